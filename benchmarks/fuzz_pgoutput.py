@@ -33,6 +33,7 @@ from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import Fragment
 from tidemill.capture.collector import Collector
 from tidemill.capture.converter import Converter, RelationSeen, merge_relation
+from tidemill.capture.naming import odd
 from tidemill.capture.poison import Poisoned, take
 from tidemill.capture.sinks import FlushNotices
 from tidemill.capture.values import RowEncoder
@@ -177,6 +178,10 @@ class Session:
             self._found.spent(time.process_time() - before_s, STALL_LIMIT_S, "a message", payload[:64])
         if isinstance(out, RelationSeen):
             if out.changed:
+                names = (out.message.schema, out.message.table, *(column.name for column in out.message.columns))
+                if any(map(odd, names)):
+                    self._found.poisoned += 1  # a session parks a table whose names are not UTF-8 before it learns it
+                    return False
                 known = self._converter.relations.get(out.message.oid)
                 self._converter.learn(merge_relation(out.message, known))
         elif out is not None:

@@ -1,9 +1,12 @@
-"""`./dev bench suites [NAME…] [--only TESTS]`: the clients' own tests, as their registries carry them and unmodified,
-against a node as `tidemill up` starts it. Prints what failed or was skipped, and why, then how many passed.
+"""`./dev bench suites [NAME…] [--only TESTS]`: the clients' own tests, unmodified, against a node of `tidemill up`.
+Prints what failed or was skipped, and why, then how many passed.
 
     kafka-python    integration tests of its source distribution (PyPI); --only as pytest's -k
     librdkafka      the tests in C and C++ within node-rdkafka (npm), compiled here; --only 0045,0081. With
                     TEST_CONSUMER_GROUP_PROTOCOL=consumer in the environment its groups are those of KIP-848
+    franz-go        the tests of its client (Go's module proxy), compiled here; --only as go test's -run
+    aiokafka        integration tests of a checkout of its repository, which AIOKAFKA_CHECKOUT in the environment
+                    names: no registry carries them. Not run without; --only as pytest's -k
 
 One fresh node for each suite. A test that fails is run once more alone, and counts when it passes then: the suites were
 written for a machine of their own. Fewer passes than a suite's floor are an error. docs/kafka.md says why a test fails.
@@ -19,7 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from suites_aiokafka import aiokafka
 from suites_c import librdkafka
+from suites_go import franz_go
 from suites_node import NotHere, Outcome
 from suites_python import kafka_python
 
@@ -30,7 +35,12 @@ class Suite(NamedTuple):
     """So many must pass."""
 
 
-SUITES: Final = {"kafka-python": Suite(kafka_python, 52), "librdkafka": Suite(librdkafka, 80)}
+SUITES: Final = {
+    "kafka-python": Suite(kafka_python, 52),
+    "librdkafka": Suite(librdkafka, 80),
+    "franz-go": Suite(franz_go, 111),
+    "aiokafka": Suite(aiokafka, 207),
+}
 
 
 def told(name: str, found: list[Outcome]) -> str:

@@ -39,12 +39,13 @@ class NotHere(Exception):
 
 
 @contextmanager
-def node(scratch: Path, rules: Sequence[str] = ()) -> Iterator[str]:
+def node(scratch: Path, rules: Sequence[str] = (), *, port: int = 0, partitions: int = 4) -> Iterator[str]:
     """A running node; host:port of its Kafka endpoint. Its log is `node.log` in `scratch`, which it makes.
 
-    `rules`: resources with which everybody may do everything; without them, whoever comes is a super user.
+    `rules`: resources with which everybody may do everything; without them every client is a super user.
+    `port`: of its Kafka endpoint, free if 0. `partitions`: of a topic that is created by its first use.
     """
-    kafka = f"127.0.0.1:{free_port()}"
+    kafka = f"127.0.0.1:{port or free_port()}"
     url = f"sqlite://{scratch}/data/consensus.db"
     config = scratch / "tidemill.toml"
     (scratch / "data").mkdir(parents=True)
@@ -52,7 +53,8 @@ def node(scratch: Path, rules: Sequence[str] = ()) -> Iterator[str]:
         f'[node]\nname = "suite"\nkafka = "{kafka}"\nhttp = "127.0.0.1:{free_port()}"\ndata = "{scratch}/data"\n'
         f'[consensus]\nurl = "{url}"\n'
         "[storage]\nl1 = true\nl1_min_s = 1\nl1_max_s = 5\n"
-        "[kafka]\ngroup_initial_rebalance_delay_ms = 0\ngroup_min_session_timeout_ms = 1000\n"
+        f"[kafka]\ndefault_partitions = {partitions}\n"
+        "group_initial_rebalance_delay_ms = 0\ngroup_min_session_timeout_ms = 1000\n"
         f"[security]\nauthorize = true\nsuper_users = {[] if rules else ['User:ANONYMOUS']}\n"
     )
     asyncio.run(_be_broker_0(url))

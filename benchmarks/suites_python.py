@@ -36,10 +36,11 @@ def kafka_python(scratch: Path, only: str = "") -> list[Outcome]:
     with node(scratch / "node") as address:
         environment = {**os.environ, "KAFKA_VERSION": AS_KAFKA, "KAFKA_URI": f"kafka://{address}", "PYTHONPATH": "."}
         environment["KAFKA_ROOT"] = str(root)
-        found = _pytest(root, environment, ["-k", only] if only else [])
+        options = [f"--ignore-glob=*{name}" for name in OWN_BROKER]
+        found = run_pytest(root, environment, [*options, "test/integration", *(["-k", only] if only else [])])
         again = [test for test, outcome in found.items() if outcome.verdict == "failed"]
         if again:
-            found |= _pytest(root, environment, again)
+            found |= run_pytest(root, environment, again)
     return list(found.values())
 
 
@@ -63,18 +64,18 @@ def _fetched(scratch: Path) -> Path:
     return root
 
 
-def _pytest(root: Path, environment: dict[str, str], chosen: Sequence[str]) -> dict[str, Outcome]:
-    """`chosen`: options, or ids of tests to run alone."""
+def run_pytest(root: Path, environment: dict[str, str], chosen: Sequence[str]) -> dict[str, Outcome]:
+    """What became of the chosen tests, which are in `root`, by id. `chosen`: options, files and ids."""
     report = root / "report.xml"
-    ids = [each for each in chosen if "::" in each]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    command += [f"--timeout={TEST_TIMEOUT_S}", "--timeout-method=signal", *(f"--ignore-glob=*{n}" for n in OWN_BROKER)]
-    command += ids or ["test/integration", *chosen]
+    command += [f"--timeout={TEST_TIMEOUT_S}", "--timeout-method=signal", *chosen]
     with (root / "pytest.log").open("ab") as log:
         subprocess.run(command, cwd=root, env=environment, stdout=log, stderr=log)
     found = {}
     for case in ET.parse(report).getroot().iter("testcase"):
-        test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '')}"
+        path, name = (case.get("classname") or "").split("."), case.get("name", "")
+        file = next(n for n, part in enumerate(path) if part.startswith("test_")) + 1
+        test = "::".join(["/".join(path[:file]) + ".py", *path[file:], name])
         found[test] = Outcome(test, "passed")
         for kind, verdict in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
             told = case.find(kind)

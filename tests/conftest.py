@@ -113,8 +113,17 @@ def _rank(item: pytest.Item) -> int:
     return next((rank for rank, folder in enumerate(ORDER) if item.nodeid.startswith(folder)), len(ORDER))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_rank)
+def _holds(item: pytest.Item) -> bool:
+    """False for a test of a newer PostgreSQL than the one that it is parametrized with."""
+    since, call = item.get_closest_marker("since"), getattr(item, "callspec", None)
+    version = call.params.get("postgres_server") if call is not None else None
+    return since is None or version is None or int(version) >= since.args[0]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    older = [item for item in items if not _holds(item)]
+    config.hook.pytest_deselected(items=older)
+    items[:] = sorted((item for item in items if item not in older), key=_rank)
     for item in items:
         if item.get_closest_marker("spark") and not item.nodeid.startswith(tuple(SHARED)):
             raise pytest.UsageError(f"a test marked spark lives elsewhere than in {', '.join(SHARED)}: {item.nodeid}")

@@ -77,13 +77,17 @@ async def objected(world: World, table: str, words: str = "publication=other") -
     return found[0]
 
 
-@pytest.mark.parametrize("what", ["a list of all columns", "the root's column list", "all tables", "a schema"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=pytest.mark.since(OTHERS[what][2]))
+        for what in ("a list of all columns", "the root's column list", "all tables", "a schema")
+    ],
+)
 def test_f490_a_table_that_another_publication_forbids_full_for_is_refused_and_left_as_it_is(
     postgres_dsn: str, what: str
 ) -> None:
     table, holds, since = OTHERS[what]
-    if version_of(postgres_dsn) < since:
-        pytest.skip(f"PostgreSQL {since} and newer")
 
     async def scenario(world: World) -> None:
         await world.sql(*TABLES, *GOOD, *[GENERATED] * (since >= 18), f"CREATE PUBLICATION other {holds}")
@@ -166,12 +170,10 @@ def test_f490_a_whole_identity_from_before_as_is_is_taken_back_and_the_table_flo
     in_world(postgres_dsn, scenario)
 
 
+@pytest.mark.since(18)
 def test_f490_a_virtual_column_is_no_fault_of_the_application_whichever_publication_holds_the_table(
     postgres_dsn: str,
 ) -> None:
-    if version_of(postgres_dsn) < 18:
-        pytest.skip("PostgreSQL 18 and newer")
-
     async def scenario(world: World) -> None:
         await world.sql(
             *TABLES, *GOOD, "CREATE PUBLICATION other FOR ALL TABLES WITH (publish_generated_columns = stored)"

@@ -161,7 +161,7 @@ def test_f512_a_full_disk_refuses_writes_for_certain_serves_reads_and_heals(smal
         for _ in range(20):
             with pytest.raises(Unavailable, match="full"):  # never Unknown: nothing was tried
                 await consensus.append("log", 0, 1, [b"x" * 1000], "n")
-        assert "full" in consensus.trouble()
+        assert "full" in await until(consensus.trouble)
         assert (await consensus.log_head("log")).next == 1
         (small / "filler").unlink()
         await asyncio.sleep(engine.SPACE_LOOK_S)

@@ -9,12 +9,22 @@ import struct
 import uuid
 from typing import Any
 
-from kio.index import load_request_schema, load_response_schema
+from kio import index
 from kio.serial import entity_reader, entity_writer
 
 from tidemill.topics.batch import Record, encode_batch
 
 ZERO = datetime.timedelta(0)
+LATEST = {18: 4}
+"""The newest version that kio knows, where a newer one is served: of ApiVersions 5 it reads the answer as of 4."""
+
+
+def request_schema(key: int, version: int) -> Any:
+    return index.load_request_schema(key, min(version, LATEST.get(key, version)))
+
+
+def response_schema(key: int, version: int) -> Any:
+    return index.load_response_schema(key, min(version, LATEST.get(key, version)))
 
 
 def batch(
@@ -29,7 +39,7 @@ def batch(
 
 
 def request_frame(key: int, version: int, correlation_id: int, body: bytes, client_id: str | None = "raw") -> bytes:
-    flexible = load_request_schema(key, version).__flexible__
+    flexible = request_schema(key, version).__flexible__
     name = b"\xff\xff" if client_id is None else struct.pack(">h", len(client_id)) + client_id.encode()
     head = struct.pack(">hhi", key, version, correlation_id) + name + (b"\x00" if flexible else b"")
     return struct.pack(">i", len(head) + len(body)) + head + body
@@ -84,7 +94,9 @@ def nested(schema: Any, field: str) -> Any:
 
 def example(key: int, version: int, topic: str, topic_id: uuid.UUID) -> bytes:
     """A request of this version that names `topic` where the API takes topics."""
-    schema = load_request_schema(key, version)
+    if (key, version) == (18, 5):  # then come a cluster id and a node id (KIP-1242), and tags
+        return example(18, 4, topic, topic_id)[:-1] + b"\x00" + struct.pack(">i", -1) + b"\x00"
+    schema = request_schema(key, version)
 
     def topics(field: str, partitions_field: str = "partitions", **partition: Any) -> tuple[Any, ...]:
         element = nested(schema, field)
@@ -286,7 +298,7 @@ class RawClient:
 
 def decode(key: int, version: int, data: bytes) -> Any:
     """A response after its correlation id."""
-    schema = load_response_schema(key, version)
+    schema = response_schema(key, version)
     if schema.__header_schema__.__version__ == 1:
         assert data[0] == 0
         data = data[1:]

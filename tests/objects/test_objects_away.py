@@ -19,11 +19,11 @@ from moto_access import CREDENTIALS
 
 from patience import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
-from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable, Unknown
 from tidemill.base.waiting import patiently
 from tidemill.cli.demo.ports import free_port
-from tidemill.objects import local, resilient
-from tidemill.objects.health import SLOW_S, Health
+from tidemill.objects import health, local, resilient
+from tidemill.objects.health import CONFIRM_S, NOTICE_S, Health
 from tidemill.objects.local import CACHED_READ_BYTES, THREADS, LocalObjects
 from tidemill.objects.open import open_objects
 from tidemill.objects.resilient import ResilientObjects
@@ -123,7 +123,8 @@ def test_f507_a_read_that_finds_the_pool_closed_leaves_no_descriptor(
 def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_heals(
     small: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resilient, "PROVE_AFTER_S", 0.2)
+    monkeypatch.setattr(resilient, "PROVE_EVERY_S", 0.2)
+    monkeypatch.setattr(health, "CONFIRM_S", 0.2)
 
     async def body() -> None:
         store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=20)
@@ -166,12 +167,27 @@ def test_f508_a_full_directory_refuses_writes_as_unavailable_serves_reads_and_he
                 file.flush()
         with pytest.raises(Unavailable, match="space"):
             await store.put("b", os.urandom(1 << 20))
+        assert "Free space" in store.noticed()
+        await until(store.trouble)
         assert "Free space" in store.trouble()
         assert await store.get("a") == b"1"
         assert os.listdir(small.at / "bucket" / ".tmp") == []
         filler.unlink()
         await store.put("b", os.urandom(1 << 20))
         assert store.trouble() == ""
+        await store.aclose()
+
+    run(body)
+
+
+def test_f616_a_file_system_without_inodes_is_told_as_that(small: Mount) -> None:
+    async def body() -> None:
+        small.run("mount", "-o", "remount,nr_inodes=12", str(small.at))
+        store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.1)
+        puts = (store.put(f"k{number}", b"x") for number in range(20))
+        outcomes = await asyncio.gather(*puts, return_exceptions=True)
+        assert any(isinstance(each, Unavailable) and "no free inode" in str(each) for each in outcomes), outcomes
+        assert "no free inode" in store.noticed()
         await store.aclose()
 
     run(body)
@@ -189,7 +205,7 @@ def test_f508_a_directory_that_is_gone_proves_nothing_missing(small: Mount) -> N
         with pytest.raises(Unavailable):
             async for _ in store.list(""):
                 pass
-        assert store.trouble()
+        await until(store.trouble)
         (small.at / "bucket").rmdir()
         (small.at / "elsewhere").rename(small.at / "bucket")
         assert await store.get("a/b") == b"1"
@@ -357,14 +373,55 @@ def test_f509_rights_lost_later_are_waited_for_and_told(moto: Moto) -> None:
     run(body)
 
 
-def test_a_slow_store_is_told_before_it_has_failed() -> None:
+def test_a_store_without_an_answer_is_trouble_before_its_requests_have_failed() -> None:
     clock = ManualClock()
-    health = Health(clock)
-    first = health.began()
-    clock.advance(int(SLOW_S * 1000) - 1)
-    health.began()
-    assert health.trouble() == ""
-    clock.advance(1_000)
-    assert "slow" in health.trouble()
-    health.ended(first, "read", None)
-    assert health.trouble() == ""
+    store = Health(clock)
+    first = store.began("write")
+    clock.advance(int(CONFIRM_S * 1000))
+    assert store.trouble() == "" and "does not answer" in store.noticed()
+    assert store.suspected("write") and not store.suspected("read")
+    clock.advance(1)
+    assert "does not answer: operation=write" in store.trouble()
+    # A later write that succeeds proves that the store works: the first one alone is a notice.
+    store.ended(store.began("write"), "write", None)
+    assert store.trouble() == "" and "does not answer" in store.noticed()
+    store.ended(first, "write", None)
+    assert store.noticed() == ""
+
+
+def test_a_request_that_its_caller_gives_up_on_is_evidence_when_it_waited_long() -> None:
+    clock = ManualClock()
+    store = Health(clock)
+    for waited_ms, expected in ((500, ""), (1_500, "does not answer")):
+        number = store.began("read")
+        clock.advance(waited_ms)
+        store.ended(number, "read", asyncio.CancelledError())
+        assert expected in store.noticed() and bool(expected) == bool(store.noticed())
+    clock.advance(2_000)
+    assert "does not answer" in store.trouble()
+
+
+@pytest.mark.parametrize("error", [Missing("m."), Invalid("i."), Unknown("u."), Unavailable("n."), ValueError("v")])
+def test_a_write_that_was_not_done_is_trouble_whatever_its_error(error: Exception) -> None:
+    clock = ManualClock()
+    store = Health(clock)
+    for _ in range(30):
+        store.ended(store.began("write"), "write", error)
+        store.ended(store.began("read"), "read", None)  # says nothing of writes
+        store.ended(store.began("delete"), "delete", None)
+        clock.advance(100)
+    assert str(error) in store.trouble()
+    store.ended(store.began("write"), "write", Conflict("another was first"))
+    assert store.trouble() == ""
+
+
+def test_one_failed_write_among_successes_is_a_notice_and_no_trouble() -> None:
+    clock = ManualClock()
+    store = Health(clock)
+    for number in range(60):
+        error = Unknown("status=500") if number % 3 == 0 else None
+        store.ended(store.began("write"), "write", error)
+        assert store.trouble() == "" and "status=500" in store.noticed()
+        clock.advance(500)
+    clock.advance(int(NOTICE_S * 1000))
+    assert store.noticed() == ""

@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers of all tests
+
 from tidemill.spark.java import export_java, find_java
 
 directory = Path(sys.argv[1])

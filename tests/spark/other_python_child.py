@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers of all tests
+
 from pyspark.sql import SparkSession
 from spark_harbour import Harbour
 from test_spark_read_plan import SCHEMA, append, rows

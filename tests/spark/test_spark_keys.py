@@ -118,8 +118,8 @@ def test_a_derived_table_and_a_dataframe_have_one_row_of_a_key(harbour: Any, tmp
     assert bits([row["r"] for row in harbour.contents("derived")]) == [0, ONE_NAN]
     rows[:] = [(-0.0, 1), (0.0, 2)]
     write(harbour, frame, [(10.0, 9)])
-    with pytest.raises(Invalid, match="a key comes twice"):
-        found.round()
+    assert found.round() and "twice=2" in found.left_out, "a key that comes twice has no row (F322)"
+    assert harbour.contents("derived") == []
 
 
 @pytest.mark.parametrize("kind", [pa.float32(), pa.float64()])

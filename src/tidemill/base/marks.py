@@ -148,6 +148,7 @@ def behind_text(mark: Mark) -> str:
     return "no time yet" if found is None else f"{found:,} {mark.unit}".rstrip()
 
 
+NOTICE_BUDGET_MS = 1 << 52
 PROCESS = "process:"
 OWN = ("objects", "consensus", "metastore")
 """What each process stands on, by its own experience: these marks are never merged, but `name@process` each."""
@@ -322,10 +323,18 @@ class Tracker:
         with self._lock:
             self._failures.pop(name, None)
 
-    def works(self, name: str, trouble: str, *, now_ms: int, held_by: str = "") -> None:
-        """What this process stands on (OWN): it works, or `trouble` says in a sentence what does not."""
-        if trouble:
-            self.fail(name, trouble, now_ms=now_ms, held_by=held_by)
+    def works(self, name: str, trouble: str, *, now_ms: int, held_by: str = "", notice: str = "") -> None:
+        """What this process stands on (OWN): it works, or `trouble` says in a sentence what does not.
+
+        `notice`: it works, and something is wrong with it. That is waiting, however long it lasts, and never stuck.
+        """
+        budget_ms = NOTICE_BUDGET_MS if notice and not trouble else None
+        if trouble or notice:
+            mark = self._marks.get(name)
+            if mark is not None and (mark.budget_ms == NOTICE_BUDGET_MS) != (budget_ms is not None):
+                self.heal(name)  # trouble is not as old as the notice before it
+                self.set(name, 1, 1, now_ms=now_ms, budget_ms=budget_ms)
+            self.fail(name, trouble or notice, now_ms=now_ms, held_by=held_by)
         else:
             self.heal(name)
             self.set(name, 1, 1, now_ms=now_ms)
@@ -336,6 +345,11 @@ class Tracker:
 
     def failure(self, name: str) -> Failure | None:
         return self._failures.get(name)
+
+    def failures(self, prefix: str) -> list[tuple[str, str]]:
+        """(mark, error) of every unit of this process that fails now, by name."""
+        with self._lock:
+            return sorted((name, found.error) for name, found in self._failures.items() if name.startswith(prefix))
 
     def remove(self, name: str) -> None:
         """The mark goes with what it was about; a failure stays until the unit heals."""

@@ -16,11 +16,19 @@ MOST_DIMENSIONS = 6
 _FLAT = re.compile(r'\{([^{}"\\]*)\}\Z')
 _BOUNDS = re.compile(r"(?:\[[+-]?[0-9]+(?::[+-]?[0-9]+)?\])+[ \t\n\r\f\v]*=[ \t\n\r\f\v]*")
 _ITEM = re.compile(r'[ \t\n\r\f\v]*(?:([{},])|"((?:[^"\\]|\\.)*)"|((?:[^{},"\\]|\\.)+))[ \t\n\r\f\v]*', re.DOTALL)
+_LOWER = re.compile(r"\[([+-]?[0-9]+)(:?)")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 
+class Bounded(list[Any]):
+    """An array with lower bounds other than 1, which are part of its value: `[2:3]={1,2}` is not `{1,2}`."""
+
+    lower: tuple[int, ...] = ()
+
+
 def read_array(text: str, read: Callable[[str], Any]) -> list[Any]:
-    """Elements go through `read`, NULL becomes None. Raises Refused, and what `read` raises."""
+    """Elements go through `read`, NULL becomes None; `Bounded` where the lower bounds are given and not 1. Raises
+    Refused, and what `read` raises."""
     if len(text) > ARRAY_CHARS:
         raise Refused(f"an array of more than {ARRAY_CHARS} characters is not supported")
     body, whole, before = text.strip(BLANKS), list[Any](), ""
@@ -53,7 +61,12 @@ def read_array(text: str, read: Callable[[str], Any]) -> list[Any]:
         before, at = mark or "value", found.end()
     if len(stack) > 1 or not whole:
         raise _malformed(text)
-    return whole[0]  # type: ignore[no-any-return]
+    found_lower = tuple(int(bound) if colon else 1 for bound, colon in _LOWER.findall(bounds[0])) if bounds else ()
+    if not whole[0] or all(bound == 1 for bound in found_lower):
+        return whole[0]  # type: ignore[no-any-return]
+    bounded = Bounded(whole[0])
+    bounded.lower = found_lower
+    return bounded
 
 
 def _element(quoted: str | None, plain: str | None, read: Callable[[str], Any]) -> Any:

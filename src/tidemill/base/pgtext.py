@@ -175,6 +175,26 @@ def to_float4(value: float) -> float:
     return result
 
 
+def read_float4(text: str) -> float:
+    """Rounded once: a double halfway between two singles does not say on which side of it the text is."""
+    value = read_float8(text)
+    return value if math.isnan(value) or math.isinf(value) else nearest_float4(Decimal(text.strip(BLANKS)), value)
+
+
+def nearest_float4(exact: Decimal | int, value: float) -> float:
+    """The single nearest to `exact`, of which `value` is the nearest double. Raises Refused."""
+    near = to_float4(value)
+    if near == value or value == exact:
+        return near
+    bits = struct.unpack("<i", struct.pack("<f", near))[0]
+    outward = (value > near) is (near >= 0) if near else True
+    other = struct.unpack("<f", struct.pack("<i", bits + (1 if outward else -1)))[0]
+    if (near + other) / 2 != value:
+        return near
+    low, high = sorted((near, float(other)))
+    return high if exact > Decimal(value) else low
+
+
 def read_uuid(text: str) -> str:
     found = _UUID.match(text.lower())
     if not found:
@@ -192,6 +212,29 @@ def read_bytea(text: str) -> bytes:
         raise _syntax("bytea", text) from error
 
 
+def days_of(year: int, month: int, day: int) -> int:
+    """Days since 1970-01-01 in the proleptic Gregorian calendar, by eras of 400 years; 1 BC is year 0."""
+    era, year_of_era = divmod(year - (month <= 2), 400)
+    day_of_year = (153 * ((month + 9) % 12) + 2) // 5 + day - 1
+    return era * 146_097 + year_of_era * 365 + year_of_era // 4 - year_of_era // 100 + day_of_year - 719_468
+
+
+def ymd_of(days: int) -> tuple[int, int, int]:
+    """Year, month and day of a date, the inverse of `days_of`."""
+    era, of_era = divmod(days + 719_468, 146_097)
+    year = (of_era - of_era // 1_460 + of_era // 36_524 - of_era // 146_096) // 365
+    of_year = of_era - (365 * year + year // 4 - year // 100)
+    month = (5 * of_year + 2) // 153
+    day = of_year - (153 * month + 2) // 5 + 1
+    month = month + 3 if month < 10 else month - 9
+    return era * 400 + year + (month <= 2), month, day
+
+
+def month_days(year: int, month: int) -> int:
+    leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
+    return 28 if month == 2 and not leap else _MONTH_DAYS[month - 1]
+
+
 def _days(text: str, year: int, month: int, day: int, bc: bool) -> int:
     """Days since 1970-01-01 in the proleptic Gregorian calendar, by eras of 400 years; there is no year 0."""
     if not year:
@@ -200,9 +243,7 @@ def _days(text: str, year: int, month: int, day: int, bc: bool) -> int:
     leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
     if not 1 <= month <= 12 or not 1 <= day <= _MONTH_DAYS[month - 1] or (month == 2 and day == 29 and not leap):
         raise _field(text)
-    era, year_of_era = divmod(year - (month <= 2), 400)
-    day_of_year = (153 * ((month + 9) % 12) + 2) // 5 + day - 1
-    days = era * 146_097 + year_of_era * 365 + year_of_era // 4 - year_of_era // 100 + day_of_year - 719_468
+    days = days_of(year, month, day)
     if days not in DAYS:
         raise Refused(f'date out of range: "{text}"')
     return days
@@ -276,7 +317,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "int4": _read_integer("int4"),
     "int8": _read_integer("int8"),
     "numeric": read_numeric,
-    "float4": lambda text: to_float4(read_float8(text)),
+    "float4": read_float4,
     "float8": read_float8,
     "text": read_text,
     "bpchar": read_text,

@@ -16,6 +16,7 @@ import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config import Config, load
+from tidemill.base.errors import Unavailable
 from tidemill.base.portal import Portal
 
 if TYPE_CHECKING:
@@ -73,20 +74,41 @@ class Stores(ConsensusOnly):
         return self.portal.call(open_shard(self.consensus, self.objects, self.clock, self.rand, name))
 
 
+OPEN_S = 2.5
+"""A command that says how things are gets a connection by then: what an engine says itself comes within two."""
+
+
 @contextmanager
-def consensus_only(path: Path | None) -> Iterator[ConsensusOnly]:
-    """Open the consensus that the configuration names; closed at the end. Raises Invalid with the key and the fix."""
+def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator[ConsensusOnly]:
+    """Open the consensus that the configuration names; closed at the end. Raises Invalid with the key and the fix;
+    Unavailable when it is not open `within_s`."""
     from tidemill.base.logs import configure_logs
     from tidemill.consensus.open import open_consensus
 
     configure_logs("warning")  # a command that leads for a moment has nothing to tell about it
     config = load(path)
     with Portal() as portal:
-        consensus = portal.call(open_consensus(config.consensus_url, SystemClock(), Rand()))
+        opening = open_consensus(config.consensus_url, SystemClock(), Rand())
+        try:
+            consensus = portal.call(opening, within_s)
+        except TimeoutError as error:
+            raise Unavailable(
+                f"Consensus does not answer: consensus.url={_shown(config.consensus_url)!r} waited_s={within_s:g}.",
+                fix="See whether its server runs and can be reached.",
+            ) from error
         try:
             yield ConsensusOnly(config, portal, consensus)
         finally:
             portal.call(consensus.aclose())
+
+
+def _shown(url: str) -> str:
+    """A URL of consensus without its password."""
+    if not url.startswith(("postgres:", "postgresql:")):
+        return url
+    from tidemill.consensus.postgres.lanes import without_password
+
+    return without_password(url)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import typer
 from tidemill.base.chain import EXIT_BY_STATE
 from tidemill.base.limits import MIB
 from tidemill.base.marks import Derived, Report, State, as_row, behind_text, derive_all, trouble
-from tidemill.cli.context import ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
+from tidemill.cli.context import OPEN_S, ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
 from tidemill.cli.latency import show_latency
 
 Memory = Annotated[bool, typer.Option("--memory", help="Show what each process holds in memory instead, by share.")]
@@ -31,7 +31,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show every stage: where it is, who holds it, for how long. Exit 0 fresh, 1 lagging, 2 stuck."""
-    with consensus_only(config) as opened:
+    with consensus_only(config, OPEN_S) as opened:
         reports = read_reports(opened)
         marks = derive_all(reports, opened.clock.now_ms())
     if memory:
@@ -55,7 +55,7 @@ def status(
 def read_reports(opened: ConsensusOnly) -> list[Report]:
     from tidemill.consensus.board import Board
 
-    return opened.portal.call(Board(opened.consensus, opened.rand).reports())
+    return opened.portal.call(Board(opened.consensus, opened.rand).look(opened.consensus.trouble))
 
 
 def read_marks(opened: ConsensusOnly) -> dict[str, Derived]:

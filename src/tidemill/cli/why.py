@@ -12,7 +12,7 @@ from tidemill.base.config import Config
 from tidemill.base.errors import Missing
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.marks import Derived, as_row, behind, behind_text, trouble
-from tidemill.cli.context import ConfigOption, JsonOption, consensus_only, print_json
+from tidemill.cli.context import OPEN_S, ConfigOption, JsonOption, consensus_only, print_json
 from tidemill.cli.status import read_marks
 
 Name = Annotated[
@@ -22,7 +22,7 @@ Name = Annotated[
 
 def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Say how fresh a table is and who holds it. Exit 0 fresh, 1 lagging, 2 stuck: the worst up to its source."""
-    with consensus_only(config) as opened:
+    with consensus_only(config, OPEN_S) as opened:
         marks = read_marks(opened)
     if not marks:
         raise Missing("no process reports.", fix="Start one: tidemill up.")

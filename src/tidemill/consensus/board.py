@@ -12,6 +12,7 @@ have been silent for an hour: they are gone, not blind.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -31,6 +32,8 @@ FORGET_AFTER_MS = 3_600_000
 TIDY_EVERY_MS = 600_000
 
 ATTEMPTS = 5
+LOOK_S = 2.0
+"""A person, a load balancer or a scraper that asks how things are gets an answer by then."""
 
 log = structlog.get_logger()
 
@@ -76,6 +79,16 @@ class Board:
     async def reports(self) -> list[Report]:
         """All reports, by process name. One that cannot be read is there without marks, as of the beginning of time."""
         return [_read(process, registers) for process, registers in (await self._scan()).items()]
+
+    async def look(self, trouble: Callable[[], str]) -> list[Report]:
+        """`reports` within LOOK_S, for whoever waits for an answer. Raises Unavailable with `trouble()`, or that
+        consensus does not answer."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await self.reports()
+        except TimeoutError as error:
+            said = trouble() or f"Consensus does not answer: waited_s={LOOK_S:g}."
+            raise Unavailable(said, fix="See whether its server runs and can be reached.") from error
 
     async def forget(self, process: str) -> None:
         """Drop the report of a process that ended for good; one that speaks up meanwhile keeps it."""

@@ -3,7 +3,8 @@
 /api/status   {"marks": [...], "facts": {process: {...}}, "processes": {process: pid}}, what `tidemill status --json`
               prints and more
 /healthz      200 while the process answers
-/readyz       200 while the node serves and what it stands on is well, else 503 with what is not
+/readyz       200 while the node serves and what it stands on works, else 503 with what does not. Below "ready": what
+              fails without making the node useless (one write of a store, a captured database), a line each
 /freshz       200 while no mark is stuck or blind, else 503 with the reasons; ?table=NAME (or ?mark=NAME) asks about
               one, and takes the worst of everything between it and its source
 /metrics      Prometheus text: this process's counters and one gauge for each mark's lag
@@ -30,9 +31,14 @@ Reports = Callable[[], Awaitable[Sequence[Report]]]
 Answer = Callable[[Request], Awaitable[Response]]
 
 
-def console_routes(reports: Reports, trouble: Callable[[], str], clock: Clock) -> list[BaseRoute]:
-    """Read-only routes; everything is derived from published marks when asked. `trouble()`: why this node is not
-    ready, in a sentence, or "". When marks cannot be read (consensus is away), what asks for them says 503 and why."""
+def console_routes(
+    reports: Reports, trouble: Callable[[], str], noticed: Callable[[], Sequence[str]], clock: Clock
+) -> list[BaseRoute]:
+    """Read-only routes; everything is derived from published marks when asked.
+
+    `trouble()`: why this node is not ready, in a sentence, or ""; `noticed()`: what fails though it is. When marks
+    cannot be read (consensus is away), what asks for them says 503 and why.
+    """
 
     pace = Pace(clock)
 
@@ -51,7 +57,9 @@ def console_routes(reports: Reports, trouble: Callable[[], str], clock: Clock) -
 
     async def readyz(_: Request) -> Response:
         sentence = trouble()
-        return PlainTextResponse(f"{sentence}\n", 503) if sentence else PlainTextResponse("ready\n")
+        if sentence:
+            return PlainTextResponse(f"{sentence}\n", 503)
+        return PlainTextResponse("".join(f"{line}\n" for line in ("ready", *noticed())))
 
     async def freshz(request: Request) -> Response:
         marks = derive_all(await reports(), clock.now_ms())

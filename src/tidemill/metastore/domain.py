@@ -48,6 +48,7 @@ RETRY_MOST_S = 5.0
 RELEASE_TIMEOUT_S = 2.0
 TROUBLE_S = 10.0
 """Longer than the longest pause between two attempts."""
+CONFIRM_S = 2.0
 
 
 class Domain(Reading):
@@ -78,7 +79,9 @@ class Domain(Reading):
         self._turned = asyncio.Event()
         self.failed: TidemillError | None = None
         """Why the last attempt at leading or following failed; None after one that did not."""
-        self._failed_s = float("-inf")
+        self._failed_s = self._failing_s = float("-inf")
+        """The last and the first failure of those that repeat."""
+        self._cannot_follow = False
         self._ended = asyncio.Event()
         self._tasks = Tasks(self._task_failed)
 
@@ -270,10 +273,12 @@ class Domain(Reading):
                 if not self.leading:
                     await self._follower.advance()
             except (Unavailable, Unknown, Missing, Fenced) as error:
-                self._note(error)
+                self._note(error, following=True)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
                 continue
+            if self._cannot_follow:
+                self.failed, self._cannot_follow = None, False
             pause_s = RETRY_FIRST_S
             await asyncio.sleep(self._settings.follow_pause_s)
 
@@ -348,18 +353,24 @@ class Domain(Reading):
     # the end ------------------------------------------------------------------------------------
 
     def trouble(self) -> str:
-        """A failure counts until this process leads, or TROUBLE_S: by then another one leads, or it failed again."""
+        """A failure that repeats for CONFIRM_S counts until this process leads, or TROUBLE_S: by then another one
+        leads, or it failed again. One alone is none: every follower meets it when consensus pauses for a moment."""
         if self._closed is not None:
             return self._closed.message
         if self.failed is None or self._grounds.clock.monotonic_s() - self._failed_s > TROUBLE_S:
+            return ""
+        if self._failed_s - self._failing_s < CONFIRM_S:
             return ""
         return f"The domain cannot be led or followed: domain={self.name} cause={self.failed.message!r}."
 
     async def until_ended(self) -> None:
         await self._ended.wait()
 
-    def _note(self, error: TidemillError) -> None:
-        self.failed, self._failed_s = error, self._grounds.clock.monotonic_s()
+    def _note(self, error: TidemillError, *, following: bool = False) -> None:
+        now_s = self._grounds.clock.monotonic_s()
+        if self.failed is None or now_s - self._failed_s > TROUBLE_S:
+            self._failing_s = now_s
+        self.failed, self._failed_s, self._cannot_follow = error, now_s, following
 
     async def aclose(self) -> None:
         """Stop, and give the lease up so that others lead now. Nothing is flushed: the log has everything."""

@@ -94,8 +94,9 @@ log = structlog.get_logger()
 
 
 Reports = Callable[[], Awaitable[Sequence[Report]]]
-MoreRoutes = Callable[[Reports, Callable[[], str], Clock], Sequence[BaseRoute]]
-"""(reads all marks, why the node is not ready or "", clock) → routes to serve beside the shapes."""
+MoreRoutes = Callable[[Reports, Callable[[], str], Callable[[], Sequence[str]], Clock], Sequence[BaseRoute]]
+"""(reads all marks, why the node is not ready or "", what fails though it is, clock) → routes to serve beside the
+shapes."""
 
 STARTING = "the node is starting."
 HTTP_CERTIFICATES = "http:certificates"
@@ -142,11 +143,17 @@ class Node:
         asked = self._reporting.troubles.values() if self._reporting is not None else ()
         return self._waiting or next((found for ask in asked if (found := ask())), "")
 
+    def noticed(self) -> Sequence[str]:
+        """What fails in this process though it is ready, a sentence each."""
+        return self._reporting.noticed() if self._reporting is not None else ()
+
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set or the node as a whole fails. Raises what failed."""
         self._failed = asyncio.get_running_loop().create_future()
         descriptors.raise_limit()
-        early = Starlette(routes=[*self._more_routes(self._reports, self.trouble, self._clock), *_not_yet()])
+        early = Starlette(
+            routes=[*self._more_routes(self._reports, self.trouble, self.noticed, self._clock), *_not_yet()]
+        )
         door = Door(early)
         host, port = Address.parse(self._config.node.http)
         section = self._config.http
@@ -180,6 +187,9 @@ class Node:
                 await self._leave()
                 await self._tasks.aclose()
 
+    def _console(self) -> Sequence[BaseRoute]:
+        return self._more_routes(self._reports, self.trouble, self.noticed, self._clock)
+
     async def _leave(self) -> None:
         """First of all: while the rest of this node ends, its partitions are served by others already."""
         if self._membership is not None:
@@ -192,7 +202,7 @@ class Node:
     async def _reports(self) -> Sequence[Report]:
         if self._board is None:
             raise Unavailable(self._waiting or STARTING)
-        return await self._board.reports()
+        return await self._board.look(self.trouble)
 
     def _waits_for(self, what: str, sentence: str) -> None:
         """`what` is a mark of this process: how its store is, as the marks and /readyz tell it."""
@@ -237,6 +247,7 @@ class Node:
         )
         stack.push_async_callback(objects.aclose)
         reporting.troubles["objects"] = objects.trouble
+        reporting.notices["objects"] = objects.noticed
         self._tasks.spawn(objects.keep_proving(), name="prove-objects")
         await self._begin("the check of the bucket", lambda: check_bucket(consensus, objects))
         settings = msgspec.structs.replace(NODE, persist_interval_s=config.metastore.persist_interval_s)
@@ -287,7 +298,10 @@ class Node:
             return (await metastore.cluster()).uuid
 
         shapes.add_shards(shard, cluster)
-        routes = [*shape_routes(shapes, self._grants), *self._more_routes(self._reports, self.trouble, clock)]
+        routes = [
+            *shape_routes(shapes, self._grants),
+            *self._more_routes(self._reports, self.trouble, self.noticed, clock),
+        ]
         if config.registry.enabled:
             reading = ThreadPoolExecutor(1, thread_name_prefix="registry")  # parses and compares schemas
             stack.callback(reading.shutdown, wait=False, cancel_futures=True)

@@ -22,6 +22,8 @@ from tidemill.consensus.board import Board
 
 log = structlog.get_logger()
 
+NOTICES = 20
+
 Facts = Callable[[], dict[str, object]]
 
 
@@ -34,6 +36,8 @@ class Reporting:
         self.stages: dict[str, Stages] = {}
         """Of each source that this node captures now."""
         self.troubles: dict[str, Callable[[], str]] = {}
+        self.notices: dict[str, Callable[[], str]] = {}
+        """As `troubles`: what is wrong with a store that does its work."""
         self._process = process
         self._board = board
         self._tracker = tracker
@@ -69,7 +73,13 @@ class Reporting:
     def _look(self) -> None:
         now_ms = self._clock.now_ms()
         for name, ask in self.troubles.items():
-            self._tracker.works(name, ask(), now_ms=now_ms)
+            notice = self.notices[name]() if name in self.notices else ""
+            self._tracker.works(name, ask(), now_ms=now_ms, notice=notice)
+
+    def noticed(self) -> list[str]:
+        """What fails in this process though it serves: a store that is not well, a captured database."""
+        found = [(name, said) for name, ask in self.notices.items() if (said := ask())]
+        return [f"{name}: {said}" for name, said in [*found, *self._tracker.failures("capture:")][:NOTICES]]
 
     def _latency(self) -> dict[str, object]:
         return {source: stages.plain() for source, stages in self.stages.items()}

@@ -228,11 +228,22 @@ def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -
             fix="Put objects.url on a local file system with hard links (ext4, xfs, btrfs, apfs).",
         )
     if code in _NO_SPACE:
+        if _without_inodes(root):
+            return Unavailable(f"{what} found no free inode: {where}", fix="Remove files from that file system.")
         return Unavailable(f"{what} found no space: {where}", fix="Free space on the disk, or raise the quota.")
     if code in descriptors.EXHAUSTED:
         fix = "Raise the limit of open files (ulimit -n), and look for what holds them: /proc/PID/fd."
         return Unavailable(f"{what} failed, {reason}: {where}", fix=fix)
     return Unavailable(f"{what} failed, {reason}: {where}", fix="Check the disk and the mount.")
+
+
+def _without_inodes(root: str) -> bool:
+    """The system says "no space" for both. File systems without a limit of inodes count none at all."""
+    try:
+        found = os.statvfs(root)
+    except OSError:
+        return False
+    return found.f_files > 0 and found.f_favail == 0
 
 
 def conflict(key: str) -> Conflict:

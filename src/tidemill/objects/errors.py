@@ -34,6 +34,8 @@ _BAD_CREDENTIALS = {
 _PASSING = {"RequestTimeout", "OperationAborted", "ServiceUnavailable", "BadDigest"}
 """Answers of 400 and so on that another attempt may not meet."""
 
+_GATEWAY = "Check the gateway in front of the object store: it must pass conditional creates (If-None-Match) on."
+
 _THROTTLED = {"SlowDown", "TooManyRequests", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
 
 
@@ -62,6 +64,8 @@ def translate(error: Exception, operation: str, key: str, place: Place, *, write
             f"The bucket of objects.url does not exist: {where}.", fix="Create it, or correct objects.url."
         )
     if isinstance(error, FileNotFoundError):
+        if operation == "put":
+            return Unknown(f"The object store answers a create as if something were missing: {detail}.", fix=_GATEWAY)
         return Missing(f"No such object: {where}.")
     if isinstance(error, foreign.AlreadyExistsError | foreign.PreconditionError | foreign.NotModifiedError):
         return Conflict(f"The object exists already: {detail}.")
@@ -89,6 +93,18 @@ def translate(error: Exception, operation: str, key: str, place: Place, *, write
     if writes:
         return Unknown(f"The object store failed or did not answer a write: {detail} reason={_first_line(text)!r}.")
     return Unavailable(f"The object store failed or did not answer: {detail} reason={_first_line(text)!r}.")
+
+
+def refused_create(said: TidemillError) -> TidemillError:
+    """A create that was refused although no object is there: `said` is the refusal, with its status.
+
+    S3 answers 409 while another create of the key is undecided: ours certainly did not happen. Any other answer says
+    nothing that can be trusted.
+    """
+    detail = said.message.partition(": ")[2]
+    if "status=409 " in detail:
+        return Unavailable(f"Another create of the object is under way: {detail}")
+    return Unknown(f"The object store refuses a create, and no object is there: {detail}", fix=_GATEWAY)
 
 
 def _first_line(text: str, limit: int = 300) -> str:

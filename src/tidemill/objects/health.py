@@ -1,20 +1,58 @@
-"""What an object store's own calls say of it: does it answer, does it take writes, is it slow.
+"""Health of an object store, derived from the calls of this process: does it answer, does it take writes.
 
-Counted by attempt, not by call: a call retries for seconds before it gives up, and an operator wants to know at once.
-An answer of any kind, also "no such object", ends the trouble of its kind; what fails writes says nothing of reads.
+    H1  A write that was not done is evidence against the store, whatever the error is called. The exception is the
+        Conflict of a create that another writer won, which reading the object back has proven.
+    H2  A request without an answer is evidence from its begin on, long before its timeout.
+    H3  Evidence becomes trouble when no request of its kind succeeds for CONFIRM_S. One failed write among successes,
+        or a pause of a second, is a notice: told for NOTICE_S, and no reason to be unready.
+    H4  A success of its kind ends trouble. A read or a deletion proves nothing about writes, nor the reverse.
+
+Attempts count, not calls: a call retries for seconds before it fails, and an operator wants to know at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import TidemillError, Unavailable, Unknown
+from tidemill.base.errors import Closed, Conflict, TidemillError, Unavailable, Unknown
+from tidemill.base.tasks import sentence
+from tidemill.objects.store import Misconfigured
 
-SLOW_S = 5.0
-"""An attempt under way for so long is told, before it has failed."""
+CONFIRM_S = 2.0
+"""Evidence without any success for so long is trouble: longer than a failover of a gateway's front end."""
+QUESTION_S = 1.0
+"""An attempt without an answer for so long is evidence."""
+NOTICE_S = 10.0
 
-Kind = Literal["write", "read"]
+Kind = Literal["write", "read", "delete"]
+NEEDED: tuple[Kind, ...] = ("write", "read")
+"""Objects that cannot be deleted take space and disturb nobody: that is noticed, and no trouble."""
+
+
+class _Side:
+    """What is known of the attempts of one kind."""
+
+    def __init__(self) -> None:
+        self.under_way: dict[int, float] = {}
+        """Number → begin. Insertion order is age."""
+        self.succeeded_s = float("-inf")
+        self.since_s: float | None = None
+        """Begin of the first attempt that failed after the last success."""
+        self.error = ""
+        self.error_s = float("-inf")
+
+    def suspect_s(self, now_s: float) -> float | None:
+        """Since when there is evidence and no success."""
+        oldest_s = next(iter(self.under_way.values()), None)
+        if oldest_s is not None:
+            oldest_s = max(oldest_s, self.succeeded_s)
+            if now_s - oldest_s <= QUESTION_S:
+                oldest_s = None
+        if self.since_s is None or oldest_s is None:
+            return oldest_s if self.since_s is None else self.since_s
+        return min(self.since_s, oldest_s)
 
 
 class Health:
@@ -22,39 +60,86 @@ class Health:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._under_way: dict[int, float] = {}
         self._number = 0
-        self._failing: dict[Kind, str] = {}
-        self._last_s: dict[Kind, float] = {}
+        self._sides: dict[Kind, _Side] = {kind: _Side() for kind in (*NEEDED, "delete")}
+        self._noticed = ""
+        self._noticed_s = float("-inf")
 
-    def began(self) -> int:
+    def began(self, kind: Kind) -> int:
         self._number = number = self._number + 1
-        self._under_way[number] = self._clock.monotonic_s()
+        self._sides[kind].under_way[number] = self._clock.monotonic_s()
         return number
 
     def ended(self, number: int, kind: Kind, error: BaseException | None) -> None:
-        """`error` None: it did what it should. A cancelled attempt says nothing."""
-        self._under_way.pop(number, None)
-        if error is None:
-            if self._failing:
-                self._failing.pop(kind, None)
-        elif isinstance(error, Unavailable | Unknown):
-            self._failing[kind] = str(error)
-            self._last_s[kind] = self._clock.monotonic_s()
-        elif isinstance(error, TidemillError):
-            self._failing.pop(kind, None)
+        """`error` None: it did what it should. Cancelled before QUESTION_S, an attempt proves nothing."""
+        side = self._sides[kind]
+        began_s = side.under_way.pop(number, None)
+        now_s = self._clock.monotonic_s()
+        if began_s is None:
+            began_s = now_s
+        if error is None or _is_answer(error, kind):
+            side.succeeded_s, side.since_s, side.error = now_s, None, ""
+        elif isinstance(error, asyncio.CancelledError):
+            if now_s - began_s > QUESTION_S:
+                self._against(side, began_s, now_s, _no_answer(kind, now_s - began_s))
+        elif not isinstance(error, Closed):
+            self._against(side, began_s, now_s, sentence(error))
+
+    def notice(self, what: str) -> None:
+        """The store did its work, and something about it is wrong all the same."""
+        self._noticed, self._noticed_s = what, self._clock.monotonic_s()
 
     def trouble(self) -> str:
-        """Writes first: they are what others wait for. Empty while all is well."""
-        failing = self._failing.get("write") or self._failing.get("read")
-        if failing:
-            return failing
-        # Insertion order is age.
-        oldest_s = next(iter(self._under_way.values()), None)
-        if oldest_s is None or self._clock.monotonic_s() - oldest_s <= SLOW_S:
-            return ""
-        return f"The object store is slow: oldest_request_s={self._clock.monotonic_s() - oldest_s:.0f}."
+        """What does not work now, writes first: others wait for them. "" while all is well."""
+        now_s = self._clock.monotonic_s()
+        for kind in NEEDED:
+            side = self._sides[kind]
+            since_s = side.suspect_s(now_s)
+            if since_s is not None and now_s - since_s > CONFIRM_S:
+                return self._said(kind, side, now_s)
+        return ""
 
-    def unproven(self, kind: Kind, quiet_s: float) -> bool:
-        """Has it failed, and did nobody try again for so long? Then somebody should, or the trouble never ends."""
-        return kind in self._failing and self._clock.monotonic_s() - self._last_s[kind] > quiet_s
+    def noticed(self) -> str:
+        """What went wrong lately though the store works, or is not proven yet. "" while all is well."""
+        now_s = self._clock.monotonic_s()
+        for kind in NEEDED:
+            if self._sides[kind].suspect_s(now_s) is not None:
+                return self._said(kind, self._sides[kind], now_s)
+        if self._noticed and now_s - self._noticed_s <= NOTICE_S:
+            return self._noticed
+        for kind, side in self._sides.items():
+            oldest_s = next(iter(side.under_way.values()), now_s)
+            if now_s - oldest_s > CONFIRM_S:
+                return _no_answer(kind, now_s - oldest_s)
+        return ""
+
+    def suspected(self, kind: Kind) -> bool:
+        """Is there evidence that is worth a question of our own?"""
+        now_s = self._clock.monotonic_s()
+        since_s = self._sides[kind].suspect_s(now_s)
+        return since_s is not None and now_s - since_s > QUESTION_S
+
+    def _against(self, side: _Side, began_s: float, now_s: float, error: str) -> None:
+        if side.since_s is None:
+            side.since_s = max(began_s, side.succeeded_s)
+        side.error, side.error_s = error, now_s
+        self.notice(error)
+
+    def _said(self, kind: Kind, side: _Side, now_s: float) -> str:
+        """The last error, unless requests that began after it have no answer by now."""
+        oldest_s = next(iter(side.under_way.values()), now_s)
+        if side.error and (oldest_s < side.error_s or now_s - oldest_s <= CONFIRM_S):
+            return side.error
+        return _no_answer(kind, now_s - oldest_s)
+
+
+def _is_answer(error: BaseException, kind: Kind) -> bool:
+    """Did the store work, though the caller hears an error? A lost create, an object that is not there, a range or key
+    that is wrong. Of a write that was not done only the proven Conflict is (H1)."""
+    if kind != "read":
+        return isinstance(error, Conflict)
+    return isinstance(error, TidemillError) and not isinstance(error, Unavailable | Unknown | Closed | Misconfigured)
+
+
+def _no_answer(kind: Kind, waited_s: float) -> str:
+    return f"The object store does not answer: operation={kind} oldest_request_s={waited_s:.0f}."

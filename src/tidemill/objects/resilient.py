@@ -10,6 +10,7 @@ R3  A put whose outcome is Unknown is made again. That is safe however late the 
     only another attempt, which loses but makes the entry safe first, says otherwise.
 R4  Conflict after an attempt of ours that may have landed is settled by reading back, so our own
     success is never reported as Conflict. What was deleted in between (by age, as an orphan) stays Unknown.
+    Where the store keeps nonces so is the Conflict of a first attempt: a gateway may repeat a create by itself.
 
 Ours is decided by nonce where the store keeps one (`NoncedObjects`), else by comparing bytes; two
 writers of equal bytes to one key may then both hear success, which changes nothing durable.
@@ -18,6 +19,7 @@ writers of equal bytes to one key may then both hear success, which changes noth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -37,8 +39,9 @@ from tidemill.objects.store import Buffer, Misconfigured, ObjectMeta, ObjectStor
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
 PUTS_PART = 4
-PROVE_AFTER_S = 2.0
-"""A store that failed and was not asked again for so long is asked by `keep_proving`."""
+PROVE_EVERY_S = 1.0
+PROOF_S = 2.0
+"""A probe that is not answered by then is given up, and is evidence itself."""
 
 log = structlog.get_logger()
 
@@ -84,6 +87,8 @@ class ResilientObjects:
         self._coalesce = coalesce
         self._patient = patient
         self._health = Health(clock)
+        self._probe: tuple[str, str] | None = None
+        """Key and nonce of one that may be there."""
         self.may_delete: Callable[[], Awaitable[None]] | None = None
         """Called before each delete; raises where this process may delete nothing (any more)."""
         self._meters = {operation: _Meter(store, operation) for operation in _OPERATIONS}
@@ -96,23 +101,37 @@ class ResilientObjects:
         """One sentence: what does not work now. Empty while the store answers and takes writes. Never waits."""
         return self._health.trouble()
 
+    def noticed(self) -> str:
+        """One sentence: what went wrong lately though the store works. Never waits."""
+        return self._health.noticed()
+
     async def keep_proving(self) -> None:
-        """For ever: where writes or reads failed and nobody has tried since, write, read and delete an object of our
-        own, so that trouble ends when its cause does. It costs nothing while all is well."""
+        """For ever: where writes or reads failed or are not answered and none succeeded since, try one of our own.
+
+        So trouble ends when its cause does, and one request that fails for a reason of its own (its size, its key) is
+        no trouble. It costs nothing while all is well.
+        """
         while True:
-            await asyncio.sleep(PROVE_AFTER_S)
+            await asyncio.sleep(PROVE_EVERY_S)
             try:
-                await self._prove()
-            except TidemillError as error:
-                log.debug("the store is still in trouble", store=self._label, cause=error.message)
+                async with asyncio.timeout(PROOF_S):
+                    await self._prove()
+            except (TidemillError, TimeoutError) as error:
+                log.debug("the store is still in trouble", store=self._label, cause=str(error))
 
     async def _prove(self) -> None:
-        key = f"probe/{self._rand.nonce()}"
-        if self._health.unproven("write", PROVE_AFTER_S):
-            await self.put(key, b"probe")
-            await self.delete(key)
-        if self._health.unproven("read", PROVE_AFTER_S):
-            await self.head(key)
+        """One attempt each, without retries: the next round is the retry. A probe that may have landed is made again
+        under its key, so that at most one is ever left over."""
+        if self._health.suspected("write"):
+            self._probe = self._probe or (f"probe/{self._rand.nonce()}", self._rand.nonce())
+            key, nonce = self._probe
+            with contextlib.suppress(Conflict):
+                await self._once("write", lambda: self._attempt(key, b"probe", nonce))
+        elif self._probe is not None:
+            await self.delete(self._probe[0])
+            self._probe = None
+        if self._health.suspected("read"):
+            await self._once("read", lambda: self._inner.head("probe/none"))
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         await self._metered("put", lambda: self._put(key, data), lambda _: size_of(data))
@@ -132,20 +151,24 @@ class ResilientObjects:
         """Retries go on after the last object yielded. A page's wait is not held against `concurrency`."""
         retry = _Retry(self._clock, self._rand, self._budget_s)
         meter = self._meters["list"]
+        number = 0
         while True:
             try:
+                number = self._health.began("read")
                 async for meta in self._inner.list(prefix, start_after):
                     start_after = meta.key
+                    self._health.ended(number, "read", None)
                     yield meta
                     retry = _Retry(self._clock, self._rand, self._budget_s)
+                    number = self._health.began("read")
                 meter.ended("ok")
-                self._health.ended(0, "read", None)
+                self._health.ended(number, "read", None)
                 return
             except (Unavailable, Misconfigured) as error:
                 if isinstance(error, Misconfigured) and not self._patient:
                     raise
                 failure = mendable(error)
-                self._health.ended(0, "read", failure)
+                self._health.ended(number, "read", failure)
                 if not await retry.again():
                     meter.ended("unavailable")
                     raise failure from error
@@ -172,12 +195,16 @@ class ResilientObjects:
             try:
                 await self._once("write", lambda: self._attempt(key, data, nonce))
                 return
-            except Conflict:
-                if unsettled is None:
+            except Conflict as refused:
+                if unsettled is None and self._nonced is None:
                     raise
                 ours = await self._is_ours(key, data, nonce, retry)
                 if ours:
+                    if unsettled is None:
+                        self._health.notice(f"The object store refused a create that it had done. {refused.message}")
                     return
+                if ours is None and unsettled is None:
+                    raise  # it was another's, and is deleted by now
                 if ours is None:
                     raise Unknown(
                         f"The object was there and was deleted before it could be read back: key={key}.",
@@ -266,7 +293,7 @@ class ResilientObjects:
         while True:
             try:
                 async with self._beside_puts:
-                    return await self._once("write" if operation == "delete" else "read", call)
+                    return await self._once("delete" if operation == "delete" else "read", call)
             except kinds:
                 retry = retry or _Retry(self._clock, self._rand, self._budget_s)
                 if not await retry.again():
@@ -277,7 +304,7 @@ class ResilientObjects:
         """One attempt, within the limit of those under way, and what it says of the store."""
         health = self._health
         async with self._slots:
-            number = health.began()
+            number = health.began(kind)
             failure: BaseException | None = None
             try:
                 return await call()

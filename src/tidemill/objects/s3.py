@@ -17,9 +17,9 @@ import obstore
 from obstore.store import S3Store
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Closed, Conflict, Missing, Unavailable
+from tidemill.base.errors import Closed, Conflict, Missing
 from tidemill.objects.coalesce import cut, plan_reads
-from tidemill.objects.errors import Place, translate
+from tidemill.objects.errors import Place, refused_create, translate
 from tidemill.objects.keys import as_buffers, check_key, check_prefix, check_range
 from tidemill.objects.store import Buffer, ObjectMeta
 
@@ -170,10 +170,10 @@ class S3Objects:
         except Exception as error:
             failure = translate(error, "put", key, self._place, writes=True)
             if isinstance(failure, Conflict):
-                # S3 also answers 409 while another create is still undecided; only an object is a conflict.
+                # Only an object is a conflict.
                 current = await self.head(key)
                 if current is None:
-                    raise Unavailable(f"Another create of the object is under way: key={key} {self._place}.") from error
+                    raise refused_create(failure) from error
                 raise Conflict(failure.message, current=current) from error
             raise failure from error
 

@@ -7,7 +7,8 @@ C2  Items are staged in the log as they are made, and shown at their commit, all
 C3  A row that enters the filter is an insert, one that leaves it is a delete, a no-op is nothing.
 C4  Where the stream cannot be followed row by row (truncate, another form of a column that the shape needs, a filter or
     replica=full and an old row that is not whole, a changed key and a value that nobody said) the shape ends at that
-    commit, and its clients refetch. A filter that fails on a row ends it there too, and its clients are answered 400.
+    commit, and its clients refetch. A filter that fails on a row ends it there too, and its clients are answered 400;
+    where PostgreSQL can be asked, it fails only if PostgreSQL says so (judging.py).
 C5  `seen` never goes back, and never passes a transaction whose effect is not in the log.
 C6  A log that comes from disk has whole transactions up to its end, and what the stream brings again of these is
     skipped. Of a later one that changes nothing in it nothing is known, and it is evaluated again, to the same end.
@@ -24,6 +25,7 @@ from tidemill.capture.converter import key_changed
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes.budget import Full
 from tidemill.shapes.items import LogItem
+from tidemill.shapes.judging import Judged, Question, Verdict
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.offsets import FIRST_OP, LogOffset
 from tidemill.shapes.rows import Headers, RowWriter
@@ -87,14 +89,23 @@ class TableConsumer:
     it returns False, by who loads the shape."""
 
     __slots__ = (
-        "_at", "_current", "_filter", "_following", "_has_lsn", "_passed", "_spent_at", "_spent_s", "_staged",
-        "_waiting", "_where", "_writer", "floor", "inbox", "needed", "pending_bytes", "relation", "shape",
+        "_asks", "_at", "_current", "_filter", "_following", "_has_lsn", "_passed", "_spent_at", "_spent_s", "_staged",
+        "_verdicts", "_waiting", "_where", "_writer", "floor", "inbox", "needed", "pending_bytes", "question",
+        "relation", "shape",
     )  # fmt: skip
 
     def __init__(
-        self, shape: LiveShape, relation: Relation, where: Where | None, writer: RowWriter, *, has_lsn: int = 0
+        self,
+        shape: LiveShape,
+        relation: Relation,
+        where: Where | None,
+        writer: RowWriter,
+        *,
+        has_lsn: int = 0,
+        asks: bool = False,
     ) -> None:
-        """`has_lsn`: of the newest transaction in a log that comes from disk (C6)."""
+        """`has_lsn`: of the newest transaction in a log that comes from disk (C6). `asks`: somebody answers what
+        `question` says."""
         self.shape = shape
         self.relation = relation
         self.needed = needed_columns(relation, shape.definition.columns, where)
@@ -102,7 +113,12 @@ class TableConsumer:
         self.floor = 0
         """While something is in the inbox: the newest transaction before it."""
         self._spent_s, self._spent_at = 0.0, 0
-        self._where = where
+        self._where: Where | Judged | None = where
+        self._asks = asks
+        self.question: Question | None = None
+        """What it waits for; `answered` ends that."""
+        self._verdicts: list[tuple[Row, Verdict]] = []
+        """Of the change at hand."""
         self._writer = writer
         self._at = 0
         """Changes of the first entry that are done."""
@@ -124,7 +140,7 @@ class TableConsumer:
 
     @property
     def equality(self) -> Equality | None:
-        return None if self._where is None else self._where.equality
+        return self._where.equality if isinstance(self._where, Where) else None
 
     def spend(self, seconds: float, tick: int) -> None:
         if tick != self._spent_at:
@@ -145,7 +161,7 @@ class TableConsumer:
         entry.work.left += 1
 
     def evaluate(self, turn: Turn) -> bool:
-        """Work the inbox off until it is empty (False) or the turn is over (True)."""
+        """Work the inbox off until it is empty or a question is open (False), or the turn is over (True)."""
         while self.inbox:
             entry = self.inbox[0]
             current, changes = self._current, entry.changes
@@ -154,6 +170,8 @@ class TableConsumer:
                 current = self._current = _Delivery(entry.transaction)
             while self._at < len(changes):
                 self._convert(current, changes[self._at])
+                if self.question is not None:
+                    return False
                 if self.shape.gone:
                     self.clear()
                     return False
@@ -173,8 +191,15 @@ class TableConsumer:
         self.inbox.popleft().work.left -= 1
         self._at = 0
 
+    def answered(self, verdicts: Sequence[Verdict]) -> None:
+        """What PostgreSQL says of the question's rows."""
+        if self.question is not None:
+            self._verdicts += zip(self.question.rows, verdicts, strict=True)
+            self.question = None
+
     def clear(self) -> None:
         """Let go of everything; the shape is over."""
+        self.question = None
         while self.inbox:
             self._next()
         self._discard(self._current)
@@ -275,8 +300,15 @@ class TableConsumer:
             return
         made: list[LogItem] = []
         try:
-            self._items_of(change, current.transaction.headers, made)
+            if self._verdicts:
+                self._judged(change, current.transaction.headers, made)
+            else:
+                self._items_of(change, current.transaction.headers, made)
         except EvaluationError as error:
+            if self._asks and not self._verdicts:
+                self._ask(change)
+                return
+            self._verdicts.clear()
             current.failure = f"the where clause failed on a row: {error}"
             current.error = failed_on_a_row(self.shape.definition.where, error)
             return
@@ -286,6 +318,28 @@ class TableConsumer:
                 self.shape.stage(item)
             else:
                 self._wait(current, item)
+
+    def _ask(self, change: Change) -> None:
+        """About each row of the change on which the filter fails."""
+        where, failing = self._where, list[Row]()
+        assert isinstance(where, Where)
+        for row in (change.old, change.new, change.stays, change.over):
+            if row is not None:
+                try:
+                    where.matches(row)
+                except EvaluationError:
+                    failing.append(row)
+        self.question = Question(change.relation, where, tuple(failing))
+
+    def _judged(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
+        where = self._where
+        assert isinstance(where, Where)
+        self._where = Judged(where, self._verdicts)
+        try:
+            self._items_of(change, headers, items)
+        finally:
+            self._where = where
+        self._verdicts.clear()
 
     def _wait(self, current: _Delivery, item: LogItem) -> None:
         try:

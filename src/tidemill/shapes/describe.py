@@ -33,7 +33,9 @@ SELECT a.attname::text,
        CASE WHEN f.provider = 'i' OR (f.provider = 'b' AND f.locale = 'PG_UNICODE_FAST') THEN 'full'
             WHEN f.locale ~* '^(C|POSIX)$' THEN 'ascii'
             ELSE 'simple' END AS folding,
-       (SELECT relkind = 'p' FROM pg_class WHERE oid = a.attrelid) AS partitioned
+       (SELECT relkind = 'p' FROM pg_class WHERE oid = a.attrelid) AS partitioned,
+       (SELECT array_agg(enumlabel::text ORDER BY enumsortorder)
+        FROM pg_enum WHERE enumtypid = coalesce(et.oid, bt.oid)) AS labels
 FROM pg_attribute a
 JOIN pg_type t ON t.oid = a.atttypid
 JOIN pg_type bt ON bt.oid = CASE WHEN t.typtype = 'd' THEN t.typbasetype ELSE t.oid END
@@ -54,7 +56,7 @@ _INTERVAL_FIELDS = (("YEAR", 2), ("MONTH", 1), ("DAY", 3), ("HOUR", 10), ("MINUT
 
 
 class ColumnInfo(msgspec.Struct, frozen=True):
-    """One row of DESCRIBE_SQL. `partitioned`: its table is."""
+    """One row of DESCRIBE_SQL. `partitioned`: its table is. `labels`: of an enum, in their order."""
 
     name: str
     type_name: str
@@ -66,13 +68,14 @@ class ColumnInfo(msgspec.Struct, frozen=True):
     deterministic: bool
     folding: Folding = "simple"
     partitioned: bool = False
+    labels: list[str] | None = None
 
     @property
     def where_type(self) -> Type:
         if not self.deterministic:
             return Type(f"{self.type_name} with a nondeterministic collation", self.dimensions > 0)
         name = "enum" if self.type_kind == "e" else self.type_name
-        return Type(name, self.dimensions > 0, self.ordered, self.folding)
+        return Type(name, self.dimensions > 0, self.ordered, self.folding, tuple(self.labels or ()))
 
 
 class TableColumns(msgspec.Struct, frozen=True):

@@ -31,6 +31,7 @@ from tidemill.capture.wire.connection import (
 )
 from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
 from tidemill.shapes.held import HeldRows
+from tidemill.shapes.judging import Question, Verdict, judge
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.share import LoopShare, Turn
@@ -136,6 +137,11 @@ class PostgresSource:
             if row is None:
                 raise Outdated(f"the table is gone: table={relation.name}.")
         return bool(row[0])
+
+    async def judge(self, question: Question) -> list[Verdict]:
+        """What the clause says of each row. Raises Unavailable or Invalid."""
+        async with self._connection(self._lookups) as connection:
+            return await judge(connection, question)
 
     async def load(
         self,

@@ -137,7 +137,13 @@ class ShapeService:
             await self._tables.restore(name, self._take_in_again)
             await sink.run()
 
-        kept = [keep(f"shapes:{name}", pump, tracker=self._tracker, clock=self.clock)]
+        async def answer() -> None:
+            await self._tables.answer(name)
+
+        kept = [
+            keep(f"shapes:{name}", pump, tracker=self._tracker, clock=self.clock),
+            keep(f"shapes:{name}/asked", answer, tracker=self._tracker, clock=self.clock),
+        ]
         if store is not None:
             self._stores[name] = store
             kept.append(keep(disk_mark(name), store.run, tracker=self._tracker, clock=self.clock))

@@ -110,6 +110,9 @@ class ShapeSink:
         self._ready: deque[TableConsumer] = deque()
         self._behind: dict[TableConsumer, None] = {}
         """Whoever has something in its inbox."""
+        self.asking: deque[TableConsumer] = deque()
+        """Whoever has a question, which `judging.answer` takes to the database; `asked` is set when one comes."""
+        self.asked = asyncio.Event()
         self._tick = 0
         self._works: deque[Work] = deque()
         self._recent: deque[int] = deque(maxlen=RECENT_TRANSACTIONS)
@@ -298,6 +301,12 @@ class ShapeSink:
         consumer.clear()
         self._trim()
 
+    def resume(self, consumer: TableConsumer) -> None:
+        """Its question is answered."""
+        if consumer in self._behind:
+            self._ready.append(consumer)
+            self._arrived.set()
+
     def _end(self, consumer: TableConsumer, reason: str) -> None:
         consumer.shape.drop(reason)
         self.remove(consumer)
@@ -334,6 +343,9 @@ class ShapeSink:
             quantum.until_s = min(turn.until_s, now_s + QUANTUM_S)
             if self._evaluate(consumer, quantum):
                 self._ready.append(consumer)
+            elif consumer.question is not None:
+                self.asking.append(consumer)
+                self.asked.set()
             else:
                 self._behind.pop(consumer, None)
             now_s = self._clock.monotonic_s()

@@ -25,6 +25,7 @@ from tidemill.shapes.database import Database, Relations, Seeker
 from tidemill.shapes.describe import TableColumns
 from tidemill.shapes.held import HeldRows
 from tidemill.shapes.items import snapshot_end
+from tidemill.shapes.judging import answer
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import LogLimits, LogStorage, MemoryLog
 from tidemill.shapes.old_rows import needs_old_rows
@@ -326,7 +327,7 @@ class TableShapes:
     ) -> None:
         database, definition, relation = self._databases[database_name], shape.definition, info.relation
         writer = database.shown(info, definition.columns, definition.replica).writer
-        consumer = TableConsumer(shape, relation, where, writer)
+        consumer = TableConsumer(shape, relation, where, writer, asks=True)
         if database.still(relation) is None:
             raise Passing(f"the table is not captured just now, or not as it was: table={relation.name}.")
         must_see = database.sink.recent
@@ -344,6 +345,11 @@ class TableShapes:
         if database.store is not None and isinstance(shape.log, DiskLog):
             kept = Kept(request, definition, shape.schema_json, consumer.relation, shape.rows_loaded)
             database.store.record(shape.log, shape.handle, kept.encode(), str(snapshot))
+
+    async def answer(self, name: str) -> None:
+        """Take the questions of the database's shapes to it, for ever."""
+        database = self._databases[name]
+        await answer(database.sink, database.source)
 
     # -- after a restart ---------------------------------------------------------------------------------------
 
@@ -455,7 +461,7 @@ class TableShapes:
         except BaseException:
             log.drop()
             raise
-        consumer = TableConsumer(shape, relation, where, shown.writer, has_lsn=shape.log.end.tx)
+        consumer = TableConsumer(shape, relation, where, shown.writer, has_lsn=shape.log.end.tx, asks=True)
         consumer.open(PgSnapshot.parse(saved.snapshot) if saved.snapshot else None)
         consumer.follow()
         sink.add(consumer)

@@ -19,6 +19,8 @@ from tidemill.base.errors import Invalid
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+BUILT = "spark.tidemill.built"
+"""Set in the configuration of a context that `build_session` made."""
 PROBE_TIMEOUT_S = 60
 FIX = (
     "Set PYSPARK_PYTHON to the Python that runs this program before its session is made"
@@ -39,8 +41,10 @@ def data_source_found() -> Iterator[None]:
 
 def check_python(spark: SparkSession) -> None:
     """Raises Invalid where the Python of this session cannot import the data source. Under Spark Connect it is the
-    server's, which nobody here can ask."""
+    server's, which cannot be asked here. The JVM of a session of `build_session` leads any Python to ours."""
     context = getattr(spark, "_sc", None)
+    if context is not None and context.getConf().get(BUILT):
+        return
     python = shutil.which(context.pythonExec) if context is not None else None
     if python is not None and python != sys.executable and not _imports(python):
         raise Invalid(f"the Python that Spark runs has no tidemill: python={python}.", fix=FIX)

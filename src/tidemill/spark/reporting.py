@@ -29,6 +29,7 @@ from tidemill.base.marks import argmin
 from tidemill.base.memory import Rest, give_freed_memory_back, resident_bytes
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.consensus.board import Board
+from tidemill.objects.resilient import ResilientObjects
 from tidemill.spark.dead_run import DEAD
 from tidemill.spark.executors import mark_of
 from tidemill.spark.results import LEFT_OUT
@@ -144,7 +145,8 @@ class Reporter:
         )
 
     def _works(self, name: str, store: Troubled) -> None:
-        self._tracker.works(name, store.trouble(), now_ms=self._runner.stores.clock.now_ms())
+        notice = store.noticed() if isinstance(store, ResilientObjects) else ""
+        self._tracker.works(name, store.trouble(), now_ms=self._runner.stores.clock.now_ms(), notice=notice)
 
     def _look(self, feeds: Sequence[Feed]) -> list[tuple[int | None, str, str]]:
         """Of each feed (target, whom its tables wait for, trouble): all bindings at once, for LOOK_S at most.

@@ -20,6 +20,7 @@ from tidemill.base.errors import Unavailable
 from tidemill.spark.archive import archive_options
 from tidemill.spark.home import spark_home
 from tidemill.spark.java import export_java, find_bash, find_java
+from tidemill.spark.python import BUILT
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -153,7 +154,7 @@ def build_session(
 
     builder = SparkSession.builder.appName(app_name).master(master)
     ours = settings(master, scratch=scratch, driver_memory=driver_memory, quick=quick)
-    for key, value in {**ours, **(extra or {})}.items():
+    for key, value in {**ours, **(extra or {}), BUILT: "true"}.items():
         builder = builder.config(key, value)
     with _found_by_planners(python), _told_by_the_jvm():
         return builder.getOrCreate()

@@ -29,14 +29,17 @@ from tidemill.consensus.postgres import groups, lanes, schema, singles, statemen
 from tidemill.consensus.postgres.admission import Admission
 from tidemill.consensus.postgres.changes import Differences
 from tidemill.consensus.postgres.groups import Queued
-from tidemill.consensus.postgres.lanes import Connection, Lane
+from tidemill.consensus.postgres.lanes import Connection, Lane, without_password
 from tidemill.consensus.postgres.wakeups import Wakeups
 from tidemill.consensus.seen import Seen
 
 READ_GROUP_OPS = 256
 
 SLOW_AFTER_S = 2.0
-"""Without any answer for this long the client says that the server is away (`trouble`)."""
+"""Without any answer for this long the client says that the server is away (`trouble`). A refusal counts from then on:
+one that the next piece of work does not meet is no trouble."""
+UNANSWERED_AFTER_S = 3.0
+"""A request under way for this long is trouble."""
 
 log = structlog.get_logger()
 
@@ -255,13 +258,21 @@ class PostgresConsensus(Facade):
             return self.seen.lost.message
         if self._closed is not None:
             return self._closed.message
+        return self._trouble_of_lanes(self._loop.time()) or self._fault
+
+    def _trouble_of_lanes(self, now_s: float) -> str:
+        """A request without an answer is trouble long before its timeout: a network that swallows packets is silent."""
         lanes = [line.lane for line in (self._groups, self._singles, self._reads)]
         # One lane's word that the server is away counts while it answers none of them: a connection that broke long
         # ago is found to be broken only when it is used.
         latest, answered_s = max(lanes, key=lambda lane: lane.away_s), max(lane.answered_s for lane in lanes)
-        if latest.away_s > answered_s and self._loop.time() - answered_s > SLOW_AFTER_S:
+        if latest.away_s > answered_s and now_s - answered_s > SLOW_AFTER_S:
             return latest.away
-        return next((lane.refusal for lane in lanes if lane.refusal), self._fault)
+        waited_s = max((now_s - lane.began_s for lane in lanes if lane.began_s is not None), default=0.0)
+        if waited_s > UNANSWERED_AFTER_S:
+            where = without_password(self._url)
+            return f"PostgreSQL does not answer: consensus.url={where!r} oldest_request_s={waited_s:.0f}."
+        return next((lane.refusal for lane in lanes if lane.refusal and now_s - lane.refused_s > SLOW_AFTER_S), "")
 
     def _told(self, fault: str) -> None:
         self._fault = fault

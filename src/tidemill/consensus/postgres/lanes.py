@@ -74,7 +74,10 @@ class Lane:
         self.owing = False
         self._renew = False
         self.refusal = ""
-        """What the server said to the last work; "" when it did it."""
+        """What the server said to the last work; "" when it did it. It refuses since `refused_s`."""
+        self.refused_s = float("-inf")
+        self.began_s: float | None = None
+        """Begin of the work under way, also while it waits for a connection."""
         self.away = ""
         """Why the last attempt got no answer; said at `away_s`. The server answered last at `answered_s`."""
         self.away_s = self.answered_s = float("-inf")
@@ -82,7 +85,11 @@ class Lane:
     async def run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
         """Do `work` on the connection. Raises what `work` raises, Invalid, Unavailable, or Unknown (writes)."""
         async with self._one_at_a_time:
-            return await self._run(work)
+            self.began_s = asyncio.get_running_loop().time()
+            try:
+                return await self._run(work)
+            finally:
+                self.began_s = None
 
     async def _run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
         deadline_s = asyncio.get_running_loop().time() + UNAVAILABLE_AFTER_S
@@ -108,7 +115,10 @@ class Lane:
                 raise
 
     def _answered(self, refusal: str) -> None:
-        self.refusal, self.answered_s = refusal, asyncio.get_running_loop().time()
+        self.answered_s = asyncio.get_running_loop().time()
+        if refusal and not self.refusal:
+            self.refused_s = self.answered_s
+        self.refusal = refusal
 
     def _unanswered(self, why: str) -> None:
         self.away, self.away_s = why, asyncio.get_running_loop().time()

@@ -39,7 +39,8 @@ LOOK_S = 1.0
 """Not greeted for so long, a client looks who holds the lock: a stopped process is named instead of waited for."""
 
 SLOW_AFTER_S = 2.0
-"""Without a sequencer or an answer for this long the client says so (`trouble`)."""
+"""Without a sequencer or an answer for this long the client says so (`trouble`). A refusal counts from then on: one
+that the next write does not meet is no trouble."""
 
 SWEEP_S = 1.0
 BACKOFF_FIRST_S = 0.002
@@ -78,6 +79,7 @@ class SqliteConsensus(Facade):
         self._served = False
         self._reason = ""
         self._refusal = ""
+        self._refused_s = 0.0  # since when
         self._closed = False
         self.seen = Seen(f"sqlite:{self._database}")
         self._broken: TidemillError | None = None
@@ -190,6 +192,8 @@ class SqliteConsensus(Facade):
             self._settle(pending, Unknown(said) if pending.op.writes else Unavailable(said))
             raise
         if isinstance(error, Unavailable | Unknown | Corrupt):
+            if not self._refusal:
+                self._refused_s = self._loop.time()
             self._refusal = error.message
         pending.future.set_exception(error)
 
@@ -360,7 +364,7 @@ class SqliteConsensus(Facade):
         if waited_s > SLOW_AFTER_S:
             who = holders.who_locks(address.lock_path(self._database))
             return f"The sequencer is slow to answer: database={self._database} waited_s={waited_s:.0f} {who}."
-        return self._refusal
+        return self._refusal if now_s - self._refused_s > SLOW_AFTER_S else ""
 
     def _told(self, fault: str) -> None:
         self._reason = fault

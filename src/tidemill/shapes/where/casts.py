@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 
-from tidemill.base.pgtext import DAY_US, INTEGERS, READERS, check_integer, to_float4
-from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve, strict
+from tidemill.base.pgtext import DAY_US, INTEGERS, MOMENTS, check_integer, nearest_float4, to_float4
+from tidemill.shapes.where.expressions import UNKNOWN, Expression, Row, resolve, strict
 from tidemill.shapes.where.types import (
     ROUNDING,
     EvaluationError,
     Type,
     Value,
     WhereError,
+    readable,
     reader,
     to_float8,
 )
+
+_DATABASE_TEXT = Type("text", ordered=False)
+"""Text that no column gives has the collation of the database."""
 
 
 def cast(expression: Expression, target: Type, location: str) -> Expression:
     """Raises WhereError when this cast is not supported."""
     target = target.plain
-    if target.name not in READERS or target.name == "enum":
+    if not readable(target.name) or target.name == "enum":
         raise WhereError(f"{location}cast to type {target} is not supported in a where clause.")
     if expression.type == UNKNOWN:
         return resolve(expression, target, location)
     source = expression.type
     if source.name == target.name and source.array == target.array:
         return expression
-    if target == TEXT and not source.array:
+    if target.name == "text" and not target.array and not source.array:
         return _to_text(expression, location)
     if source.array or target.array:
         raise _refused(source, target, location)
     if source.name == "text":
-        return Expression(target, strict(reader(target), expression), constant=expression.constant)
+        type_ = source.like(target.name) if target.name == "bpchar" else target
+        return Expression(
+            type_, strict(reader(target), expression), constant=expression.constant, collated=expression.collated
+        )
     function = _between(source.name, target.name)
     if function is None:
         raise _refused(source, target, location)
@@ -54,16 +62,16 @@ def _to_text(expression: Expression, location: str) -> Expression:
             collated=expression.collated,
         )
     if kind == "bool":
-        return Expression(TEXT, strict(lambda value: "true" if value else "false", expression))
+        return Expression(_DATABASE_TEXT, strict(lambda value: "true" if value else "false", expression))
     if kind in INTEGERS:
-        return Expression(TEXT, strict(str, expression))
+        return Expression(_DATABASE_TEXT, strict(str, expression))
     if not name:
         raise WhereError(f"{location}only a column of type {expression.type} can be cast to text.")
 
     def evaluate(row: Row) -> Value:
         return row[name]
 
-    return Expression(Type("text", ordered=kind != "enum"), evaluate)
+    return Expression(_DATABASE_TEXT, evaluate)
 
 
 def _round_away(value: Decimal) -> int:
@@ -77,6 +85,23 @@ def _round_even(value: float) -> int:
         return round(value)
     except (ValueError, OverflowError) as error:
         raise EvaluationError("integer out of range") from error
+
+
+def _to_single(value: int | Decimal | float) -> float:
+    near = to_float8(value)
+    if isinstance(value, float) or not math.isfinite(near):
+        return to_float4(near)
+    return nearest_float4(value, near)
+
+
+def to_moment(days: int | float) -> int | float:
+    """A date as a timestamp. Raises EvaluationError."""
+    if isinstance(days, float):
+        return days
+    micros = days * DAY_US
+    if micros not in MOMENTS:
+        raise EvaluationError("date out of range for timestamp")
+    return micros
 
 
 def _between(source: str, target: str) -> Callable[[Value], Value] | None:
@@ -97,11 +122,11 @@ def _between(source: str, target: str) -> Callable[[Value], Value] | None:
         digits = {"float4": 6, "float8": 15}.get(source)
         return None if digits is None else lambda value: Decimal(f"{value:.{digits}g}")
     if target in ("float4", "float8") and (source in INTEGERS or source in ("numeric", "float4", "float8")):
-        return (lambda value: to_float4(to_float8(value))) if target == "float4" else to_float8
+        return _to_single if target == "float4" else to_float8
     if target in ("timestamp", "timestamptz") and source in ("timestamp", "timestamptz"):
         return lambda value: value
     if target in ("timestamp", "timestamptz") and source == "date":
-        return lambda value: value * DAY_US
+        return to_moment
     if target == "date" and source in ("timestamp", "timestamptz"):
         return lambda value: value // DAY_US if isinstance(value, int) else value
     return None

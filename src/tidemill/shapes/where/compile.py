@@ -19,11 +19,11 @@ from typing import Any
 
 from tidemill.base.pgtext import INTEGER_DIGITS, INTEGERS, read_numeric
 from tidemill.base.tasks import is_fault, sentence
-from tidemill.shapes.where import arithmetic, casts, operators, strings
+from tidemill.shapes.where import arithmetic, arrays, casts, choices, moments, numbers, operators, strings
+from tidemill.shapes.where.common import alike
 from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
-    UNKNOWN,
     Evaluate,
     Expression,
     Row,
@@ -35,11 +35,10 @@ from tidemill.shapes.where.expressions import (
     strict,
     unknown,
 )
-from tidemill.shapes.where.folding import folding_of
 from tidemill.shapes.where.parsing import guarded, parse_clause
 from tidemill.shapes.where.printing import sql_of
 from tidemill.shapes.where.types import (
-    NUMBERS,
+    CUT,
     EvaluationError,
     Type,
     Value,
@@ -159,6 +158,8 @@ class TreeCompiler:
         """By their place in the text: each is one node, however often it is looked at."""
         self.may_fail = False
         self._nodes = 0
+        self._references = 0
+        """To columns, so far."""
         self._values_chars = 0
 
     def visit(self, node: Any, depth: int) -> Expression:
@@ -186,7 +187,9 @@ class TreeCompiler:
         name = names[-1]
         if name not in self._columns:
             raise WhereError(f'{_at(node)}unknown reference {name}: column "{name}" does not exist')
+        del node.fields[:-1]  # printed without its table: the clause is asked of single rows too
         self.used_columns.add(name)
+        self._references += 1
         type_ = self._columns[name]
         return column(name, type_.plain)
 
@@ -204,8 +207,9 @@ class TreeCompiler:
             text = node.fval.fval
             if text.lstrip("+-").isdigit() and len(text) <= INTEGER_DIGITS:
                 whole = int(text)
-                if -INTEGERS["int8"] <= whole < INTEGERS["int8"]:
-                    return constant(Type("int8"), whole)
+                for kind in ("int4", "int8"):  # -2147483648 is the one int4 that comes this way
+                    if -INTEGERS[kind] <= whole < INTEGERS[kind]:
+                        return constant(Type(kind), whole)
             if not text.lower().startswith(("0x", "0o", "0b")):
                 return constant(Type("numeric"), read_numeric(text.replace("_", "")))
         raise WhereError(f"{_at(node)}this kind of constant is not supported in a where clause: {kind}")
@@ -225,6 +229,10 @@ class TreeCompiler:
     def _visit_type_cast(self, node: Any, depth: int) -> Expression:
         target = _type_of(node.type_name)
         self.may_fail = self.may_fail or node.arg.WhichOneof("node") not in ("a_const", "param_ref")
+        if target.array and node.arg.WhichOneof("node") == "a_array_expr":  # its elements are cast, one by one
+            elements = [self.visit(each, depth + 1) for each in node.arg.a_array_expr.elements]
+            items = [casts.cast(each, target.element, _at(node)) for each in elements]
+            return _array_of(target.plain.element, items)
         return casts.cast(self.visit(node.arg, depth), target, _at(node))
 
     def _visit_collate_clause(self, node: Any, depth: int) -> Expression:
@@ -263,51 +271,56 @@ class TreeCompiler:
         wanted, positive = _BOOLEAN_TESTS[node.booltesttype]
         return Expression(BOOL, lambda row: (inner(row) is wanted) is positive)
 
-    def _alike(self, nodes: Any, what: str, location: str, depth: int) -> tuple[Type, list[Expression]]:
-        """Expressions of one common type: equal types, or integers of which the widest counts."""
+    def _parts(self, nodes: Any, depth: int) -> list[Expression]:
+        """Expressions that take one type together, into which a value may not fit."""
         parts = [self.visit(node, depth) for node in nodes]
-        known = [part.type for part in parts if part.type != UNKNOWN] or [TEXT]
-        common = max(known, key=lambda type_: NUMBERS.get(type_.name, 0))
-        for type_ in known:
-            integers = {type_.name, common.name} <= INTEGERS.keys() and not type_.array
-            if type_.array != common.array or not (type_.name == common.name or integers):
-                raise WhereError(f"{location}{what} of different types is not supported here.", fix="Cast.")
-        ordered = all(type_.ordered for type_ in known)
-        common = Type(common.name, common.array, ordered, folding_of(*parts))
-        return common, [resolve(part, common, location) for part in parts]
+        self.may_fail = self.may_fail or len({part.type.name for part in parts}) > 1
+        return parts
 
     def _visit_coalesce_expr(self, node: Any, depth: int) -> Expression:
-        type_, parts = self._alike(node.args, "COALESCE", _at(node), depth)
-        tests = [part.evaluate for part in parts]
+        return choices.coalesce(self._parts(node.args, depth), _at(node))
 
-        def evaluate(row: Row) -> Any:
-            for test in tests:
-                value = test(row)
-                if value is not None:
-                    return value
-            return None
+    def _visit_min_max_expr(self, node: Any, depth: int) -> Expression:
+        self.may_fail = True  # of enums, whose labels may be others by now
+        return choices.extreme(node.op == _enum("IS_GREATEST"), self._parts(node.args, depth), _at(node))
 
-        return Expression(type_, evaluate)
+    def _visit_case_expr(self, node: Any, depth: int) -> Expression:
+        location = _at(node)
+        asked = resolve(self.visit(node.arg, depth), TEXT, location) if node.HasField("arg") else None
+        conditions: list[Evaluate] = []
+        for when in node.args:
+            found = self.visit(when.case_when.expr, depth)
+            if asked is None:
+                conditions.append(self._boolean(found, location).evaluate)
+            else:
+                self._compared(asked, found)
+                conditions.append(operators.compare("=", asked, found, location).evaluate)
+        default = self.visit(node.defresult, depth) if node.HasField("defresult") else unknown(None)
+        results = [self.visit(when.case_when.result, depth) for when in node.args]
+        self.may_fail = self.may_fail or len({part.type.name for part in (default, *results)}) > 1
+        return choices.case(conditions, results, default, location)
 
     def _visit_func_call(self, node: Any, depth: int) -> Expression:
         names = _strings(node.funcname)
         name = names[-1]
         special = (node.agg_star, node.agg_distinct, node.func_variadic, node.agg_order, node.agg_within_group)
         plain = not any(special) and not node.HasField("over") and not node.HasField("agg_filter")
-        if names[:-1] not in _OWN or not plain or name not in strings.FUNCTIONS:
+        known = name in strings.FUNCTIONS or name in numbers.FUNCTIONS
+        if names[:-1] not in _OWN or not plain or not known:
             raise WhereError(f"{_at(node)}function {'.'.join(names)} is not supported in a where clause.")
         if name == "concat" and any(each.WhichOneof("node") == "param_ref" for each in node.args):
             raise WhereError(f"{_at(node)}a parameter of concat has no type.", fix="Cast it to text.")
         self.may_fail = True  # of long texts one that is too long
-        operands = [resolve(self.visit(each, depth), TEXT, _at(node)) for each in node.args]
+        operands = [self.visit(each, depth) for each in node.args]
+        if name in numbers.FUNCTIONS:
+            return numbers.call(name, operands, _at(node))
         return strings.call(name, operands, _at(node))
 
     def _visit_a_array_expr(self, node: Any, depth: int) -> Expression:
-        type_, items = self._alike(node.elements, "ARRAY", _at(node), depth)
+        type_, items = alike(self._parts(node.elements, depth), "ARRAY", _at(node))
         if type_.array:
             raise WhereError(f"{_at(node)}arrays of arrays are not supported in a where clause.")
-        tests = [item.evaluate for item in items]
-        return Expression(type_.like(type_.name, array=True), lambda row: [test(row) for test in tests])
+        return _array_of(type_, items)
 
     def _visit_a_expr(self, node: Any, depth: int) -> Expression:
         location = _at(node)
@@ -320,6 +333,8 @@ class TreeCompiler:
             if kind == _enum("AEXPR_OP") and name in "+-":
                 self.may_fail = self.may_fail or not right.constant
                 return arithmetic.negate(right, location) if name == "-" else right
+            if kind == _enum("AEXPR_OP") and name == "~":
+                return numbers.inverted(right, location)
             raise WhereError(f"{location}operator {name} is not supported in a where clause.")
         left = self.visit(node.lexpr, depth)
         self._compared(left, right)
@@ -329,19 +344,29 @@ class TreeCompiler:
             return operators.distinct(left, right, True, location)
         if kind in (_enum("AEXPR_OP_ANY"), _enum("AEXPR_OP_ALL")) and name in operators.COMPARISONS:
             return operators.quantified(name, left, right, kind == _enum("AEXPR_OP_ALL"), location)
+        if kind == _enum("AEXPR_NULLIF"):
+            return choices.nullif(left, right, location)
         if kind in (_enum("AEXPR_OP"), _enum("AEXPR_LIKE"), _enum("AEXPR_ILIKE")):
             return self._binary(name, left, right, location)
         raise WhereError(f"{location}operator {name} in this form is not supported in a where clause.")
 
     def _binary(self, name: str, left: Expression, right: Expression, location: str) -> Expression:
         if name in operators.COMPARISONS:
+            self.may_fail = self.may_fail or "enum" in (left.type.name, right.type.name)  # a label that came later
             return operators.compare(name, left, right, location)
+        if name in numbers.BIT_OPERATORS:
+            return numbers.bits(name, left, right, location)
+        if moments.takes(name, left, right):
+            self.may_fail = True
+            return moments.arithmetic(name, left, right, location)
         if name in arithmetic.ARITHMETIC_NAMES:
             self.may_fail = True
             return arithmetic.arithmetic(name, left, right, location)
         if name in ("~~", "!~~", "~~*", "!~~*"):
-            self.may_fail = self.may_fail or not right.constant  # a pattern that ends with the escape character
+            self.may_fail = self.may_fail or not right.constant or strings.unfinished(right)
             return strings.like(name, left, right, location)
+        if name in arrays.SET_OPERATORS:
+            return arrays.set_operator(name, left, right, location)
         if name == "||":
             self.may_fail = True  # of two long texts one that is too long
             return strings.concat(left, right, location)
@@ -356,11 +381,15 @@ class TreeCompiler:
         left = self.visit(node.lexpr, depth)
         if node.rexpr.WhichOneof("node") != "list":
             raise WhereError(f"{location}this list is not supported in a where clause.")
-        items = [self.visit(item, depth) for item in node.rexpr.list.items]
-        for item in items:
-            self._compared(left, item)
+        items: list[Expression] = []
+        fixed: list[bool] = []
+        for item in node.rexpr.list.items:
+            before = self._references
+            items.append(self.visit(item, depth))
+            fixed.append(self._references == before)
+            self._compared(left, items[-1])
         if node.kind == _enum("AEXPR_IN"):
-            result = operators.member(left, items, location)
+            result = operators.member(left, items, fixed, location)
             return result if name == "=" else Expression(BOOL, strict(lambda value: not value, result))
         low, high = items
         kinds = _betweens()
@@ -377,6 +406,14 @@ class TreeCompiler:
         inside = Expression(BOOL, operators.any_true(tests))
         negated = node.kind in (kinds[1], kinds[3])
         return Expression(BOOL, strict(lambda value: not value, inside)) if negated else inside
+
+
+def _array_of(type_: Type, items: Sequence[Expression]) -> Expression:
+    tests = [item.evaluate for item in items]
+    array = type_.like(type_.name, array=True)
+    if all(item.constant for item in items):
+        return constant(array, [test({}) for test in tests])
+    return Expression(array, lambda row: [test(row) for test in tests])
 
 
 def _at(node: Any) -> str:
@@ -400,6 +437,8 @@ def _type_of(node: Any) -> Type:
     names = _strings(node.names)
     if node.typmods or node.setof or node.pct_type or names[:-1] not in _OWN:
         raise WhereError(f"cast to {'.'.join(names)} in this form is not supported in a where clause.")
+    if names[-1] in CUT:  # of longer text it makes another
+        raise WhereError(f"cast to {names[-1]} is not supported in a where clause.", fix="Cast to text.")
     if len(node.array_bounds) > 1:
         raise WhereError("casts to arrays of several dimensions are not supported in a where clause.")
     return Type(names[-1], bool(node.array_bounds))

@@ -106,7 +106,7 @@ def resolve(expression: Expression, type_: Type, location: str = "") -> Expressi
 
 
 def strict(function: Callable[..., Value], *arguments: Expression) -> Evaluate:
-    """Call `function` on the arguments' values; NULL in gives NULL out."""
+    """Call `function` on the arguments' values; NULL in gives NULL out. One of two fails also beside a NULL."""
     if len(arguments) == 1:
         only = arguments[0].evaluate
 
@@ -118,10 +118,7 @@ def strict(function: Callable[..., Value], *arguments: Expression) -> Evaluate:
     left, right = arguments[0].evaluate, arguments[1].evaluate
 
     def binary(row: Row) -> Value:
-        a = left(row)
-        if a is None:
-            return None
-        b = right(row)
-        return None if b is None else function(a, b)
+        a, b = left(row), right(row)
+        return None if a is None or b is None else function(a, b)
 
     return binary

@@ -7,10 +7,13 @@ a column whose collation is C, or an explicit COLLATE "C".
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 
+from tidemill.base.pgintervals import interval_span
 from tidemill.base.pgtext import DAY_US, INTEGERS
+from tidemill.shapes.where import arrays
+from tidemill.shapes.where.common import coerce, common_type
 from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
@@ -28,6 +31,7 @@ from tidemill.shapes.where.types import (
     MOMENTS,
     NUMBERS,
     TEXTS,
+    EvaluationError,
     Type,
     Value,
     WhereError,
@@ -45,6 +49,9 @@ COMPARISONS: dict[str, Callable[[Value, Value], bool]] = {
 }
 
 
+_EQUALITIES = ("=", "<>", "!=")
+
+
 def no_operator(name: str, left: Type | None, right: Type, location: str) -> WhereError:
     shown = f"{left} {name} {right}" if left is not None else f"{name} {right}"
     return WhereError(f"{location}operator does not exist: {shown}", fix="Cast one side to the other's type.")
@@ -57,7 +64,7 @@ def unify(name: str, left: Expression, right: Expression, location: str) -> tupl
     left, right = resolve(left, right.type, location), resolve(right, left.type, location)
     a, b = left.type, right.type
     if a.array or b.array:
-        if a.array and b.array and a.name == b.name and name in ("=", "<>", "!="):
+        if a.array and b.array and arrays.same_elements(a, b) and name in _EQUALITIES:
             return left, right
         raise no_operator(name, a, b, location)
     if a.name in NUMBERS and b.name in NUMBERS:
@@ -65,10 +72,12 @@ def unify(name: str, left: Expression, right: Expression, location: str) -> tupl
     if a.name in MOMENTS and b.name in MOMENTS:
         return _as_moment(left, right)
     if a.name in TEXTS and b.name in TEXTS:
-        if "enum" in (a.name, b.name) and (a.name != b.name or name not in ("=", "<>", "!=")):
+        if "enum" in (a.name, b.name) and (a.name != b.name or not (name in _EQUALITIES or (a.labels or b.labels))):
             raise no_operator(name, a, b, location)
-        if "bpchar" in (a.name, b.name):
-            return _stripped(left), _stripped(right)
+        if a.name == "bpchar":
+            return _stripped(left), _stripped(right) if b.varying else _unpadded(right)
+        if b.name == "bpchar":
+            return _stripped(left) if a.varying else left, _stripped(right)
         return left, right
     if a.name == b.name:
         return left, right
@@ -99,9 +108,11 @@ def _as_moment(left: Expression, right: Expression) -> tuple[Expression, Express
     )
 
 
+def _unpadded(expression: Expression) -> Expression:
+    return _stripped(expression) if expression.type.name == "bpchar" else expression
+
+
 def _stripped(expression: Expression) -> Expression:
-    if expression.type.name != "bpchar":
-        return expression
     return Expression(
         expression.type,
         strict(lambda text: text.rstrip(" "), expression),
@@ -131,22 +142,42 @@ def comparator(name: str, left: Expression, right: Expression, location: str) ->
     """The function for two non-NULL values of unified sides."""
     function = COMPARISONS[name]
     kind = left.type.name
-    if kind in TEXTS and name not in ("=", "<>", "!="):
+    if left.type.array:
+        same = arrays.equal(kind)
+        return same if name == "=" else lambda a, b: not same(a, b)
+    if kind == "enum" and name not in _EQUALITIES:
+        return _by_label(function, left.type.labels or right.type.labels)
+    if kind in TEXTS and name not in _EQUALITIES:
         _check_order(name, left, right, location)
-    if kind in ("float4", "float8", "numeric") and not left.type.array:
+    if kind in ("float4", "float8", "numeric"):
         return _with_nan(function)
+    if kind == "interval":
+        return lambda a, b: function(interval_span(a), interval_span(b))
     return function
 
 
+def _by_label(function: Callable[[Value, Value], bool], labels: tuple[str, ...]) -> Callable[[Value, Value], bool]:
+    places = {label: place for place, label in enumerate(labels)}
+
+    def call(a: str, b: str) -> bool:
+        try:
+            return function(places[a], places[b])
+        except KeyError as error:
+            raise EvaluationError(f"the enum had no such label when the clause was compiled: {error}") from error
+
+    return call
+
+
 def _check_order(name: str, left: Expression, right: Expression, location: str) -> None:
+    """Constants are ordered as the column beside them is; two of them as the database's collation says."""
     if left.collated or right.collated:
         return
-    for side in (left, right):
-        if not side.constant and not side.type.ordered:
-            raise WhereError(
-                f"{location}ordering text depends on the collation of the database: operator={name}.",
-                fix='Write COLLATE "C" after one side.',
-            )
+    sides = [side for side in (left, right) if not side.constant]
+    if not sides or not all(side.type.ordered for side in sides):
+        raise WhereError(
+            f"{location}ordering text depends on the collation of the database: operator={name}.",
+            fix='Write COLLATE "C" after one side.',
+        )
 
 
 def _with_nan(function: Callable[[Value, Value], bool]) -> Callable[[Value, Value], bool]:
@@ -181,26 +212,25 @@ def quantified(name: str, left: Expression, right: Expression, every: bool, loca
     right = resolve(right, left.type.like(left.type.name, array=True), location)
     if not right.type.array:
         raise WhereError(f"{location}op ANY/ALL (array) requires array on right side")
-    probe = Expression(right.type.element, lambda row: None)
+    probe = Expression(right.type.element, lambda element: element)
     unified_left, unified_right = unify(name, left, probe, location)
     test = comparator(name, unified_left, unified_right, location)
-    lift = _lifter(right.type.element, unified_right.type)
+    lift = unified_right.evaluate
     kind = unified_left.type.name
     if name == "=" and not every and right.constant and _hash_alike(kind, right.type.name):
         values = right.evaluate({})
         if values is not None:
-            return _lookup_any(unified_left, flatten(values))
+            return _lookup_any(unified_left, arrays.flatten(values))
     value_of, array_of = unified_left.evaluate, right.evaluate
     decisive = not every
 
     def evaluate(row: Row) -> bool | None:
-        array = array_of(row)
+        value, array = value_of(row), array_of(row)
         if array is None:
             return None
-        elements = flatten(array)
+        elements = arrays.flatten(array)
         if not elements:
             return every
-        value = value_of(row)
         if value is None:
             return None
         doubtful = False
@@ -217,18 +247,6 @@ def quantified(name: str, left: Expression, right: Expression, every: bool, loca
 def _lookup_any(left: Expression, values: list[Value]) -> Expression:
     """`left = ANY(constant array)`; an empty array is false also for NULL."""
     return _lookup_expression(left, values) if values else constant(BOOL, False)
-
-
-def _lifter(source: Type, target: Type) -> Callable[[Value], Value]:
-    if source.name == "bpchar":
-        return lambda text: text.rstrip(" ")
-    if source.name == target.name:
-        return lambda value: value
-    if target.name == "float8":
-        return to_float8
-    if target.name == "numeric":
-        return Decimal
-    return lambda days: days * DAY_US
 
 
 def any_true(tests: list[Evaluate]) -> Evaluate:
@@ -285,21 +303,20 @@ def _lookup_expression(left: Expression, values: list[Value]) -> Expression:
     return Expression(BOOL, _lookup(left.evaluate, values), equality=equality)
 
 
-def member(left: Expression, items: list[Expression], location: str) -> Expression:
-    """IN over expressions. Constants of a hashable kind become one set lookup."""
-    if left.type == UNKNOWN and items and all(item.type == UNKNOWN for item in items):
-        left = resolve(left, TEXT, location)
-    pairs = [unify("=", left, item, location) for item in items]
-    kinds = {pair[0].type.name for pair in pairs} | {pair[1].type.name for pair in pairs}
-    if len(kinds) == 1 and kinds <= HASHABLE and all(right.constant for _, right in pairs):
-        return _lookup_expression(pairs[0][0], [right.evaluate({}) for _, right in pairs])
+def member(left: Expression, items: Sequence[Expression], fixed: Sequence[bool], location: str) -> Expression:
+    """IN over expressions; `fixed`: which of them read no column. Two or more of these take one type together with the
+    left side, as in PostgreSQL. Constants of a hashable kind become one set lookup."""
+    together = [item for item, reads_none in zip(items, fixed, strict=True) if reads_none]
+    common = common_type([left, *together]) if len(together) > 1 else None
+    pairs: list[tuple[Expression, Expression]] = []
+    for item, reads_none in zip(items, fixed, strict=True):
+        if common is not None and not common.array and reads_none:
+            item = coerce(item, common, location)
+        pairs.append(unify("=", left, item, location))
+    values = [right.evaluate({}) for _, right in pairs if right.constant]
+    first = pairs[0][0]
+    alike = all(a.type.name == first.type.name and _hash_alike(a.type.name, b.type.name) for a, b in pairs)
+    if len(values) == len(pairs) and alike and not first.type.array:
+        return _lookup_expression(first, values)
     parts = [compare("=", a, b, location) for a, b in pairs]
     return Expression(BOOL, any_true([part.evaluate for part in parts]), equality=either(parts))
-
-
-def flatten(items: list[Value]) -> list[Value]:
-    """Elements of a possibly nested array, in storage order: what ANY and ALL compare with."""
-    out: list[Value] = []
-    for item in items:
-        out.extend(flatten(item) if isinstance(item, list) else (item,))
-    return out

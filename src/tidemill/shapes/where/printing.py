@@ -100,6 +100,17 @@ def _function(node: Any) -> str:
     return f"pg_catalog.{identifier(node.funcname[-1].string.sval)}({_listed(node.args)})"
 
 
+def _case(node: Any) -> str:
+    asked = f" {sql_of(node.arg)}" if node.HasField("arg") else ""
+    whens = [f" WHEN {sql_of(each.case_when.expr)} THEN {sql_of(each.case_when.result)}" for each in node.args]
+    default = f" ELSE {sql_of(node.defresult)}" if node.HasField("defresult") else ""
+    return f"(CASE{asked}{''.join(whens)}{default} END)"
+
+
+def _extreme(node: Any) -> str:
+    return f"{'GREATEST' if node.op == _names().IS_GREATEST else 'LEAST'}({_listed(node.args)})"
+
+
 def _operation(node: Any) -> str:
     pb = _names()
 
@@ -115,6 +126,8 @@ def _operation(node: Any) -> str:
         return f"({left} {_between()[kind]} {sql_of(low)} AND {sql_of(high)})"
     if kind in (pb.AEXPR_DISTINCT, pb.AEXPR_NOT_DISTINCT):
         return f"({left} IS {'' if kind == pb.AEXPR_DISTINCT else 'NOT '}DISTINCT FROM {right})"
+    if kind == pb.AEXPR_NULLIF:
+        return f"NULLIF({left}, {right})"
     if kind in (pb.AEXPR_OP_ANY, pb.AEXPR_OP_ALL):
         return f"({left} OPERATOR(pg_catalog.{name}) {'ANY' if kind == pb.AEXPR_OP_ANY else 'ALL'} ({right}))"
     return f"({left} OPERATOR(pg_catalog.{name}) {right})"
@@ -141,6 +154,8 @@ _PRINTERS = {
     "null_test": _null_test,
     "boolean_test": _boolean_test,
     "coalesce_expr": lambda node: f"COALESCE({_listed(node.args)})",
+    "min_max_expr": _extreme,
+    "case_expr": _case,
     "func_call": _function,
     "a_array_expr": lambda node: f"ARRAY[{_listed(node.elements)}]",
     "a_expr": _operation,

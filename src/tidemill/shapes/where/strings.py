@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+
+import msgspec
 
 from tidemill.shapes.where.expressions import BOOL, TEXT, Expression, Row, resolve, strict
 from tidemill.shapes.where.folding import folding_of, lower, upper
@@ -29,16 +31,25 @@ class LikePattern:
 
     What lies between two % may as well match at its first place, for all that follows could only have less room. So
     those pieces are searched one after the other and never tried again: else a pattern of a few % takes years on a
-    row of a hundred bytes. Pieces without _ are searched in linear time. Raises EvaluationError.
+    row of a hundred bytes. Pieces without _ are searched in linear time.
+
+    A pattern may end with the escape character. PostgreSQL raises an error once the comparison gets there, and finds
+    no match where it ends before.
     """
 
     def __init__(self, pattern: str) -> None:
-        first, *rest = [_Piece(piece) for piece in _pieces(pattern)]
+        pieces, self.unfinished = _pieces(pattern)
+        first, *rest = [_Piece(piece) for piece in pieces]
         self._first = first
         self._rest = rest
 
     def matches(self, text: str) -> bool:
-        """Raises EvaluationError when pattern and text together are too long to be compared in a moment."""
+        """Raises EvaluationError when pattern and text together are too long to be compared in a moment, and when the
+        comparison reaches an escape character at the pattern's end."""
+        if self.unfinished:
+            if self._reaches_end(text):
+                raise EvaluationError("LIKE pattern must not end with escape character")
+            return False
         first, rest = self._first, self._rest
         if not rest:
             return len(text) == first.length and first.at(text, 0)
@@ -52,12 +63,33 @@ class LikePattern:
                 return False
         return place <= end and last.at(text, end)
 
+    def _reaches_end(self, text: str) -> bool:
+        """Whether PostgreSQL's comparison gets to what follows the last piece, which it does with text left over, or
+        from a run of wildcards. A run is entered with text left over only."""
+        place, end, in_run = self._first.length, len(text), False
+        if not self._first.at(text, 0):
+            return False
+        if not self._rest:
+            return place < end
+        *middle, last = self._rest
+        for piece in middle:
+            if not in_run and place >= end:
+                return False
+            in_run = piece.only_wildcards
+            place = piece.search(text, place, end)
+            if place < 0:
+                return False
+        if not in_run and place >= end:
+            return False
+        return last.search(text, place, end if last.only_wildcards else end - 1) >= 0
+
 
 class _Piece:
     """Literal text with _ as wildcard (None)."""
 
     def __init__(self, chars: list[str | None]) -> None:
         self.length = len(chars)
+        self.only_wildcards = all(char is None for char in chars)
         literal = "".join(char for char in chars if char is not None)
         self._literal = literal if len(literal) == len(chars) else None
         if self._literal is None:
@@ -102,8 +134,8 @@ def like_pattern(pattern: str) -> LikePattern:
     return _cached(pattern) if len(pattern) <= CACHED_PATTERN else LikePattern(pattern)
 
 
-def _pieces(pattern: str) -> list[list[str | None]]:
-    """What lies before, between and behind the %."""
+def _pieces(pattern: str) -> tuple[list[list[str | None]], bool]:
+    """What lies before, between and behind the %, and whether an escape character with nothing behind it follows."""
     pieces: list[list[str | None]] = [[]]
     at = 0
     while at < len(pattern):
@@ -111,14 +143,20 @@ def _pieces(pattern: str) -> list[list[str | None]]:
         if char == "\\":
             at += 1
             if at >= len(pattern):
-                raise EvaluationError("LIKE pattern must not end with escape character")
+                return pieces, True
             pieces[-1].append(pattern[at])
         elif char == "%":
             pieces.append([])
         else:
             pieces[-1].append(None if char == "_" else char)
         at += 1
-    return pieces
+    return pieces, False
+
+
+def unfinished(pattern: Expression) -> bool:
+    """Whether a constant pattern ends with an escape character, so that comparing with it may fail."""
+    text = pattern.evaluate({})
+    return text is not None and LikePattern(str(text)).unfinished
 
 
 def like(name: str, left: Expression, right: Expression, location: str) -> Expression:
@@ -144,26 +182,69 @@ def like(name: str, left: Expression, right: Expression, location: str) -> Expre
     return Expression(BOOL, strict(match, left, right))
 
 
-FUNCTIONS = ("lower", "upper", "length", "concat")
+_TRIMS: dict[str, Callable[[str, str], str]] = {"btrim": str.strip, "ltrim": str.lstrip, "rtrim": str.rstrip}
+_ENDS = ("left", "right")
+FUNCTIONS = ("lower", "upper", "length", "concat", *_TRIMS, *_ENDS)
 
 
 def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
     """One of FUNCTIONS. Of texts alone: how PostgreSQL writes other types is its own business. Raises WhereError."""
+    if name in _ENDS and len(operands) == 2:
+        operands = [resolve(operands[0], TEXT, location), resolve(operands[1], Type("int4"), location)]
+    else:
+        operands = [resolve(operand, TEXT, location) for operand in operands]
     kinds = ", ".join(str(operand.type) for operand in operands)
-    texts = all(operand.type.name == "text" and not operand.type.array for operand in operands)
-    if not texts or not operands or (len(operands) > 1 and name != "concat"):
-        raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast to text.")
     constant = all(operand.constant for operand in operands)
     if name != "concat":
-        (operand,) = operands
-        if name == "length":
-            return Expression(Type("int4"), strict(len, operand), constant=constant)
-        fold = (lower if name == "lower" else upper)(operand.type.folding, location)
-        return Expression(operand.type, strict(fold, operand), constant=constant, collated=operand.collated)
+        operands = [_as_text(operand) for operand in operands]
+    types = [operand.type.name if not operand.type.array else "array" for operand in operands]
+    if not _fits(name, types):
+        raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast to text.")
+    first = operands[0]
+    type_ = msgspec.structs.replace(first.type, varying=False, most_bytes=0)
+    if name == "length":
+        return Expression(Type("int4"), strict(len, first), constant=constant)
+    if name in ("lower", "upper"):
+        fold = (lower if name == "lower" else upper)(first.type.folding, location)
+        return Expression(type_, strict(fold, first), constant=constant, collated=first.collated)
+    if name in _ENDS:
+        part = strict(_left if name == "left" else _right, *operands)
+        return Expression(type_, part, constant=constant, collated=first.collated)
+    type_ = Type("text", False, all(each.type.ordered for each in operands), folding_of(*operands))
+    collated = any(each.collated for each in operands)
+    if name in _TRIMS:
+        trim = _TRIMS[name]
+        if len(operands) == 1:
+            return Expression(type_, strict(lambda text: trim(text, " "), first), constant=constant, collated=collated)
+        return Expression(type_, strict(trim, *operands), constant=constant, collated=collated)
     tests = [operand.evaluate for operand in operands]
 
     def joined(row: Row) -> Value:
         return "".join(text for test in tests if (text := test(row)) is not None)
 
-    type_ = Type("text", False, all(each.type.ordered for each in operands), folding_of(*operands))
-    return Expression(type_, joined, constant=constant, collated=any(each.collated for each in operands))
+    return Expression(type_, joined, constant=constant, collated=collated)
+
+
+def _fits(name: str, types: Sequence[str]) -> bool:
+    if name in _ENDS:
+        return len(types) == 2 and types[0] == "text" and types[1] in ("int2", "int4")
+    most = {"concat": len(types)}.get(name, 2 if name in _TRIMS else 1)
+    return 1 <= len(types) <= most and all(kind == "text" for kind in types)
+
+
+def _as_text(operand: Expression) -> Expression:
+    """Padded text as text, which has no padding."""
+    if operand.type.name != "bpchar" or operand.type.array:
+        return operand
+    text = strict(lambda padded: padded.rstrip(" "), operand)
+    return Expression(operand.type.like("text"), text, constant=operand.constant, collated=operand.collated)
+
+
+def _left(text: str, count: int) -> str:
+    return text[:count]
+
+
+def _right(text: str, count: int) -> str:
+    if count == -(1 << 31):  # PostgreSQL negates it, which is no int4
+        return text
+    return text[len(text) - count :] if 0 <= count <= len(text) else text if count > 0 else text[-count:]

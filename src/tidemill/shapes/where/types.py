@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from decimal import Context, Decimal, Inexact, InvalidOperation, Overflow
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from tidemill.base.errors import Invalid
 from tidemill.base.pgarrays import read_array
+from tidemill.base.pgintervals import interval_span, read_interval
 from tidemill.base.pgtext import DISPLAY, READERS, Refused
 
 Value = Any
@@ -47,32 +49,45 @@ class Type(msgspec.Struct, frozen=True):
 
     ordered   text only: comparing by code points equals the collation's order
     folding   text only: what the collation takes for one letter in two cases (folding.py)
+    labels    enum only: its labels in their order, where they are known
+    varying   text only: it is varchar, which is padded like character beside it
+    most_bytes  text only: it is name or "char", and longer text that is read as it is cut
     """
 
     name: str
     array: bool = False
     ordered: bool = True
     folding: Folding = "simple"
+    labels: tuple[str, ...] = ()
+    varying: bool = False
+    most_bytes: int = 0
 
     def __str__(self) -> str:
         return DISPLAY.get(self.name, self.name) + ("[]" if self.array else "")
 
     @property
     def element(self) -> Type:
-        return Type(self.name, False, self.ordered, self.folding)
+        return msgspec.structs.replace(self, array=False)
 
     @property
     def plain(self) -> Type:
         """Under the name of the type that compares exactly like it."""
-        return Type(ALIASES.get(self.name, self.name), self.array, self.ordered, self.folding)
+        name = ALIASES.get(self.name, self.name)
+        most_bytes = CUT.get(self.name, self.most_bytes)
+        varying = self.varying or self.name == "varchar"
+        return msgspec.structs.replace(self, name=name, varying=varying, most_bytes=most_bytes)
 
     def like(self, name: str, *, array: bool = False) -> Type:
         """Another type, whose text is of the same collation."""
-        return Type(name, array, self.ordered, self.folding)
+        varying = self.varying and name == self.name
+        return msgspec.structs.replace(self, name=name, array=array, varying=varying)
 
 
 ALIASES = {"varchar": "text", "name": "text", "char": "text"}
-"""Types that compare exactly like another."""
+"""Types that compare like another."""
+
+CUT = {"name": 63, "char": 1}
+"""Bytes of the types that cut longer text."""
 
 
 def to_float8(value: int | Decimal | float) -> float:
@@ -85,9 +100,45 @@ def to_float8(value: int | Decimal | float) -> float:
     return result
 
 
+def canonical(kind: str) -> Callable[[Value], Value] | None:
+    """The form in which values of this kind are equal exactly where Python's are, and hash so. None: as they are."""
+    if kind in ("float4", "float8", "numeric"):
+        return _number
+    if kind == "bpchar":
+        return _unpadded
+    return interval_span if kind == "interval" else None
+
+
+_NAN = object()
+
+
+def _number(value: float | Decimal) -> Value:
+    return value if value == value else _NAN
+
+
+def _unpadded(text: str) -> str:
+    return text.rstrip(" ")
+
+
+_READERS: dict[str, Callable[[str], Value]] = {**READERS, "interval": read_interval}
+
+
+def readable(name: str) -> bool:
+    return name in _READERS
+
+
 def reader(type_: Type) -> Callable[[str], Value]:
     """The function that reads text of this type. Raises WhereError for types the evaluator does not know."""
-    read = READERS.get(type_.name)
+    read = _READERS.get(type_.name)
     if read is None:
         raise WhereError(f"type {type_} is not supported in a where clause.", fix="Cast the column to text.")
+    if type_.most_bytes:
+        read = partial(_cut, type_.most_bytes)
     return (lambda text: read_array(text, read)) if type_.array else read
+
+
+def _cut(most_bytes: int, text: str) -> str:
+    """Raises EvaluationError for the bytes and escapes that "char" has beyond ASCII."""
+    if most_bytes == 1 and (not text[:1].isascii() or (text[:1] == "\\" and len(text) > 1)):
+        raise EvaluationError(f'the text is not read as "char" in a where clause: "{text}"')
+    return text if len(text) * 4 <= most_bytes else text.encode()[:most_bytes].decode(errors="ignore")

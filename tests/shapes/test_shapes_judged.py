@@ -1,0 +1,71 @@
+"""Rows on which only the evaluator here fails: PostgreSQL is asked, and the shape goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from shape_world import ShapeWorld, eventually, run
+
+from tidemill.shapes import ShapeSettings
+
+pytestmark = pytest.mark.postgres
+
+DDL = """
+CREATE TYPE size AS ENUM ('small', 'large');
+CREATE TABLE item (id int PRIMARY KEY, weight numeric, size size, d date);
+ALTER TABLE item REPLICA IDENTITY FULL;
+INSERT INTO item VALUES (1, 1, 'large', '2024-01-01');
+"""
+
+
+def test_f125_a_row_that_only_our_evaluator_refuses_is_asked_of_the_database(postgres_dsn: str) -> None:
+    """A product of more digits than are computed here. Rows behind it keep their order."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
+            client = await world.sync(table="item", where="item.weight * 1e9000 > 10 AND id < 100")
+            async with world.db.transaction():
+                await world.db.execute("INSERT INTO item VALUES (2, 1e9000), (3, -1e9000), (4, 1), (101, 1e9000)")
+                await world.db.execute("UPDATE item SET weight = 1e9001 WHERE id = 2")
+                await world.db.execute("DELETE FROM item WHERE id = 4")
+            await world.db.execute("INSERT INTO item VALUES (5, 2)")
+            await client.follow_until(lambda: '"public"."item"/"5"' in client.rows)
+            rows = await (
+                await world.db.execute("SELECT id, weight::text FROM item WHERE weight * 1e9000 > 10 AND id < 100")
+            ).fetchall()
+            assert {row["id"]: row["weight"] for row in client.rows.values()} == {str(id): w for id, w in rows}
+            assert {id for id, _ in rows} == {1, 2, 5}
+
+    run(main())
+
+
+def test_enums_are_ordered_by_their_labels_also_by_one_that_came_later(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
+            client = await world.sync(table="item", where="size >= 'large'")
+            await world.db.execute("INSERT INTO item VALUES (2, 1, 'small'), (3, 1, 'large')")
+            await world.db.execute("ALTER TYPE size ADD VALUE 'medium' BEFORE 'large'")
+            await world.db.execute("ALTER TYPE size ADD VALUE 'huge'")
+            await world.db.execute("INSERT INTO item VALUES (4, 1, 'medium'), (5, 1, 'huge'), (6, 1, 'large')")
+            await client.follow_until(lambda: '"public"."item"/"6"' in client.rows)
+            cursor = await world.db.execute("SELECT id::text FROM item WHERE size >= 'large'")
+            assert {row["id"] for row in client.rows.values()} == {id for (id,) in await cursor.fetchall()}
+            assert len(client.rows) == 4
+
+    run(main())
+
+
+def test_a_shape_whose_question_the_database_answers_with_an_error_ends(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=20)) as world:
+            client = await world.sync(table="item", where="weight * 1e9000 > 10 OR 1 / id > 5")
+            params = {"table": "item", "where": "weight * 1e9000 > 10 OR 1 / id > 5", "handle": client.handle}
+            poll = asyncio.ensure_future(world.get(**params, offset=client.offset, live="true"))
+            await eventually(lambda: any(shape["waiting"] for shape in world.service.shapes()))
+            await world.db.execute("INSERT INTO item VALUES (0, -1)")
+            answer = await poll
+            assert answer.status == 400, answer.body
+            assert "division by zero" in answer.json["errors"]["where"][0]
+
+    run(main())
