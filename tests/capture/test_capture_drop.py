@@ -9,7 +9,10 @@ from msgspec.structs import replace
 from test_capture_tables import in_world
 
 from tidemill.base.errors import Conflict, Invalid, Missing, Unknown
+from tidemill.capture import taking_back
+from tidemill.capture.config import CaptureConfig
 from tidemill.capture.publication import Identities, create_publication, publish
+from tidemill.capture.setup import ADVISORY_CLASS, lock_key, try_lock
 from tidemill.capture.tables import list_tables
 from tidemill.capture.taking_back import take_back
 from tidemill.capture.wire.connection import Wire
@@ -97,6 +100,36 @@ def test_an_identity_that_somebody_set_meanwhile_is_left(postgres_dsn: str) -> N
         await world.sql("ALTER TABLE plain REPLICA IDENTITY NOTHING")
         done = await take_back(world.config(), world.catalogue)
         assert done.identities == {} and await identities(world) == {"plain": "n"}
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_sessions_that_postgresql_ends_only_now_are_waited_for(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*TABLES[:1])
+        async with world.capture():
+            pass
+        config, other = world.config(), await psycopg.AsyncConnection.connect(world.dsn)
+        refused = 0
+
+        async def first_refused(wire: Wire, config: CaptureConfig) -> bool:
+            nonlocal refused
+            if await try_lock(wire, config):
+                return True
+            refused += 1
+            await other.close()
+            return False
+
+        async def free() -> bool:
+            query = f"SELECT pg_try_advisory_lock({ADVISORY_CLASS}, {lock_key(config)})"
+            return (await (await other.execute(query)).fetchone()) == (True,)
+
+        await until(free, "the capture's session has ended")
+        monkeypatch.setattr(taking_back, "try_lock", first_refused)
+        done = await take_back(config, world.catalogue)
+        assert refused and done.slot and not done.left and await identities(world) == {"plain": "d"}
 
     in_world(postgres_dsn, scenario)
 

@@ -12,7 +12,8 @@ Refused, and nothing changed: while a session captures (its advisory lock is hel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -25,6 +26,9 @@ from tidemill.capture.publication import LOCK_ATTEMPTS, give_back
 from tidemill.capture.setup import ADVISORY_CLASS, lock_key, slot_state, try_lock
 from tidemill.capture.wire.connection import Wire, identifier, literal
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, PipelineRow
+
+ENDED_ATTEMPTS = 10
+ENDED_POLL_S = 0.2
 
 
 class TakenBack(msgspec.Struct):
@@ -66,7 +70,7 @@ async def take_back(config: CaptureConfig, catalogue: Catalogue, *, really: bool
         )
     wire = await Wire.connect(config.dsn, purpose="drop", capture=config.name)
     try:
-        if not await try_lock(wire, config):
+        if not await _ended(lambda: try_lock(wire, config)):
             holder = await lock_holder(wire, ADVISORY_CLASS, lock_key(config))
             raise Conflict(
                 f"the capture runs: capture={config.name} {holder or 'pid=gone'}.",
@@ -83,6 +87,16 @@ async def take_back(config: CaptureConfig, catalogue: Catalogue, *, really: bool
     return done
 
 
+async def _ended(done: Callable[[], Awaitable[bool]]) -> bool:
+    """Whether it is done within ENDED_ATTEMPTS: PostgreSQL ends a session a moment after its client has closed it."""
+    for attempt in range(ENDED_ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(ENDED_POLL_S)
+        if await done():
+            return True
+    return False
+
+
 async def _check_cluster(wire: Wire, config: CaptureConfig, row: CaptureRow | None, really: bool) -> None:
     found = await wire.value("SELECT system_identifier FROM pg_control_system()")
     if row is not None and row.system_id != found and not really:
@@ -96,12 +110,18 @@ async def _from_postgres(
     wire: Wire, config: CaptureConfig, tables: Sequence[CaptureTableRow], done: TakenBack, *, given: bool
 ) -> None:
     if await slot_state(wire, config.slot) is not None:
+        await _ended(lambda: _inactive(wire, config))  # else PostgreSQL refuses, with the pid
         done.slot = await _try(wire, f"SELECT pg_drop_replication_slot({literal(config.slot)})", done)
     if await _publication_taken_back(wire, config, done, given):
         for table in tables:
             for oid, (relation, before) in table.identities.items():
                 await _identity_given_back(wire, oid, relation, before, done)
         await _tell_asked(wire, tables, done)
+
+
+async def _inactive(wire: Wire, config: CaptureConfig) -> bool:
+    slot = await slot_state(wire, config.slot)
+    return slot is None or slot.active_pid is None
 
 
 async def _publication_taken_back(wire: Wire, config: CaptureConfig, done: TakenBack, given: bool) -> bool:

@@ -39,7 +39,7 @@ from tidemill.sim.scenarios.capture_aside import FAULTS as ASIDE_FAULTS
 from tidemill.sim.scenarios.capture_aside import planted_aside, slowly_copied
 from tidemill.sim.scenarios.capture_database import STRANGER, VANISHING, WIDE, WRITERS, Database, Txn
 from tidemill.sim.scenarios.capture_forks import FAULTS as FORK_FAULTS
-from tidemill.sim.scenarios.capture_forks import failing_over, planted_fork
+from tidemill.sim.scenarios.capture_forks import NARROW, failing_over, planted_fork
 from tidemill.sim.scenarios.capture_kept import Followers, KeptShapes, Machines, quickened
 from tidemill.sim.scenarios.capture_kept_plants import BAD_DISK, MOVES, planted_kept
 from tidemill.sim.scenarios.capture_kept_plants import PLACES as KEPT_FAULTS
@@ -103,7 +103,8 @@ async def run(world: World, fault: str = "") -> None:
         stack.enter_context(planted_fork(fault))
         # The other worlds are as they were.
         deferrable = fault == "late-tombstone" or (not fault and world.seed % 5 == 2)
-        await _run(world, fault, Database(world, source.randint(1, 3), deferrable=deferrable), stack)
+        tables = 3 if fault in NARROW else source.randint(1, 3)
+        await _run(world, fault, Database(world, tables, deferrable=deferrable), stack)
 
 
 async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitStack) -> None:
@@ -195,14 +196,14 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
         ]
         asks = source.choice((0, 0, 1, 3))
         if forks:
-            writing.append(crew.spawn(failing_over(server, streams, lambda: oracle.bound)))
+            writing.append(crew.spawn(failing_over(server, streams, lambda: oracle.bound, narrow=fault in NARROW)))
         writing.append(crew.spawn(_operate(db, capture, copies.choice((2, 4)) if slow else asks)))
         followers = Followers(db, capture, machines) if machines is not None else None
         following = [crew.spawn(followers.follow(n)) for n in range(source.randint(1, 3))] if followers else []
         await capture.start()
         if machines is not None:
             await machines.lives(capture, source.choice((4, 7) if harsh else (1, 2, 4, 7)))
-        for _ in range(source.choice((0, 1, 2, 4)) if machines is None else 0):
+        for _ in range(source.choice((0, 1, 2, 4)) if machines is None and fault not in NARROW else 0):
             await asyncio.sleep(source.uniform(0, 1.2) ** 2 * 2)
             capture.crash()
             await asyncio.sleep(source.uniform(0, 0.1))
