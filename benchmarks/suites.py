@@ -38,7 +38,7 @@ class Suite(NamedTuple):
 SUITES: Final = {
     "kafka-python": Suite(kafka_python, 52),
     "librdkafka": Suite(librdkafka, 80),
-    "franz-go": Suite(franz_go, 111),
+    "franz-go": Suite(franz_go, 142),
     "aiokafka": Suite(aiokafka, 207),
 }
 

@@ -21,6 +21,8 @@ PACKAGE: Final = "github.com/twmb/franz-go/pkg/kgo"
 BUILT: Final = ROOT / ".venv/suites/franz-go"
 RECORDS: Final = "50000"
 """Records that go through each chain of groups, a tenth of the suite's default. KGO_TEST_RECORDS overrides it."""
+INTERNAL_TOPIC: Final = ("Test848RegexBrokerResolves", "TestConsumeRegex")
+"""These wait 45 s for the topic of offsets, which is not here: not run again."""
 RUN_TIMEOUT_S: Final = 900
 ALONE_TIMEOUT_S: Final = 180
 
@@ -39,7 +41,9 @@ def franz_go(scratch: Path, only: str = "") -> list[Outcome]:
         environment = {"KGO_TEST_RECORDS": RECORDS, **os.environ}
         environment |= {"KGO_SEEDS": address, "KGO_TEST_RF": "1", "KGO_LOG_LEVEL": "none"}
         found = _run(binary, scratch, environment, only or ".", RUN_TIMEOUT_S)
-        for test in [test for test, outcome in found.items() if outcome.verdict == "failed"]:
+        for test in [
+            test for test, outcome in found.items() if outcome.verdict == "failed" and test not in INTERNAL_TOPIC
+        ]:
             found |= _run(binary, scratch, environment, f"^{test}$", ALONE_TIMEOUT_S)
     return list(found.values())
 
@@ -62,6 +66,8 @@ def _built() -> Path:
 
 def _run(binary: Path, scratch: Path, environment: dict[str, str], tests: str, within_s: int) -> dict[str, Outcome]:
     """What became of the tests that match, by name."""
+    where = ["go", "list", "-f", "{{.Dir}}", PACKAGE]  # a test reads a file of its package
+    folder = subprocess.run(where, cwd=MODULE, check=True, capture_output=True, text=True).stdout.strip()
     command = [str(binary), "-test.v", f"-test.run={tests}", f"-test.timeout={within_s}s"]
     found: dict[str, Outcome] = {}
     reason = ""
@@ -69,7 +75,7 @@ def _run(binary: Path, scratch: Path, environment: dict[str, str], tests: str, w
         (scratch / "go.log").open("a") as log,
         subprocess.Popen(
             command,
-            cwd=scratch,
+            cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
