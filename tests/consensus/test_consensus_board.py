@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, NamedTuple
 
@@ -10,11 +11,11 @@ from hypothesis import strategies as st
 
 from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, Unknown
+from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
 from tidemill.base.marks import Mark, Report
 from tidemill.consensus.api import Versioned
-from tidemill.consensus.board import FORGET_AFTER_MS, TIDY_EVERY_MS, Board
+from tidemill.consensus.board import FORGET_AFTER_MS, LOOK_S, TIDY_EVERY_MS, Board
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.pages import Pager
 
@@ -34,6 +35,25 @@ class Lossy(MemoryConsensus):
         if fate == "after":
             raise Unknown("lost")
         return version
+
+
+class Silent(MemoryConsensus):
+    """Behind a black hole: no question is ever answered."""
+
+    async def _submit(self, op: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+def test_f619_a_board_that_is_not_answered_is_unavailable_within_two_seconds() -> None:
+    async def body() -> None:
+        board = Board(Silent(SystemClock()), Rand(1))
+        before_s = time.monotonic()
+        with pytest.raises(Unavailable, match="Consensus does not answer"):
+            await board.look(lambda: "")
+        assert time.monotonic() - before_s + 0.01 >= LOOK_S
+
+    run(body())
+    assert LOOK_S == 2
 
 
 def test_the_newest_report_of_every_process_is_shown() -> None:

@@ -309,7 +309,6 @@ def test_f616_a_directory_that_takes_no_file_is_named_everywhere_in_time(
         ("s3", "500", "objects@node:n1", "status=500 code=InternalError", 503),
         ("s3", "503", "objects@node:n1", "status=503 code=SlowDown", 503),
         ("s3", "404", "objects@node:n1", "status=404 code=NoSuchKey", 503),
-        ("s3", "412", "objects@node:n1", "status=412", 200),
         ("s3", "hang", "objects@node:n1", "The object store does not answer", 503),
         ("consensus", "refused", "consensus@node:n1", "PostgreSQL", 503),
         ("consensus", "swallowed", "consensus@node:n1", "not answer", 503),
@@ -322,6 +321,14 @@ def test_f616_a_directory_that_takes_no_file_is_named_everywhere_in_time(
 def test_f615_a_fault_of_a_store_under_load_is_named_everywhere_in_time(
     remote: Remote, store: str, fault: str, mark: str, words: str, ready: int
 ) -> None:
+    named_in_time(remote, store, fault, mark, words, ready)
+
+
+def test_f617_a_gateway_that_answers_412_after_its_own_success_is_a_notice_everywhere_in_time(remote: Remote) -> None:
+    named_in_time(remote, "s3", "412", "objects@node:n1", "status=412", 200)
+
+
+def named_in_time(remote: Remote, store: str, fault: str, mark: str, words: str, ready: int) -> None:
     served, proxy = remote.served, getattr(remote, store)
     served.well()
     remote.world.call(lambda: proxy.switch(fault))

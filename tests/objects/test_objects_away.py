@@ -415,7 +415,7 @@ def test_a_write_that_was_not_done_is_trouble_whatever_its_error(error: Exceptio
     assert store.trouble() == ""
 
 
-def test_one_failed_write_among_successes_is_a_notice_and_no_trouble() -> None:
+def test_f618_one_failed_write_among_successes_is_a_notice_and_no_trouble() -> None:
     clock = ManualClock()
     store = Health(clock)
     for number in range(60):
