@@ -286,13 +286,12 @@ def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
         async with world.capture(wait=False, budget_ms=1000) as capture:
 
             def told() -> bool:
-                row = capture._desk.rows.get("public.a")
-                pid, reason = f"pid={other.info.backend_pid}", row.reason if row is not None else ""
-                return row is not None and row.state == "refused" and pid in reason and "'migration'" in reason
+                mark, state = mark_of(world, capture)
+                return state is State.STUCK and mark.held_by == f"postgres-pid:{other.info.backend_pid}"
 
-            await until(told, "the table alone is refused, and the migration is named", 1 + GRACE_S)
+            await until(told, "stuck, and the migration is named", 1 + GRACE_S)
+            assert "application='migration'" in mark_of(world, capture)[0].reason
             await other.rollback()
-            await world.flowing("a")
             await until(lambda: capture.streaming, "it goes on when the migration ends")
             await world.caught_up()
         await other.close()
