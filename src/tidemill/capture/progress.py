@@ -14,14 +14,17 @@ class Steps:
     def __init__(self) -> None:
         self.count = 0
         self.doing = ""
+        self._furthest = ("", -1)
 
     def step(self, what: str, number: int, of: int) -> None:
-        """The `number`th of so many tables begins."""
-        self.count += 1
+        """The `number`th of so many tables begins. A table that is tried again is no progress."""
+        if what != self._furthest[0] or number > self._furthest[1]:
+            self._furthest = what, number
+            self.count += 1
         self.doing = f"{what}: {number} of {of} tables"
 
     def end(self) -> None:
-        self.doing = ""
+        self.doing, self._furthest = "", ("", -1)
 
 
 class SnapshotProgress:
