@@ -93,13 +93,23 @@ def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator
             consensus = portal.call(opening, within_s)
         except TimeoutError as error:
             raise Unavailable(
-                f"Consensus does not answer: consensus.url={_shown(config.consensus_url)!r} waited_s={within_s:g}.",
+                f"Consensus does not answer: consensus.url={_shown(config.consensus_url)!r} waited_s={within_s:g}"
+                f"{_holder(config.consensus_url)}.",
                 fix="See whether its server runs and can be reached.",
             ) from error
         try:
             yield ConsensusOnly(config, portal, consensus)
         finally:
             portal.call(consensus.aclose())
+
+
+def _holder(url: str) -> str:
+    """The process that SQLite's answer waits for, as fields of a sentence; "" for other engines."""
+    from tidemill.consensus.open import sqlite_file
+    from tidemill.consensus.sqlite.holders import who_delays
+
+    file = sqlite_file(url)
+    return f" {who_delays(file)}" if file is not None else ""
 
 
 def _shown(url: str) -> str:

@@ -39,8 +39,11 @@ LOOK_S = 1.0
 """Not greeted for so long, a client looks who holds the lock: a stopped process is named instead of waited for."""
 
 SLOW_AFTER_S = 2.0
-"""Without a sequencer or an answer for this long the client says so (`trouble`). A refusal counts from then on: one
-that the next write does not meet is no trouble."""
+"""Without a sequencer or an answer for this long the client says so (`trouble`)."""
+
+REFUSED_AFTER_S = 0.8
+"""A refusal counts as trouble from this age on, measured from the start of its write: one that a later write does not
+meet is no trouble, and one that waited for a lock until the busy timeout (`tables.BUSY_MS`) is trouble at once."""
 
 SWEEP_S = 1.0
 BACKOFF_FIRST_S = 0.002
@@ -79,7 +82,7 @@ class SqliteConsensus(Facade):
         self._served = False
         self._reason = ""
         self._refusal = ""
-        self._refused_s = 0.0  # since when
+        self._refused_s = 0.0  # when the first write that was refused began
         self._closed = False
         self.seen = Seen(f"sqlite:{self._database}")
         self._broken: TidemillError | None = None
@@ -193,7 +196,7 @@ class SqliteConsensus(Facade):
             raise
         if isinstance(error, Unavailable | Unknown | Corrupt):
             if not self._refusal:
-                self._refused_s = self._loop.time()
+                self._refused_s = pending.started_s
             self._refusal = error.message
         pending.future.set_exception(error)
 
@@ -362,9 +365,9 @@ class SqliteConsensus(Facade):
             return f"No sequencer answers for the database: database={self._database} last={self._reason!r}."
         waited_s = max((now_s - p.started_s for p in self._pending.values() if not isinstance(p.op, Wait)), default=0.0)
         if waited_s > SLOW_AFTER_S:
-            who = holders.who_locks(address.lock_path(self._database))
+            who = holders.who_delays(self._database)
             return f"The sequencer is slow to answer: database={self._database} waited_s={waited_s:.0f} {who}."
-        return self._refusal if now_s - self._refused_s > SLOW_AFTER_S else ""
+        return self._refusal if now_s - self._refused_s > REFUSED_AFTER_S else ""
 
     def _told(self, fault: str) -> None:
         self._reason = fault

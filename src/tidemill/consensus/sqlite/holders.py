@@ -58,6 +58,13 @@ def who_locks(path: Path) -> str:
     return str(found[0]) if found else "holder_pid=unknown"
 
 
+def who_delays(database: Path) -> str:
+    """The process that an answer of the sequencer waits for: one that locked the database's own files, or else its
+    host. Says so when nobody can be named."""
+    found = intruders(database)
+    return str(found[0]) if found else who_locks(database.with_name(database.name + ".lock"))
+
+
 def _locks() -> list[tuple[int, int]]:
     """(pid, inode) of every lock of this machine that is held."""
     found = []
