@@ -30,7 +30,7 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.frontier import Lsn
 from tidemill.capture.again import heals
 from tidemill.capture.aside import carried_aside, join_ended, sweep
-from tidemill.capture.attributes import attributes_of
+from tidemill.capture.attributes import Attributes, attributes_of
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk, accept
@@ -85,7 +85,7 @@ FIRST_ATTEMPTS = 3
 class Prepared(msgspec.Struct, frozen=True):
     """`captured`: tables that the stream carries, at least up to where they are parked. `fresh`: of these, the ones
     to be copied before it begins. `aside`: by name, those whose changes are set aside while their copy goes on.
-    `tables`: what the database says of all that were chosen."""
+    `tables`: what the database says of all that were chosen. `attributes`: … of the columns of those that are known."""
 
     slot: SlotState
     tables: tuple[TableInfo, ...]
@@ -93,6 +93,7 @@ class Prepared(msgspec.Struct, frozen=True):
     fresh: tuple[str, ...]
     relations: dict[int, Relation]
     aside: dict[str, CapturedTable] = {}
+    attributes: dict[int, Attributes] = {}
 
 
 async def prepare(
@@ -288,7 +289,8 @@ async def _go_on(
                 said = f"{difference}; {step}" if step else difference
                 again = heals(table, found_as)
                 described = f"its description changed: {said}"
-                await desk.park(table.table, wal_end, described, accept(table.table), again=again)
+                way = accept(table.table)
+                await desk.park(table.table, wal_end, described, way, again=again, found=found_as)
     for name, why in choice.refused.items():
         await desk.refuse(name, why)
     captured, relations = [], {}
@@ -316,7 +318,7 @@ async def _go_on(
         carried = await carried_aside(config, catalogue, desk, table, now.get(table.oid), wire.database)
         if carried is not None:
             aside[table.table], relations[table.oid] = carried
-    return Prepared(slot, choice.tables, (*captured, *aside.values()), (), relations, aside)
+    return Prepared(slot, choice.tables, (*captured, *aside.values()), (), relations, aside, attributes)
 
 
 async def _still_good(
