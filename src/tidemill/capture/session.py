@@ -272,6 +272,8 @@ class Session:
         )  # fmt: skip
         self._own.session = await self._control.ask(own_session)
         self._step(SETTING_UP)
+        steps = self.progress.steps
+        steps.phase("the server's timeline is read")
         line = self.line = await identified(lambda: self._connect("identify", replication=True), self.answers)
         if line.system_id != facts.system_id:
             raise Unavailable(f"the DSN leads to more than one server: server={self._server}.")
@@ -279,8 +281,9 @@ class Session:
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
         prepared = await prepare(
             wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock,
-            self.progress.steps,
+            steps,
         )  # fmt: skip
+        steps.phase("followers are recorded")
         self.slot = prepared.slot
         self.generation = self._own.now.generation
         goes_on = await going_on(self._control, config, self.desk, prepared)
@@ -303,7 +306,10 @@ class Session:
             stages=self._stages,
             on_stored=self._on_stored,
         )
+        steps = self.progress.steps
+        steps.phase("bindings are read")
         latest = await binder.open()
+        steps.end()
         if prepared.fresh:
             await self._copy(prepared)
         copied = [table for table in prepared.captured if table.snapshot is not None]
@@ -311,7 +317,6 @@ class Session:
         writer = self.writer = TopicWriter(
             self.topic_consumer, copied, self._topics, self._rand, binder.durable, self._unfit.row
         )
-        steps = self.progress.steps
         await writer.open(
             latest.offsets if latest else {},
             latest.lsn if latest else 0,
