@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.base.limits import PROCESS_GONE_AFTER_MS
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report, Tracker, this_process
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
@@ -93,7 +93,7 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
 
         publish("pipeline:p", driver.pid)
         publish("pipeline:other", driver.pid + 1)
-        publish("pipeline:gone", driver.pid, 2 * PROCESS_GONE_AFTER_MS)
+        publish("pipeline:gone", driver.pid, 2 * MARK_BLIND_AFTER_MS)
         opened.portal.call(board.publish(parked("pipeline:q", driver.pid, clock.now_ms())))
         assert f"pid {driver.pid} on {host}  tables=0  with pipeline:q\n" in describe(config)
         lines = CliRunner().invoke(app, ["pipeline", "list", "--config", str(config)]).stdout.splitlines()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from patience import DEADLINE_S
 from tidemill.base.errors import Invalid
-from tidemill.base.limits import PROCESS_GONE_AFTER_MS
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report, this_process
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
@@ -38,7 +38,7 @@ def test_a_pipeline_that_was_given_up_takes_its_silent_drivers_from_the_status(t
     delete = ["pipeline", "delete", "shop", "--json", "--config", str(config)]
     with stores(config) as opened:
         board, now_ms = Board(opened.consensus, opened.rand), opened.clock.now_ms()
-        silent_ms = now_ms - 2 * PROCESS_GONE_AFTER_MS
+        silent_ms = now_ms - 2 * MARK_BLIND_AFTER_MS
         opened.portal.call(opened.catalogue.put(PipelineRow("shop", {}, "")))
         for process in ("shop", "shop:2", "shopping"):
             opened.portal.call(board.publish(Report(f"pipeline:{process}", silent_ms, ())))
@@ -59,7 +59,7 @@ def test_drivers_that_were_scaled_away_after_a_crash_are_not_missed(tmp_path: Pa
     host = this_process()[1]
     with stores(config) as opened:
         board = Board(opened.consensus, opened.rand)
-        silent_ms = opened.clock.now_ms() - 2 * PROCESS_GONE_AFTER_MS
+        silent_ms = opened.clock.now_ms() - 2 * MARK_BLIND_AFTER_MS
         with subprocess.Popen(["true"]) as dead:
             dead.wait()
         for process, at_ms in (("shop:b", silent_ms), ("shop:b-2", silent_ms), ("shop:c", silent_ms)):

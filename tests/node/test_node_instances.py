@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.config import Config
-from tidemill.base.limits import PROCESS_GONE_AFTER_MS
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report
 from tidemill.node.instances import instance_name, not_missed, pipeline_of, place_of, process_of
 from tidemill.node.processes import supervised_here
@@ -33,7 +33,7 @@ def test_of_a_pipeline_that_nobody_does_any_more_one_driver_stays_and_else_all_t
 ) -> None:
     names = {process_of(pipeline, instance_name(label, n)): told for (pipeline, label, n), told in said.items()}
     reports = [
-        Report(process, NOW_MS - (2 * PROCESS_GONE_AFTER_MS if silent else 0), ())
+        Report(process, NOW_MS - (2 * MARK_BLIND_AFTER_MS if silent else 0), ())
         for process, (silent, _) in names.items()
     ]
     ended = {process for process, (_, meant) in names.items() if meant}

@@ -12,7 +12,7 @@ import pytest
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable, Unknown
-from tidemill.base.limits import PROCESS_GONE_AFTER_MS
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report, Tracker, this_process
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus
@@ -142,7 +142,7 @@ def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind
         consensus = await open_consensus(url, clock, rand)
         board = Board(consensus, rand)
         now_ms = clock.now_ms()
-        silent_ms = now_ms - 10 * PROCESS_GONE_AFTER_MS
+        silent_ms = now_ms - 10 * MARK_BLIND_AFTER_MS
         for process, at_ms in (
             ("pipeline:two", now_ms), ("pipeline:two:2", now_ms), ("pipeline:one", now_ms), ("node:n1", now_ms),
             ("pipeline:dead", now_ms), ("pipeline:dead:b", silent_ms),
@@ -174,7 +174,7 @@ def test_drivers_that_are_not_started_any_more_are_forgotten_once_they_are_dead(
         telling = Telling("n1", f"sqlite://{tmp_path}/c.db", Tracker(), clock, rand, lambda _: None, pipelines=["shop"])
         board = await telling._board()
         host, now_ms = this_process()[1], clock.now_ms()
-        silent_ms = now_ms - 2 * PROCESS_GONE_AFTER_MS
+        silent_ms = now_ms - 2 * MARK_BLIND_AFTER_MS
         for process, at_ms, pid, where in (
             ("pipeline:shop", now_ms, 1, host), ("pipeline:shop:2", silent_ms, frozen_pid, host),
             ("pipeline:shop:3", silent_ms, dead_pid, host), ("pipeline:shop:4", now_ms, dead_pid, host),

@@ -53,12 +53,8 @@ DECOMPRESSED_BYTES = 32 * MIB
 (buffer.memory), so no client at its defaults makes a larger batch; 32 KiB of zstd would otherwise become 2 GB."""
 
 MARK_PUBLISH_INTERVAL_S = 1.0
-MARK_BLIND_AFTER_MS = 4_000
-"""A process that has not published its marks for this long is blind: named, and nothing else. Four reports are
-missing by then, and an operator reads it within five seconds."""
-PROCESS_GONE_AFTER_MS = 8_000
-"""A process whose report is older counts as gone where that has an effect: its report is dropped, or another process
-speaks in its place. A pause that only delays reports must not reach it."""
+MARK_BLIND_AFTER_MS = 8_000
+"""A process that has not published its marks for this long is blind."""
 
 LOOPBACK_ORIGINS = ("http://localhost:*", "http://127.0.0.1:*", "http://[::1]:*")
 """Pages that may read a node's answers in a browser unless the configuration says otherwise: those of this machine."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tidemill.base.limits import PROCESS_GONE_AFTER_MS
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Derived, Report, State, behind, derive_all, this_process
 from tidemill.cli.context import Stores
 from tidemill.consensus.board import Board
@@ -163,7 +163,7 @@ def _instance(report: Report, name: str, reports: list[Report], now_ms: int, cha
     return {
         "process": report.process,
         "instance": report.process.removeprefix(PREFIX + name).removeprefix(":"),
-        "state": "silent" if silent_ms > PROCESS_GONE_AFTER_MS else _living(report, name),
+        "state": "silent" if silent_ms > MARK_BLIND_AFTER_MS else _living(report, name),
         "pid": report.pid,
         "host": report.host,
         "older_than_file": isinstance(began_ms, int) and began_ms < changed_ms and report.host == this_process()[1],

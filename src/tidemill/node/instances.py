@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from tidemill.base.limits import PROCESS_GONE_AFTER_MS
+from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import Report, this_process
 
 KIND = "pipeline"
@@ -57,7 +57,7 @@ def runs_here(report: Report) -> bool:
 
 
 def is_silent(report: Report, now_ms: int) -> bool:
-    return now_ms - report.at_ms > PROCESS_GONE_AFTER_MS
+    return now_ms - report.at_ms > MARK_BLIND_AFTER_MS
 
 
 def beside(report: Report, reports: Iterable[Report], now_ms: int) -> list[str]:

@@ -16,7 +16,7 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S, PROCESS_GONE_AFTER_MS
+from tidemill.base.limits import MARK_BLIND_AFTER_MS, MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import Report, Tracker, this_process
 from tidemill.base.memory import resident_bytes
 from tidemill.base.tasks import parks, sentence
@@ -84,7 +84,7 @@ def _lives_elsewhere(report: Report, now_ms: int) -> bool:
     """Is it the report of another driver of this machine? It has the pipeline's directory, and speaks for itself. One
     that is silent is gone, and its pid may be anybody's."""
     pid, host = this_process()
-    if report.host != host or report.pid in (pid, 0) or now_ms - report.at_ms > PROCESS_GONE_AFTER_MS:
+    if report.host != host or report.pid in (pid, 0) or now_ms - report.at_ms > MARK_BLIND_AFTER_MS:
         return False
     return Path(f"/proc/{report.pid}").exists()
 

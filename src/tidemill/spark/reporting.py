@@ -45,9 +45,8 @@ if TYPE_CHECKING:
 
 PATIENCE_MS = 120_000
 """Opening, hydrating and Spark's start count as progress for this long, and no longer."""
-LOOK_S = 1.0
-"""A read of bindings that takes longer is reported as one without an answer. It delays each report, so that with the
-interval between two of them it stays at half of a report's age when blind."""
+LOOK_S = 2.0
+"""A read of bindings that takes longer is told as one that gives no answer; far below a report's age when blind."""
 CANNOT = "its mark cannot be computed: "
 REST_S = 30.0
 """After so long without a record a driver gives the memory back that its steps left free."""
