@@ -96,7 +96,7 @@ async def write(world: RealWorld, name: str, number: int) -> None:
         await world.db.execute(f"DELETE FROM {name} WHERE id = {40 + number}")
 
 
-def test_a_shape_without_the_changed_column_goes_on_while_its_table_is_parked_and_copied_again(
+def test_f126_a_shape_without_the_changed_column_goes_on_while_its_table_is_parked_and_copied_again(
     postgres_dsn: str,
 ) -> None:
     async def main() -> None:
