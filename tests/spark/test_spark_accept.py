@@ -10,6 +10,7 @@ from captured_under_ddl import Ground
 from msgspec.structs import replace
 from running import error_of, mark, pipeline, until
 
+from tidemill.base.errors import Missing
 from tidemill.capture.recopy import becoming
 from tidemill.cli import capture_accept
 from tidemill.metastore.catalogue import Accepted
@@ -132,12 +133,21 @@ def test_f468_another_type_and_another_key_are_accepted_and_the_shard_is_made_an
             assert code == 0 and not ground.row().accepted, said
             until(lambda: "capture accept" in error_of(harbour, "shard:one"))
             assert harbour.shard("one").shard_id == shard_id, "nobody has agreed to what that would cost"
+
+        def made_anew() -> bool:
+            try:
+                return bool(harbour.shard("one").shard_id != shard_id)
+            except Missing:
+                return False
+
         code, said = ground.command("capture", "accept", "t", "--json", "--yes")
         assert code == 0 and not said["copied_again"], "it flows; only the shard has not followed"
         assert ground.row().accepted == (Accepted(shard_id, anew=True),)
         with pipeline(harbour, tmp_path / "one", ground.pipeline("one")):
+            # a reader of the former shard, which is dropped meanwhile, is refused
+            until(lambda: harbour.upper("one") > 0 and made_anew())
             until(lambda: ground.contents("one") == ground.selected())
-            assert harbour.shard("one").shard_id != shard_id and harbour.shard("one").schema.key == ("id", "v")
+            assert harbour.shard("one").schema.key == ("id", "v")
             assert verified(ground, "one")
 
 
