@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -63,7 +64,8 @@ class Proxy:
             writer.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            await self._flowing.wait()
-            writer.write(data)
-            await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                await self._flowing.wait()
+                writer.write(data)
+                await writer.drain()
