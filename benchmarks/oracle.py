@@ -53,7 +53,7 @@ def run(plan: Plan, version: str, keep: Path | None) -> str:
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                return "".join(traceback.format_exception(error, limit=-3))
+                return "".join(traceback.format_exception(error, limit=-8))
     return ""
 
 

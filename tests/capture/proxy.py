@@ -53,7 +53,11 @@ class Proxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await self._flowing.wait()
-        inner_reader, inner_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        try:
+            inner_reader, inner_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        except OSError:
+            writer.close()
+            return
         self._writers |= {writer, inner_writer}
         try:
             pumps = [self._pump(reader, inner_writer), self._pump(inner_reader, writer)]

@@ -22,6 +22,7 @@ from oracle_types import VALUES, key_value
 IDENTITY_REFUSED = ("55000", "42P10")
 """What an UPDATE or DELETE is refused with where a table has no replica identity, or one that a publication rules out
 (`object_not_in_prerequisite_state`, `invalid_column_reference`)."""
+SYNTAX_ERROR = "42601"
 DISPLAY = (
     ("datestyle", "ISO, DMY"), ("timezone", "UTC"), ("intervalstyle", "iso_8601"), ("bytea_output", "hex"),
     ("extra_float_digits", "1"),
@@ -116,7 +117,7 @@ class Worker(threading.Thread):
             self.step(connection)
         except psycopg.Error as error:
             connection.rollback()
-            if error.sqlstate is None or error.sqlstate in IDENTITY_REFUSED:
+            if error.sqlstate is None or error.sqlstate in (*IDENTITY_REFUSED, SYNTAX_ERROR):
                 raise
             if isinstance(error, psycopg.errors.DeadlockDetected):
                 _check_who(connection, str(error))
@@ -254,8 +255,8 @@ class Writer(Worker):
         """Two rows take each other's key in one statement, or three in a ring."""
         names = ", ".join(map(_identifier, table.key))
         cursor.execute(
-            f"WITH some AS (SELECT {names} FROM {_sql(table)} ORDER BY random() LIMIT {self.rand.choice([2, 3])}),"
-            f" ring AS (SELECT {names}, row_number() OVER (ORDER BY {names}) AS at FROM some),"
+            f"WITH chosen AS (SELECT {names} FROM {_sql(table)} ORDER BY random() LIMIT {self.rand.choice([2, 3])}),"
+            f" ring AS (SELECT {names}, row_number() OVER (ORDER BY {names}) AS at FROM chosen),"
             f" pairs AS (SELECT a.*, {', '.join(f'b.{n} AS to_{i}' for i, n in enumerate(map(_identifier, table.key)))}"
             " FROM ring a JOIN ring b ON b.at = a.at %% (SELECT count(*) FROM ring) + 1)"
             f" UPDATE {_sql(table)} t SET"

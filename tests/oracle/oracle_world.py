@@ -145,7 +145,7 @@ class World:
         if self.failover is not None and self.failover.slots:
             toml += "failover = true\n"
         if self.plan.publications:
-            toml += "copy_again_pause_s = 0\n"
+            toml += "copy_again_pause_s = 1\n"
         toml += "[shapes]\nlong_poll_s = 2\nsse_s = 8\n"
         if self.plan.shards:
             directory.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,8 @@ class World:
     # running ---------------------------------------------------------------------------------------
     def run(self) -> None:
         seed = str(self.plan.seed)
-        self.workers[:] = workers = [
+        workers = self.workers
+        workers += [
             Writer(f"writer{n}", self.dsn, seed, self.tables, self.gate, self.plan.pause_s)
             for n in range(self.plan.writers)
         ]
