@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.marks import LIVES, Mark, Report, State, Tracker, argmin, behind, behind_text, derive, derive_all
@@ -134,6 +135,26 @@ def test_a_restart_makes_neither_a_stage_that_stands_nor_a_unit_that_fails_young
     assert (marks["n"].failing_since_ms, marks["n"].tries, marks["n"].error) == (2_000, 2, "ValueError: y")
     after.set("m", 4, 6, now_ms=5_000)
     assert after.report("p", 5_000).marks[0].since_ms == 5_000
+
+
+def test_a_stage_of_a_process_that_was_stopped_in_order_grows_no_older_while_it_is_down() -> None:
+    before = Tracker()
+    before.set("m", 3, 5, now_ms=1_000)
+    before.fail("n", "ValueError: x", now_ms=1_000)
+    last = before.report("p", 2_000)
+    left = replace(last, left=True)
+    at_ms = 2_000 + MARK_BLIND_AFTER_MS
+    assert derive_all([last], at_ms)["m"].state is State.STUCK
+    found = derive_all([left], at_ms)
+    assert (found["m"].state, found["m"].standing_ms) == (State.MOVING, 1_000)
+    assert derive_all([left], at_ms + 1)["m"].state is State.BLIND
+    after = Tracker()
+    after.adopt(left, 60_000)
+    after.set("m", 3, 6, now_ms=61_000)
+    after.fail("n", "ValueError: y", now_ms=61_000)
+    marks = {mark.name: mark for mark in after.report("p", 61_000).marks}
+    assert (marks["m"].since_ms, marks["m"].restarts) == (60_000, 0)
+    assert marks["n"].failing_since_ms == 1_000
 
 
 def test_a_share_that_stands_still_is_not_hidden_by_one_that_moves() -> None:

@@ -144,8 +144,8 @@ class Followed:
         self.ops += [change.op for change in fragment.changes if change.relation.table == "t"]
         return ()
 
-    def lost(self, oid: int, reason: str) -> None:
-        return None
+    def lost(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
+        return False
 
     def ended(self, reason: str) -> None:
         raise AssertionError(reason)

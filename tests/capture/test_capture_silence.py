@@ -17,6 +17,7 @@ from test_capture_supervision import mark_of
 
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Unavailable
+from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.marks import State
 from tidemill.capture import session, watch
 from tidemill.capture.holders import Holder
@@ -156,6 +157,31 @@ def test_f432_a_walsender_that_is_frozen_is_told_and_heals(postgres_dsn: str, mo
                 os.kill(pid, signal.SIGCONT)
             await until(lambda: mark_of(world, capture)[0].error == "", "it heals, in the same session")
             await world.sql("INSERT INTO a VALUES (1)")
+            await world.caught_up()
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anything_is_overdue(postgres_dsn: str) -> None:
+    """A mark below its target names its holder at once (M1), and a walsender at work is seen within the budget."""
+    assert watch.ASK_AFTER_S * 1.5 * 1000 < FRESHNESS_BUDGET_MS
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture(budget_ms=BUDGET_MS) as capture:
+            await world.caught_up()
+            ((pid,),) = await world.select(
+                f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}'"
+            )
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await world.sql("INSERT INTO a VALUES (1)")
+                await until(lambda: mark_of(world, capture)[0].target > mark_of(world, capture)[0].position, "behind")
+                mark, _ = mark_of(world, capture)
+                assert mark.held_by.startswith("postgres:"), mark
+                assert mark.reason or mark.error, mark
+            finally:
+                os.kill(pid, signal.SIGCONT)
             await world.caught_up()
 
     in_world(postgres_dsn, scenario)

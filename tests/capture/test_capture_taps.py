@@ -40,10 +40,11 @@ class SeeingTap:
         self.got.append(fragment)
         return ()
 
-    def lost(self, oid: int, reason: str) -> None:
+    def lost(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
         self.reasons.append(f"{oid}: {reason}")
         if self.ending is not None:
             raise self.ending
+        return False
 
     def ended(self, reason: str) -> None:
         self.reasons.append(reason)

@@ -69,12 +69,15 @@ def test_f510_a_file_locked_by_another_process_names_it_within_two_seconds_and_i
     url = f"sqlite://{tmp_path}/consensus.db"
 
     async def body() -> None:
+        plain_s = -asyncio.get_running_loop().time()
         await (await open_consensus(url, SystemClock(), Rand())).aclose()
+        plain_s += asyncio.get_running_loop().time()
         with child(LOCKS, f"{tmp_path}/consensus.db", "PRAGMA locking_mode=EXCLUSIVE; BEGIN EXCLUSIVE") as other:
             started_s = asyncio.get_running_loop().time()
             with pytest.raises(Unavailable, match=f"holder_pid={other.pid} holder_command='.*python"):
                 await open_consensus(url, SystemClock(), Rand())
-            assert asyncio.get_running_loop().time() - started_s < 2.5
+            # beyond the two seconds: opening itself, which takes longer on a busy machine
+            assert asyncio.get_running_loop().time() - started_s < 2.5 + 4 * plain_s
             said: list[str] = []
             opening = asyncio.ensure_future(
                 patiently(lambda: open_consensus(url, SystemClock(), Rand()), SystemClock(), waiting=said.append)

@@ -15,7 +15,14 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.machine import Keeping, check_bucket
 from tidemill.keeper.restore import Restorer
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, newest_manifest, signs_of_life
+from tidemill.metastore.presence import (
+    ALIVE_PREFIX,
+    CLUSTER_PREFIX,
+    Alive,
+    newest_manifest,
+    signs_of_life,
+    write_alive,
+)
 
 
 def run(body: Callable[[World], Awaitable[None]], domains: int = 1) -> None:
@@ -61,6 +68,30 @@ def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_removed(do
         assert await keys(world, ALIVE_PREFIX) == []
 
     run(body, domains)
+
+
+@pytest.mark.parametrize(("answers", "kept"), [(1, True), (2, False)])
+def test_a_newer_cluster_keeps_its_sign_of_life_when_one_answer_has_flipped_bits(answers: int, kept: bool) -> None:
+    """An older one removes it only where the object itself is damaged."""
+
+    async def body(world: World) -> None:
+        newer = Alive("a", 2, "n1", 1_000, 1.0)
+        await write_alive(world.objects, world.rand, newer)
+        [name] = await keys(world, ALIVE_PREFIX)
+        real, left = world.objects.get, [answers]
+
+        async def get(key: str) -> bytes:
+            data = bytes(await real(key))
+            if key == name and left[0]:
+                left[0] -= 1
+                return data[:-1] + bytes([data[-1] ^ 1])
+            return data
+
+        world.objects.get = get  # type: ignore[method-assign]
+        await write_alive(world.objects, world.rand, Alive("a", 1, "n2", 2_000, 1.0))
+        assert (name in await keys(world, ALIVE_PREFIX)) == kept
+
+    run(body)
 
 
 async def _count(world: World, prefix: str, count: int) -> bool:

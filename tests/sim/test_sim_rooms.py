@@ -54,7 +54,7 @@ SOON = {
     "clean-last": (8,),
     "confirm-before-flush": (17, 25, 46),
     "early-boundary": (0, 2, 6),
-    "early-confirm": (6, 8, 10),
+    "early-confirm": (7, 27, 134),
     "early-keepalive": (0, 4, 7),
     "early-register": (0, 4, 6),
     "empty-handed": (17,),

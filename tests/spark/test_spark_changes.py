@@ -166,7 +166,7 @@ def test_storage_that_is_away_is_waited_for_but_is_not_the_end_of_what_is_there_
     harbour.produce(topic, [(b"k", b"v")])
     harbour.mint("topic/t", 50, topic)
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
-    changelog, records = reader_of(harbour), FeedReader(Options({"source": "topic/t", "rows": "false", **urls}))
+    changelog, records = reader_of(harbour), FeedReader(Options({"source": "topic/t", **urls}))
 
     async def away(*_: object) -> Any:
         raise error("consensus is away.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -48,6 +49,8 @@ class Frame:
 
 
 class FakeSpark:
+    sparkContext = SimpleNamespace(master="local[1]")
+
     def createDataFrame(self, data: Any, schema: Any) -> Frame:
         if isinstance(data, pa.Table):
             return Frame(data)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tidemill.spark.derived import Derivation, FunctionRaised
-from tidemill.spark.feeding import SessionLost
 from tidemill.spark.host import Settings
+from tidemill.spark.query import SessionLost
 from tidemill.spark.runner import Runner
 
 ALONE = """

@@ -1,4 +1,4 @@
-"""The planner of a stream of records, asked as Spark asks it: it waits for a binding instead of being asked again."""
+"""Planners of streams, asked as Spark asks them: they wait for a binding instead of being asked again."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from typing import Any
 import msgspec
 import pytest
 
+from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.shards.remap import LogRemap
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.source import stream
+from tidemill.spark.source.bindings import Bindings
 from tidemill.spark.source.options import Options
 from tidemill.spark.source.stream import PACE_MS, WAIT_S, FeedReader
-
-ARRIVES_S = 3.0
-"""A binding that comes so long after the planner was asked."""
+from tidemill.spark.source.times import TimesReader
 
 
 def reader_of(harbour: Any, **options: str) -> FeedReader:
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
-    return FeedReader(Options({"source": "topic/t", "rows": "false", **urls, **options}))
+    return FeedReader(Options({"source": "topic/t", **urls, **options}))
+
+
+def times_of(harbour: Any, source: str = "topic/t", **options: str) -> TimesReader:
+    urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
+    return TimesReader(Options({"source": source, "rows": "false", **urls, **options}))
+
+
+def latest_times(reader: TimesReader, start: dict[str, int]) -> dict[str, int]:
+    return reader.latestOffset(start, reader.getDefaultReadLimit())
 
 
 def latest(reader: FeedReader, start: int) -> int:
@@ -38,32 +47,62 @@ class Naps:
         self.slept_s.append(seconds)
 
 
-def test_a_binding_that_comes_seconds_later_is_the_answer_to_the_same_question(
+def test_a_binding_of_any_source_that_comes_seconds_later_is_the_answer_to_the_same_question(
     harbour: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    topic = harbour.create_topic("t")
-    harbour.produce(topic, [(b"k", b"v")])
-    reader = reader_of(harbour)
-    assert reader.initialOffset() == {"ts": 0}
+    topics = {name: harbour.create_topic(name) for name in ("a", "b", "c")}
+    harbour.produce(topics["b"], [(b"k", b"v")])
+    harbour.mint("topic/b", 40, topics["b"])
+    reader = times_of(harbour, "topic/a,topic/b,topic/c", pace_ms="0")
+    assert reader.initialOffset() == {}
+    wait, asked = LogRemap.wait, list[str]()
 
-    async def wait(self: LogRemap, beyond_ms: int, timeout_s: float) -> bool:
-        if timeout_s < ARRIVES_S:
-            return False
-        await asyncio.to_thread(harbour.mint, "topic/t", 50, topic)
-        return True
+    async def waited(self: LogRemap, beyond_ms: int, timeout_s: float) -> bool:
+        asked.append(self.name)
+        if self.name == "topic/a":
+            raise Unavailable("its log cannot be read")
+        if self.name == "topic/c":
+            harbour.produce(topics["c"], [(b"k", b"v")])
+            await asyncio.to_thread(harbour.mint, "topic/c", 50, topics["c"])
+        return await wait(self, beyond_ms, timeout_s)
 
-    naps = Naps(monkeypatch)
-    monkeypatch.setattr(LogRemap, "wait", wait)
-    assert latest(reader, 0) == 0, "the first question is answered at once: the query begins"
-    assert latest(reader, 0) == 51
-    assert naps.slept_s == []
+    monkeypatch.setattr(LogRemap, "wait", waited)
+    first = latest_times(reader, {})
+    assert first == {"topic/a": 0, "topic/b": 41, "topic/c": 0} and asked == [], "at once: the query begins"
+    assert latest_times(reader, first) == {"topic/a": 0, "topic/b": 41, "topic/c": 51}
+    assert sorted(asked) == ["topic/a", "topic/b", "topic/c"]
+
+
+def test_bindings_that_cannot_be_read_keep_no_other_source_from_its_time_but_are_not_the_end_of_what_is_there(
+    harbour: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topics = {name: harbour.create_topic(name) for name in ("a", "b")}
+    for name, topic in topics.items():
+        harbour.produce(topic, [(b"k", b"v")])
+        harbour.mint(f"topic/{name}", 50, topic)
+    within = Bindings.within
+
+    async def damaged(self: Bindings, *given: Any) -> int:
+        if self.source == "topic/a":
+            raise Corrupt("a binding of it is damaged")
+        return await within(self, *given)
+
+    reader = times_of(harbour, "topic/a,topic/b", start="7")
+    with monkeypatch.context() as patched:
+        patched.setattr(Bindings, "within", damaged)
+        assert latest_times(reader, {}) == {"topic/a": 7, "topic/b": 51}
+        reader.prepareForTriggerAvailableNow()
+        with pytest.raises(Corrupt):
+            latest_times(reader, {"topic/a": 7, "topic/b": 51})
+    assert latest_times(reader, {"topic/a": 7, "topic/b": 51}) == {"topic/a": 51, "topic/b": 51}
+    assert latest_times(reader, {"ts": 20}) == {"topic/a": 51, "topic/b": 51}, "a checkpoint of an earlier release"
 
 
 def test_a_stream_of_rows_may_stand_beside_others_and_keeps_them_waiting_for_a_moment_only(
     harbour: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harbour.create_topic("t")
-    reader = reader_of(harbour, rows="true")
+    reader = reader_of(harbour)
     waited_s = []
 
     async def wait(self: LogRemap, beyond_ms: int, timeout_s: float) -> bool:
@@ -101,20 +140,24 @@ def test_a_batch_has_at_most_so_many_records_and_one_time_at_least(harbour: Any)
     for _ in range(3):
         ends.append(latest(reader, ends[-1]))
     assert ends == [0, 21, 31, 41]
+    times = times_of(harbour, max_rows="3")
+    assert latest_times(times, {}) == {"topic/t": 21}
+    assert latest_times(times_of(harbour), {}) == {"topic/t": 41}, "who fetches for himself bounds what he fetches"
 
 
 def test_what_nobody_reads_is_not_planned(harbour: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    topic = harbour.create_topic("t", 2)
+    topic, other = harbour.create_topic("t", 2), harbour.create_topic("other")
     harbour.produce(topic, [(b"k", b"v")] * 3, 1)
     harbour.mint("topic/t", 50, topic)
-    reader = reader_of(harbour)
+    harbour.mint("topic/other", 50, other)
+    reader = times_of(harbour, "topic/other,topic/t")
 
     async def refused(*_: Any) -> Any:
         raise AssertionError("planned")
 
     with monkeypatch.context() as patched:
-        patched.setattr(FeedReader, "_plan", refused)
-        (partition,) = reader.partitions({"ts": 0}, {"ts": 51})
+        patched.setattr(Bindings, "plan", refused)
+        (partition,) = reader.partitions({"topic/other": 51, "topic/t": 0}, {"topic/other": 51, "topic/t": 51})
     (batch,) = reader.read(partition)
     (row,) = batch.to_pylist()
     assert (row["topic"], row["partition"], row["start"], row["end"]) == ("t", 1, 0, 3)

@@ -10,6 +10,7 @@ All of it twice, for both flavours must give equal output: computed by Spark tas
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,19 +81,21 @@ def query(harbour: Any, spark: Any, sink: FeedSink, checkpoint: Path) -> None:
         .options(objects=harbour.urls.objects, consensus=harbour.urls.consensus)
         .options(source=sink.source, rows="false", start=str(max(t.upper for t in sink.seats.tables)))
     )
+    from tidemill.spark.query import body
     from tidemill.spark.source import DESCRIPTOR_COLUMNS
     from tidemill.spark.types import spark_schema
 
+    batches = threading.Event()
     done = (
         frame.schema(spark_schema(DESCRIPTOR_COLUMNS))
         .load()
         .writeStream.option("checkpointLocation", str(checkpoint))
-        .foreachBatch(sink.body(checkpoint))
+        .foreachBatch(body(checkpoint, {sink.source: sink}.get, batches.set))
         .trigger(availableNow=True)
         .start()
     )
     assert done.awaitTermination(90)
-    assert sink.called.is_set() and not sink.seats.failed
+    assert batches.is_set() and not sink.seats.failed
 
 
 def produce(harbour: Any, topics: dict[str, TopicRow], time: int) -> None:

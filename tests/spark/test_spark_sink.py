@@ -21,7 +21,8 @@ from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.letters import DEAD_LETTERS, Letter, letter_table
 from tidemill.spark.feeds import captured_feed, stream_feed
-from tidemill.spark.sink import FeedSink, planned_end
+from tidemill.spark.query import planned_ends
+from tidemill.spark.sink import FeedSink
 from tidemill.spark.table import TableWriter
 
 CLICKS = stream_schema("click_id string, product_id long", "click_id")
@@ -441,10 +442,10 @@ def test_a_dead_letter_shard_of_an_earlier_make_gets_the_columns_of_this_one_whi
     assert (theirs.total, mine.total, schemas) == (1, 1, [])
 
 
-def test_the_end_of_a_batch_is_read_from_sparks_offset_log(tmp_path: Path) -> None:
+def test_the_ends_of_a_batch_are_read_from_sparks_offset_log(tmp_path: Path) -> None:
     (tmp_path / "offsets").mkdir()
-    (tmp_path / "offsets" / "7").write_text('v1\n{"batchWatermarkMs":0}\n{"ts": 1234}')
-    assert planned_end(tmp_path, 7) == 1234
-    assert planned_end(tmp_path, 8) is None
+    (tmp_path / "offsets" / "7").write_text('v1\n{"batchWatermarkMs":0}\n{"topic/t": 1234, "capture/c": 0}')
+    assert planned_ends(tmp_path, 7) == {"topic/t": 1234, "capture/c": 0}
+    assert planned_ends(tmp_path, 8) == {}
     (tmp_path / "offsets" / "8").write_text("v1\n{}\nnonsense")
-    assert planned_end(tmp_path, 8) is None
+    assert planned_ends(tmp_path, 8) == {}

@@ -1,31 +1,29 @@
-"""Streaming queries of one JVM: a few start at once, the others wait their turn, one that hangs holds up none."""
+"""A pipeline of many inputs starts as one of few does: one streaming query, and one Python planner, for all of them."""
 
 from __future__ import annotations
 
-import threading
-import time
-from types import SimpleNamespace
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from running import mark, pipeline
+from running import until as found_when
+from test_spark_streaming import running, until
 
-from tidemill.base.clock import SystemClock
-from tidemill.base.marks import Tracker
-from tidemill.spark import feeding
-from tidemill.spark.feeding import Feed
 from tidemill.spark.starting import Starts
 
+TOPICS = 12
 
-def test_so_many_begin_at_once_and_the_next_when_one_has_begun_or_hangs() -> None:
+
+def test_so_many_queries_begin_at_once_and_the_next_when_one_has_begun_or_hangs() -> None:
     starts = Starts(2, 100.0)
     assert [starts.begin(who, 0.0) for who in "abc"] == [True, True, False]
     assert starts.begin("a", 50.0), "it is started again: its place is its own"
-    assert (starts.waits("c"), starts.waits("a")) == (True, False)
     starts.end("b")
-    assert starts.begin("c", 60.0) and not starts.waits("c")
-    assert not starts.begin("d", 60.0) and starts.waits("d")
+    assert starts.begin("c", 60.0)
+    assert not starts.begin("d", 60.0)
     starts.end("d")
-    assert not starts.waits("d"), "its pipeline has ended"
     assert not starts.begin("e", 149.9) and starts.begin("e", 150.1), "a has hung for long enough"
     assert not starts.begin("d", 159.9)
     for who in "cae":
@@ -33,74 +31,84 @@ def test_so_many_begin_at_once_and_the_next_when_one_has_begun_or_hangs() -> Non
     assert [starts.begin(who, 160.0) for who in "xy"] == [True, True]
 
 
-class Sink:
-    """What `Feed._feed` needs of one."""
+def planners(spark: Any) -> set[str]:
+    """Processes of the session's JVM that plan a stream, by their ids."""
+    jvm, found = spark.sparkContext._gateway.proc.pid, set()
+    ahead = [str(jvm)]
+    while ahead:
+        here = ahead.pop()
+        try:
+            children = [
+                c for task in Path(f"/proc/{here}/task").iterdir() for c in (task / "children").read_text().split()
+            ]
+            if b"python_streaming_source_runner" in Path(f"/proc/{here}/cmdline").read_bytes():
+                found.add(here)
+        except OSError:
+            continue  # it has ended
+        ahead += children
+    return found
 
-    def __init__(self) -> None:
-        self.called, self.error = threading.Event(), ""
-        self.forward = 0
-        self.seats = SimpleNamespace(tables=["t"], changed=threading.Event())
 
-    def latest(self) -> int:
-        return 0
-
-    def process(self, _: int) -> None:
-        self.forward += 1
+def end_of(query: Any) -> dict[str, int]:
+    """Where the last batch of a query with one reader ended."""
+    (reader,) = query.lastProgress["sources"]
+    found: dict[str, int] = json.loads(reader["endOffset"])
+    return found
 
 
-def test_f333_queries_of_many_feeds_start_a_few_at_once_while_rows_of_all_come_forward(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.spark
+def test_f333_a_pipeline_of_many_topics_and_captures_has_one_query_with_one_planner_and_every_row(
+    harbour: Any, spark: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(feeding, "STARTS", Starts(2))
-    monkeypatch.setattr(feeding, "WARM_POLL_S", 0.005)
-    ready, ending = threading.Event(), threading.Event()
-    ready.set()
-    host: Any = SimpleNamespace(
-        settings=SimpleNamespace(name="p"), stores=SimpleNamespace(clock=SystemClock()), tracker=Tracker(),
-        ending=ending, session_ready=ready, session_is_lost=lambda: False,
-    )  # fmt: skip
-    lock, may_run = threading.Lock(), threading.Semaphore(0)
-    starting = most = 0
-    started: list[Feed] = []
-    feeds = [Feed(f"topic/t{number}", {}, host, None) for number in range(8)]  # type: ignore[arg-type]
+    topics = {f"t{n}": harbour.create_topic(f"t{n}") for n in range(TOPICS)}
+    del topics["t0"]  # nothing is ever bound of it
+    captured = harbour.capture("shop", {"public.orders": [("o_id", "bigint", 0)]})["public.orders"]
+    file = tmp_path / "pipeline.py"
+    declared = [f'    p.table("{name}", p.topic("{name}", key="id", schema="id string"))\n' for name in ("t0", *topics)]
+    file.write_text(
+        "def build(p):\n" + "".join(declared) + '    p.table("orders", p.capture("shop").table("orders"))\n'
+    )
 
-    def watched(feed: Feed) -> Any:
-        def watch(sink: Any) -> str:
-            nonlocal starting, most
-            with lock:
-                starting += 1
-                most = max(most, starting)
-            may_run.acquire()
-            with lock:
-                starting -= 1
-                started.append(feed)
-            feeding.STARTS.end(feed)  # as its first batch does
-            ending.wait()
-            return ""
+    def come(time_ms: int) -> None:
+        for name, topic in topics.items():
+            harbour.produce(topic, [(b"", {"id": f"{name} at {time_ms}"})])
+            harbour.mint(f"topic/{name}", time_ms, topic)
+        harbour.produce(captured, [({"o_id": time_ms}, {"o_id": time_ms})])
+        harbour.mint("capture/shop", time_ms, captured)
 
-        return watch
+    def there(time_ms: int) -> bool:
+        return all(harbour.upper(name) == time_ms + 1 for name in (*topics, "orders"))
 
-    for feed in feeds:
-        feed.sink = Sink()  # type: ignore[assignment]
-        monkeypatch.setattr(feed, "_watch_query", watched(feed))
-    threads = [threading.Thread(target=feed._run, daemon=True) for feed in feeds]
-    for thread in threads:
-        thread.start()
-    until(lambda: starting == 2 and sum(feed.waits_to_start for feed in feeds) == 6)
-    before = [feed.sink.forward for feed in feeds]  # type: ignore[union-attr]
-    until(lambda: sum(f.sink.forward > was for f, was in zip(feeds, before, strict=True)) >= 6)  # type: ignore[union-attr]
-    for _ in feeds:
-        may_run.release()
-    until(lambda: len(started) == 8)
-    assert most == 2 and not any(feed.waits_to_start for feed in feeds)
-    ending.set()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+    before, queries = planners(spark), {query.id for query in spark.streams.active}
+    come(10)
+    with running(harbour, spark, tmp_path / "scratch", file) as runner:
+        until(runner.query.called.is_set, "Spark has brought a batch")
+        until(lambda: there(10), "rows that were there")
+        (query,) = [query for query in spark.streams.active if query.id not in queries]
+        assert len(planners(spark) - before) == 1
+        until(lambda: query.lastProgress is not None, "its first batch has ended")
+        begun = query.lastProgress["batchId"]
+        come(20)
+        until(lambda: there(20), "rows that came")
+        sources = {f"topic/{name}": 21 for name in topics} | {"topic/t0": 0, "capture/shop": 21}
+        until(lambda: end_of(query) == sources, "one offset for every source")
+        assert query.lastProgress["batchId"] > begun and query.exception() is None
+    for name in topics:
+        assert [row["id"] for row in harbour.contents(name)] == [f"{name} at 10", f"{name} at 20"]
+    assert [row["o_id"] for row in harbour.contents("orders")] == [10, 20]
 
 
-def until(done: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def test_a_pipelines_mark_says_how_many_of_its_inputs_are_started_and_their_starts_are_its_progress(
+    harbour: Any, tmp_path: Path
+) -> None:
+    text = "def build(p):\n" + "".join(
+        f'    p.table("t{n}", p.topic("t{n}", key="id", schema="id string"))\n' for n in range(3)
+    )
+    for n in (1, 2):
+        harbour.create_topic(f"t{n}")
+    with pipeline(harbour, tmp_path / "p", text):
+        waits = "Spark is starting; waiting: 2 of 3 inputs are started"
+        found = found_when(lambda: (m := mark(harbour, "pipeline:p")) and m.reason == waits and m)
+        assert found.held_by == "shard:t0" and found.progress >= 2
+        harbour.create_topic("t0")
+        found_when(lambda: (m := mark(harbour, "pipeline:p")) and m.reason == "Spark is starting")

@@ -132,13 +132,13 @@ def test_a_pipeline_keeps_its_tables_through_restarts_and_shows_marks(harbour: A
     shop = Shop(harbour)
     shop.trade(5)
     with running(harbour, spark, tmp_path / "a", file) as runner:
-        until(lambda: all(feed.query is not None for feed in runner.feeds), "queries run")
+        until(lambda: runner.query.query is not None, "the query is started")
         for _ in range(3):
             shop.trade(2)
             time.sleep(0.1)
         at = shop.settle("clicks", "orders", "lines", "by_product")
         shop.check(at)
-        until(lambda: all(feed.sink.called.is_set() for feed in runner.feeds), "Spark brings batches")
+        until(runner.query.called.is_set, "Spark brings batches")
         board = Board(harbour.stores.consensus, Rand())
         until(lambda: _marks_caught_up(harbour, board, at), "marks show the uppers")
         found = [stages.plain() for stages in runner.stages.values()]
@@ -174,7 +174,7 @@ def test_two_identical_pipelines_on_the_same_shards_give_equal_contents(
     file.write_text(PIPELINE.split("    @p.derived")[0])
     shop = Shop(harbour)
     with running(harbour, spark, tmp_path / "a", file) as one, running(harbour, spark, tmp_path / "b", file) as two:
-        until(lambda: all(f.query is not None for r in (one, two) for f in r.feeds), "queries run")
+        until(lambda: all(r.query.called.is_set() for r in (one, two)), "queries run")
         for _ in range(15):
             shop.trade()
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A feed beside its query: it is woken when there is something to do, and looks at nothing until then."""
+"""Threads that wait: a feed is woken when there is something to do, the query's watch when the query ends."""
 
 from __future__ import annotations
 
@@ -8,27 +8,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Closed, Unavailable
 from tidemill.base.marks import Tracker
 from tidemill.spark import feeding
 from tidemill.spark.feeding import Feed
+from tidemill.spark.query import SessionLost, StreamingQuery, body
 
 BOUND_S = 30.0
-
-
-class Query:
-    """Ends when told. Whoever asks it whether it runs is found out."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-
-    def awaitTermination(self) -> None:
-        assert self.ended.wait(BOUND_S)
-        raise RuntimeError("the query failed")
-
-    def exception(self) -> Exception:
-        return RuntimeError("boom\nJVM stack")
 
 
 class Changed(threading.Event):
@@ -49,62 +38,69 @@ class Changed(threading.Event):
 class Sink:
     def __init__(self, steps: list[Callable[[], None]]) -> None:
         self.seats = SimpleNamespace(changed=Changed(steps), tables=[])
-        self.called = threading.Event()
         self.due_in_s: float | None = None
-        self.processed = 0
+        self.forwarded = 0
         self.error = ""
 
     def use(self, _: Any) -> None: ...
 
-    def latest(self) -> int:
-        return 7
-
-    def process(self, _: int) -> None:
-        self.called.set()  # as Spark's first batch does
-        self.processed += 1
+    def forward(self) -> None:
+        self.forwarded += 1
         self.due_in_s = None
 
     async def arrival(self, timeout_s: float) -> None:
         raise Closed("nothing is bound in this test")
 
 
-def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_a_pause_and_the_querys_end(
-    monkeypatch: Any,
-) -> None:
-    monkeypatch.setattr(feeding, "WATCH_S", 0.0)
-    query = Query()
-
-    def due(in_s: float) -> Callable[[], None]:
-        return lambda: setattr(sink, "due_in_s", in_s)
-
-    steps: list[Callable[[], None]] = [due(0), due(0.25), due(0), query.ended.set]
-    sink = Sink(steps)
-    host: Any = SimpleNamespace(
-        settings=SimpleNamespace(name="p"),
+def host(**more: Any) -> Any:
+    ready = threading.Event()
+    ready.set()
+    return SimpleNamespace(
+        settings=SimpleNamespace(name="p", instance=""),
         stores=SimpleNamespace(clock=SystemClock()),
         spark=SimpleNamespace(sparkContext=None),
         portal=SimpleNamespace(call=asyncio.run),
         tracker=Tracker(),
         ending=threading.Event(),
+        session_ready=ready,
+        session_is_lost=lambda: False,
+        **more,
     )
+
+
+def feed_of(found: Any, sink: Sink) -> Feed:
     dead: Any = None
-    feed = Feed("topic/t", {}, host, dead)
-    monkeypatch.setattr(feed, "_query", lambda *_: query)
-    host.tracker.fail(feed.mark, "an earlier query ended", now_ms=1)
-    anything: Any = sink
-    reason = feed._watch_query(anything)
-    assert reason.startswith("boom")
-    assert sink.seats.changed.waits[:4] == [None, None, 0.25, None], "for ever, but where somebody is due later"
-    # one round before the query's first batch is seen, and one for each of the two moments a table was due
-    assert sink.processed == 3
-    assert host.tracker.failure(feed.mark) is None, "Spark has brought a batch"
+    feed = Feed("topic/t", {}, found, dead)
+    feed.sink = sink  # type: ignore[assignment]
+    return feed
 
 
-def test_a_time_that_is_bound_is_taken_without_a_micro_batch_and_bindings_that_are_away_are_asked_again(
-    monkeypatch: Any,
+def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_and_by_a_pause(monkeypatch: Any) -> None:
+    monkeypatch.setattr(feeding, "ROUND_S", 0.0)
+    found = host()
+
+    def due(in_s: float) -> Callable[[], None]:
+        return lambda: setattr(sink, "due_in_s", in_s)
+
+    steps: list[Callable[[], None]] = [due(0), due(0.25), due(0), found.ending.set]
+    sink = Sink(steps)
+    feed = feed_of(found, sink)
+    found.tracker.fail(feed.mark, "an earlier round was at fault", now_ms=1)
+    feed._feed()
+    assert sink.seats.changed.waits == [None, None, 0.25, None], "for ever, but where somebody is due later"
+    assert sink.forwarded == 2, "once for each moment a table was due"
+    assert found.tracker.failure(feed.mark) is None, "nothing was left to do"
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_time_that_is_bound_is_taken_with_or_without_spark_and_bindings_that_are_away_are_asked_again(
+    monkeypatch: Any, ready: bool
 ) -> None:
-    monkeypatch.setattr(feeding, "WATCH_S", 0.01)
-    query, sink = Query(), Sink([])
+    for pause in ("WATCH_S", "ROUND_S", "WARM_ROUND_S"):
+        monkeypatch.setattr(feeding, pause, 0.01)
+    sink, found = Sink([]), host()
+    if not ready:
+        found.session_ready.clear()
     arrivals: list[str] = ["away", "bound", "nothing", "away", "bound"]
 
     async def arrival(timeout_s: float) -> None:
@@ -117,65 +113,100 @@ def test_a_time_that_is_bound_is_taken_without_a_micro_batch_and_bindings_that_a
                 while sink.due_in_s == 0:
                     await asyncio.sleep(0.001)
         if not arrivals:
-            query.ended.set()
+            found.ending.set()
+            sink.seats.changed.set()
             raise Closed("the process ends")
 
     sink.seats.changed = threading.Event()
     monkeypatch.setattr(sink, "arrival", arrival)
-    host: Any = SimpleNamespace(
-        settings=SimpleNamespace(name="p"),
-        stores=SimpleNamespace(clock=SystemClock()),
-        spark=SimpleNamespace(sparkContext=None),
-        portal=SimpleNamespace(call=asyncio.run),
-        tracker=Tracker(),
-        ending=threading.Event(),
-    )
-    dead, anything = None, sink
-    feed = Feed("topic/t", {}, host, dead)  # type: ignore[arg-type]
-    monkeypatch.setattr(feed, "_query", lambda *_: query)
-    assert feed._watch_query(anything).startswith("boom")  # type: ignore[arg-type]
-    assert sink.processed == 3, "once before the query's first batch, and for each of two times"
+    feed_of(found, sink)._feed()
+    assert sink.forwarded == 2, "for each of two times"
+
+
+class Query:
+    """Ends when told."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def awaitTermination(self) -> None:
+        assert self.ended.wait(BOUND_S)
+        raise RuntimeError("the query failed")
+
+    def exception(self) -> Exception:
+        return RuntimeError("boom\nJVM stack")
+
+
+def test_a_query_that_brings_a_batch_is_well_and_its_end_wakes_its_watch(monkeypatch: Any) -> None:
+    found, began = host(), Query()
+    watched = StreamingQuery(found, ["topic/t"], lambda _: None)
+    monkeypatch.setattr(watched, "_start", lambda: began)
+    found.tracker.fail(watched.mark, "an earlier query ended", now_ms=1)
+
+    def ends() -> None:
+        watched._batch_came()
+        watched._changed.steps.append(began.ended.set)  # type: ignore[attr-defined]
+
+    watched._changed = Changed([ends])
+    assert watched._watch().startswith("boom")
+    assert found.tracker.failure(watched.mark) is None
+    assert watched._changed.waits[1] is None, "it looks at nothing until then"
 
 
 def test_a_query_whose_first_start_is_in_vain_is_logged_and_the_second_is_told(monkeypatch: Any) -> None:
-    """A busy machine may not start a worker in Spark's ten seconds; rows are brought forward meanwhile."""
-    ending = threading.Event()
-    clock: Any = SystemClock()
-    host: Any = SimpleNamespace(
-        settings=SimpleNamespace(name="p"),
-        stores=SimpleNamespace(clock=clock),
-        tracker=Tracker(),
-        ending=ending,
-        session_is_lost=lambda: False,
-        session_ready=threading.Event(),
-    )
-    dead: Any = None
-    feed = Feed("topic/t", {}, host, dead)
-    sink: Any = Sink([])
-    feed.sink = sink
+    """A busy machine may not start a worker in Spark's ten seconds; rows come forward meanwhile."""
+    found = host()
+    watched = StreamingQuery(found, ["topic/t"], lambda _: None)
     batches = [False, False, True, False, False]
     told: list[bool] = []
 
-    def watched(_: Any) -> str:
-        told.append(host.tracker.failure(feed.mark) is not None)
-        sink.called.clear()
+    def watch() -> str:
+        told.append(found.tracker.failure(watched.mark) is not None)
+        watched.called.clear()
         if not batches:
-            ending.set()
+            found.ending.set()
         elif batches.pop(0):
-            host.tracker.heal(feed.mark)
-            sink.called.set()
+            found.tracker.heal(watched.mark)
+            watched.called.set()
         return "Python worker failed to connect back."
 
-    monkeypatch.setattr(feed, "_watch_query", watched)
-    monkeypatch.setattr(feed, "_bring_forward", lambda *_: None)
-    feed._run()
+    monkeypatch.setattr(watched, "_watch", watch)
+    watched._restarts = SimpleNamespace(pause_s=lambda _: 0.0)  # type: ignore[assignment]
+    watched.run()
     assert told == [False, False, True, True, True, True]
 
 
+def test_a_query_that_ends_with_its_session_ends_the_process(monkeypatch: Any) -> None:
+    found = host()
+    found.session_is_lost = lambda: True
+    watched = StreamingQuery(found, ["topic/t"], lambda _: None)
+    monkeypatch.setattr(watched, "_watch", lambda: "connection refused")
+    with pytest.raises(SessionLost, match="connection refused"):
+        watched.run()
+    assert found.tracker.failure(watched.mark) is None
+
+
+def test_a_batch_brings_the_sources_forward_that_it_has_a_new_time_of(tmp_path: Any) -> None:
+    (tmp_path / "offsets").mkdir()
+    came: list[tuple[str, int]] = []
+
+    def sink_of(source: str) -> Any:
+        known = source != "topic/unopened"
+        return SimpleNamespace(time_comes=lambda end: came.append((source, end))) if known else None
+
+    run = body(tmp_path, sink_of)
+    for batch, ends in enumerate(['{"a": 0, "b": 5, "topic/unopened": 7}', '{"a": 3, "b": 5}', '{"a": 3, "b": 6}']):
+        (tmp_path / "offsets" / str(batch)).write_text(f"v1\n{{}}\n{ends}")
+        run(None, batch)
+    assert came == [("b", 5), ("a", 3), ("b", 6)]
+    run(None, 99)
+    assert len(came) == 3, "its ends cannot be read: feeds follow the bindings themselves"
+
+
 def test_whoever_waits_is_woken_at_the_end(monkeypatch: Any) -> None:
-    host: Any = SimpleNamespace(settings=SimpleNamespace(name="p"), ending=threading.Event())
+    found: Any = SimpleNamespace(settings=SimpleNamespace(name="p"), ending=threading.Event())
     dead: Any = None
-    feed = Feed("topic/t", {"a": SimpleNamespace(upstream="topic:t")}, host, dead)  # type: ignore[dict-item]
+    feed = Feed("topic/t", {"a": SimpleNamespace(upstream="topic:t")}, found, dead)  # type: ignore[dict-item]
     (unit,) = feed.units
     waits = threading.Event()
     wait = unit._left.wait
@@ -188,7 +219,7 @@ def test_whoever_waits_is_woken_at_the_end(monkeypatch: Any) -> None:
     seated = threading.Thread(target=unit._seated, daemon=True)
     seated.start()
     assert waits.wait(BOUND_S)
-    host.ending.set()
+    found.ending.set()
     feed.wake()
     seated.join(BOUND_S)
     assert not seated.is_alive()

@@ -17,6 +17,7 @@ from tidemill.base.errors import Conflict, Corrupt, Unavailable, Unknown
 from tidemill.consensus.api import LogHead
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.batch.header import is_intact
 from tidemill.topics.front import Marker, OffsetOutOfRange, Within
 from tidemill.topics.l0.lost import let_go, lost_ranges
 from tidemill.topics.l1.reconciler import Round
@@ -149,6 +150,35 @@ def test_a_partition_whose_object_cannot_be_read_is_left_out_and_resumes() -> No
         world.objects.get_ranges = real  # type: ignore[method-assign]
         assert (await world.move(node, topic_id)).failed is None
         assert world.state(node, topic_id, 1).reconciled == 2
+
+    in_world(scenario(), world)
+
+
+@pytest.mark.parametrize("at_rest", [False, True])
+def test_f251_bits_that_a_store_flips_in_an_answer_are_not_stored_for_good(at_rest: bool) -> None:
+    """RC4: a second read is right. Where the object itself is damaged, its batch is copied as it is."""
+    world = L1World(cache_bytes=0)
+
+    async def scenario() -> None:
+        node, topic_id = await filled(world, 3)
+        broken = world.state(node, topic_id).object_keys[0]
+        real, flips = world.objects.get_ranges, [True]
+
+        async def get_ranges(key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+            found = [bytearray(each) for each in await real(key, ranges)]
+            if key == broken and (at_rest or flips):
+                flips.clear()
+                found[0][-1] ^= 1
+            return [bytes(each) for each in found]
+
+        world.objects.get_ranges = get_ranges  # type: ignore[method-assign]
+        assert (await world.move(node, topic_id)).failed is None
+        world.objects.get_ranges = real  # type: ignore[method-assign]
+        assert world.state(node, topic_id).reconciled == 6
+        got = await fetch(node, topic_id, 0, 0)
+        assert [is_intact(each) for each in got.batches] == [not at_rest, True, True]
+        if not at_rest:
+            assert await all_read(world, node, topic_id) == EVERY[:6]
 
     in_world(scenario(), world)
 

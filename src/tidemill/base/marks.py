@@ -96,7 +96,8 @@ class Failure(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """All marks of one process as of `at_ms` (the publisher's clock), with free-form facts beside them.
 
-    `pid` on `host`: whom an operator looks for when it goes silent.
+    `pid` on `host`: whom an operator looks for when it goes silent. `left`: the last one of a process that was stopped
+    in order. Its marks grow no older, neither before the process is blind nor in its next life.
     """
 
     process: str
@@ -105,6 +106,7 @@ class Report(msgspec.Struct, frozen=True):
     facts: dict[str, object] = {}
     pid: int = 0
     host: str = ""
+    left: bool = False
 
 
 class Derived(msgspec.Struct, frozen=True):
@@ -166,7 +168,10 @@ def derive_all(reports: Iterable[Report], now_ms: int) -> dict[str, Derived]:
     found: dict[str, Derived] = {}
     for report in sorted(reports, key=lambda r: (r.at_ms, r.process)):
         for mark in report.marks:
-            instances.setdefault(mark.name, []).append(derive(mark, report.process, report.at_ms, now_ms))
+            one = derive(mark, report.process, report.at_ms, now_ms)
+            if report.left and one.state is not State.BLIND:
+                one = derive(mark, report.process, report.at_ms, report.at_ms)
+            instances.setdefault(mark.name, []).append(one)
         found[PROCESS + report.process] = _process(report, now_ms)
     for name, each in instances.items():
         if name in OWN:
@@ -254,10 +259,16 @@ class Tracker:
         self._earlier: dict[str, Mark] = {}
         self._lock = threading.Lock()
 
-    def adopt(self, report: Report) -> None:
+    def adopt(self, report: Report, now_ms: int = 0) -> None:
         """Remember what this process said before it was restarted: a stage that still stands where it stood, and a
-        unit that fails again where it failed, are not younger for it (M5)."""
+        unit that fails again where it failed, are not younger for it (M5). A stage that does not fail begins at
+        `now_ms` where the process was stopped in order: it could not move meanwhile, and this is no other try (M6)."""
         self._earlier = {mark.name: mark for mark in report.marks if mark.error or mark.position < mark.target}
+        if report.left:
+            for name, mark in self._earlier.items():
+                if not mark.error:
+                    since_ms = max(mark.since_ms, now_ms)
+                    self._earlier[name] = msgspec.structs.replace(mark, since_ms=since_ms, restarts=mark.restarts - 1)
 
     def set(
         self,

@@ -5,6 +5,8 @@ read as where they lack one, and which files hold the rows.
     missing    ADD COLUMN with a constant default writes nothing: rows of before are read with this value, for ever
     storage    another one: every row was written anew (a volatile default, an ALTER TYPE, VACUUM FULL, TRUNCATE)
     types      what the columns' types are made of: an ALTER TYPE of one writes no row, and old ones read otherwise
+    written    the transaction that wrote a column's row in pg_attribute last, as a rename or an ALTER TYPE does
+    leaves     the tables that hold the rows: of a partitioned one its partitions
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ SELECT c.oid, c.relkind, c.relnatts,
            AND d.attisdropped),
        (SELECT coalesce(md5(string_agg(l.oid || ':' || l.relfilenode, ' ' ORDER BY l.oid)), '-') FROM leaf l
          WHERE l.root = c.oid),
-       a.attname, a.attnum, a.atttypid, a.atttypmod, format_type(a.atttypid, a.atttypmod),
+       (SELECT coalesce(md5(string_agg(l.oid::text, ' ' ORDER BY l.oid)), '-') FROM leaf l WHERE l.root = c.oid),
+       a.xmin, a.attname, a.attnum, a.atttypid, a.atttypmod, format_type(a.atttypid, a.atttypmod),
        coalesce((SELECT k.place - 1 FROM pg_index i CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY
            AS k(attnum, place) WHERE i.indrelid = c.oid AND i.indisprimary AND k.attnum = a.attnum), -1),
        m.kinds, m.missing
@@ -56,6 +59,7 @@ class Attribute(msgspec.Struct, frozen=True):
     key_index: int
     missing: str | None = None
     mixed: bool = False
+    written: str = ""
 
 
 class Attributes(msgspec.Struct, frozen=True):
@@ -68,6 +72,7 @@ class Attributes(msgspec.Struct, frozen=True):
     partitioned: bool = False
     types: dict[int, dict[int, list[str]]] = {}
     """Of the columns (depended.py)."""
+    leaves: str = ""
 
     @property
     def copied_as(self) -> str:
@@ -92,13 +97,16 @@ async def attributes_of(wire: Wire, oids: Sequence[int]) -> dict[int, Attributes
     rows = await wire.query(_ATTRIBUTES.format(kinds=kinds, oids=", ".join(str(int(oid)) for oid in oids)))
     columns: dict[int, list[Attribute]] = {}
     tables: dict[int, tuple[int, int, str, bool]] = {}
-    for oid, kind, count, dropped, storage, name, attnum, type_oid, mod, type_name, key_index, kinds_, missing in rows:
+    leaves: dict[int, str] = {}
+    for oid, kind, count, dropped, storage, leaf, xmin, *column in rows:
+        name, attnum, type_oid, mod, type_name, key_index, kinds_, missing = column
         table = int(oid or 0)
         tables[table] = (int(count or 0), int(dropped or 0), storage or "", kind == "p")
+        leaves[table] = leaf or ""
         columns.setdefault(table, []).append(
             Attribute(
                 name or "", int(attnum or 0), int(type_oid or 0), int(mod or "-1"), type_name or "",
-                int(key_index or "-1"), missing, int(kinds_ or 0) > 1,
+                int(key_index or "-1"), missing, int(kinds_ or 0) > 1, xmin or "",
             )
         )  # fmt: skip
     types = (
@@ -109,6 +117,7 @@ async def attributes_of(wire: Wire, oids: Sequence[int]) -> dict[int, Attributes
             tuple(columns[oid]),
             *tables[oid],
             {c.type_oid: types[c.type_oid] for c in columns[oid] if c.type_oid in types},
+            leaves[oid],
         )
         for oid in tables
     }

@@ -12,6 +12,7 @@ import asyncio
 
 from tidemill.base.errors import Missing
 from tidemill.base.frontier import Lsn
+from tidemill.capture.attributes import Attributes
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import without_taken
@@ -71,11 +72,20 @@ class Beside:
         return Choice(tuple(t for t in choice.tables if t.name not in taken), checked.refused)
 
     async def park(
-        self, name: str, reason: str, fix: str = "", *, state: str = "parked", again: bool = False, first: str = ""
+        self,
+        name: str,
+        reason: str,
+        fix: str = "",
+        *,
+        state: str = "parked",
+        again: bool = False,
+        first: str = "",
+        found: Attributes | None = None,
     ) -> None:
         """J3."""
         async with self.parking:
-            await self.desk.park(name, await self.wal_end(), reason, fix, state=state, again=again, first=first)
+            lsn = await self.wal_end()
+            await self.desk.park(name, lsn, reason, fix, state=state, again=again, first=first, found=found)
 
     async def park_refused(self, name: str, why: Refusal) -> None:
         """A table that flows, and is not to be captured as it is now."""

@@ -98,6 +98,7 @@ class Converter:
         self._markers: list[Marker] = []
         self.markers_left_out = 0
         self._parked: dict[int, int] = {}
+        self._followed: set[int] = set()
         self._announce: list[Relation] = []
 
     @property
@@ -138,9 +139,14 @@ class Converter:
         self.changes += 1
         self._parked[oid] = min(lsn, self._parked.get(oid, lsn))
 
+    def follow_on(self, oid: int) -> None:
+        """Hand on the changes of a relation that is parked: somebody follows it outside the topics (following.py)."""
+        self.changes += 1
+        self._followed.add(oid)
+
     def parks(self, oid: int) -> bool:
-        """Some of what is to come of the relation is left out."""
-        return oid in self._parked
+        """Some of what is to come of the relation is left out, or is in no topic."""
+        return oid in self._parked or oid in self._followed
 
     def _passes_over(self, oid: int) -> bool:
         begin = self._begin

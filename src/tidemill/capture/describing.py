@@ -76,7 +76,8 @@ async def follow(
     if said:
         again = name == row.table and heals(row, found)
         said_all = "its description changed: " + "; ".join(said)
-        await desk.park(row.table, lsn, said_all, accept(row.table), again=again)
+        columns = found if name == row.table else None
+        await desk.park(row.table, lsn, said_all, accept(row.table), again=again, found=columns)
     return version or row.version
 
 
@@ -120,6 +121,7 @@ class Coming:
         found = (await self._control.ask(lambda wire: attributes_of(wire, [row.oid]))).get(row.oid)
         if found is None:
             return None
+        self._desk.following.describe(row, found)
         other = "; ".join(part for part in (anew(row, found), reads_otherwise(row, found)) if part)
         if other:
             return "; ".join(part for part in (other, difference) if part)

@@ -9,6 +9,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.capture.aside import as_copied, first_snapshot
+from tidemill.capture.attributes import attributes_of
 from tidemill.capture.boundaries import in_snapshot
 from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
@@ -46,6 +47,9 @@ class Descriptions:
         lsn = self._converter.commit_lsn
         async with self._parking:
             version = await follow(self._desk, control, message, now, xid, lsn)
+        if self._desk.following.get(message.oid) is not None:
+            found = await control.ask(lambda wire: attributes_of(wire, [message.oid]))
+            self._desk.narrow(message.oid, found.get(message.oid))
         known = self._converter.relations.get(message.oid)
         described = replace(merge_relation(message, now or known), version=version)
         if not self.whole(message.oid):

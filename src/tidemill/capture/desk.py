@@ -25,10 +25,12 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable, Unknown
 from tidemill.base.frontier import Lsn
 from tidemill.base.marks import Tracker
+from tidemill.capture.attributes import Attributes
 from tidemill.capture.boundaries import in_snapshot
 from tidemill.capture.changes import NEVER
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.evolution import Step
+from tidemill.capture.following import Following
 from tidemill.capture.naming import readable
 from tidemill.capture.progress import SnapshotProgress
 from tidemill.capture.publication import Identities
@@ -77,7 +79,9 @@ def asked_of(row: CaptureTableRow, identities: Identities) -> CaptureTableRow:
 
 
 class Desk:
-    """`on_park(oid, lsn)`: nothing of this relation is carried at or above the LSN from now on (plain call)."""
+    """`on_park(oid, lsn, columns)`: nothing of this relation is carried at or above the LSN from now on, but for those
+    who follow these columns alone; whether there are any. `on_narrow(oid, reason, columns)`: of those who follow a
+    parked table only these are left, and whether there are any. Both are plain calls."""
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class Desk:
         catalogue: Catalogue,
         clock: Clock,
         tracker: Tracker,
-        on_park: Callable[[int, int], None] = lambda *_: None,
+        on_park: Callable[[int, int, frozenset[str]], bool] = lambda *_: False,
         schemas: Schemas | None = None,
     ) -> None:
         self._schemas = schemas or NoSchemas()
@@ -94,6 +98,8 @@ class Desk:
         self._clock = clock
         self._tracker = tracker
         self._on_park = on_park
+        self._on_narrow: Callable[[int, str, frozenset[str]], bool] = lambda *_: False
+        self.following = Following()
         self._changing = asyncio.Lock()
         self.rows: dict[str, CaptureTableRow] = {}
         self.changes = 0
@@ -108,8 +114,23 @@ class Desk:
         """Of a copy that was cut off: its topic, what was done then (chunks, and records that were appended behind
         them), and how often it was since."""
 
-    def connect(self, on_park: Callable[[int, int], None]) -> None:
-        self._on_park = on_park
+    def connect(
+        self,
+        on_park: Callable[[int, int, frozenset[str]], bool],
+        on_narrow: Callable[[int, str, frozenset[str]], bool] = lambda *_: False,
+    ) -> None:
+        self._on_park, self._on_narrow = on_park, on_narrow
+
+    def narrow(self, oid: int, found: Attributes | None, reason: str = "its table's definition changed") -> None:
+        """What the database says of a table that is followed while it is parked, None = the stream lacks changes."""
+        if self.following.get(oid) is not None:
+            self.following.narrowed(oid, found)
+            self.still_followed(oid, reason)
+
+    def still_followed(self, oid: int, reason: str = "") -> None:
+        """A table that nobody follows any more is parked as any other."""
+        if not self._on_narrow(oid, reason, self.following.columns(oid)):
+            self.following.end(oid)
 
     @property
     def now_ms(self) -> int:
@@ -155,16 +176,19 @@ class Desk:
         state: str = "parked",
         again: bool = False,
         first: str = "",
+        found: Attributes | None = None,
     ) -> None:
         """Carry no transaction of the table at or above `lsn` (D1). `again`: a copy makes it good (again.py), once
-        somebody has done what `first` says, if it says anything. Raises Unrecorded, CopiedAnew."""
+        somebody has done what `first` says, if it says anything. `found`: what the database says of its columns, where
+        it parks for nothing but these (following.py). Raises Unrecorded, CopiedAnew."""
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
         reason = f"{readable(reason)[:REASON_CHARS].rstrip('.')}: table={name} parked_at={Lsn(lsn)}."
-        self._on_park(row.oid, lsn)
         now_ms, pause_ms = self._clock.now_ms(), int(self._config.copy_again_pause_s * 1000)
         void = row.snapshot is not None and lsn < row.snapshot.exact_lsn
+        columns = self.following.parking(row, found) if not void else frozenset[str]()
+        self.following.parked(row, columns, self._on_park(row.oid, lsn, columns))
 
         def parked(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or (found.parked_lsn and found.parked_lsn <= lsn) or found.generation != row.generation:
@@ -359,7 +383,7 @@ class Desk:
             return
         log.warning("WAL is kept for a copy", capture=self._config.name, table=name, at=str(Lsn(lsn)), cause=reason)
         topic_id = row.aside.topic_id
-        self._on_park(row.oid, lsn)
+        self._on_park(row.oid, lsn, self.following.columns(row.oid))
 
         def ended(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.aside is None or found.aside.topic_id != topic_id:

@@ -367,6 +367,8 @@ class Capture:
                 reason = reason or "nothing is confirmed beyond where the copy of a table began"
         if not reason and confirmed < wal_end and holder:
             reason = f"waits until {holder} has flushed what it was sent"
+        elif not reason and confirmed < wal_end:
+            reason, holder = "PostgreSQL has more WAL and sends none of it yet", f"postgres:{server(self.config.dsn)}"
         landed_bytes = session.writer.landed_bytes if session.writer is not None else 0
         progress = collector.taken_changes + landed_bytes + copied_rows + session.seen_at_work
         self._tracker.set(

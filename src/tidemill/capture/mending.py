@@ -63,6 +63,7 @@ class Mending:
                     continue
             if hazard.virtual or hazard.breaks:
                 await self._control.ask(lambda wire, name=hazard.name: unpublish(wire, self._config, name))  # type: ignore[misc]
+                self._desk.narrow(hazard.oid, None, "its table is not published any more")
             if row is not None and not (hazard.virtual or hazard.breaks):
                 said = "its replica identity does not say its primary key"
                 await self._beside.park(row.table, said, _mend_by(hazard))
@@ -132,7 +133,8 @@ class Mending:
         return not done.failed
 
     async def _unpublish_parked(self) -> None:
-        """The stream carries nothing of them, so nothing need be decoded, or stand in the application's way.
+        """The stream carries nothing of them, so nothing need be decoded, or stand in the application's way. One that
+        somebody still follows is carried (following.py).
 
         A copy may begin at any await, and takes tables whose rows still say parked: it publishes them after it has
         asked on this connection, so what is looked at again while the connection is ours stays so."""
@@ -140,6 +142,7 @@ class Mending:
         def parked() -> set[int]:
             rows = self._desk.rows.values()
             kept = {row.oid for row in rows if row.recopy or row.again_ms or row.state == "captured"}
+            kept |= self._desk.following.oids
             return {row.oid for row in rows if row.parked_lsn} - kept - {*self._desk.copying.values()}
 
         async def take_out(wire: Wire, oid: int, name: str) -> None:

@@ -30,7 +30,7 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.frontier import Lsn
 from tidemill.capture.again import heals
 from tidemill.capture.aside import carried_aside, join_ended, sweep
-from tidemill.capture.attributes import attributes_of
+from tidemill.capture.attributes import Attributes, attributes_of
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk, accept
@@ -85,7 +85,7 @@ FIRST_ATTEMPTS = 3
 class Prepared(msgspec.Struct, frozen=True):
     """`captured`: tables that the stream carries, at least up to where they are parked. `fresh`: of these, the ones
     to be copied before it begins. `aside`: by name, those whose changes are set aside while their copy goes on.
-    `tables`: what the database says of all that were chosen."""
+    `tables`: what the database says of all that were chosen. `attributes`: … of the columns of those that are known."""
 
     slot: SlotState
     tables: tuple[TableInfo, ...]
@@ -93,6 +93,7 @@ class Prepared(msgspec.Struct, frozen=True):
     fresh: tuple[str, ...]
     relations: dict[int, Relation]
     aside: dict[str, CapturedTable] = {}
+    attributes: dict[int, Attributes] = {}
 
 
 async def prepare(
@@ -120,11 +121,13 @@ async def prepare(
             f" recorded={row.system_id} found={facts.system_id}.",
             fix="Correct the DSN, or start the capture over.",
         )
+    steps.phase("publications are read")
     objected = await objections(wire, config)
     if row is not None:
         # Before any lock is taken that would stand in the way (withdrawing.py, W1).
         for one in await withheld(wire, config, await catalogue.tables(config.name), objected):
             await withdraw(wire, config, one)
+    steps.phase("tables are listed")
     found = await list_tables(wire)
     try:
         choice = resolve(config.tables, found, facts.version, whole=config.whole, objections=objected)
@@ -135,17 +138,21 @@ async def prepare(
         choice = Choice((), {})
     if row is not None:  # `wire` answered since it was read (own_row.py, N2)
         row = await own.claim()
+    steps.phase("the catalogue's tables are read")
     row = await _split(catalogue, own)
     rows = {table.table: table for table in await catalogue.tables(config.name)}
+    steps.phase("the slot is read")
     published = await published_tables(wire, config.publication, manual=config.manual)
     state = await slot_state(wire, config.slot)
     latest = await remap.latest()
     if row is not None:
+        steps.phase("positions are compared")
         moved = await compare(config, row, rows, line, state, latest, catalogue, topics)
         rows, reason = await _still_good(wire, config, catalogue, rows, choice, published, state, latest, moved)
         row, latest = await _recorded(own, remap, clock, line, latest, moved, reason)
         if moved.fork_lsn is not None:
             desk.heal_capture()
+    steps.phase("topics of gone tables are deleted")
     desk.know(rows)
     await sweep(catalogue, desk)
     if any(table.snapshot is not None or table.copy is not None for table in rows.values()):
@@ -154,6 +161,7 @@ async def prepare(
         if slot.active_pid is not None and any(row.aside is not None and row.aside.ends for row in rows.values()):
             # What a predecessor told last may be on its way: where a table joins depends on it.
             slot = await _once_free(wire, config)
+        steps.phase("ended copies are joined")
         await join_ended(config, catalogue, desk, topics, latest, slot, clock)
         return await _go_on(wire, config, catalogue, desk, own, choice, found, slot, steps)
     return await _begin(wire, config, facts, line, catalogue, desk, own, choice, published, steps)
@@ -211,6 +219,7 @@ async def _begin(
             # Nothing half-made is left behind by a refusal.
             await wire.query(f"DROP PUBLICATION {identifier(config.publication)}")
         raise next(iter(refused.values()))
+    steps.phase("the slot is made")
     slot = await create_slot(wire, config)
     # The slot has waited for the transactions that were open: what they held may be free by now.
     waiting = [t for t in choice.tables if isinstance(done.failed.get(t.name), Unavailable)]
@@ -219,6 +228,7 @@ async def _begin(
         asked=desk.asked, done=lambda number: steps.step("tables are published", number, len(waiting)),
     )  # fmt: skip
     failed = {**refused, **again.failed}
+    steps.phase("tables are described")
     relations = await describe(wire, [table.oid for table in choice.tables])
     taken = []
     for table in choice.tables:
@@ -268,6 +278,7 @@ async def _go_on(
     """Some tables are there: stream these. The others are taken in beside it."""
     if not own.now.snapshot_done:
         await own.change(lambda found: replace(found, snapshot_done=True))
+    steps.phase("tables are described")
     wanted = {table.name: table for table in choice.tables}
     wal_end = Lsn.parse(await wire.value("SELECT pg_current_wal_insert_lsn()") or "0/0").value
     now = await describe(wire, [t.oid for t in found if t.name in desk.rows])
@@ -288,7 +299,8 @@ async def _go_on(
                 said = f"{difference}; {step}" if step else difference
                 again = heals(table, found_as)
                 described = f"its description changed: {said}"
-                await desk.park(table.table, wal_end, described, accept(table.table), again=again)
+                way = accept(table.table)
+                await desk.park(table.table, wal_end, described, way, again=again, found=found_as)
     for name, why in choice.refused.items():
         await desk.refuse(name, why)
     captured, relations = [], {}
@@ -316,7 +328,7 @@ async def _go_on(
         carried = await carried_aside(config, catalogue, desk, table, now.get(table.oid), wire.database)
         if carried is not None:
             aside[table.table], relations[table.oid] = carried
-    return Prepared(slot, choice.tables, (*captured, *aside.values()), (), relations, aside)
+    return Prepared(slot, choice.tables, (*captured, *aside.values()), (), relations, aside, attributes)
 
 
 async def _still_good(

@@ -9,7 +9,7 @@ from tidemill.metastore.catalogue import SetAside
 
 
 class Steps:
-    """What a set-up or a copy does table by table before its rows and behind them: how much, and what just now."""
+    """The work of a set-up or a copy before its rows and behind them: how much is done, and what is done just now."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -22,6 +22,12 @@ class Steps:
             self._furthest = what, number
             self.count += 1
         self.doing = f"{what}: {number} of {of} tables"
+
+    def phase(self, what: str) -> None:
+        """A piece of work begins that is not counted by tables."""
+        self._furthest = what, -1
+        self.count += 1
+        self.doing = what
 
     def end(self) -> None:
         self.doing, self._furthest = "", ("", -1)

@@ -22,7 +22,7 @@ from tidemill.base.tasks import Tasks, sentence
 from tidemill.capture.beside import Beside
 from tidemill.capture.bindings import Binder, where_to_start
 from tidemill.capture.burst import Run, steps
-from tidemill.capture.changes import NEVER, Fragment, Relation, Row
+from tidemill.capture.changes import Fragment, Relation, Row
 from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen
@@ -30,6 +30,7 @@ from tidemill.capture.copying import take_snapshot
 from tidemill.capture.descriptions import Descriptions
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import copy_target
+from tidemill.capture.going_on import carry_on, describe_copied, going_on
 from tidemill.capture.holders import Holder, busy_walsender
 from tidemill.capture.joining import HAZARD_POLL_S, Joining
 from tidemill.capture.keeping import kept_for
@@ -202,6 +203,8 @@ class Session:
             self.streaming = self.running = False
             try:
                 await tasks.aclose()
+                if self.collector is not None:
+                    self.desk.following.told(self.collector.status.flushed)
                 if failed.cancelled():
                     await self._settle()
                 elif failed.done() and isinstance(failed.exception(), Undecodable):
@@ -269,6 +272,8 @@ class Session:
         )  # fmt: skip
         self._own.session = await self._control.ask(own_session)
         self._step(SETTING_UP)
+        steps = self.progress.steps
+        steps.phase("the server's timeline is read")
         line = self.line = await identified(lambda: self._connect("identify", replication=True), self.answers)
         if line.system_id != facts.system_id:
             raise Unavailable(f"the DSN leads to more than one server: server={self._server}.")
@@ -276,21 +281,15 @@ class Session:
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
         prepared = await prepare(
             wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock,
-            self.progress.steps,
+            steps,
         )  # fmt: skip
+        steps.phase("followers are recorded")
         self.slot = prepared.slot
         self.generation = self._own.now.generation
+        goes_on = await going_on(self._control, config, self.desk, prepared)
         # No await from here until the relations are learned: who begins to follow one now follows this session's.
         self._taps.claim(self._own.now.taps, self._own.now.era)
-        left_out = {*prepared.fresh, *prepared.aside}
-        self._taps.carried({table.oid for table in prepared.captured if table.name not in left_out})
-        for relation in prepared.relations.values():
-            self._converter.learn(
-                relation if self._descriptions.whole(relation.oid) else replace(relation, old_rows="key")
-            )
-        for table in prepared.captured:
-            if table.parked_lsn < NEVER:
-                self._converter.park(table.oid, table.parked_lsn)
+        carry_on(self._taps, self._converter, self.desk, prepared, goes_on, self._descriptions.whole)
         # Before anything is confirmed that others who were named there have not seen (taps.py, X6).
         await self.name_taps()
         return prepared, facts
@@ -307,7 +306,10 @@ class Session:
             stages=self._stages,
             on_stored=self._on_stored,
         )
+        steps = self.progress.steps
+        steps.phase("bindings are read")
         latest = await binder.open()
+        steps.end()
         if prepared.fresh:
             await self._copy(prepared)
         copied = [table for table in prepared.captured if table.snapshot is not None]
@@ -315,7 +317,6 @@ class Session:
         writer = self.writer = TopicWriter(
             self.topic_consumer, copied, self._topics, self._rand, binder.durable, self._unfit.row
         )
-        steps = self.progress.steps
         await writer.open(
             latest.offsets if latest else {},
             latest.lsn if latest else 0,
@@ -341,6 +342,8 @@ class Session:
         for table in fresh:
             table.snapshot = self.desk.rows[table.name].snapshot if table.name in done else None
         await self._own.change(lambda found: replace(found, snapshot_done=True))
+        assert self._control is not None
+        await describe_copied(self._control, self.desk, [table.oid for table in fresh])
 
     async def _start_stream(self, prepared: Prepared, facts: ServerFacts, tasks: Tasks) -> None:
         config = self._config
@@ -387,7 +390,7 @@ class Session:
         tasks.spawn(self.writer.failed(), name="capture topic writer")
         tasks.spawn(self._send_status(stream, status, interval_s), name="capture status")
         tasks.spawn(keep_beating(self._control, config, lambda: collector.last_commit_lsn), name="capture heartbeat")
-        self.desk.connect(self._carry_no_more)
+        self.desk.connect(self._carry_no_more, self._taps.lose)
         joining = self.joining = Joining(
             config, self._control, self.desk, topics=self._topics, catalogue=self._catalogue, clock=self._clock,
             rand=self._rand, hold=self._hold, flushed=lambda: status.flushed, retire=self.writer.retire,
@@ -481,12 +484,16 @@ class Session:
             async with self._parking:
                 pass
 
-    def _carry_no_more(self, oid: int, lsn: int) -> None:
+    def _carry_no_more(self, oid: int, lsn: int, columns: frozenset[str]) -> bool:
         """The desk parks a table: nothing that comes, nor what is under way, is carried at or above `lsn`."""
-        self._converter.park(oid, lsn)
-        self._taps.lose(oid, "its table is not carried any more")
+        goes_on = self._taps.lose(oid, "its table is not carried any more", columns)
+        if goes_on:
+            self._converter.follow_on(oid)
+        else:
+            self._converter.park(oid, lsn)
         if self.writer is not None:
             self.writer.park(oid, lsn)
+        return goes_on
 
     def _keep_wal(self) -> None:
         """Of a table that is set aside no further (aside.py, Z4): in the turn in which that is durable, hence before

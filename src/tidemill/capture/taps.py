@@ -11,6 +11,8 @@ X4  Before a session says that it captures a relation, taps are told which ones 
     anew, if it is captured at all: between what was told of it and what will be, changes are missing.
 X5  A relation that is carried no more is told when that is known: what is built on it ends, and nothing is built on it
     anew until it is among the captured ones again. (The truncate that the converter adds may be dropped as a replay.)
+    What needs only columns that hold what they held goes on: for its sake the changes of the relation still come, and
+    sessions carry it on, until the relation is among the captured ones again or more of it is lost (following.py).
 
 X6  A tap that keeps something over a restart has a name, of what it keeps. The capture's row has the names of the taps
     that saw all that was confirmed: they are written before the stream begins. A tap whose name is not there when a
@@ -88,8 +90,9 @@ class Tap(Protocol):
         """The captured database has another history than so far (X8)."""
         ...
 
-    def lost(self, oid: int, reason: str) -> None:
-        """Changes of this relation are left out from now on, or were already."""
+    def lost(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
+        """Changes of this relation are left out from now on, or were already, but for those who need only these
+        columns. Whether there are any."""
         ...
 
 
@@ -163,10 +166,13 @@ class Taps:
         for tap in [*self._active, *self._joining]:
             self._call(tap, lambda tap=tap: tap.carried(oids))  # type: ignore[misc]
 
-    def lose(self, oid: int, reason: str) -> None:
-        """From some transaction on changes of this relation are left out (X5)."""
+    def lose(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
+        """From some transaction on changes of this relation are left out, or are for those alone who need only these
+        columns (X5): whether there are any."""
+        goes_on: list[bool] = []
         for tap in [*self._active, *self._joining]:
-            self._call(tap, lambda tap=tap: tap.lost(oid, reason))  # type: ignore[misc]
+            self._call(tap, lambda tap=tap: goes_on.append(tap.lost(oid, reason, columns)))  # type: ignore[misc]
+        return any(goes_on)
 
     def facts(self) -> dict[str, object]:
         """`tap_busy_ms`: time of the loop that taps used so far; `tap_longest_ms`: the dearest fragment."""

@@ -50,6 +50,7 @@ class Unfit:
             await self._desk.park(row.table, lsn, error.message, _way_out(error, row.table), again=again)
         else:
             # No topic wants it, or has it already; whoever follows the stream alone lacks it.
+            self._desk.following.end(oid)
             self._taps.lose(oid, error.message)
 
     async def row(self, table: CapturedTable, lsn: int, error: BaseException) -> None:

@@ -39,8 +39,9 @@ ANSWER_DEADLINE_S = 10.0
 """The questions asked here take milliseconds; a busy server may take a second."""
 TELL_AFTER_MS = 2_000
 """An open question this old is told as what the capture waits for."""
-ASK_AFTER_S = 5.0
-"""A stream silent for this long is asked for a keepalive: two packets, no work for the server."""
+ASK_AFTER_S = 2.0
+"""A stream silent for this long is asked for a keepalive: two packets, no work for the server. Well below the freshness
+budget, so that a walsender at work is seen before the capture is stuck."""
 SILENCE_S = 20.0
 SILENCE_OF_TIMEOUT = 0.75
 """A walsender that skips a large transaction looks at its input only after half of wal_sender_timeout; without one it

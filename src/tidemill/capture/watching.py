@@ -66,6 +66,7 @@ class Watching:
             if row.table not in wanted and row.table not in choice.refused:
                 await self._desk.gone(row.table, *gone(row, found))
         published = await self._published.now() or {}
+        await self._look_at_followed(found, published)
         flowing = [
             row
             for row in self._desk.rows.values()
@@ -87,6 +88,24 @@ class Watching:
         await self._prune(wanted, choice.refused, found)
         self._forget_gone(found)
         return found
+
+    async def _look_at_followed(self, found: list[TableInfo], published: Mapping[int, Entry]) -> None:
+        """Tables that are parked, or copied again, and whose stream goes on for some (following.py)."""
+        tables = {table.oid: table for table in found}
+        for oid in self._desk.following.oids:
+            followed, table, entry = self._desk.following.get(oid), tables.get(oid), published.get(oid)
+            if followed is None:
+                continue
+            if table is None or table.name != followed.table:
+                self._desk.narrow(oid, None)
+            elif entry is None or entry.rows != followed.publication:
+                self._desk.narrow(oid, None, "the publication of its table was altered")
+            elif self._digests.get(oid) != table.digest:
+                now = (await self._control.ask(lambda wire, oid=oid: attributes_of(wire, [oid]))).get(oid)  # type: ignore[misc]
+                self._desk.narrow(oid, now)
+                self._digests[oid] = table.digest
+            else:
+                self._desk.still_followed(oid)
 
     async def _unpublished(self, oids: list[int]) -> set[int]:
         if not oids:
@@ -112,7 +131,8 @@ class Watching:
         if why:
             self._coming.forget(name)
             found = (await self._control.ask(lambda wire: attributes_of(wire, [table.oid]))).get(table.oid)
-            await self._beside.park(name, f"its description changed: {why}", accept(name), again=heals(row, found))
+            said, again = f"its description changed: {why}", heals(row, found)
+            await self._beside.park(name, said, accept(name), again=again, found=found)
         elif why is not None and (table.kind != "p" or await self._same_partitions(name, table)):
             self._digests[table.oid] = table.digest
 

@@ -101,12 +101,21 @@ async def write_alive(objects: ObjectStore, rand: Rand, alive: Alive) -> None:
     for name in [found.key async for found in objects.list(ALIVE_PREFIX)]:
         if name == key:
             continue
-        try:
-            newer = decode(await objects.get(name), name, Alive).incarnation > alive.incarnation
-        except (Missing, Corrupt):
-            newer = False
-        if not newer:
+        incarnation = await _incarnation(objects, name)
+        if incarnation is None or incarnation <= alive.incarnation:
             await objects.delete(name)
+
+
+async def _incarnation(objects: ObjectStore, name: str) -> int | None:
+    """Of a sign of life; None where it is gone or damaged. An answer whose bits were flipped is no damaged object."""
+    for _ in range(2):
+        try:
+            return decode(await objects.get(name), name, Alive).incarnation
+        except Missing:
+            break
+        except Corrupt:
+            continue
+    return None
 
 
 async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[Alive, str]]:

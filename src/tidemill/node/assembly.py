@@ -186,6 +186,8 @@ class Node:
                 door.app = early
                 await self._leave()
                 await self._tasks.aclose()
+            if self._reporting is not None:
+                await self._reporting.leave()
 
     def _console(self) -> Sequence[BaseRoute]:
         return self._more_routes(self._reports, self.trouble, self.noticed, self._clock)

@@ -10,12 +10,13 @@ import asyncio
 from collections.abc import Callable
 
 import structlog
+from msgspec import structs
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, TidemillError
 from tidemill.base.histogram import Stages
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
-from tidemill.base.marks import Tracker
+from tidemill.base.marks import Report, Tracker
 from tidemill.base.memory import Budget, resident_bytes
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.consensus.board import Board
@@ -23,6 +24,7 @@ from tidemill.consensus.board import Board
 log = structlog.get_logger()
 
 NOTICES = 20
+LEAVE_S = 2.0
 
 Facts = Callable[[], dict[str, object]]
 
@@ -42,6 +44,7 @@ class Reporting:
         self._board = board
         self._tracker = tracker
         self._clock = clock
+        self._last: Report | None = None
 
     async def adopt(self) -> None:
         """Remember what this node's earlier life said, so that what stands still since then does not look younger."""
@@ -52,7 +55,7 @@ class Reporting:
             return
         for report in reports:
             if report.process == self._process:
-                self._tracker.adopt(report)
+                self._tracker.adopt(report, self._clock.now_ms())
 
     async def run(self, superseded: Callable[[], BaseException | None]) -> None:
         """Until cancelled. Raises what `superseded` returns: two processes under one name would serve nobody; and
@@ -62,13 +65,25 @@ class Reporting:
             if replaced is not None:
                 raise replaced
             self._look()
+            self._last = self._tracker.report(self._process, self._clock.now_ms(), self._read())
             try:
-                await self._board.publish(self._tracker.report(self._process, self._clock.now_ms(), self._read()))
+                await self._board.publish(self._last)
             except BaseException as error:
                 if not is_fault(error) or isinstance(error, Closed):
                     raise
                 log.warning("marks not published", error=sentence(error))
             await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+
+    async def leave(self) -> None:
+        """The node was stopped in order: its last report is published once more, as one that grows no older. Not what
+        the marks are by now, for parts that have ended have none."""
+        if self._last is None:
+            return
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self._board.publish(structs.replace(self._last, at_ms=self._clock.now_ms(), left=True))
+        except (TidemillError, TimeoutError) as error:
+            log.info("the last report is not published", error=sentence(error))
 
     def _look(self) -> None:
         now_ms = self._clock.now_ms()

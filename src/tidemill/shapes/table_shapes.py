@@ -107,6 +107,14 @@ class _Found(NamedTuple):
     columns: tuple[str, ...]
 
 
+class Registered(NamedTuple):
+    """A consumer, and what its table looked like when its shape was built."""
+
+    sink: ShapeSink
+    consumer: TableConsumer
+    info: TableColumns
+
+
 class TableShapes:
     """All captured databases of this process."""
 
@@ -117,7 +125,7 @@ class TableShapes:
         self._compiler = compiler
         self._databases: dict[str, Database] = {}
         self._seeking = 0
-        self._consumers: dict[str, tuple[ShapeSink, TableConsumer]] = {}
+        self._consumers: dict[str, Registered] = {}
 
     def add(
         self,
@@ -156,7 +164,7 @@ class TableShapes:
             followed = each.sink.router.oids
             captured = each.captured() if followed else {}
             for oid in followed if captured else ():
-                if oid not in captured:
+                if oid not in captured and oid not in each.sink.going_on:
                     found += each.sink.router.of(oid)
         return found
 
@@ -183,11 +191,13 @@ class TableShapes:
     def last_seen(self, shape: LiveShape) -> int:
         """Newest transaction of the shape's database whose effect on the shape, if any, is in its log."""
         registered = self._consumers.get(shape.handle)
-        return shape.last_seen if registered is None else max(shape.last_seen, registered[0].seen(registered[1]))
+        if registered is None:
+            return shape.last_seen
+        return max(shape.last_seen, registered.sink.seen(registered.consumer))
 
     def pending_bytes(self, shape: LiveShape) -> int:
         registered = self._consumers.get(shape.handle)
-        return 0 if registered is None else registered[1].pending_bytes
+        return 0 if registered is None else registered.consumer.pending_bytes
 
     def find(self, table: str) -> tuple[str, Relation]:
         """The captured relation a table parameter names. Raises FieldError (NotCaptured where there is none), Parked,
@@ -264,7 +274,34 @@ class TableShapes:
     async def plan(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
         """`waits`: for a table that is not captured yet. Raises FieldError; Unavailable for what passes (Parked where
         the table is, Passing where it is another one than the captured one)."""
-        return await self._plan(request, *(await self._found(request.table, waits=waits)))
+        plan = await self._plan_on(request)
+        return plan or await self._plan(request, *(await self._found(request.table, waits=waits)))
+
+    async def _plan_on(self, request: ShapeRequest) -> Plan | None:
+        """Of a shape that goes on while its table is parked: as the table was when the shape was built. A request for
+        any other shape waits for the table."""
+        if not any(each.sink.going_on for each in self._databases.values()):
+            return None
+        asked, schema, name = self._asked(request.table)
+        infos: dict[int, tuple[str, TableColumns]] = {}
+        for database_name in asked:
+            database = self._databases[database_name]
+            for oid in database.sink.going_on if (schema, name) not in database.named() else ():
+                for consumer in database.sink.router.of(oid):
+                    info = self._consumers[consumer.shape.handle].info
+                    if (info.relation.schema, info.relation.table) == (schema, name):
+                        infos[id(info)] = database_name, info
+        for database_name, info in infos.values():
+            try:
+                columns = check_columns(request, info.names, info.key)
+                where = await self._compiler(request, info.where_types(), schema, name)
+            except FieldError:
+                continue
+            plan = self._planned(request, database_name, info, columns, where)
+            following = self._databases[database_name].sink.router.of(info.relation.oid)
+            if any(consumer.shape.definition == plan.definition for consumer in following):
+                return plan
+        return None
 
     async def _plan(self, request: ShapeRequest, database_name: str, relation: Relation) -> Plan:
         database = self._databases[database_name]
@@ -274,6 +311,17 @@ class TableShapes:
         except FieldError:
             await database.check_described(relation, self._clock.monotonic_s())
             raise
+        return self._planned(request, database_name, found, columns, where)
+
+    def _planned(
+        self,
+        request: ShapeRequest,
+        database_name: str,
+        found: TableColumns,
+        columns: tuple[str, ...],
+        where: Where | None,
+    ) -> Plan:
+        database, relation = self._databases[database_name], found.relation
         definition = definition_of(request, _source(database_name, relation), columns, where)
 
         async def build(shape: LiveShape) -> None:
@@ -315,14 +363,18 @@ class TableShapes:
     def follows(self, shape: LiveShape, relation: Relation | None) -> bool:
         """Whether the shape's consumer is on this very relation, not on a dropped one of the same name."""
         registered = self._consumers.get(shape.handle)
-        return registered is None or relation is None or registered[1].oid == relation.oid
+        return registered is None or relation is None or registered.consumer.oid == relation.oid
+
+    def goes_on(self, shape: LiveShape) -> bool:
+        """Its table is parked, and it needs nothing of what changed."""
+        registered = self._consumers.get(shape.handle)
+        return registered is not None and registered.consumer.oid in registered.sink.going_on
 
     def detach(self, shape: LiveShape) -> None:
         """Stop offering changes to a shape. Idempotent."""
         registered = self._consumers.pop(shape.handle, None)
         if registered is not None:
-            sink, consumer = registered
-            sink.remove(consumer)
+            registered.sink.remove(registered.consumer)
 
     async def _build(
         self, shape: LiveShape, request: ShapeRequest, database_name: str, info: TableColumns, where: Where | None
@@ -334,7 +386,7 @@ class TableShapes:
             raise Passing(f"the table is not captured just now, or not as it was: table={relation.name}.")
         must_see = database.sink.recent
         database.sink.add(consumer)
-        self._consumers[shape.handle] = (database.sink, consumer)
+        self._consumers[shape.handle] = Registered(database.sink, consumer, info)
         with_rows = definition.log_mode == "full"
         snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
         if shape.gone:
@@ -467,7 +519,7 @@ class TableShapes:
         consumer.open(PgSnapshot.parse(saved.snapshot) if saved.snapshot else None)
         consumer.follow()
         sink.add(consumer)
-        self._consumers[shape.handle] = (sink, consumer)
+        self._consumers[shape.handle] = Registered(sink, consumer, info)
         shape.rows_loaded = kept.rows_loaded
         shape.ready()
 

@@ -2,10 +2,10 @@
 by `tidemill up`.
 
     open stores ─┬─ start the JVM (a thread) ──────────────────────────┐
-                 └─ wait for each feed → open shards → hydrate mirrors ┴→ one streaming query a feed,
+                 └─ wait for each feed → open shards → hydrate mirrors ┴→ one streaming query for all,
                                                                           one thread a derived table
-Until a feed's query runs, the same sink brings its tables forward from here, so that rows appear (and go on
-after a crash) while the JVM still starts. The scratch directory holds mirrors, which are a cache, and Spark's
+Each feed's sink brings its tables forward from here, so that rows appear (and go on after a crash) while the JVM
+still starts. The scratch directory holds mirrors, which are a cache, and Spark's
 checkpoint, which is made anew by every process (U5). Exit 0: stopped by SIGTERM or SIGINT, at a batch
 boundary. Exit 2: the pipeline (where it is the only one) or a URL is wrong, in one sentence. Anything else: restart me.
 """

@@ -184,7 +184,7 @@ class Pipeline:
         return {n: {i: t.by.get(i, ()) for i in t.inputs} for n, t in self.derived_tables.items()}
 
     def sources(self) -> dict[str, dict[str, Input]]:
-        """Remap name → tables fed by it: one streaming query each."""
+        """Remap name → tables fed by it: one feed each."""
         out: dict[str, dict[str, Input]] = {}
         for name, source in self.tables.items():
             out.setdefault(source.source, {})[name] = source

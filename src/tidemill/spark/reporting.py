@@ -4,8 +4,9 @@ pipeline:<name>           position = least upper of its tables, held by that sha
 pipeline:<name>:table/<table>   there while the pipeline may not keep it (claims.py); its shard is another's to tell
 shard:<table>             position = upper, target = one past the newest time its inputs have, held by the input
                           that it waits for, or by nobody when the work is its own
-pipeline:<name>:<part>    there while a feed's query or the session fails (`spark`, `capture/…`, `topic/…`), or while
-                          the bindings of a feed cannot be read (`…:bindings`), which its tables are held by then
+pipeline:<name>:<part>    there while the session, the streaming query or a feed fails (`spark`, `query`, `capture/…`,
+                          `topic/…`), or while the bindings of a feed cannot be read (`…:bindings`), by which its tables
+                          are held then
 objects, consensus, metastore    what this process stands on, by its own experience
 
 Failures are told by whoever supervises the unit (keep_thread); here they only travel. A process goes on from what
@@ -78,6 +79,8 @@ class Reporter:
         self._began_ms = runner.stores.clock.now_ms()
         self._rest = Rest(REST_S)
         self._dead_before: dict[str, str] = {}
+        self._started: set[str] = set()
+        """Tables that have been brought forward in this life."""
 
     def run(self) -> None:
         """Until the pipeline ends; publishes once more then."""
@@ -121,16 +124,20 @@ class Reporter:
         self._each("metastore", partial(self._works, "metastore", runner.stores.metastore))
         places: dict[str, Place] = {}
         refused = runner.claims.refused.keys()
+        units = [unit for feed in runner.feeds for unit in feed.units if unit.name not in refused]
+        seated = {unit.name for unit in units if unit.seated}
+        self._started |= seated
         for feed, told in zip(runner.feeds, self._look(runner.feeds), strict=True):
             for unit in feed.units:
                 if unit.name not in refused:
-                    self._table(places, unit.name, partial(self._unit, unit, *told, feed.waits_to_start))
+                    self._table(places, unit.name, partial(self._unit, unit, *told))
         for name in sorted(runner.pipeline.derived_tables.keys() - refused):
             self._table(places, name, partial(self._derived, name, runner.derivations.get(name)))
         if not places:
             self._set(f"pipeline:{runner.settings.name}", 0, 1, runner.refusal(min(refused)), "it may keep no table")
             return
         slowest, upper = argmin({name: place[0] for name, place in places.items()})
+        waiting = f"waiting: {len(seated)} of {len(units)} inputs are started" if len(seated) < len(units) else ""
         starting, behind = not runner.session_ready.is_set(), self._tracker.mark(f"shard:{slowest}")
         # Opening again and again is a table's progress; where it has failed the pipeline has none until it passes.
         failing = self._tracker.failure(f"shard:{slowest}") is not None
@@ -139,7 +146,7 @@ class Reporter:
             upper,
             max(place[1] for place in places.values()) if starting else places[slowest][1],
             f"shard:{slowest}",
-            "Spark is starting" if starting else "",
+            "; ".join(part for part in ("Spark is starting" if starting else "", waiting) if part),
             self._patience() if starting else behind.progress if behind is not None and not failing else 0,
             work_ms=behind.budget_ms if behind is not None else 0,
         )
@@ -198,7 +205,7 @@ class Reporter:
             self._tracker.heal(mark)
         return True
 
-    def _unit(self, unit: TableUnit, newest: int | None, source: str, trouble: str, queued: bool) -> Place:
+    def _unit(self, unit: TableUnit, newest: int | None, source: str, trouble: str) -> Place:
         if unit.writer is None or unit.reason:
             # Whether a first snapshot stands still is for the capture's mark to say, to which `why` walks.
             work_ms = OTHERS_BUDGET_MS if unit.waits and unit.holder_tells else 0
@@ -206,7 +213,7 @@ class Reporter:
         upper, progress = unit.writer.upper, unit.writer.progress
         target = upper + 1 if newest is None else newest
         held_by = "" if newest is not None and upper < target else source
-        reason = trouble or progress.sentence() or ("its streaming query waits for others to start" if queued else "")
+        reason = trouble or progress.sentence()
         self._set(f"shard:{unit.name}", upper, target, held_by, reason, progress.read, unit.upstream)
         dead = unit.writer.dead_run.sentence(unit.writer.operator.mirror.empty)
         if not progress.read:  # as this driver's predecessor knew it: no record came since
@@ -262,8 +269,9 @@ class Reporter:
         return upper, target
 
     def _patience(self) -> int:
+        """Time that passes is progress for so long; a table that starts is, for those that start after it."""
         now_ms = self._runner.stores.clock.now_ms()
-        return min(now_ms - self._began_ms, PATIENCE_MS) // 1000
+        return min(now_ms - self._began_ms, PATIENCE_MS) // 1000 + len(self._started)
 
     def _set(
         self,

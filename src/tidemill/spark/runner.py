@@ -1,8 +1,9 @@
 """One pipeline, assembled: feeds with their tables, derived tables, the session, the report: each a unit of its own.
 
-Threads: the caller waits for the end; one opens the JVM; one a feed (feeding.py); one a table (unit.py); one a
-derived table; one publishes marks. Whatever a unit raises is told under its mark and tried again (keep_thread).
-The run ends by `stopping`, or when Spark's JVM is gone: only a new process gets another.
+Threads: the caller waits for the end; one opens the JVM; one has the streaming query (query.py); one a feed
+(feeding.py); one a table (unit.py); one a derived table; one publishes marks. Whatever a unit raises is told under its
+mark and tried again (keep_thread). The run ends by `stopping`, or when Spark's JVM is gone: only a new process gets
+another.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.letters import DEAD_LETTERS
 from tidemill.spark.derived import Derivation
 from tidemill.spark.executors import keep_work_going
-from tidemill.spark.feeding import Feed, SessionLost
+from tidemill.spark.feeding import Feed
 from tidemill.spark.host import MIRRORS, Host, Settings, own_directory
 from tidemill.spark.opening import Opening, wait_for_jvm
 from tidemill.spark.pipeline import DerivedTable, Pipeline, load_pipeline
+from tidemill.spark.query import SessionLost, StreamingQuery
 from tidemill.spark.reporting import Reporter
 from tidemill.spark.scratch import sweep
 from tidemill.spark.session import is_local
+from tidemill.spark.sink import FeedSink
 from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
 from tidemill.spark.table import TableWriter
 
@@ -57,6 +60,7 @@ class Runner(Host):
         super().__init__(settings, Claims(row))
         self.pipeline: Pipeline = pipeline
         self.feeds: list[Feed] = []
+        self.query = StreamingQuery(self, tuple(pipeline.sources()), self._sink_of)
         self.derivations: dict[str, Derivation] = {}
         self.dead_letters: DeadLetters
         self._opening = opening or Opening(settings)
@@ -111,13 +115,15 @@ class Runner(Host):
             self._unit("executors", partial(keep_work_going, self))
         for feed in self.feeds:
             self._thread(f"feed-{feed.source}", feed.run)
+        if self.feeds:
+            self._thread("query", self.query.run)
         for table in self.pipeline.derived_tables.values():
             body = partial(self._run_derived, table)
             self._unit(f"derived-{table.name}", body, mark=f"shard:{table.name}")
         self._thread("report", reporter.run)
 
     def _stop(self) -> None:
-        """In order: sinks end their batch, mirrors are saved, queries stop between batches, then session and stores.
+        """In order: sinks end their rounds, mirrors are saved, the query stops between batches, session and stores.
 
         A query is never stopped inside a batch: Spark would interrupt it there, noisily (notes/ecosystem.md §3).
         Bounded, for a supervisor waits: what takes longer is cut off by the end of the process, at no cost but time.
@@ -125,32 +131,29 @@ class Runner(Host):
         self.ending.set()
         for feed in self.feeds:
             feed.wake()
+        self.query.wake()
         clock = self.stores.clock
         until_s = clock.monotonic_s() + STOP_TIMEOUT_S
-        for feed in self.feeds:
-            if feed.sink is not None:
-                feed.sink.stop()
+        for sink in [feed.sink for feed in self.feeds if feed.sink is not None]:
+            sink.stop()
         for thread in self._threads:
             if thread.name != SESSION_THREAD:
                 thread.join(max(0.1, until_s - clock.monotonic_s()))
         until_s = clock.monotonic_s() + STOP_TIMEOUT_S
-        rested = [
-            feed
-            for feed in self.feeds
-            if feed.sink is not None and feed.sink.idle.wait(max(0.1, until_s - clock.monotonic_s()))
-        ]
+        sinks = [feed.sink for feed in self.feeds if feed.sink is not None]
+        rested = [sink for sink in sinks if sink.idle.wait(max(0.1, until_s - clock.monotonic_s()))]
         if self.stores.moved_back:
             # What mirrors hold may be of commits that are gone, also what was saved of them before.
             shutil.rmtree(self.settings.scratch / MIRRORS, ignore_errors=True)
-            rested = []
-        for feed in rested:  # before Spark, which may take longer than the supervisor waits
-            for table in feed.sink.resting if feed.sink is not None else ():
+        for sink in () if self.stores.moved_back else rested:  # before Spark, which may take longer than a supervisor
+            for table in sink.resting:
                 _quietly(table.save)
         alive = {thread.name for thread in self._threads if thread.is_alive()}
         for name, derivation in self.derivations.items():
             if derivation.writer is not None and f"derived-{name}" not in alive and not self.stores.moved_back:
                 _quietly(derivation.writer.save)
-        bounded([feed.query.stop for feed in rested if feed.query is not None], clock, STOP_TIMEOUT_S)
+        if self.query.query is not None and len(rested) == len(sinks):
+            bounded([self.query.query.stop], clock, STOP_TIMEOUT_S)
         for background in (self._proving, self._owning):
             if background is not None:
                 background.cancel()
@@ -192,6 +195,9 @@ class Runner(Host):
     def _owned_no_more(self, owning: Future[None]) -> None:
         if not owning.cancelled() and (error := owning.exception()) is not None:
             self._end("bucket", error)
+
+    def _sink_of(self, source: str) -> FeedSink | None:
+        return next((feed.sink for feed in self.feeds if feed.source == source), None)
 
     def tables(self) -> list[TableWriter]:
         """Every table that is open, derived ones too."""

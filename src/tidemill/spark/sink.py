@@ -1,4 +1,4 @@
-"""The `foreachBatch` body: every table of one feed, from its own upper to the end of the micro-batch, in steps.
+"""Every table of one feed, from its own upper to the newest binding or the end of a micro-batch, in steps.
 
     p = the table's upper → a step [p, e) by the bindings → decode → dead letters → drain → one part → one append
 
@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.histogram import Stages
 from tidemill.base.portal import Portal
+from tidemill.base.tasks import sentence
 from tidemill.shards.front import Remap
 from tidemill.spark.ahead import Ahead
 from tidemill.spark.bytasks import ByTasks
@@ -110,8 +111,6 @@ class FeedSink:
         self._ahead = Ahead(portal, stores, remap, self._helpers)
         self._by_tasks: ByTasks | None = None
         self._stopping = threading.Event()
-        self.called = threading.Event()
-        """Set when Spark has brought a batch."""
         self._one_at_a_time = threading.Lock()
         self.idle = threading.Event()
         """Set while no batch is under way."""
@@ -139,15 +138,20 @@ class FeedSink:
         """The batch under way ends as soon as it may; nothing new begins."""
         self._stopping.set()
 
-    def body(self, checkpoint: Path) -> Any:
-        """The function for `foreachBatch`. The end of a batch is read from Spark's own log of offsets."""
+    def forward(self, end: int | None = None) -> None:
+        """As `process`, to the newest binding unless an end is given; storage that is away is told in `error`."""
+        try:
+            self.process(self.latest() if end is None else end)
+        except (Unavailable, Unknown) as error:
+            self.error = sentence(error)
 
-        def run(_: Any, batch_id: int) -> None:
-            self.called.set()
-            end = planned_end(checkpoint, batch_id)
-            self.process(end if end is not None else self.latest())
-
-        return run
+    def time_comes(self, end: int) -> None:
+        """A micro-batch ends here. A round that is under way is not waited for: its thread goes on to this end."""
+        if end > self.target:
+            self.target = end
+            self.seats.changed.set()
+        if self.idle.is_set():
+            self.forward(end)
 
     def latest(self) -> int:
         """One past the newest binding: how far this feed's tables could be."""
@@ -382,15 +386,3 @@ def _before(stop: Stop, lower: int) -> int:
     if stop.time_ms <= lower:
         raise TableStops(stop.reason, fix=stop.fix)
     return stop.time_ms
-
-
-def planned_end(checkpoint: Path, batch_id: int) -> int | None:
-    """{"ts": T} of a micro-batch, from the log that Spark writes before it runs one; None when it is not readable here.
-
-    A file of lines: version, metadata, then one offset a source.
-    """
-    try:
-        lines = (checkpoint / "offsets" / str(batch_id)).read_text().splitlines()
-        return int(msgspec.json.decode(lines[2])["ts"])
-    except (OSError, IndexError, KeyError, ValueError, TypeError, msgspec.MsgspecError):
-        return None

@@ -1,8 +1,8 @@
-"""How many streaming queries of one JVM are started at once.
+"""How many streaming queries of one JVM are started at once: those of the pipelines that share it, one each (query.py).
 
-A query starts Python processes of its own, and Spark gives each ten seconds to connect, which no setting changes: a
-dozen that begin together on a busy machine all miss that. So the next begins once one before it has had its first
-batch, has ended, or has taken LONGEST_S. Rows do not wait: their feed brings them forward without a query.
+Spark gives a query's Python planner ten seconds to connect, which no setting changes: a dozen that begin together on a
+busy machine all miss that. So the next begins once one before it has had its first batch, has ended, or has taken
+LONGEST_S. Rows do not wait: feeds bring them forward without a query.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ LONGEST_S = 120.0
 
 
 class Starts:
-    """Called by the threads of all feeds. Times are those of a monotonic clock."""
+    """Called by the threads of all queries. Times are those of a monotonic clock."""
 
     def __init__(self, at_once: int = AT_ONCE, longest_s: float = LONGEST_S) -> None:
         self._at_once = at_once
         self._longest_s = longest_s
         self._began_s: dict[Hashable, float] = {}
-        self._waiting: set[Hashable] = set()
         self._lock = threading.Lock()
 
     def begin(self, who: Hashable, now_s: float) -> bool:
@@ -30,20 +29,14 @@ class Starts:
         with self._lock:
             self._began_s = {w: at_s for w, at_s in self._began_s.items() if now_s - at_s < self._longest_s}
             if who not in self._began_s and len(self._began_s) >= self._at_once:
-                self._waiting.add(who)
                 return False
-            self._waiting.discard(who)
             self._began_s[who] = now_s
             return True
 
     def end(self, who: Hashable) -> None:
-        """It runs, has ended, or does not want to start any more."""
+        """It runs, or has ended."""
         with self._lock:
             self._began_s.pop(who, None)
-            self._waiting.discard(who)
-
-    def waits(self, who: Hashable) -> bool:
-        return who in self._waiting
 
 
 STARTS = Starts()

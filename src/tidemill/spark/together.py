@@ -22,10 +22,10 @@ import structlog
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, ends_process
 from tidemill.base.tasks import Restarts, parks, sentence
-from tidemill.spark.feeding import SessionLost
 from tidemill.spark.host import Settings, own_directory
 from tidemill.spark.opening import Opening
 from tidemill.spark.parked import tell
+from tidemill.spark.query import SessionLost
 from tidemill.spark.runner import STOP_TIMEOUT_S, Runner, bounded
 from tidemill.spark.scratch import sweep
 

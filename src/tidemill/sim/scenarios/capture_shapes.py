@@ -33,7 +33,7 @@ from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.sink import BacklogLimits
 from tidemill.shapes.store.store import ShapeStore
-from tidemill.shapes.table_shapes import TableShapes
+from tidemill.shapes.table_shapes import Registered, TableShapes
 from tidemill.shapes.where import Type, Where
 from tidemill.sim.loop import LIFE
 from tidemill.sim.scenarios.capture_database import Database
@@ -114,7 +114,7 @@ class LateShapes(TableShapes):
         snapshot = await database.source.load(shape, info, where, writer, frozenset(), True, self._share)
         await asyncio.sleep(LATE_S)
         database.sink.add(consumer)
-        self._consumers[shape.handle] = (database.sink, consumer)
+        self._consumers[shape.handle] = Registered(database.sink, consumer, info)
         shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
         shape.log.seal_base()
         consumer.open(snapshot)

@@ -3,7 +3,8 @@
     batch      option shard=NAME (or .load("NAME")); as_of = ms, ISO 8601 text (UTC when it names no zone) or latest
     streaming  option source=topic/NAME (with schema, key) or capture/NAME (with table=schema.table)
                rows=true  (default) one row a record: columns, _time, _order, _partition, _live
-               rows=false one row a partition and batch: what to read, for operators that fetch for themselves
+               rows=false one row a partition and batch: what to read, for operators that fetch for themselves;
+               source=NAME,NAME reads any number of sources
                start=MS, max_rows, pace_ms; mode, columnNameOfCorruptRecord (`corrupt`)
                or shard=NAME with changes=true: columns, _time, _diff; start=MS, max_rows
     write      option shard=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, beside
@@ -27,7 +28,8 @@ from tidemill.spark.source.batch import ShardReader, shard_schema
 from tidemill.spark.source.catalogue import keep_options, table_options
 from tidemill.spark.source.changes import META, ChangesReader
 from tidemill.spark.source.options import BATCH, CHANGES, STREAM, WRITE, Options, from_catalogue
-from tidemill.spark.source.stream import DESCRIPTOR_COLUMNS, FeedReader, row_columns
+from tidemill.spark.source.stream import FeedReader, row_columns
+from tidemill.spark.source.times import DESCRIPTOR_COLUMNS, TimesReader
 from tidemill.spark.source.write import FrameWriter
 from tidemill.spark.types import spark_schema
 
@@ -98,4 +100,4 @@ class TidemillSource(DataSource):  # type: ignore[misc]
                 raise Invalid("a stream of a shard gives its changes.", fix="Give option changes=true.")
             return ChangesReader(options, schema)
         options.only(STREAM, "a stream")
-        return FeedReader(options)
+        return FeedReader(options) if options.flag("rows", True) else TimesReader(options)

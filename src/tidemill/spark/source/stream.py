@@ -1,11 +1,10 @@
-"""Streams of a topic or a captured table.
+"""Streams of a topic or a captured table, as rows.
 
 The streaming offset is {"ts": T}: everything below time T, planned from remap alone, so that every query
 and every restart cuts a topic at the same places (U5). `latestOffset` waits for a new binding instead of
 being polled: Spark asks again at once while there is nothing new, and one question costs JVM and planner more than
-the wait. A query may have other sources, which Spark asks one after the other: it waits a moment only; the operator's
-own (rows=false) has none, and waits for long. Who stops the query interrupts it. The planner lives as long as the
-query.
+the wait. A query may have other sources, which Spark asks one after the other: it waits a moment only. Who stops the
+query interrupts it. The planner lives as long as the query.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from tidemill.base.errors import Invalid, Unavailable, Unknown
-from tidemill.shards.front import Binding, Column, Remap
+from tidemill.shards.front import Column
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.feeds import NotReady, TopicFeed, captured_feed, stream_feed
-from tidemill.spark.planning import plan
+from tidemill.spark.source.bindings import Bindings
 from tidemill.spark.source.corrupt import Corrupted
 from tidemill.spark.source.options import Options
 from tidemill.spark.stores import Stores, shared
@@ -37,16 +36,9 @@ MAX_ROWS = 500_000
 """Records of one micro-batch, unless option max_rows says otherwise; a single time is never split."""
 WAIT_S = 0.25
 """How long `latestOffset` waits for a new binding before it says that there is none."""
-ALONE_WAIT_S = 5.0
-"""The same of an operator's own query, after its first question. So long a planner whose JVM was killed may outlive
-it."""
 PACE_MS = 60
 """Two micro-batches begin at least this far apart: a trigger for every binding would cost more than it brings. The
 first binding after a pause is not kept waiting."""
-DESCRIPTOR_COLUMNS = (
-    Column("topic", "string"), Column("partition", "int32"), Column("start", "int64"), Column("end", "int64"),
-    Column("descriptor", "binary"),
-)  # fmt: skip
 
 
 def row_columns(options: Options) -> tuple[Column, ...]:
@@ -76,7 +68,7 @@ def _one_feed(options: Options) -> TopicFeed:
 
 
 class FeedPartition(InputPartition):  # type: ignore[misc]
-    """`payload` in msgpack: rows=true the descriptor, with `feed`: how to decode it; rows=false the interval."""
+    """`payload` in msgpack: of rows the descriptor, with `feed`: how to decode it; else source and interval."""
 
     def __init__(self, objects: str, payload: bytes, feed: bytes) -> None:
         self.objects = objects
@@ -90,15 +82,14 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         self._corrupted = Corrupted.of(options)
         self._initial: dict[str, int] | None = None
         self._target: int | None = None
-        self._remap: Remap | None = None
-        self._asked = False
+        self._bindings = Bindings(options.source, options.text("table"))
         self._offered_ms = 0
         """When the newest batch was offered."""
 
     def initialOffset(self) -> dict[str, int]:
         """Called twice at start; the same answer both times. Option start=MS begins later than everything."""
         if self._initial is None:
-            _end_quietly_with_the_query()
+            end_quietly_with_the_query()
             self._initial = {"ts": self._options.number("start", 0)}
         return self._initial
 
@@ -124,100 +115,37 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
 
     def prepareForTriggerAvailableNow(self) -> None:
         portal, stores = shared(self._options.urls)
-        latest = portal.call(self._newest(stores))
-        self._target = 0 if latest is None else latest.time_ms + 1
+        self._target = portal.call(self._bindings.end(stores))
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
-        interval = start["ts"], end["ts"]
-        if not self._options.flag("rows", True):
-            # Planned where they are read: an operator that only hears that time has come costs nobody a look.
-            return [FeedPartition(self._options.objects, msgspec.msgpack.encode(interval), b"")]
         portal, stores = shared(self._options.urls)
         feed = msgspec.msgpack.encode(_one_feed(self._options))
-        descriptors = portal.call(self._plan(stores, *interval))
+        descriptors = portal.call(self._bindings.plan(stores, start["ts"], end["ts"]))
         return [FeedPartition(self._options.objects, msgspec.msgpack.encode(d), feed) for d in descriptors]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
+        from tidemill.spark.tasks import decode_here
 
         assert isinstance(partition, FeedPartition)
-        if partition.feed:
-            from tidemill.spark.tasks import decode_here
-
-            descriptor = msgspec.msgpack.decode(partition.payload, type=Descriptor)
-            feed = msgspec.msgpack.decode(partition.feed, type=TopicFeed)
-            decoded = decode_here(partition.objects, feed, [descriptor])
-            if decoded.stop is not None:
-                raise Invalid(decoded.stop.reason, fix=decoded.stop.fix)
-            yield from self._corrupted.rows(decoded.commands.rows, decoded.dead).to_batches(20_000)
-            return
-        portal, stores = shared(self._options.urls)
-        start, end = msgspec.msgpack.decode(partition.payload, type=tuple[int, int])
-        descriptors = portal.call(self._plan(stores, start, end))
-        slices = [d.slice for d in descriptors]
-        arrays = [
-            pa.array([s.topic for s in slices], pa.string()),
-            pa.array([s.partition for s in slices], pa.int32()),
-            pa.array([s.start for s in slices], pa.int64()),
-            pa.array([s.end for s in slices], pa.int64()),
-            pa.array([msgspec.msgpack.encode(d) for d in descriptors], pa.binary()),
-        ]
-        yield pa.RecordBatch.from_arrays(arrays, names=[c.name for c in DESCRIPTOR_COLUMNS])
-
-    # ----------------------------------------------------------------------------------------------------
-
-    async def _open_remap(self, stores: Stores) -> Remap:
-        if self._remap is None:
-            self._remap = await stores.remap(self._options.source)
-        return self._remap
-
-    async def _newest(self, stores: Stores) -> Binding | None:
-        return await (await self._open_remap(stores)).latest()
+        descriptor = msgspec.msgpack.decode(partition.payload, type=Descriptor)
+        feed = msgspec.msgpack.decode(partition.feed, type=TopicFeed)
+        decoded = decode_here(partition.objects, feed, [descriptor])
+        if decoded.stop is not None:
+            raise Invalid(decoded.stop.reason, fix=decoded.stop.fix)
+        yield from self._corrupted.rows(decoded.commands.rows, decoded.dead).to_batches(20_000)
 
     async def _latest(self, stores: Stores, start: int, limit: ReadLimit, pace_ms: int) -> int:
-        remap = await self._open_remap(stores)
         if self._target is None:
             early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
             if early_ms > 0:
                 await asyncio.sleep(min(early_ms, pace_ms) / 1000)
-            waits_s = ALONE_WAIT_S if self._asked and not self._options.flag("rows", True) else WAIT_S
-            self._asked = True
-            if not await remap.wait(start - 1, waits_s):
+            if not await self._bindings.wait(stores, start, WAIT_S):
                 return start
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        return await self._within(remap, start, most)
-
-    async def _within(self, remap: Remap, start: int, most: int | None) -> int:
-        """The latest end with at most `most` records after `start`; one time at least, were it larger."""
-        page = await remap.page(start)
-        if most is None:
-            end = page.newest.time_ms + 1 if page.newest is not None else start
-            return max(start, end if self._target is None else min(end, self._target))
-        before = _records(page.base) if page.base is not None else 0
-        bindings = [b for b in page.bindings if self._target is None or b.time_ms < self._target]
-        fitting = [b for b in bindings if _records(b) - before <= most] or bindings[:1]
-        return fitting[-1].time_ms + 1 if fitting else start
-
-    async def _plan(self, stores: Stores, start: int, end: int) -> list[Descriptor]:
-        remap = await self._open_remap(stores)
-        feeds = await self._topics(stores)
-        return await plan(stores.topics, remap, feeds, start, end)
-
-    async def _topics(self, stores: Stores) -> list[tuple[str, str]]:
-        """(name, id) of every topic that this stream reads."""
-        from tidemill.metastore.catalogue import CaptureRow, TopicRow
-
-        kind, _, name = self._options.source.partition("/")
-        names = [name]
-        if kind == "capture":
-            row = await stores.catalogue.get(CaptureRow, name)
-            table = self._options.text("table")
-            names = [] if row is None else [t for s, t in row.topics.items() if table in ("", s)]
-        found = [await stores.catalogue.get(TopicRow, n) for n in names]
-        return [(row.name, row.topic_id) for row in found if row is not None]
+        return await self._bindings.within(stores, start, most, self._target)
 
 
-def _end_quietly_with_the_query() -> None:
+def end_quietly_with_the_query() -> None:
     """A stopped query closes its planner's socket, often while we wait for a binding: no traceback for that."""
     before = sys.excepthook
 
@@ -226,7 +154,3 @@ def _end_quietly_with_the_query() -> None:
             before(kind, error, trace)
 
     sys.excepthook = hook
-
-
-def _records(binding: Binding) -> int:
-    return sum(sum(offsets) for offsets in binding.offsets.values())

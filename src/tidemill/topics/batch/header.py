@@ -107,6 +107,12 @@ def is_patched(buffer: Buffer, at: int, base_offset: int) -> bool:
     return found == -1 and base_offset_at(buffer, at) == base_offset
 
 
+def is_intact(batch: Buffer) -> bool:
+    """Does the batch, which fills the buffer, match its checksum? Base offset and leader epoch lie outside of it."""
+    view = memoryview(batch)
+    return len(view) > CRC_START and crc32c.crc32c(view[CRC_START:]) == _CRC.unpack_from(view, 17)[0]
+
+
 def stamp(buffer: Buffer, append_time_ms: int) -> None:
     """Give the batch in the writable `buffer` append time, and the checksum that goes with it."""
     view = memoryview(buffer)

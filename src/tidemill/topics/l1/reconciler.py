@@ -6,6 +6,8 @@ RC1  Nothing is read beyond the stable end, nor beyond what the partition's chec
 RC2  Cut off anywhere, a round leaves nothing that a log or a reader follows; the next one reads where L1 ends and
      corrects the logs first.
 RC3  What fails of one partition leaves that one out; what fails of an object leaves the logs as they are.
+RC4  A batch that does not match its checksum is read once more, past the cache, before L1 stores it for good. Damage
+     that the object itself has is copied and reported: consumers see it by the same checksum.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.topics.batch.header import CONTROL, parse_header
+from tidemill.topics.batch.header import CONTROL, is_intact, parse_header
 from tidemill.topics.fetch import Ranges, read_batches
 from tidemill.topics.l0.cache import ObjectCache
 from tidemill.topics.l0.lost import is_let_go
@@ -109,6 +111,8 @@ class Reconciler:
             if isinstance(batches, Corrupt):
                 piece, batches = await self._without_what_was_let_go(topic_id, piece, batches)
             if isinstance(batches, list):
+                batches = await self._intact(topic_id, piece, batches)
+            if isinstance(batches, list):
                 taken.append((piece, batches))
             else:
                 failed = batches
@@ -136,6 +140,23 @@ class Reconciler:
         self.figures.let_go += len(piece.refs) - len(left.refs)
         (found,) = await read_batches(self._l0, [left.refs], self._cache)
         return left, found
+
+    async def _intact(self, topic_id: str, piece: Piece, batches: list[Buffer]) -> list[Buffer] | TidemillError:
+        """RC4."""
+        damaged = [n for n, batch in enumerate(batches) if not is_intact(batch)]
+        if not damaged:
+            return batches
+        (again,) = await read_batches(self._l0, [[piece.refs[n] for n in damaged]])
+        if not isinstance(again, list):
+            return again
+        for n, batch in zip(damaged, again, strict=True):
+            batches[n] = batch
+            ref = piece.refs[n]
+            _log.error(
+                "a batch does not match its checksum", partition=f"{topic_id}/{piece.partition}",
+                offset=ref.base_offset, count=ref.record_count, key=ref.object_key, healed=is_intact(batch),
+            )  # fmt: skip
+        return batches
 
     async def _choose(self, topic_id: str, partitions: Collection[int]) -> tuple[list[Piece], bool]:
         """What the next object takes, and whether there is more."""

@@ -1,0 +1,63 @@
+"""The bindings of one source, as planners ask for them and tasks read by them."""
+
+from __future__ import annotations
+
+from tidemill.metastore.catalogue import CaptureRow, TopicRow
+from tidemill.shards.front import Binding, Remap
+from tidemill.spark.decode.slices import Descriptor
+from tidemill.spark.planning import plan
+from tidemill.spark.stores import Stores
+
+
+class Bindings:
+    """`source`: topic/NAME or capture/NAME; `table`: of a capture, "" = all of its tables. Opened at the first call."""
+
+    def __init__(self, source: str, table: str = "") -> None:
+        self.source = source
+        self._table = table
+        self._remap: Remap | None = None
+
+    async def end(self, stores: Stores) -> int:
+        """One past the newest binding, or 0."""
+        newest = await (await self._open(stores)).latest()
+        return 0 if newest is None else newest.time_ms + 1
+
+    async def wait(self, stores: Stores, start: int, timeout_s: float) -> bool:
+        """Is there a binding at or after `start`, now or so many seconds later at most?"""
+        return await (await self._open(stores)).wait(start - 1, timeout_s)
+
+    async def within(self, stores: Stores, start: int, most: int | None, target: int | None) -> int:
+        """The latest end with at most `most` records after `start`, and not past `target`; one time at least, were it
+        larger. `start` when there is nothing beyond it."""
+        if most is None:
+            end = await self.end(stores)
+            return max(start, end if target is None else min(end, target))
+        page = await (await self._open(stores)).page(start)
+        before = _records(page.base) if page.base is not None else 0
+        bindings = [b for b in page.bindings if target is None or b.time_ms < target]
+        fitting = [b for b in bindings if _records(b) - before <= most] or bindings[:1]
+        return fitting[-1].time_ms + 1 if fitting else start
+
+    async def plan(self, stores: Stores, start: int, end: int) -> list[Descriptor]:
+        """What [start, end) covers."""
+        remap = await self._open(stores)
+        return await plan(stores.topics, remap, await self._topics(stores), start, end)
+
+    async def _open(self, stores: Stores) -> Remap:
+        if self._remap is None:
+            self._remap = await stores.remap(self.source)
+        return self._remap
+
+    async def _topics(self, stores: Stores) -> list[tuple[str, str]]:
+        """(name, id) of every topic that is read."""
+        kind, _, name = self.source.partition("/")
+        names = [name]
+        if kind == "capture":
+            row = await stores.catalogue.get(CaptureRow, name)
+            names = [] if row is None else [t for s, t in row.topics.items() if self._table in ("", s)]
+        found = [await stores.catalogue.get(TopicRow, n) for n in names]
+        return [(row.name, row.topic_id) for row in found if row is not None]
+
+
+def _records(binding: Binding) -> int:
+    return sum(sum(offsets) for offsets in binding.offsets.values())

@@ -1,0 +1,144 @@
+"""Streams with rows=false: that time has come, and to where, for operators that fetch for themselves.
+
+One stream has any number of sources, and one planner for all of them: a Python process is what a stream costs. The
+streaming offset is {source: T}: everything of the source below time T. The first batch comes at once, bindings or not.
+From then on `latestOffset` waits for the first binding of any source: Spark asks again at once while there is nothing
+new, and one question costs JVM and planner more than the wait. Who stops the query interrupts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+
+from tidemill.base.errors import TidemillError
+from tidemill.base.tasks import Tasks
+from tidemill.shards.front import Column
+from tidemill.spark.source.bindings import Bindings
+from tidemill.spark.source.options import Options
+from tidemill.spark.source.stream import PACE_MS, FeedPartition, end_quietly_with_the_query
+from tidemill.spark.stores import Stores, shared
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+WAIT_S = 5.0
+"""How long `latestOffset` waits for a new binding. So long a planner whose JVM was killed may outlive it."""
+DESCRIPTOR_COLUMNS = (
+    Column("topic", "string"), Column("partition", "int32"), Column("start", "int64"), Column("end", "int64"),
+    Column("descriptor", "binary"),
+)  # fmt: skip
+
+Offset = dict[str, int]
+
+
+class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._sources = [self._bindings(name) for name in options.source.split(",")]
+        self._target: Offset | None = None
+        self._offered_ms = 0
+        """When the newest batch was offered."""
+
+    def initialOffset(self) -> Offset:
+        """No source has a time in it: option start=MS is where all of them begin."""
+        end_quietly_with_the_query()
+        return {}
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """Who fetches for himself bounds what he fetches, but for option max_rows: so many records of a source."""
+        most = self._options.number("max_rows", 0)
+        return ReadMaxRows(most) if most else ReadAllAvailable()
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
+        """One past the newest binding of each source, or where it stands when there is none beyond, or none readable:
+        the others go on. A query that ends with what is there now must not take that for the end."""
+        portal, stores = shared(self._options.urls)
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        end = portal.call(self._latest(stores, start, most))
+        if end != start:
+            self._offered_ms = stores.clock.now_ms()
+        return end
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        portal, stores = shared(self._options.urls)
+
+        async def run() -> Offset:
+            ends = await asyncio.gather(*(one.end(stores) for one in self._sources))
+            return {one.source: end for one, end in zip(self._sources, ends, strict=True)}
+
+        self._target = portal.call(run())
+
+    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        """Planned where they are read: an operator that only hears that time has come costs nobody a look."""
+        intervals = [(one.source, self._at(start, one), end.get(one.source, 0)) for one in self._sources]
+        return [
+            FeedPartition(self._options.objects, msgspec.msgpack.encode(interval), b"")
+            for interval in intervals
+            if interval[1] < interval[2]
+        ]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        assert isinstance(partition, FeedPartition)
+        portal, stores = shared(self._options.urls)
+        source, start, end = msgspec.msgpack.decode(partition.payload, type=tuple[str, int, int])
+        descriptors = portal.call(self._bindings(source).plan(stores, start, end))
+        slices = [d.slice for d in descriptors]
+        arrays = [
+            pa.array([s.topic for s in slices], pa.string()),
+            pa.array([s.partition for s in slices], pa.int32()),
+            pa.array([s.start for s in slices], pa.int64()),
+            pa.array([s.end for s in slices], pa.int64()),
+            pa.array([msgspec.msgpack.encode(d) for d in descriptors], pa.binary()),
+        ]
+        yield pa.RecordBatch.from_arrays(arrays, names=[c.name for c in DESCRIPTOR_COLUMNS])
+
+    # ----------------------------------------------------------------------------------------------------
+
+    def _bindings(self, source: str) -> Bindings:
+        return Bindings(source.strip(), self._options.text("table"))
+
+    def _at(self, offset: Offset, one: Bindings) -> int:
+        """Where a source stands. A checkpoint of an earlier release has one time, under `ts`."""
+        return offset.get(one.source, offset.get("ts", self._options.number("start", 0)))
+
+    async def _latest(self, stores: Stores, start: Offset, most: int | None) -> Offset:
+        if self._target is None and start:
+            pace_ms = self._options.number("pace_ms", PACE_MS)
+            early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
+            if early_ms > 0:
+                await asyncio.sleep(min(early_ms, pace_ms) / 1000)
+            await self._wait(stores, start)
+        ends = await asyncio.gather(*(self._end(stores, one, self._at(start, one), most) for one in self._sources))
+        return {one.source: end for one, end in zip(self._sources, ends, strict=True)}
+
+    async def _wait(self, stores: Stores, start: Offset) -> None:
+        """Until any source has a new binding, for WAIT_S at most."""
+
+        async def wait(one: Bindings) -> None:
+            try:
+                await one.wait(stores, self._at(start, one), WAIT_S)
+            except TidemillError:  # the others are waited for
+                await asyncio.sleep(WAIT_S)
+
+        tasks = Tasks(lambda name, error: None)  # asked again soon, where it fails again and is raised
+        waits = [tasks.spawn(wait(one), name=one.source) for one in self._sources]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await tasks.aclose()
+
+    async def _end(self, stores: Stores, one: Bindings, at: int, most: int | None) -> int:
+        try:
+            return await one.within(stores, at, most, None if self._target is None else self._target[one.source])
+        except TidemillError:
+            if self._target is not None:
+                raise
+            return at
