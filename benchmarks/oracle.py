@@ -1,5 +1,8 @@
 """`./dev bench oracle --for S [--seed N] [--postgres 15]`: worlds of tests/oracle, each with its seed.
 
+Each world has some of these, as its seed has it, and says which: `publications` of somebody else over the same tables,
+`deferrable` keys, a `failover` to a standby that is behind, `large` transactions (200,000 rows). `--with` chooses them.
+
 A world that fails is told with its seed, its tables and clauses and the rows that differ, and the next one begins;
 `--seed N --worlds 1` makes it again, as far as the machine's timing allows. Exit code 1 when any failed.
 """
@@ -7,6 +10,7 @@ A world that fails is told with its seed, its tables and clauses and the rows th
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
 import time
@@ -22,26 +26,34 @@ from tidemill.cli.demo.postgres import EmbeddedPostgres  # noqa: E402
 
 BINARIES = TESTS / "clients" / "node_modules"
 SETTINGS = {"fsync": "off", "shared_buffers": "32MB"}
+ODDS = {"publications": 0.5, "deferrable": 0.5, "failover": 0.4, "large": 0.4}
 
 
-def run(seed: int, version: str, rounds: int, keep: Path | None, changes: bool, shards: bool) -> str:
+def features_of(seed: int, chosen: str | None) -> dict[str, bool]:
+    rand = random.Random(f"{seed} features")
+    drawn = {name: rand.random() < odds for name, odds in ODDS.items()}
+    return drawn if chosen is None else {name: name in chosen.split(",") for name in ODDS}
+
+
+def run(plan: Plan, version: str, keep: Path | None) -> str:
     """One world; what failed, "" = nothing."""
+    seed = plan.seed
     binaries = None if version == "18" else BINARIES / f"postgres-{version}" / "native" / "bin"
     with tempfile.TemporaryDirectory(prefix="oracle-") as scratch:
         directory = keep / f"seed{seed}" if keep is not None else Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
         with EmbeddedPostgres(directory / "postgres", settings=SETTINGS, binaries=binaries) as server:
             try:
-                with world(
-                    Plan(seed=seed, rounds=rounds, changes=changes, shards=shards), server.dsn, directory
-                ) as made:
+                with world(plan, server.dsn, directory, server) as made:
                     made.run()
                     counts = {**made.counts, **made.judge.counts}
-                    print(f"seed {seed} postgres {version}: {made.faults} settled_s={made.judge.settled_s} {counts}")
+                    settled = f"settled_s={made.judge.settled_s} safe_s={made.others.safe_s}"
+                    shown = f"with {','.join(plan.features) or 'nothing else'}: {made.faults} {settled} {counts}"
+                    print(f"seed {seed} postgres {version} {shown}", flush=True)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                return "".join(traceback.format_exception(error, limit=-3))
+                return "".join(traceback.format_exception(error, limit=-8))
     return ""
 
 
@@ -54,13 +66,21 @@ def main() -> int:
     parser.add_argument("--postgres", default="", choices=["", "14", "15", "16", "17", "18"], help="15 and 18 in turn")
     parser.add_argument("--without-changes", action="store_true", help="no DDL while it runs")
     parser.add_argument("--without-shards", action="store_true", help="no pipeline, so no JVM")
+    parser.add_argument("--with", dest="chosen", metavar="FEATURE,…", help=f"of {', '.join(ODDS)}; '' = none of them")
     parser.add_argument("--keep", type=Path, help="leave the data and logs of each world there")
     given = parser.parse_args()
     began_s, failed, ran = time.monotonic(), [], 0
     while ran < given.worlds and time.monotonic() - began_s < given.seconds:
         seed = given.seed + ran
         version = given.postgres or ("18" if seed % 2 else "15")
-        found = run(seed, version, given.rounds, given.keep, not given.without_changes, not given.without_shards)
+        plan = Plan(
+            seed=seed,
+            rounds=given.rounds,
+            changes=not given.without_changes,
+            shards=not given.without_shards,
+            **features_of(seed, given.chosen),
+        )
+        found = run(plan, version, given.keep)
         ran += 1
         if found:
             failed.append(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -52,7 +53,11 @@ class Proxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await self._flowing.wait()
-        inner_reader, inner_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        try:
+            inner_reader, inner_writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        except OSError:
+            writer.close()
+            return
         self._writers |= {writer, inner_writer}
         try:
             pumps = [self._pump(reader, inner_writer), self._pump(inner_reader, writer)]
@@ -63,7 +68,8 @@ class Proxy:
             writer.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            await self._flowing.wait()
-            writer.write(data)
-            await writer.drain()
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                await self._flowing.wait()
+                writer.write(data)
+                await writer.drain()

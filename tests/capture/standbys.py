@@ -28,7 +28,7 @@ def primary(directory: Path, **settings: str) -> Iterator[EmbeddedPostgres]:
 
 def copied_files(server: EmbeddedPostgres, directory: Path, name: str, **settings: str) -> EmbeddedPostgres:
     """A base backup of a running server, not started yet. It has none of the server's slots."""
-    made = EmbeddedPostgres(directory / name, settings={**SETTINGS, **settings})
+    made = EmbeddedPostgres(directory / name, settings={**SETTINGS, **settings}, binaries=server._binaries)
     made.data_dir.mkdir(mode=0o700)
     made._own(made.data_dir)
     subprocess.run(

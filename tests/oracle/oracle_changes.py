@@ -19,6 +19,8 @@ class Changer(Worker):
         self._make = make
 
     def step(self, connection: psycopg.Connection[Any]) -> None:
+        if self.paused:
+            return
         rand = self.rand
         weighed: list[tuple[float, Callable[[psycopg.Cursor[Any], Table], Callable[[], None] | None]]] = [
             (5, self._add), (5, self._widen), (1, self._rename), (1, self._remove), (0.7, self._table_gone),

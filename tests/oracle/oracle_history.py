@@ -32,20 +32,31 @@ class History:
     def __init__(self) -> None:
         self._last = 0
         self.of: dict[int, list[Version]] = defaultdict(list)
+        self._lost: dict[int, list[Version]] = defaultdict(list)
+        """Of a server that was failed over: clients may have been shown them, and no state has them."""
 
     def read_on(self, connection: psycopg.Connection[Any]) -> None:
+        self._last = self._read(connection, self.of)
+
+    def read_lost(self, connection: psycopg.Connection[Any]) -> None:
+        """What the server has that is about to go; what its successor has of it is read there."""
+        self._read(connection, self._lost)
+
+    def _read(self, connection: psycopg.Connection[Any], into: dict[int, list[Version]]) -> int:
+        last = self._last
         rows = connection.execute(
             "SELECT n, xid::text::bigint, tab, op, old, new FROM oracle.history WHERE n > %s ORDER BY n", (self._last,)
         ).fetchall()
         for n, xid, tab, op, old, new in rows:
-            self.of[tab].append(Version(n, xid, op, old, new))
-            self._last = n
+            into[tab].append(Version(n, xid, op, old, new))
+            last = n
+        return last
 
     def shown(self, number: int, columns: Sequence[str]) -> tuple[set[Shown], set[tuple[int, Shown]]]:
         """(every row that was, as these columns; the same with the low half of the xid that wrote it)."""
         rows: set[Shown] = set()
         written: set[tuple[int, Shown]] = set()
-        for version in self.of[number]:
+        for version in (*self.of[number], *self._lost[number]):
             if version.new is not None and version.new.keys() >= set(columns):
                 row = tuple(version.new[name] for name in columns)
                 rows.add(row)
@@ -56,7 +67,7 @@ class History:
         """(xid, key) of each row that left its key, or its value."""
         return {
             (version.xid % XIDS, tuple(version.old[name] for name in key))
-            for version in self.of[number]
+            for version in (*self.of[number], *self._lost[number])
             if version.old is not None and version.old.keys() >= set(key)
         }
 
@@ -67,12 +78,14 @@ class History:
 
 
 def folded(versions: Iterable[Version], key: Sequence[str]) -> dict[Shown, Row]:
-    rows: dict[Shown, Row] = {}
+    """Two rows may hold a deferrable key within a transaction: the one that leaves it is told by its values."""
+    rows: dict[Shown, list[Row]] = defaultdict(list)
     for version in versions:
         if version.op in "TR":
             rows.clear()
-        if version.old is not None:
-            rows.pop(tuple(version.old[name] for name in key), None)
+        if version.old is not None and (held := rows[tuple(version.old[name] for name in key)]):
+            held.remove(version.old if version.old in held else held[-1])
         if version.new is not None:
-            rows[tuple(version.new[name] for name in key)] = version.new
-    return rows
+            rows[tuple(version.new[name] for name in key)].append(version.new)
+    assert all(len(held) < 2 for held in rows.values()), "the history has two rows of one key"
+    return {at: held[0] for at, held in rows.items() if held}

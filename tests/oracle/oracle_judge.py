@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import oracle_large
 from oracle_follower import Follower, View
 from oracle_history import History, Row, Shown
 from oracle_shards import PIPELINE, UNTIL_S, found_of, shard_of, unlike, wanted_of
@@ -25,6 +26,8 @@ from tidemill.capture.naming import table_name
 from tidemill.metastore.catalogue import CaptureTableRow
 
 SETTLE_S = 45.0
+COPIED_S = 180.0
+"""Where every table may have to be copied again, behind a node that was killed."""
 CONFIRM_S = 5.0
 """From when the last commit is durable, which it is when a consumer reads it, until PostgreSQL hears of it."""
 EXAMPLES = 3
@@ -71,19 +74,25 @@ class Judge:
         self._source = source
         self._history = history
         self._lsn_of: dict[int, int] = {}
+        self._last_lsn = 0
+        self.settle_s = SETTLE_S
+        self._moved: dict[Follower | StockClient, int] = {}
         self.counts: Counter[str] = Counter()
         self.settled_s: list[dict[str, float]] = []
         """Of each pause: how long each thing took to be as it must."""
 
-    def judge(self, mark: int, tables: Sequence[Table], shapes: Sequence[Shape]) -> None:
-        """`mark`: `n` of the ledger's last row. Raises AssertionError with all that is wrong."""
+    def judge(self, mark: int, tables: Sequence[Table], shapes: Sequence[Shape], large: Sequence[Shape] = ()) -> None:
+        """`mark`: `n` of the ledger's last row; `large`: shapes over that table. Raises AssertionError with all that is
+        wrong."""
         began_s = time.monotonic()
         took_s = {"ledger": self._until(lambda: self._ledger(mark))}
-        last_lsn = max(self._lsn_of.values())
+        last_lsn = self._last_lsn
         took_s["confirmed"] = self._until(lambda: self._confirmed(last_lsn), CONFIRM_S)
         took_s["states"] = self._until(lambda: self._states(tables))
-        took_s["shapes"] = self._until(lambda: [found for s in shapes for found in self._shape(s, last_lsn)])
+        took_s["shapes"] = self._until(lambda: [found for s in [*shapes, *large] for found in self._shape(s, last_lsn)])
         took_s["topics"] = self._until(lambda: [found for table in tables for found in self._topic(table)])
+        if large:
+            took_s["large"] = self._until(self._large)
         if self._source.shards is not None:
             took_s["shards"] = self._until(lambda: self._shards(tables), UNTIL_S)
         took_s["marks"] = self._until(self._marks)
@@ -92,9 +101,25 @@ class Judge:
         problems = [found for shape in shapes for found in self._never_shown(shape)]
         assert not problems, "\n".join(problems)
         self.counts["pauses"] += 1
+        self._moved, self.settle_s = {}, SETTLE_S
 
-    def _until(self, problems: Callable[[], list[str]], settle_s: float = SETTLE_S) -> float:
-        began_s = time.monotonic()
+    def captured(self, mark: int) -> None:
+        """Wait until it is, with all that was committed before."""
+        self._until(lambda: self._ledger(mark))
+
+    def moved(self, shapes: Sequence[Shape]) -> None:
+        """The database failed over: until the next judgement every client that holds rows is to start over."""
+        self._moved = dict(self.held(shapes))
+        self.settle_s = COPIED_S
+
+    @staticmethod
+    def held(shapes: Sequence[Shape]) -> list[tuple[Follower | StockClient, int]]:
+        """Each client that holds a shape, and how often it started over."""
+        views = [(client, client.view()) for s in shapes if not s.over for client in s.clients]
+        return [(client, view.refetches) for client, view in views if view.complete and not view.refused]
+
+    def _until(self, problems: Callable[[], list[str]], settle_s: float = 0.0) -> float:
+        began_s, settle_s = time.monotonic(), settle_s or self.settle_s
         deadline = began_s + settle_s
         while found := problems():
             assert time.monotonic() < deadline, f"not within {settle_s:.0f} s:\n" + "\n".join(found)
@@ -108,7 +133,12 @@ class Judge:
         if row is None or not row.flows:
             return [f"{LEDGER} does not flow: {row}"]
         records = read_topic(self._source.brokers, row.topic)
-        self._lsn_of = {int(r.value["xid"]): r.place[0] for r in records if r.value is not None}
+        if self._source.rows().get(LEDGER) != row:
+            return [f"{LEDGER} was copied again, or described, while its topic was read"]
+        for record in records:
+            if record.value is not None:  # of what was copied again since, its commit is known from before
+                self._lsn_of.setdefault(int(record.value["xid"]), record.place[0])
+        self._last_lsn = max((r.place[0] for r in records), default=0)
         if not any(r.value is not None and int(r.value["n"]) == mark for r in records):
             return [f"the topic of {LEDGER} has not the row {mark}"]
         wrong = [f"a place stands twice in the topic of {LEDGER}: {record}" for record in twice(records)]
@@ -128,11 +158,13 @@ class Judge:
                     problems.append(f"{table.sql_name} is gone, and {row.state}")
             elif row is None:
                 problems.append(f"{table.sql_name} is not known to the capture")
+            elif table.listed and row.state in ("refused", "parked") and f"publication={table.listed}" in row.reason:
+                self.counts[f"{row.state} beside a column list"] += 1
             elif row.state == "parked" and not row.recopy and table.may_be_parked(row.reason):
                 self.counts["parked"] += 1
             elif row.flows and {c.name for c in row.columns} != set(table.names):
                 problems.append(f"{table.sql_name} has columns {table.names}, captured {[c.name for c in row.columns]}")
-            elif not row.flows or row.recopy:
+            elif not row.flows or row.recopy or table.listed:
                 problems.append(
                     f"{table.sql_name} is {row.state}, copied={row.snapshot is not None}, changes={table.changed}:"
                     f" {row.reason}"
@@ -159,6 +191,8 @@ class Judge:
         if row is None:
             return []
         parked = row.state == "parked"
+        if table.listed and row.state == "refused":
+            return []
         if not row.flows and not parked:
             return [f"{table.sql_name} is {row.state}"]
         records = read_topic(self._source.brokers, row.topic)
@@ -180,6 +214,17 @@ class Judge:
         self.counts["topics"] += not problems
         return [f"{problem} changes={table.changed}" for problem in problems]
 
+    def _large(self) -> list[str]:
+        row = self._source.rows()[table_name(oracle_large.TABLE.schema, oracle_large.TABLE.name)]
+        if not row.flows or row.recopy:
+            return [f"{row.table} is {row.state}: {row.reason}"]
+        rows = self._source.select(oracle_large.TABLE.select())
+        found = oracle_large.differing(self._source.brokers, row.topic, rows)
+        if self._source.rows().get(row.table) != row:
+            return [f"{row.table} was copied again while its topic was read"]
+        self.counts["large topics"] += not found
+        return found
+
     # shards ----------------------------------------------------------------------------------------
     def _shards(self, tables: Sequence[Table]) -> list[str]:
         """Of tables that flow. One that changed again behind what was accepted for its shard says so, and waits."""
@@ -189,7 +234,7 @@ class Judge:
         return [
             found
             for table in tables
-            if table.kept and not (table.gone or table.broken or f"shard:{shard_of(table)}" in waiting)
+            if table.kept and not (table.gone or table.broken or table.listed or f"shard:{shard_of(table)}" in waiting)
             if (row := rows.get(table_name(table.schema, table.name))) is not None and row.flows
             for found in self._shard(table)
         ]
@@ -226,6 +271,9 @@ class Judge:
             view = client.view()
             found = self._held(client, view, names, table)
             said = f"{client.name} of {shape}, changes={table.changed}, {_said(view)}"
+            if view.refetches <= self._moved.get(client, -1):
+                problems.append(f"{said}: the database failed over, and it is not told to start over")
+                continue
             if found is None:
                 other = next(row for row in view.rows.values() if row.keys() != set(names))
                 problems.append(f"{said}: its rows have not the columns {names}: {other}")

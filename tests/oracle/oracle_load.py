@@ -19,8 +19,10 @@ import psycopg
 from oracle_tables import LEDGER, Column, Table, identifier
 from oracle_types import VALUES, key_value
 
-OBJECT_NOT_IN_PREREQUISITE_STATE = "55000"
-"""What an UPDATE without a replica identity is refused with."""
+IDENTITY_REFUSED = ("55000", "42P10")
+"""What an UPDATE or DELETE is refused with where a table has no replica identity, or one that a publication rules out
+(`object_not_in_prerequisite_state`, `invalid_column_reference`)."""
+SYNTAX_ERROR = "42601"
 DISPLAY = (
     ("datestyle", "ISO, DMY"), ("timezone", "UTC"), ("intervalstyle", "iso_8601"), ("bytea_output", "hex"),
     ("extra_float_digits", "1"),
@@ -81,7 +83,9 @@ class Worker(threading.Thread):
         self.rand = random.Random(f"{seed} {name}")
         self.counts: Counter[str] = Counter()
         self.failure: BaseException | None = None
-        self._dsn = dsn
+        self.dsn = dsn
+        """Read between two transactions: another one leads to another server."""
+        self.paused = False
         self._tables = tables
         self._gate = gate
         self._pause_s = pause_s
@@ -89,21 +93,31 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         try:
-            with connect(self._dsn) as connection:
-                connection.execute("SET lock_timeout = '5s'")
-                connection.commit()
-                while not self._stopping.wait(self.rand.random() * 2 * self._pause_s):
-                    with self._gate.passing():
-                        self._attempt(connection)
+            while not self._stopping.is_set():
+                self._work(self.dsn)
         except BaseException as error:
             self.failure = error
+
+    def _work(self, dsn: str) -> None:
+        """Until the work is over, or at another server."""
+        connection = connect(dsn)
+        try:
+            connection.execute("SET lock_timeout = '5s'")
+            connection.commit()
+            while not self._stopping.wait(self.rand.random() * 2 * self._pause_s):
+                with self._gate.passing():
+                    if self.dsn != dsn:
+                        return
+                    self._attempt(connection)
+        finally:
+            connection.close()
 
     def _attempt(self, connection: psycopg.Connection[Any]) -> None:
         try:
             self.step(connection)
         except psycopg.Error as error:
             connection.rollback()
-            if error.sqlstate is None or error.sqlstate == OBJECT_NOT_IN_PREREQUISITE_STATE:
+            if error.sqlstate is None or error.sqlstate in (*IDENTITY_REFUSED, SYNTAX_ERROR):
                 raise
             if isinstance(error, psycopg.errors.DeadlockDetected):
                 _check_who(connection, str(error))
@@ -123,6 +137,8 @@ class Worker(threading.Thread):
 
 
 class Writer(Worker):
+    truncates = True
+
     def step(self, connection: psycopg.Connection[Any]) -> None:
         rand, cursor = self.rand, connection.cursor()
         for _ in range(rand.choice([1, 1, 2, 3, 6])):
@@ -148,11 +164,13 @@ class Writer(Worker):
         rand = self.rand
         weighed: list[tuple[float, Callable[[psycopg.Cursor[Any], Table], None]]] = [
             (10, self._insert), (10, self._update), (4, self._move), (2, self._swap), (2, self._without_change),
-            (4, self._remove_row), (1.2, self._sweep), (0.5, self._many), (0.12, self._truncate),
+            (4, self._remove_row), (1.2, self._sweep), (0.5, self._many), (0.12 * self.truncates, self._truncate),
         ]  # fmt: skip
+        if table.deferrable:
+            weighed += [(6, self._shift), (3, self._exchange), (3, self._meet)]
         (kind,) = rand.choices([k for _, k in weighed], [w for w, _ in weighed])
         kind(cursor, table)
-        self.counts[kind.__name__[1:]] += 1
+        self.counts[kind.__name__[1:] + " of a deferrable key" * (table.deferrable != "")] += 1
 
     def _value(self, table: Table, column: Column) -> str | None:
         if column.name in table.key:
@@ -168,6 +186,9 @@ class Writer(Worker):
 
     def _insert(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
         rand = self.rand
+        if table.deferrable:
+            self._insert_free(cursor, table)
+            return
         given = [c for c in table.columns if c.name in table.key or rand.random() < 0.8]
         count = rand.choice([1, 1, 2, 5, 40])
         row = f"({', '.join(f'%s::{c.bare}' for c in given)})"
@@ -179,6 +200,21 @@ class Writer(Worker):
         names = ", ".join(_name(c) for c in given)
         rows = ", ".join([row] * count)
         cursor.execute(f"INSERT INTO {_sql(table)} ({names}) VALUES {rows} ON CONFLICT {conflict}", values)
+
+    def _insert_free(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        """A deferrable key is none that ON CONFLICT can name. Rows of equal content but for the key are among them."""
+        rand = self.rand
+        given = [c for c in table.columns if c.name in table.key or rand.random() < 0.6]
+        same = {c.name: self._value(table, c) for c in given}
+        for _ in range(rand.choice([1, 1, 2, 5, 20])):
+            test, key = self._key(table)
+            values = {**same, **dict(zip(table.key, key, strict=True))}
+            names, row = ", ".join(map(_name, given)), ", ".join(f"%s::{c.bare}" for c in given)
+            cursor.execute(
+                f"INSERT INTO {_sql(table)} ({names}) SELECT {row}"
+                f" WHERE NOT EXISTS (SELECT FROM {_sql(table)} WHERE {test})",
+                [*(values[c.name] for c in given), *key],
+            )
 
     def _update(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
         others = table.others
@@ -205,6 +241,48 @@ class Writer(Worker):
             change = f"UPDATE {_sql(table)} SET {_name(first)} = {new} WHERE {_name(first)} = {old}"
             cursor.execute(change, ())
 
+    def _shift(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        """Each row moves to the key of the next one, which leaves it later in the same statement."""
+        numbers = [c for c in map(table.column, table.key) if c.kind in ("integer", "bigint", "smallint", "date")]
+        if not numbers:
+            return
+        name = _name(self.rand.choice(numbers))
+        order = f"(SELECT {name} FROM {_sql(table)} ORDER BY {name} OFFSET {self.rand.randint(0, 20)} LIMIT 1)"
+        step = self.rand.choice(["+ 1", "- 1"])
+        cursor.execute(f"UPDATE {_sql(table)} SET {name} = {name} {step} WHERE {name} >= {order}", ())
+
+    def _exchange(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        """Two rows take each other's key in one statement, or three in a ring."""
+        names = ", ".join(map(_identifier, table.key))
+        cursor.execute(
+            f"WITH chosen AS (SELECT {names} FROM {_sql(table)} ORDER BY random() LIMIT {self.rand.choice([2, 3])}),"
+            f" ring AS (SELECT {names}, row_number() OVER (ORDER BY {names}) AS at FROM chosen),"
+            f" pairs AS (SELECT a.*, {', '.join(f'b.{n} AS to_{i}' for i, n in enumerate(map(_identifier, table.key)))}"
+            " FROM ring a JOIN ring b ON b.at = a.at %% (SELECT count(*) FROM ring) + 1)"
+            f" UPDATE {_sql(table)} t SET"
+            f" {', '.join(f'{n} = pairs.to_{i}' for i, n in enumerate(map(_identifier, table.key)))} FROM pairs WHERE"
+            f" {' AND '.join(f't.{n} = pairs.{n}' for n in map(_identifier, table.key))}",
+            (),
+        )
+
+    def _meet(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
+        """Two rows hold one key over statements; then the one that was there leaves it: for the other's key, or with
+        the row. Refused at once where the key is not deferred."""
+        names = ", ".join(map(_identifier, table.key))
+        cursor.execute("SET CONSTRAINTS ALL DEFERRED") if self.rand.random() < 0.5 else None
+        cursor.execute(f"SELECT ctid::text, {names} FROM {_sql(table)} ORDER BY random() LIMIT 2 FOR UPDATE", ())
+        rows = cursor.fetchall()
+        if len(rows) < 2:
+            return
+        (a, *a_key), (b, *b_key) = rows
+        taken = ", ".join(f"{n} = %s" for n in map(_identifier, table.key))
+        change = f"UPDATE {_sql(table)} SET {taken} WHERE ctid = %s::tid"
+        cursor.execute(change, [*b_key, a])
+        if self.rand.random() < 0.7:
+            cursor.execute(change, [*a_key, b])
+        else:
+            cursor.execute(f"DELETE FROM {_sql(table)} WHERE ctid = %s::tid", [b])
+
     def _without_change(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
         column = _name(self.rand.choice(table.columns))
         cursor.execute(f"UPDATE {_sql(table)} SET {column} = {column}", ())
@@ -229,9 +307,10 @@ class Writer(Worker):
         if first.kind not in ("integer", "bigint") or len(table.key) > 1 or table.partitions:
             return
         start = self.rand.choice([1_000, 2_000])
+        free = f"WHERE NOT EXISTS (SELECT FROM {_sql(table)} WHERE {_name(first)} = g)"
         cursor.execute(
-            f"INSERT INTO {_sql(table)} ({_name(first)}) SELECT generate_series({start}, {start + 700})"
-            " ON CONFLICT DO NOTHING",
+            f"INSERT INTO {_sql(table)} ({_name(first)}) SELECT g FROM generate_series({start}, {start + 700}) g"
+            f" {free if table.deferrable else 'ON CONFLICT DO NOTHING'}",
             (),
         )
         if self.rand.random() < 0.6:

@@ -79,6 +79,12 @@ class Table:
     columns: list[Column]
     key: list[str]
     partitions: int = 0
+    deferrable: str = ""
+    """IMMEDIATE or DEFERRED: what its key, which is deferrable, is INITIALLY."""
+    whole: bool = False
+    """The application itself gives it REPLICA IDENTITY FULL."""
+    listed: str = ""
+    """A publication of somebody else that rules out REPLICA IDENTITY FULL: the table is refused or parked meanwhile."""
     broken: list[str] = field(default_factory=list)
     """Changes of its description since it was last copied, after which it may be parked."""
     changed: list[str] = field(default_factory=list)
@@ -124,10 +130,12 @@ class Table:
 
     def ddl(self) -> list[str]:
         key = ", ".join(map(identifier, self.key))
-        body = ", ".join([*(column.sql for column in self.columns), f"PRIMARY KEY ({key})"])
+        late = f" DEFERRABLE INITIALLY {self.deferrable}" if self.deferrable else ""
+        body = ", ".join([*(column.sql for column in self.columns), f"PRIMARY KEY ({key}){late}"])
         by = f" PARTITION BY RANGE ({identifier(self.key[0])})" if self.partitions else ""
         statements = [f"CREATE TABLE {self.sql_name} ({body}){by}"]
         statements += [self.partition(number) for number in range(self.partitions)]
+        statements += [f"ALTER TABLE {self.sql_name} REPLICA IDENTITY FULL"] * self.whole
         return [*statements, *self.watching()]
 
     def partition(self, number: int) -> str:
@@ -190,7 +198,8 @@ def random_column(rand: random.Random, taken: Sequence[str], kind: str = "") -> 
     return Column(name, kind)
 
 
-def random_table(rand: random.Random, number: int) -> Table:
+def random_table(rand: random.Random, number: int, *, deferrable: bool = False) -> Table:
+    """`deferrable`: half of those without partitions have such a key."""
     partitioned = rand.random() < 0.2
     kinds = ["integer" if partitioned else rand.choice(KEY_TYPES)]
     kinds += [rand.choice(KEY_TYPES) for _ in range(rand.choice([0, 0, 1, 2]))]
@@ -207,4 +216,7 @@ def random_table(rand: random.Random, number: int) -> Table:
         columns.append(column)
     rand.shuffle(columns)
     name = rand.choice(_WORDS) if rand.random() < 0.5 else "t"
-    return Table(number, rand.choice([*SCHEMAS, "public"]), f"{name} {number}", columns, key, 2 if partitioned else 0)
+    made = Table(number, rand.choice([*SCHEMAS, "public"]), f"{name} {number}", columns, key, 2 if partitioned else 0)
+    if deferrable and not partitioned and rand.random() < 0.5:
+        made.deferrable = rand.choice(["IMMEDIATE", "DEFERRED"])
+    return made

@@ -13,7 +13,6 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,20 +21,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
+import oracle_large
 import psycopg
 from cluster import Cluster, cluster, until
 from oracle_changes import Changer
 from oracle_clauses import random_clause
+from oracle_failover import Failover
 from oracle_follower import Follower
 from oracle_history import History
 from oracle_judge import Judge, Shape, Source
 from oracle_load import Gate, Worker, Writer, connect
+from oracle_publications import Publications
 from oracle_shards import PIPELINE, pipeline_of
 from oracle_stock import StockClients, installed
 from oracle_tables import LEDGER, SCHEMAS, SETUP, Table, identifier, random_table
 
 from tidemill.capture.naming import table_name
 from tidemill.cli.context import stores
+from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.metastore.catalogue import CaptureTableRow
 
 CAPTURE = "world"
@@ -56,10 +59,24 @@ class Plan:
     pause_s: float = 0.03
     shards: bool = False
     """A pipeline keeps the first tables; faults are the driver's, too."""
+    publications: bool = False
+    """Somebody else's, over the same tables."""
+    deferrable: bool = False
+    """Keys that are, in half of the tables."""
+    failover: bool = False
+    """To a standby that is behind, once."""
+    large: bool = False
+    """Transactions of 200,000 rows on a table of their own, one in each round."""
+
+    @property
+    def features(self) -> list[str]:
+        return [name for name in ("publications", "deferrable", "failover", "large") if getattr(self, name)]
 
 
 class World:
-    def __init__(self, plan: Plan, dsn: str, directory: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, plan: Plan, dsn: str, directory: Path, stack: ExitStack, server: EmbeddedPostgres | None = None
+    ) -> None:
         self.plan = plan
         self.rand = random.Random(f"{plan.seed} world")
         self.dsn = dsn
@@ -73,9 +90,21 @@ class World:
         self._control = stack.enter_context(connect(dsn, autocommit=True))
         self._control.execute(SETUP)  # type: ignore[arg-type]
         self._ddl = stack.enter_context(connect(dsn))
+        self.workers: list[Worker] = []
+        self.others = Publications(random.Random(f"{plan.seed} publications"), self.tables)
+        self.failover: Failover | None = None
+        if plan.failover:
+            assert server is not None, "a failover needs a server of its own"
+            self.failover = Failover(server, directory, stack)
+        self._over_after = self.rand.randrange(max(1, plan.rounds - 1)) if plan.failover else -1
+        self.large: list[Shape] = []
+        if plan.large:
+            self._control.execute(oracle_large.DDL)
         for _ in range(self.rand.randint(*plan.tables)):
             self._create(self._new_table())
         self._seed_rows()
+        if plan.publications and self.rand.random() < 0.5:
+            self.others.turn(self._control)
         self.cluster = self._start(directory)
         self.stock = (
             StockClients(f"http://{self.cluster.http}/v1/shape", directory / "stock.log") if installed() else None
@@ -85,11 +114,16 @@ class World:
         self.judge = Judge(self._source(), self.history)
         for table in self.tables:
             self._follow(table)
+        if plan.large:
+            self._follow_large()
 
     # making ----------------------------------------------------------------------------------------
     def _new_table(self) -> Table:
         self._made += 1
-        return random_table(self.rand, self._made)
+        made = random_table(self.rand, self._made, deferrable=self.plan.deferrable)
+        # An application that has publications of all its tables gives one whose key is no identity another itself.
+        made.whole = made.deferrable != "" and (self.plan.publications or self.rand.random() < 0.3)
+        return made
 
     def _create(self, table: Table) -> None:
         for statement in table.ddl():
@@ -106,7 +140,12 @@ class World:
 
     def _start(self, directory: Path) -> Cluster:
         patterns = ", ".join(f"'{pattern}'" for pattern in ("public.*", f'"{SCHEMAS[1]}".*'))
-        toml = f'[capture.{CAPTURE}]\ndsn = "{self.dsn}"\ntables = [{patterns}]\nbinding_interval_ms = 20\n'
+        dsn = self.dsn if self.failover is None else self.failover.dsn
+        toml = f'[capture.{CAPTURE}]\ndsn = "{dsn}"\ntables = [{patterns}]\nbinding_interval_ms = 20\n'
+        if self.failover is not None and self.failover.slots:
+            toml += "failover = true\n"
+        if self.plan.publications:
+            toml += "copy_again_pause_s = 1\n"
         toml += "[shapes]\nlong_poll_s = 2\nsse_s = 8\n"
         if self.plan.shards:
             directory.mkdir(parents=True, exist_ok=True)
@@ -159,10 +198,22 @@ class World:
                 shape.clients.append(self.stock.follow(name, params, sse=rand.random() < 0.5))
             self.shapes.append(shape)
 
+    def _follow_large(self) -> None:
+        table = oracle_large.TABLE
+        params = {"table": f"{table.schema}.{table.name}", "where": oracle_large.WHERE}
+        shape = Shape(table, oracle_large.WHERE, [])
+        for sse in (False, True):
+            client = Follower(self.cluster.http, params, table.names, table.key, sse=sse)
+            client.start()
+            self.stack.callback(client.stop)
+            shape.clients.append(client)
+        self.large.append(shape)
+
     # running ---------------------------------------------------------------------------------------
     def run(self) -> None:
         seed = str(self.plan.seed)
-        workers: list[Worker] = [
+        workers = self.workers
+        workers += [
             Writer(f"writer{n}", self.dsn, seed, self.tables, self.gate, self.plan.pause_s)
             for n in range(self.plan.writers)
         ]
@@ -172,15 +223,24 @@ class World:
             worker.start()
         try:
             for number in range(self.plan.rounds):
+                if self.plan.publications:
+                    with self.gate.closed():
+                        self.others.turn(self._control)
                 self._round()
                 with self.gate.closed():
+                    if self.plan.publications and number == self.plan.rounds - 1:
+                        self.others.end(self._control)
                     self._judge()
+                    if self.plan.large and number < len(oracle_large.KINDS):
+                        self._large_transaction([*oracle_large.KINDS][number])
                 if number < self.plan.rounds - 1:
                     self._go_on()
+                if number == self._over_after:
+                    self._fail_over()
         finally:
             for worker in workers:
                 worker.stop()
-            self.counts = sum((worker.counts for worker in workers), Counter())
+            self.counts = sum((worker.counts for worker in workers), self.others.counts)
         assert self.counts["committed"] > 5 * self.plan.rounds, f"the writers did next to nothing: {self.counts}"
 
     def _round(self) -> None:
@@ -214,7 +274,50 @@ class World:
     def _judge(self) -> None:
         (mark,) = self._control.execute(LEDGER + " RETURNING n", ("mark",)).fetchone()  # type: ignore[misc]
         self.history.read_on(self._control)
-        self.judge.judge(int(mark), self.tables, self.shapes)
+        self.judge.judge(int(mark), self.tables, self.shapes, self.large)
+        for worker in self.workers:
+            worker.paused = False
+
+    def _large_transaction(self, kind: str) -> None:
+        """Its own table's shapes may end for it. Those of others, which are written to meanwhile, may not."""
+        before = self.judge.held(self.shapes)
+        quiet = Writer(f"beside {kind}", self.dsn, str(self.plan.seed), self.tables, Gate(), self.plan.pause_s)
+        quiet.truncates = False
+        quiet.start()
+        try:
+            with connect(self.dsn) as connection:
+                oracle_large.transact(connection, kind)
+        finally:
+            quiet.stop()
+        self.judge.settle_s, usual_s = oracle_large.SETTLE_S, self.judge.settle_s
+        self._judge()
+        self.judge.settle_s = usual_s
+        ended = [client.name for client, refetches in before if client.view().refetches != refetches]
+        assert not ended, f"shapes of other tables ended with the {kind} of {oracle_large.ROWS} rows: {ended}"
+        self.judge.counts["shapes beside a large transaction"] += len(before)
+        assert quiet.counts["committed"], "nothing was written beside"
+
+    def _fail_over(self) -> None:
+        """The standby has nothing of what is committed between its cut and its promotion."""
+        assert self.failover is not None
+        for worker in self.workers:
+            worker.paused = isinstance(worker, Changer)
+        with self.gate.closed():
+            self.failover.cut(f"tidemill_{CAPTURE}")
+        time.sleep(self.rand.uniform(0.3, 3))
+        with self.gate.closed():
+            (mark,) = self._control.execute(LEDGER + " RETURNING n", ("lost",)).fetchone()  # type: ignore[misc]
+            if captured := self.rand.random() < 0.7:
+                self.judge.captured(int(mark))
+            self.history.read_lost(self._control)
+            self.judge.moved([*self.shapes, *self.large])
+            self.dsn = self.failover.over()
+            for connection in (self._control, self._ddl):
+                connection.close()
+            self._control = self.stack.enter_context(connect(self.dsn, autocommit=True))
+            self.faults.append(f"failover{' of what is captured' * captured}")
+            for worker in self.workers:
+                worker.dsn = self.dsn
 
     def _go_on(self) -> None:
         """Tables that are parked are copied again, tables that are new get clients."""
@@ -225,7 +328,7 @@ class World:
             row = rows.get(name)
             if table.gone:
                 self._leave(table)
-            elif row is not None and row.state == "parked" and self.rand.random() < 0.7:
+            elif row is not None and row.state == "parked" and not table.listed and self.rand.random() < 0.7:
                 known = len(table.broken)
                 accepts = table.kept and self.rand.random() < 0.6
                 code, told = self.cluster.command("capture", "accept" if accepts else "recopy", name, "--yes")
@@ -263,20 +366,22 @@ class World:
 
     def describe(self) -> str:
         """What a failure prints."""
-        lines = [f"seed {self.plan.seed}, faults {self.faults}"]
+        lines = [f"seed {self.plan.seed}, with {self.plan.features}, faults {self.faults}, others {self.others.held}"]
         for table in self.tables:
             shown = ", ".join(column.sql for column in table.columns)
-            lines.append(f"{table.sql_name} key={table.key} gone={table.gone} changes={table.changed}: {shown}")
+            key = f"key={table.key} deferrable={table.deferrable!r} whole={table.whole} listed={table.listed!r}"
+            lines.append(f"{table.sql_name} {key} gone={table.gone} changes={table.changed}: {shown}")
         lines += [f"shape {shape} followed by {[client.name for client in shape.clients]}" for shape in self.shapes]
         lines += self._sessions()
         return "\n".join(lines)
 
 
 @contextmanager
-def world(plan: Plan, dsn: str, directory: Path) -> Iterator[World]:
-    """Whatever fails within is told with the seed and all that was made of it."""
+def world(plan: Plan, dsn: str, directory: Path, server: EmbeddedPostgres | None = None) -> Iterator[World]:
+    """Whatever fails within is told with the seed and all that was made of it. `server`: that of `dsn`, which a
+    failover kills."""
     with ExitStack() as stack:
-        made = World(plan, dsn, directory, stack)
+        made = World(plan, dsn, directory, stack, server)
         try:
             yield made
         except BaseException as error:

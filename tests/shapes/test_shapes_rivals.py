@@ -46,6 +46,10 @@ def test_a_client_that_takes_every_operation_literally_has_what_select_has(postg
                     "UPDATE d SET id = id + 1",
                 ],
                 ["UPDATE d SET id = id + 1, v = v || 'x'", "DELETE FROM d WHERE v = 'v3x'", "UPDATE d SET id = id - 1"],
+                # Rows of equal content, of which the stream does not say which one left a key.
+                ["UPDATE d SET v = 'v7'", "UPDATE d SET id = id + 1"],
+                ["UPDATE d SET id = id + 1", "UPDATE d SET id = id + 1"],
+                ["UPDATE d SET id = 70 - id", "UPDATE d SET v = 'v8' WHERE id % 3 = 0", "UPDATE d SET id = id - 3"],
             ):
                 async with world.db.transaction():
                     await world.db.execute("SET CONSTRAINTS ALL DEFERRED")

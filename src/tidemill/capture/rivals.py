@@ -20,6 +20,9 @@ R2  An answer may come from the future: a later transaction changed the key alre
     stream, hence the last record of the key is right.
 R3  Nothing is decoded before a row has left a key of a table that another row of this transaction has taken a key of.
 R4  What is remembered of a transaction is bounded. Beyond the bound each departure is asked for.
+R5  Of rows of equal content the one that took the key counts as the one that leaves it: it makes no difference to what
+    holds the key. Where all that took it have left, it is as it was before them: shapes show nothing of their changes,
+    and the answer is for the last record of the key in topics.
 """
 
 from __future__ import annotations
@@ -52,13 +55,6 @@ Refuse = Callable[[Relation, Fragment, TidemillError], Awaitable[None]]
 _Piece = Change | tuple[Rows, Block, int, int]
 
 
-class Unsure:
-    """In place of what stays: the database is to be asked."""
-
-
-UNSURE = Unsure()
-
-
 def key_of(relation: Relation, row: Row) -> Key:
     """−0 and 0 of a float are one key, as in records."""
     return tuple(
@@ -66,37 +62,61 @@ def key_of(relation: Relation, row: Row) -> Key:
     )
 
 
+class _Known:
+    """What is known of one change, by its ordinal."""
+
+    __slots__ = ("over", "replaced", "stays")
+
+    def __init__(self) -> None:
+        self.stays: Row | None = None
+        self.replaced = False
+        self.over: Row | None = None
+
+    def of(self, change: Change) -> Change:
+        return replace(change, stays=self.stays, replaced=self.replaced, over=self.over)
+
+
+class _Found(dict[int, _Known]):
+    def __missing__(self, ordinal: int) -> _Known:
+        known = self[ordinal] = _Known()
+        return known
+
+
 class _Holder(msgspec.Struct):
-    """A row that came to hold a key, with the change that brought it: −1 where that is handed on. `told`: that change
-    says which row it came over."""
+    """A row that came to hold a key. `told`: the change that brought it says which row it came over."""
 
     row: Row
-    ordinal: int
     told: bool = False
 
 
-class _Held:
-    """`holders`: rows known to hold the key, the newest last. `all`: no other row may hold it. `unsure`: one of them
-    may have left it. `touched`: one that is not the newest was updated since another took the key."""
+class _Event(msgspec.Struct, frozen=True):
+    """A change that took a key (`new`), left it (`left`), or did neither (both)."""
 
-    __slots__ = ("all", "holders", "touched", "unsure")
+    ordinal: int
+    new: Row | None
+    left: bool
+
+
+class _Held:
+    """`holders`: rows known to hold the key, the newest last. `all`: no other row may hold it. `first`: the change that
+    took the key, maybe over a row of which nothing is known yet; −1: none, or it is handed on. `events`: of the key,
+    while `holders` may not be all; None: some are handed on. `unsure`: what holds the key is not known any more."""
+
+    __slots__ = ("all", "events", "first", "holders", "unsure")
 
     def __init__(self, *, all_: bool) -> None:
         self.holders: list[_Holder] = []
         self.all = all_
-        self.unsure = self.touched = False
+        self.first = -1
+        self.events: list[_Event] | None = []
+        self.unsure = False
 
     def find(self, row: Row) -> int:
         return next((n for n, holder in enumerate(self.holders) if holder.row == row), -1)
 
-
-class Stays(msgspec.Struct, frozen=True):
-    """`row` holds the key. `came_over`: the ordinal of the change that took the key over the row that leaves; −1 where
-    it said so by itself, or is handed on already."""
-
-    row: Row
-    came_over: int = -1
-    replaced: bool = False
+    def note(self, ordinal: int, new: Row | None, left: bool) -> None:
+        if self.events is not None and not self.all:
+            self.events.append(_Event(ordinal, new, left))
 
 
 class TableRivals:
@@ -130,79 +150,103 @@ class TableRivals:
                 self._pieces.clear()
         return True
 
-    def recall(self) -> None:
+    def recall(self, found: _Found) -> None:
         """Decode what was remembered: from here on each change is fed."""
         pieces, self._pieces = self._pieces or [], None
         self._bytes = 0
         self.took = True
         for piece in pieces:
             for change in changes_of(piece):
-                self.feed(change)
+                self.feed(change, found)
 
     def handed_on(self) -> None:
         for held in self._recent:
-            for holder in held.holders:
-                holder.ordinal = -1
+            held.first, held.events = -1, None if held.holders else held.events
         self._recent.clear()
 
-    def feed(self, change: Change) -> tuple[Stays | Unsure | None, Row | None]:
-        """What stays under the key that the change leaves, and which row is known to hold the key that it takes."""
+    def feed(self, change: Change, found: _Found) -> bool:
+        """Note what stays under the key that the change leaves, and which row holds the key that it takes. True: the
+        database is to be asked what stays."""
         relation, old, new = change.relation, change.old, change.new
+        ordinal = change.position.ordinal
         if change.op == "truncate":
             self._held.clear()
             self._truncated = True
-            return None, None
+            return False
         left = key_of(relation, old) if old is not None else None
         taken = key_of(relation, new) if new is not None else None
         if left is not None and left == taken:
-            assert old is not None and new is not None
-            self._stays_put(left, old, new)
-            return None, None
-        stays = self._leaves(left, cast(Row, old)) if left is not None else None
+            self._stays_put(left, change, found)
+            return False
+        asks = self._leaves(left, cast(Row, old), ordinal, found) if left is not None else False
         if taken is not None and new is not None:
-            held = self._entry(taken)
-            over = held.holders[-1].row if held.holders and not held.unsure else None
-            held.holders.append(_Holder(new, change.position.ordinal, over is not None))
-            self._recent.append(held)
-            return stays, over
-        return stays, None
+            self._takes(taken, new, ordinal, found)
+        return asks
 
-    def _stays_put(self, key: Key, old: Row, new: Row) -> None:
+    def _takes(self, key: Key, row: Row, ordinal: int, found: _Found) -> None:
+        held = self._entry(key)
+        over = held.holders[-1].row if held.holders and not held.unsure else None
+        if over is not None:
+            found[ordinal].over = over
+        elif not held.all:
+            held.first = ordinal
+        held.holders.append(_Holder(row, over is not None))
+        held.note(ordinal, row, False)
+        self._recent.append(held)
+
+    def _stays_put(self, key: Key, change: Change, found: _Found) -> None:
         held = self._held.get(key)
         if held is None:
             return
+        old, new, ordinal = cast(Row, change.old), cast(Row, change.new), change.position.ordinal
         at = held.find(old)
-        if at >= 0:
-            held.holders[at].row = new
-            held.touched |= at < len(held.holders) - 1
-        else:
-            held.holders.insert(0, _Holder(new, -1))
-            held.all = held.touched = True
+        if at < 0:
+            self._was_there(held, old, found)
+            held.holders.insert(0, _Holder(new))
+            at = 0
+        held.holders[at].row = new
+        held.note(ordinal, new, True)
+        self._recent.append(held)
+        if at < len(held.holders) - 1 and not held.unsure:
+            found[ordinal].replaced, found[ordinal].over = True, new
 
-    def _leaves(self, key: Key, row: Row) -> Stays | Unsure | None:
+    @staticmethod
+    def _was_there(held: _Held, row: Row, found: _Found) -> None:
+        """This one held the key before any other took it."""
+        held.all, held.events = True, None
+        if held.first >= 0:
+            found[held.first].over = row
+            held.holders[0].told = True
+            held.first = -1
+
+    def _leaves(self, key: Key, row: Row, ordinal: int, found: _Found) -> bool:
         held = self._entry(key)
         if self._lost or held.unsure:
-            return UNSURE
+            return True
         at = held.find(row)
-        first = at < 0
-        if first:
-            held.all = True
-        elif held.all:
-            del held.holders[at]
+        if at < 0:
+            newest = at
+            self._was_there(held, row, found)
         else:
-            # Either the row that took the key, or one of equal content that had it before.
+            newest = len(held.holders) - 1
+            del held.holders[at]
+        held.note(ordinal, None, True)
+        self._recent.append(held)
+        if held.holders:
+            found[ordinal].stays = held.holders[-1].row
+            found[ordinal].replaced = at != newest or (at < 0 and held.holders[-1].told)
+            return False
+        if held.all:
+            return False
+        if held.events is None:
             held.unsure = True
-            return UNSURE
-        if not held.holders:
-            held.touched = False
-            return None
-        newest, came_over = held.holders[-1], -1
-        if first and not held.holders[0].told:
-            came_over = held.holders[0].ordinal
-            held.holders[0].told = came_over >= 0
-        replaced = newest.told and not held.touched and at < len(held.holders)
-        held.touched &= len(held.holders) > 1
-        return Stays(newest.row, came_over, replaced)
+            return True
+        for event in held.events:
+            known = found[event.ordinal]
+            known.over = event.new if event.new is not None else known.over
+            known.replaced |= event.left
+        held.events, held.first = [], -1
+        return True
 
     def _entry(self, key: Key) -> _Held:
         held = self._held.get(key)
@@ -215,20 +259,6 @@ class TableRivals:
                 if self._lost:
                     self._held.clear()
         return held
-
-
-class _Found:
-    """What is known of one change."""
-
-    __slots__ = ("left", "over")
-
-    def __init__(self) -> None:
-        self.left: tuple[Row, bool] | None = None
-        self.over: Row | None = None
-
-    def of(self, change: Change) -> Change:
-        stays, replaced = self.left if self.left is not None else (None, False)
-        return replace(change, stays=stays, replaced=replaced, over=self.over)
 
 
 class Rivals:
@@ -244,8 +274,7 @@ class Rivals:
         self._tables: dict[int, TableRivals] = {}
         self._waiting: list[Fragment] = []
         self._asked: dict[int, list[Change]] = {}
-        self._found: dict[int, _Found] = {}
-        """By ordinal."""
+        self._found = _Found()
 
     async def settle(self, fragment: Fragment) -> list[Fragment]:
         """The fragments that may be handed on now, with what stays under the keys that their changes leave. Raises what
@@ -256,10 +285,8 @@ class Rivals:
         for part in parts_of(fragment.changes):
             if _may_rival(part):
                 for piece in _pieces(part):
-                    for change, (stays, over) in self._look(piece):
-                        self._note(change, stays)
-                        if over is not None:
-                            self._found.setdefault(change.position.ordinal, _Found()).over = over
+                    for change in self._look(piece):
+                        self._asked.setdefault(change.relation.oid, []).append(change)
         self._waiting.append(fragment)
         size = sum(each.size_bytes for each in self._waiting)
         if not fragment.commits and size < self._waiting_bytes and any(each.took for each in self._tables.values()):
@@ -268,18 +295,10 @@ class Rivals:
         for rivals in self._tables.values():
             rivals.handed_on()
         waiting, found = self._waiting, self._found
-        self._waiting, self._found = [], {}
+        self._waiting, self._found = [], _Found()
         if fragment.commits:
             self._tables.clear()
         return [_settled(each, found) for each in waiting] if found else waiting
-
-    def _note(self, change: Change, stays: Stays | Unsure | None) -> None:
-        if isinstance(stays, Unsure):
-            self._asked.setdefault(change.relation.oid, []).append(change)
-        elif stays is not None:
-            self._found.setdefault(change.position.ordinal, _Found()).left = stays.row, stays.replaced
-            if stays.came_over >= 0:
-                self._found.setdefault(stays.came_over, _Found()).over = change.old
 
     async def _answer(self, fragment: Fragment) -> None:
         asked, self._asked = self._asked, {}
@@ -292,9 +311,10 @@ class Rivals:
                 continue
             for change, row in zip(changes, rows, strict=True):
                 if row is not None and key_of(relation, row) == key_of(relation, cast(Row, change.old)):
-                    self._found.setdefault(change.position.ordinal, _Found()).left = row, False
+                    self._found[change.position.ordinal].stays = row
 
-    def _look(self, piece: _Piece) -> list[tuple[Change, tuple[Stays | Unsure | None, Row | None]]]:
+    def _look(self, piece: _Piece) -> list[Change]:
+        """Those of its changes of which the database is to be asked what stays."""
         oid = (piece if isinstance(piece, Change) else piece[1]).relation.oid
         rivals = self._tables.get(oid)
         if rivals is None:
@@ -302,8 +322,8 @@ class Rivals:
         piece = piece if rivals.took else _from_first_taken(piece)
         if rivals.passes(piece):
             return []
-        rivals.recall()
-        return [(change, rivals.feed(change)) for change in changes_of(piece)]
+        rivals.recall(self._found)
+        return [change for change in changes_of(piece) if rivals.feed(change, self._found)]
 
 
 def _may_rival(part: Part) -> bool:
@@ -351,12 +371,12 @@ def _looks(piece: _Piece) -> tuple[bool, bool, int]:
     return bool((kinds == INSERT).any()), bool((kinds == DELETE).any()), size
 
 
-def _settled(fragment: Fragment, found: dict[int, _Found]) -> Fragment:
+def _settled(fragment: Fragment, found: _Found) -> Fragment:
     parts = [each for part in parts_of(fragment.changes) for each in _with(part, found)]
     return replace(fragment, changes=Changes(parts))
 
 
-def _with(part: Part, found: dict[int, _Found]) -> Sequence[Part]:
+def _with(part: Part, found: _Found) -> Sequence[Part]:
     """The part with those changes decoded of which something is known."""
     if isinstance(part, Change):
         known = found.get(part.position.ordinal)

@@ -378,7 +378,7 @@ class TableConsumer:
         offset = LogOffset(change.position.commit_lsn, FIRST_OP + change.position.ordinal)
         writer, where = self._writer, self._where
         new, old = change.new, change.old
-        if change.over is not None or change.stays is not None:
+        if change.over is not None or change.stays is not None or change.replaced:
             self._rival(change, offset, headers, items)
         elif change.op == "insert":
             assert new is not None
@@ -397,10 +397,8 @@ class TableConsumer:
         writer, matches = self._writer, self._matches
         old, new, stays = change.old, change.new, change.stays
         after = LogOffset(offset.tx, offset.op + 1)
-        if old is not None and stays is None and matches(old):
-            items.append(writer.delete(offset, old, headers))
-        elif old is not None and stays is not None and not change.replaced:
-            if matches(stays):
+        if old is not None and not change.replaced:
+            if stays is not None and matches(stays):
                 items += _made(writer.update(offset, None, stays, headers))
             elif matches(old):
                 items.append(writer.delete(offset, old, headers))
