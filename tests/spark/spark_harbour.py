@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyspark.sql  # noqa: F401  (whole, before two threads of a pipeline import it at once)
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
