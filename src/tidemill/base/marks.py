@@ -117,10 +117,12 @@ class Derived(msgspec.Struct, frozen=True):
     report_age_ms: int
 
 
-def derive(mark: Mark, process: str, at_ms: int, now_ms: int, moved_recently_ms: int = 2_000) -> Derived:
-    """The state of one mark, from the mark and the age of the report that carried it."""
+def derive(
+    mark: Mark, process: str, at_ms: int, now_ms: int, moved_recently_ms: int = 2_000, left: bool = False
+) -> Derived:
+    """The state of one mark, from the mark and the age of the report that carried it; `left` as of the report."""
     age_ms = max(0, now_ms - at_ms)
-    standing_ms = max(0, now_ms - (mark.failing_since_ms or mark.since_ms))
+    standing_ms = max(0, (at_ms if left else now_ms) - (mark.failing_since_ms or mark.since_ms))
     if age_ms > MARK_BLIND_AFTER_MS:
         state = State.BLIND
     elif mark.error:
@@ -168,9 +170,7 @@ def derive_all(reports: Iterable[Report], now_ms: int) -> dict[str, Derived]:
     found: dict[str, Derived] = {}
     for report in sorted(reports, key=lambda r: (r.at_ms, r.process)):
         for mark in report.marks:
-            one = derive(mark, report.process, report.at_ms, now_ms)
-            if report.left and one.state is not State.BLIND:
-                one = derive(mark, report.process, report.at_ms, report.at_ms)
+            one = derive(mark, report.process, report.at_ms, now_ms, left=report.left)
             instances.setdefault(mark.name, []).append(one)
         found[PROCESS + report.process] = _process(report, now_ms)
     for name, each in instances.items():

@@ -121,6 +121,11 @@ class Following:
     def end(self, oid: int) -> None:
         self._followed.pop(oid, None)
 
+    def forget_but(self, oids: Collection[int]) -> None:
+        """Of a table that is gone nothing is remembered, however long the session lasts."""
+        for oid in self._described.keys() - oids:
+            del self._described[oid]
+
     # sessions -------------------------------------------------------------------------------------
     def told(self, lsn: int) -> None:
         """A session ends, and has told PostgreSQL at most this LSN (inclusive)."""
@@ -145,7 +150,7 @@ class Following:
                 self.end(oid)
             if row is not None and row.flows:
                 self.end(oid)
-        self._described = {oid: before for oid, before in self._described.items() if oid in by_oid}
+        self.forget_but(by_oid.keys())
         for oid, attributes in found.items():
             if oid in by_oid:
                 self.describe(by_oid[oid], attributes)

@@ -368,7 +368,7 @@ class Capture:
         if not reason and confirmed < wal_end and holder:
             reason = f"waits until {holder} has flushed what it was sent"
         elif not reason and confirmed < wal_end:
-            reason, holder = "PostgreSQL has more WAL and sends none of it yet", f"postgres:{server(self.config.dsn)}"
+            reason, holder = "waits for WAL that PostgreSQL has not sent", f"postgres:{server(self.config.dsn)}"
         landed_bytes = session.writer.landed_bytes if session.writer is not None else 0
         progress = collector.taken_changes + landed_bytes + copied_rows + session.seen_at_work
         self._tracker.set(

@@ -40,8 +40,8 @@ ANSWER_DEADLINE_S = 10.0
 TELL_AFTER_MS = 2_000
 """An open question this old is told as what the capture waits for."""
 ASK_AFTER_S = 2.0
-"""A stream silent for this long is asked for a keepalive: two packets, no work for the server. Well below the freshness
-budget, so that a walsender at work is seen before the capture is stuck."""
+"""A stream silent for this long is asked for a keepalive: two packets, no work for the server. Only where none comes is
+the walsender looked at, still well within the freshness budget: one at work is seen before the capture is stuck."""
 SILENCE_S = 20.0
 SILENCE_OF_TIMEOUT = 0.75
 """A walsender that skips a large transaction looks at its input only after half of wal_sender_timeout; without one it
@@ -217,6 +217,8 @@ class StreamWatch:
         self._patience_s = max(SILENCE_S, wal_sender_timeout_ms / 1000 * SILENCE_OF_TIMEOUT)
         self._deadline_s = self._patience_s if wal_sender_timeout_ms > 0 else float("inf")
         self._waiting_since_s: float | None = None
+        self._asked_since_s: float | None = None
+        """Begin of the wait in which a keepalive was asked for last."""
 
     def waiting(self) -> None:
         """The reader begins to wait for the next bytes."""
@@ -237,7 +239,10 @@ class StreamWatch:
             silent_s = self._clock.monotonic_s() - since_s
             if silent_s > self._deadline_s:
                 raise no_answer(self._target, "a keepalive of the stream", silent_s)
-            if silent_s > ASK_AFTER_S:
+            if silent_s > ASK_AFTER_S and self._asked_since_s != since_s:
+                self._asked_since_s = since_s
+                self._ask()
+            elif silent_s > ASK_AFTER_S:
                 busy = await self._busy() if silent_s <= self._patience_s else None
                 if self._waiting_since_s != since_s:
                     continue  # it was heard meanwhile

@@ -118,6 +118,7 @@ class Watching:
         for oid in self._digests.keys() - oids:
             del self._digests[oid]
         self._mending.forget_but(oids)
+        self._desk.following.forget_but(oids)
         noted = {oid for row in self._desk.rows.values() for oid in row.identities}
         for oid in self._kept_identities.keys() - noted:
             del self._kept_identities[oid]

@@ -60,7 +60,7 @@ from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.http import HttpServer
 from tidemill.node.http_access import Guard, Parties
-from tidemill.node.reporting import Reporting
+from tidemill.node.reporting import LEAVE_S, Reporting
 from tidemill.node.served import (
     authenticator_of,
     grants_of,
@@ -100,8 +100,6 @@ shapes."""
 
 STARTING = "the node is starting."
 HTTP_CERTIFICATES = "http:certificates"
-LEAVE_S = 2.0
-"""At its end a node tells the others for so long that it leaves; then its lease has to run out."""
 START_BUDGET_MS = 60_000
 """Beside a starting JVM on two cores a node takes some seconds; one that hangs in its assembly is stuck."""
 

@@ -25,6 +25,8 @@ log = structlog.get_logger()
 
 NOTICES = 20
 LEAVE_S = 2.0
+"""The longest that a node which is stopped tells the others that it leaves, and the longest for its last report. Then
+its lease has to run out."""
 
 Facts = Callable[[], dict[str, object]]
 

@@ -128,10 +128,12 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
             except TidemillError:  # the others are waited for
                 await asyncio.sleep(WAIT_S)
 
-        tasks = Tasks(lambda name, error: None)  # asked again soon, where it fails again and is raised
+        tasks = Tasks(lambda name, error: None)  # raised below: else the query would ask again without a pause
         waits = [tasks.spawn(wait(one), name=one.source) for one in self._sources]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
         finally:
             await tasks.aclose()
 

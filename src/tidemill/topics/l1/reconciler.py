@@ -13,7 +13,9 @@ RC4  A batch that does not match its checksum is read once more, past the cache,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -36,9 +38,12 @@ from tidemill.topics.partition.machine import LedPartition
 from tidemill.topics.settings import TopicSettings
 
 INLINE_BATCHES = 2_000
-"""An object of more is put together in a thread."""
+"""Those of an object of more are verified, and put together, in a thread."""
 
 PartitionKey = tuple[str, int]
+Taken = tuple[Piece, list[Buffer]]
+"""What an object takes of one partition, and the batches of it."""
+T = TypeVar("T")
 
 _log = structlog.get_logger()
 
@@ -106,17 +111,16 @@ class Reconciler:
             return Round()
         found = await read_batches(self._l0, [piece.refs for piece in pieces], self._cache)
         failed: TidemillError | None = None
-        taken: list[tuple[Piece, list[Buffer]]] = []
+        taken: list[Taken] = []
         for piece, batches in zip(pieces, found, strict=True):
             if isinstance(batches, Corrupt):
                 piece, batches = await self._without_what_was_let_go(topic_id, piece, batches)
-            if isinstance(batches, list):
-                batches = await self._intact(topic_id, piece, batches)
             if isinstance(batches, list):
                 taken.append((piece, batches))
             else:
                 failed = batches
                 self._left_out(topic_id, piece.partition, failed)
+        failed = await self._verify(topic_id, taken) or failed
         if not taken:
             return Round(full=full, failed=failed)
         size = await self._upload(topic_id, taken)
@@ -141,22 +145,24 @@ class Reconciler:
         (found,) = await read_batches(self._l0, [left.refs], self._cache)
         return left, found
 
-    async def _intact(self, topic_id: str, piece: Piece, batches: list[Buffer]) -> list[Buffer] | TidemillError:
-        """RC4."""
-        damaged = [n for n, batch in enumerate(batches) if not is_intact(batch)]
-        if not damaged:
-            return batches
-        (again,) = await read_batches(self._l0, [[piece.refs[n] for n in damaged]])
-        if not isinstance(again, list):
-            return again
-        for n, batch in zip(damaged, again, strict=True):
-            batches[n] = batch
-            ref = piece.refs[n]
-            _log.error(
-                "a batch does not match its checksum", partition=f"{topic_id}/{piece.partition}",
-                offset=ref.base_offset, count=ref.record_count, key=ref.object_key, healed=is_intact(batch),
-            )  # fmt: skip
-        return batches
+    async def _verify(self, topic_id: str, taken: list[Taken]) -> TidemillError | None:
+        """RC4. A piece whose second read fails is removed from `taken`; returns the error."""
+        failed: TidemillError | None = None
+        for piece, batches, damaged in await _in_a_thread_if_many(_damaged, taken):
+            (again,) = await read_batches(self._l0, [[piece.refs[n] for n in damaged]])
+            if not isinstance(again, list):
+                failed = again
+                taken.remove((piece, batches))
+                self._left_out(topic_id, piece.partition, failed)
+                continue
+            for n, batch in zip(damaged, again, strict=True):
+                batches[n] = batch
+                ref = piece.refs[n]
+                _log.error(
+                    "a batch does not match its checksum", partition=f"{topic_id}/{piece.partition}",
+                    offset=ref.base_offset, count=ref.record_count, key=ref.object_key, healed=is_intact(batch),
+                )  # fmt: skip
+        return failed
 
     async def _choose(self, topic_id: str, partitions: Collection[int]) -> tuple[list[Piece], bool]:
         """What the next object takes, and whether there is more."""
@@ -223,9 +229,9 @@ class Reconciler:
         await self._rows.set_start(led.topic_id, led.partition, start)
         return start, end
 
-    async def _upload(self, topic_id: str, taken: Sequence[tuple[Piece, list[Buffer]]]) -> int:
+    async def _upload(self, topic_id: str, taken: Sequence[Taken]) -> int:
         """Raises Unavailable, Unknown, Invalid: nothing of it is in L1, or the next round finds that it is."""
-        parts, footer = await self._built(topic_id, taken)
+        parts, footer = await _in_a_thread_if_many(partial(_build, topic_id, fault=self._settings.fault), taken)
         name = object_id(self._clock.now_ms(), self._rand.nonce())
         await self._rows.register(topic_id, name)
         await self._objects.put(l1_key(topic_id, name), parts)
@@ -252,13 +258,20 @@ class Reconciler:
         row, _ = await self._rows.cleaned(led.topic_id, led.partition)
         return row.settled
 
-    async def _built(self, topic_id: str, taken: Sequence[tuple[Piece, list[Buffer]]]) -> tuple[list[Buffer], Footer]:
-        if sum(len(batches) for _, batches in taken) > INLINE_BATCHES:
-            return await asyncio.to_thread(_build, topic_id, taken, self._settings.fault)
-        return _build(topic_id, taken, self._settings.fault)
+
+async def _in_a_thread_if_many(work: Callable[[Sequence[Taken]], T], taken: Sequence[Taken]) -> T:
+    if sum(len(batches) for _, batches in taken) > INLINE_BATCHES:
+        return await asyncio.to_thread(work, taken)
+    return work(taken)
 
 
-def _build(topic_id: str, taken: Sequence[tuple[Piece, list[Buffer]]], fault: str = "") -> tuple[list[Buffer], Footer]:
+def _damaged(taken: Sequence[Taken]) -> list[tuple[Piece, list[Buffer], list[int]]]:
+    """The pieces with batches that do not match their checksum, and the numbers of these."""
+    found = [(piece, batches, [n for n, b in enumerate(batches) if not is_intact(b)]) for piece, batches in taken]
+    return [each for each in found if each[2]]
+
+
+def _build(topic_id: str, taken: Sequence[Taken], fault: str = "") -> tuple[list[Buffer], Footer]:
     build = ObjectBuilder(topic_id)
     for piece, batches in taken:
         begin = piece.start
