@@ -1,7 +1,7 @@
 """`./dev bench oracle --for S [--seed N] [--postgres 15]`: worlds of tests/oracle, each with its seed.
 
-Each world has some of these, as its seed has it, and says which: `publications` of somebody else over the same tables,
-`deferrable` keys, a `failover` to a standby that is behind, `large` transactions (200,000 rows). `--with` chooses them.
+A world's seed selects its features, and its line prints them: `publications` of other users on the same tables,
+`deferrable` keys, a `failover` to a lagging standby, `large` transactions (200,000 rows). `--with` names others.
 
 A world that fails is told with its seed, its tables and clauses and the rows that differ, and the next one begins;
 `--seed N --worlds 1` makes it again, as far as the machine's timing allows. Exit code 1 when any failed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -96,6 +97,36 @@ def test_bindings_that_cannot_be_read_keep_no_other_source_from_its_time_but_are
             latest_times(reader, {"topic/a": 7, "topic/b": 51})
     assert latest_times(reader, {"topic/a": 7, "topic/b": 51}) == {"topic/a": 51, "topic/b": 51}
     assert latest_times(reader, {"ts": 20}) == {"topic/a": 51, "topic/b": 51}, "a checkpoint of an earlier release"
+
+
+def test_a_binding_that_is_there_and_cannot_be_read_is_asked_for_at_the_pace_of_batches(
+    harbour: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = harbour.create_topic("t")
+    harbour.produce(topic, [(b"k", b"v")])
+    harbour.mint("topic/t", 50, topic)
+
+    async def damaged(self: Bindings, *given: Any) -> int:
+        raise Corrupt("a binding of it is damaged")
+
+    monkeypatch.setattr(Bindings, "within", damaged)
+    reader, start = times_of(harbour, pace_ms="300"), {"topic/t": 7}
+    began_s = time.monotonic()
+    assert latest_times(reader, start) == start
+    assert time.monotonic() - began_s >= 0.3
+
+
+def test_an_error_of_a_wait_that_nobody_expected_ends_the_question(
+    harbour: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harbour.create_topic("t")
+
+    async def broken(self: LogRemap, beyond_ms: int, timeout_s: float) -> bool:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(LogRemap, "wait", broken)
+    with pytest.raises(ValueError, match="planted"):
+        latest_times(times_of(harbour), {"topic/t": 7})
 
 
 def test_a_stream_of_rows_may_stand_beside_others_and_keeps_them_waiting_for_a_moment_only(

@@ -1,9 +1,8 @@
-"""Which columns of a table hold what they held before its description changed, and for whom the stream therefore goes
-on while the table is parked. Pure.
+"""Columns of a parked table that a schema change left alone: shapes of these columns continue from the stream. Pure.
 
-A topic and a shard have all columns of a table, so they park for any of them. Somebody who follows a few columns alone
-(a shape) needs nothing but the stream: it describes the table's new rows, and says them whether the table is parked,
-copied again, or neither. That is exact for a column whose old values are what they were, and which is still that one.
+A topic and a shard have all columns of a table, so a change of any column parks them. A shape of some columns needs the
+stream only, which carries the table's new rows whether the table is parked, copied again, or neither. The shape stays
+exact if each of its columns is the same column as before and its stored values did not change.
 
 FO1 A column is as it was when its row in pg_attribute is (number, name, type, and the transaction that wrote that row
     last), and the types that it is made of read as they did. Whatever renames a column, makes it anew or changes its

@@ -30,7 +30,6 @@ from tidemill.capture.copying import take_snapshot
 from tidemill.capture.descriptions import Descriptions
 from tidemill.capture.desk import Desk
 from tidemill.capture.entry import copy_target
-from tidemill.capture.going_on import carry_on, describe_copied, going_on
 from tidemill.capture.holders import Holder, busy_walsender
 from tidemill.capture.joining import HAZARD_POLL_S, Joining
 from tidemill.capture.keeping import kept_for
@@ -38,6 +37,7 @@ from tidemill.capture.locking import own_session, start_when_free, take_lock
 from tidemill.capture.mending import Mending
 from tidemill.capture.moved import unaccounted
 from tidemill.capture.own_row import OwnRow
+from tidemill.capture.parked_streams import carry_on, describe_copied, parked_streams
 from tidemill.capture.poison import Poisoned, take
 from tidemill.capture.prepare import Prepared, begin_anew, prepare
 from tidemill.capture.present import rows_now
@@ -286,7 +286,7 @@ class Session:
         steps.phase("followers are recorded")
         self.slot = prepared.slot
         self.generation = self._own.now.generation
-        goes_on = await going_on(self._control, config, self.desk, prepared)
+        goes_on = await parked_streams(self._control, config, self.desk, prepared)
         # No await from here until the relations are learned: who begins to follow one now follows this session's.
         self._taps.claim(self._own.now.taps, self._own.now.era)
         carry_on(self._taps, self._converter, self.desk, prepared, goes_on, self._descriptions.whole)

@@ -349,7 +349,7 @@ class ShapeService:
         if needs_old_rows(plan.relation, request) and self.current(plan.definition) is None:
             return False  # the stream may not say them any more, which is why it ended
         shape = self.current(plan.definition)
-        if shape is not None and self._tables.goes_on(shape):
+        if shape is not None and self._tables.continues(shape):
             return True
         try:
             return self._tables.find(request.table)[1] == plan.relation

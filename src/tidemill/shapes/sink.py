@@ -88,8 +88,8 @@ class ShapeSink:
         """While logs are restored: up to here they have what concerns them, whatever is given up meanwhile."""
         self.resumable: frozenset[int] | None = None
         """None before the first session; it only shrinks, whatever later ones carry."""
-        self.going_on: frozenset[int] = frozenset()
-        """Relations that are parked, and shapes of some of their columns go on."""
+        self.parked_oids: frozenset[int] = frozenset()
+        """Relations that are parked while shapes of some of their columns continue."""
         self.begun = asyncio.Event()
         """The stream did, for the first time."""
         self.consumer = consumer
@@ -236,7 +236,7 @@ class ShapeSink:
     def carried(self, oids: Collection[int]) -> None:
         """Shapes of any other relation start over: what they hold has a gap behind it."""
         self.resumable = frozenset(oids) if self.resumable is None else self.resumable & frozenset(oids)
-        self.going_on &= frozenset(oids)
+        self.parked_oids &= frozenset(oids)
         for oid in self.router.oids:
             if oid not in oids:
                 self._end_all(oid, "its table is copied anew, or captured no more")
@@ -250,7 +250,7 @@ class ShapeSink:
             if consumer.shape.state != "live" or needed is None or not needed <= columns:
                 self._end(consumer, reason)
         goes_on = bool(self.router.of(oid))
-        self.going_on = self.going_on | {oid} if goes_on else self.going_on - {oid}
+        self.parked_oids = self.parked_oids | {oid} if goes_on else self.parked_oids - {oid}
         return goes_on
 
     # -- what is owed (K1) -------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class TableShapes:
             followed = each.sink.router.oids
             captured = each.captured() if followed else {}
             for oid in followed if captured else ():
-                if oid not in captured and oid not in each.sink.going_on:
+                if oid not in captured and oid not in each.sink.parked_oids:
                     found += each.sink.router.of(oid)
         return found
 
@@ -278,15 +278,15 @@ class TableShapes:
         return plan or await self._plan(request, *(await self._found(request.table, waits=waits)))
 
     async def _plan_on(self, request: ShapeRequest) -> Plan | None:
-        """Of a shape that goes on while its table is parked: as the table was when the shape was built. A request for
-        any other shape waits for the table."""
-        if not any(each.sink.going_on for each in self._databases.values()):
+        """The plan of a shape that continues while its table is parked, by the description it was built with. A request
+        for any other shape waits for the table."""
+        if not any(each.sink.parked_oids for each in self._databases.values()):
             return None
         asked, schema, name = self._asked(request.table)
         infos: dict[int, tuple[str, TableColumns]] = {}
         for database_name in asked:
             database = self._databases[database_name]
-            for oid in database.sink.going_on if (schema, name) not in database.named() else ():
+            for oid in database.sink.parked_oids if (schema, name) not in database.named() else ():
                 for consumer in database.sink.router.of(oid):
                     info = self._consumers[consumer.shape.handle].info
                     if (info.relation.schema, info.relation.table) == (schema, name):
@@ -365,10 +365,10 @@ class TableShapes:
         registered = self._consumers.get(shape.handle)
         return registered is None or relation is None or registered.consumer.oid == relation.oid
 
-    def goes_on(self, shape: LiveShape) -> bool:
-        """Its table is parked, and it needs nothing of what changed."""
+    def continues(self, shape: LiveShape) -> bool:
+        """Its table is parked, and the shape needs none of the changed columns."""
         registered = self._consumers.get(shape.handle)
-        return registered is not None and registered.consumer.oid in registered.sink.going_on
+        return registered is not None and registered.consumer.oid in registered.sink.parked_oids
 
     def detach(self, shape: LiveShape) -> None:
         """Stop offering changes to a shape. Idempotent."""

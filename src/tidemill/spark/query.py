@@ -1,10 +1,9 @@
 """The one streaming query of a pipeline: its planner waits for the bindings of all sources, whatever their number.
 
-Every streaming query has a Python planner of its own (120 MB, a second of processor time to start), and Spark gives
-each ten seconds to connect, which no setting changes. A query for every source made those that began together on a
-busy machine miss that; one for all of them starts as fast for thirty sources as for one. A micro-batch names the
-sources that time has come for, and how far; each feed's sink reads what that means (sink.py). No feed waits for the
-query, so its start, its end and what it costs delay no row.
+Every streaming query starts a Python planner, and Spark's worker factory allows ten seconds for it to connect. Several
+planners that start together on a busy machine exceed that; one planner serves any number of sources. A micro-batch
+names the sources with new bindings and their end times; the sink of each feed reads the records (sink.py). Feeds follow
+their bindings without the query, so its start and its failures delay no row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Streams with rows=false: that time has come, and to where, for operators that fetch for themselves.
+"""Streams with rows=false: how far the bindings of each source have come, for sinks that read the records themselves.
 
-One stream has any number of sources, and one planner for all of them: a Python process is what a stream costs. The
-streaming offset is {source: T}: everything of the source below time T. The first batch comes at once, bindings or not.
-From then on `latestOffset` waits for the first binding of any source: Spark asks again at once while there is nothing
-new, and one question costs JVM and planner more than the wait. Who stops the query interrupts it.
+One stream has any number of sources and one planner, because each stream costs a Python process. Its streaming offset
+is {source: T}: all records of the source bound below time T. The first batch comes at once, with or without bindings.
+After it, `latestOffset` waits for a new binding of any source: Spark repeats the question at once while nothing is new,
+and a question costs JVM and planner more than a wait. Stopping the query interrupts the wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 WAIT_S = 5.0
-"""How long `latestOffset` waits for a new binding. So long a planner whose JVM was killed may outlive it."""
+"""How long `latestOffset` waits for a new binding, and how long a planner may outlive a JVM that was killed."""
 DESCRIPTOR_COLUMNS = (
     Column("topic", "string"), Column("partition", "int32"), Column("start", "int64"), Column("end", "int64"),
     Column("descriptor", "binary"),
@@ -51,7 +51,7 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         return {}
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Who fetches for himself bounds what he fetches, but for option max_rows: so many records of a source."""
+        """Sinks bound what they read; option max_rows bounds the records of each source in a batch."""
         most = self._options.number("max_rows", 0)
         return ReadMaxRows(most) if most else ReadAllAvailable()
 
@@ -75,7 +75,7 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         self._target = portal.call(run())
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        """Planned where they are read: an operator that only hears that time has come costs nobody a look."""
+        """One for each source with a new time. `read` plans the records, for most sinks read none of them."""
         intervals = [(one.source, self._at(start, one), end.get(one.source, 0)) for one in self._sources]
         return [
             FeedPartition(self._options.objects, msgspec.msgpack.encode(interval), b"")
@@ -110,14 +110,18 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         return offset.get(one.source, offset.get("ts", self._options.number("start", 0)))
 
     async def _latest(self, stores: Stores, start: Offset, most: int | None) -> Offset:
+        pace_ms = self._options.number("pace_ms", PACE_MS)
         if self._target is None and start:
-            pace_ms = self._options.number("pace_ms", PACE_MS)
             early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
             if early_ms > 0:
                 await asyncio.sleep(min(early_ms, pace_ms) / 1000)
             await self._wait(stores, start)
         ends = await asyncio.gather(*(self._end(stores, one, self._at(start, one), most) for one in self._sources))
-        return {one.source: end for one, end in zip(self._sources, ends, strict=True)}
+        end = {one.source: end for one, end in zip(self._sources, ends, strict=True)}
+        if self._target is None and end == start:
+            # Spark asks again at once. Where a binding exists and cannot be read, the next question does not wait.
+            await asyncio.sleep(pace_ms / 1000)
+        return end
 
     async def _wait(self, stores: Stores, start: Offset) -> None:
         """Until any source has a new binding, for WAIT_S at most."""

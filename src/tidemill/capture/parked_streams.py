@@ -1,4 +1,4 @@
-"""What a session asks the database, and tells the taps, of tables whose stream goes on while they are parked."""
+"""Streams of parked tables that shapes still follow (following.py): the database's side of it, and the taps'."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AT_ONCE = 200
 """Tables in a question."""
 
 
-async def going_on(
+async def parked_streams(
     control: Control, config: CaptureConfig, desk: Desk, prepared: Prepared
 ) -> dict[int, frozenset[str]]:
     """As Following.begin, of the session that was prepared."""
