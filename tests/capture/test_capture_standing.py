@@ -24,8 +24,14 @@ def test_a_parked_table_says_why_and_when_it_is_worth_asking_again() -> None:
     assert late is not None and "an operator" not in late.reason
 
 
-def test_a_table_that_is_being_taken_in_passes_and_one_that_is_gone_or_refused_has_nothing_to_say() -> None:
+def test_a_refused_table_says_why_and_is_worth_asking_for_again() -> None:
+    refused = standing_of(replace(ROW, state="refused", parked_lsn=0, reason="a publication holds it."), NOW_MS)
+    assert refused is not None and "a publication holds it." in refused.reason
+    assert (refused.retry_after_s, refused.passing) == (LOOK_AGAIN_S, False)
+
+
+def test_a_table_that_is_being_taken_in_passes_and_one_that_is_gone_or_of_another_kind_has_nothing_to_say() -> None:
     passing = standing_of(replace(ROW, state="captured", parked_lsn=0), NOW_MS)
     assert passing is not None and passing.passing
-    assert [standing_of(replace(ROW, state=state), NOW_MS) for state in ("dropped", "refused", "left")] == [None] * 3
+    assert [standing_of(replace(ROW, state=state), NOW_MS) for state in ("dropped", "left")] == [None] * 2
     assert standing_of(None, NOW_MS) is None

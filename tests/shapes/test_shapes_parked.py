@@ -251,3 +251,27 @@ def test_a_table_that_is_dropped_is_409_to_its_holders_and_then_400(postgres_dsn
             assert set(statuses) <= {400, 503}
 
     run(main(), 150)
+
+
+def test_a_refused_table_is_503_with_the_reason_and_is_served_once_the_reason_is_gone(postgres_dsn: str) -> None:
+    other = "CREATE TABLE u (id int PRIMARY KEY); CREATE PUBLICATION other FOR TABLE t (id)"
+
+    async def main() -> None:
+        async with Polled(postgres_dsn, f"{DDL}; {other}", ShapeSettings(long_poll_s=0.5)) as world:
+
+            async def refused() -> bool:
+                return (await states(world)).get("public.t") == "refused"
+
+            await eventually(refused)
+            assert_heals(await world.get(table="t", offset="-1"), "other", "column list")
+            assert_heals(await world.get(table="t", offset="now", subset__where="true"), "other", "column list")
+            await world.db.execute("DROP PUBLICATION other")
+
+            async def served() -> bool:
+                answer = await world.get(table="t", offset="-1")
+                assert answer.status in (200, 503), answer.body
+                return answer.status == 200 and [item["value"]["v"] for item in answer.items] == ["a"]
+
+            await eventually(served)
+
+    run(main(), 60)

@@ -1,6 +1,7 @@
 """What the desk says of a table that carries nothing just now, for those who ask for it. Pure.
 
 parked      its changes are in no stream until it is copied, by itself or when an operator asks for it
+refused     its capture names it and cannot take it in, until the cause is gone: no client has anything to change
 passing     it is captured, but not among the relations that flow: it is just being parked, or taken in
 """
 
@@ -23,11 +24,13 @@ class Standing(NamedTuple):
 
 
 def standing_of(row: CaptureTableRow | None, now_ms: int) -> Standing | None:
-    """None: the table flows, or nothing brings it back."""
+    """None: the table flows, or its capture does not name it."""
     if row is None:
         return None
     if row.state == "captured":
         return Standing(f"the table is being taken in: table={row.table}.", 1, passing=True)
+    if row.state == "refused":
+        return Standing(f"the table is refused by its capture: {row.reason}", LOOK_AGAIN_S)
     if row.state != "parked":
         return None
     if row.recopy:
