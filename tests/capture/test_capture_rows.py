@@ -71,6 +71,25 @@ def test_a_table_that_is_dropped_while_it_is_parked_says_so_and_not_how_to_mend_
     in_world(postgres_dsn, scenario)
 
 
+def test_a_table_that_is_dropped_while_it_is_refused_says_so_and_not_what_refused_it(postgres_dsn: str) -> None:
+    """A reader of its shape would wait for the publication's owner for ever."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, "CREATE TABLE kept (id int PRIMARY KEY, v int)")
+        await world.sql("CREATE PUBLICATION other FOR TABLE kept (id)")
+        await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
+        async with world.capture(table_poll_s=0.1):
+            await world.parked("kept", "other")
+            await world.sql("DROP TABLE kept")
+            row = await world.parked("kept", "gone from the source")
+            assert (row.state, row.parked_lsn) == ("dropped", 0) and "other" not in stuck(world, "kept")
+            await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
+            await world.flowing("kept")
+            assert await world.folded("kept") == await plain(world, "kept")
+
+    in_world(postgres_dsn, scenario)
+
+
 def test_a_column_that_no_row_has_yet_is_in_what_followers_see_of_the_table(postgres_dsn: str) -> None:
     """No row of the stream tells it: shapes over the table would show it without the column for as long as that."""
 

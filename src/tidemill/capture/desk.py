@@ -44,6 +44,10 @@ REASON_CHARS = 600
 """Of a reason in a row and a mark: a table of 1,600 columns may differ in all of them."""
 
 
+WITHOUT_STREAM = ("parked", "refused", "left")
+"""States of a table that is there, and of which nothing is carried."""
+
+
 def recopy(table: str) -> str:
     return f"Run tidemill capture recopy '{table}': changes from here on are not carried, so it is copied again."
 
@@ -215,14 +219,17 @@ class Desk:
             raise CopiedAnew(f"a copied table is no state of the database where it would park: table={name}.")
 
     async def gone(self, name: str, reason: str, fix: str) -> None:
-        """A parked table is not there any more: its shard ends where it was parked, and what was to heal it cannot."""
+        """A table that carries nothing is not there any more: a parked one's shard ends where it was parked. Its former
+        reason and the way to heal it are void."""
 
         def ended(found: CaptureTableRow | None) -> CaptureTableRow | None:
-            if found is None or found.state != "parked":
+            if found is None or found.state not in WITHOUT_STREAM:
                 return found
-            said = f"{reason}: table={name} parked_at={Lsn(found.parked_lsn)}."
+            parked_at = f" parked_at={Lsn(found.parked_lsn)}" if found.parked_lsn else ""
+            said = f"{reason}: table={name}{parked_at}."
             return replace(found, state="dropped", reason=said, fix=fix, since_ms=self._clock.now_ms(), again_ms=0)
 
+        self._refusals.pop(name, None)
         await self.change(name, ended)
 
     async def refuse(self, name: str, why: Refusal, oid: int = 0, *, going_on: bool = False) -> None:
