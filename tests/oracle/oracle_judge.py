@@ -20,6 +20,7 @@ from oracle_shards import PIPELINE, UNTIL_S, found_of, shard_of, unlike, wanted_
 from oracle_stock import StockClient, quoted_array
 from oracle_tables import Table
 from oracle_topics import alike, read_topic, table_of, twice
+from psycopg import ProgrammingError
 
 from tidemill.base.errors import TidemillError
 from tidemill.capture.naming import table_name
@@ -255,20 +256,20 @@ class Judge:
     def _shape(self, shape: Shape, last_lsn: int) -> list[str]:
         table = shape.table
         row = self._source.rows().get(table_name(table.schema, table.name))
-        if table.gone or row is None or (shape.over and not row.flows):
+        if not table.gone and row is not None and row.flows and shape.over:
+            return []
+        problems: list[str] = []
+        names = shape.columns or table.names
+        wanted = self._wanted(shape) if not table.gone and row is not None else None
+        if row is None or wanted is None:
             return [
                 f"{client.name} is not told that {shape} is over: {_said(view)}"
                 for client, view in [(client, client.view()) for client in shape.clients]
                 if not view.refused and (view.rows or view.complete)
             ]
-        if shape.over:
-            return []
-        problems: list[str] = []
-        names = shape.columns or table.names
-        wanted = {values: True for values in self._source.select(table.select(names, shape.where))}
         for client in shape.clients:
             view = client.view()
-            if not row.flows and not view.complete and not view.rows:
+            if not row.flows and ((shape.over and view.refused) or not (view.complete or view.rows)):
                 continue  # its shape is over; one that needs none of the changed columns continues, and is exact
             found = self._held(client, view, names, table)
             said = f"{client.name} of {shape}, changes={table.changed}, {_said(view)}"
@@ -289,6 +290,19 @@ class Judge:
                 raise AssertionError(f"though it has seen {view.seen_lsn} of {last_lsn}: {problem}")
             problems.append(problem)
         return problems
+
+    def _wanted(self, shape: Shape) -> dict[Shown, bool] | None:
+        """What it is to show. None: it is over, since it shows all columns of a description that is no more, or since
+        its columns are not all there."""
+        names = shape.columns or shape.table.names
+        if shape.over and not (shape.columns and {*names} <= {*shape.table.names}):
+            return None
+        try:
+            return {values: True for values in self._source.select(shape.table.select(names, shape.where))}
+        except ProgrammingError:
+            if not shape.over:
+                raise
+            return None
 
     @staticmethod
     def _held(client: Any, view: View, names: Sequence[str], table: Table) -> set[Shown] | None:
