@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
 
 from tidemill.base.limits import METASTORE_VALUE_BYTES
-from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TopicRow
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow, TopicRow
 from tidemill.metastore.rows import CAPTURE_TABLES, CAPTURES
 
 pytestmark = pytest.mark.postgres
@@ -83,6 +83,26 @@ def test_a_table_that_is_dropped_while_it_is_refused_says_so_and_not_what_refuse
             await world.sql("DROP TABLE kept")
             row = await world.parked("kept", "gone from the source")
             assert (row.state, row.parked_lsn) == ("dropped", 0) and "other" not in stuck(world, "kept")
+            await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
+            await world.flowing("kept")
+            assert await world.folded("kept") == await plain(world, "kept")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_table_that_is_dropped_while_it_is_set_up_is_dropped_and_not_for_ever_taken_in(postgres_dsn: str) -> None:
+    """Its identity was noted; then it was not there to be described. Found by the oracle's worlds, seed 3004."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD)
+        await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
+        async with world.capture(table_poll_s=0.1):
+            await world.flowing("good")
+        noted = CaptureTableRow(world.name, "public.kept", identities={7: ("kept", "DEFAULT")})
+        await world.catalogue.change_table(world.name, "public.kept", lambda _: noted)
+        async with world.capture(table_poll_s=0.1):
+            assert (await world.parked("kept", "gone from the source")).state == "dropped"
+            assert "shard ends here" in stuck(world, "kept")
             await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
             await world.flowing("kept")
             assert await world.folded("kept") == await plain(world, "kept")

@@ -44,10 +44,6 @@ REASON_CHARS = 600
 """Of a reason in a row and a mark: a table of 1,600 columns may differ in all of them."""
 
 
-WITHOUT_STREAM = ("parked", "refused", "left")
-"""States of a table that is there, and of which nothing is carried."""
-
-
 def recopy(table: str) -> str:
     return f"Run tidemill capture recopy '{table}': changes from here on are not carried, so it is copied again."
 
@@ -223,7 +219,7 @@ class Desk:
         reason and the way to heal it are void."""
 
         def ended(found: CaptureTableRow | None) -> CaptureTableRow | None:
-            if found is None or found.state not in WITHOUT_STREAM:
+            if found is None or found.flows or found.state == "dropped":
                 return found
             parked_at = f" parked_at={Lsn(found.parked_lsn)}" if found.parked_lsn else ""
             said = f"{reason}: table={name}{parked_at}."

@@ -17,7 +17,7 @@ from tidemill.capture.again import heals
 from tidemill.capture.attributes import attributes_of
 from tidemill.capture.beside import Beside
 from tidemill.capture.describing import Coming
-from tidemill.capture.desk import WITHOUT_STREAM, accept
+from tidemill.capture.desk import accept
 from tidemill.capture.difference import against_catalogue
 from tidemill.capture.entry import delete_topics, gone
 from tidemill.capture.looking import Kept
@@ -62,8 +62,10 @@ class Watching:
                     await self._beside.park(row.table, *gone(row, found), state="dropped")
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
                 await self._look_closely(row.table, table)
-        for row in [row for row in self._desk.rows.values() if row.state in WITHOUT_STREAM]:
-            if row.table not in wanted and row.table not in choice.refused:
+        for row in [row for row in self._desk.rows.values() if not row.flows and row.state != "dropped"]:
+            # A copy that has begun refuses its table by itself. A set-up that found no table leaves a row behind.
+            ended = row.state != "captured" or row.table not in self._desk.copying
+            if ended and row.table not in wanted and row.table not in choice.refused:
                 await self._desk.gone(row.table, *gone(row, found))
         published = await self._published.now() or {}
         await self._look_at_followed(found, published)
