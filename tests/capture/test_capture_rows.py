@@ -90,6 +90,39 @@ def test_a_table_that_is_dropped_while_it_is_refused_says_so_and_not_what_refuse
     in_world(postgres_dsn, scenario)
 
 
+def test_a_stream_that_tells_of_before_the_copy_leaves_followers_no_older_columns(postgres_dsn: str) -> None:
+    """What it describes last has no row behind the copy, so no shape would have the newest column. Found by the
+    oracle's worlds, seed 4004."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, "CREATE TABLE grown (id int PRIMARY KEY, v int)", "INSERT INTO grown VALUES (1, 1)")
+        async with world.capture(table_poll_s=0.1):
+            await world.flowing("grown")
+        for statement in (
+            "INSERT INTO grown VALUES (2, 2)",
+            "ALTER TABLE grown ADD COLUMN a double precision DEFAULT random()",
+            "UPDATE grown SET v = v + 1",
+            "ALTER TABLE grown ADD COLUMN w int DEFAULT 7",
+        ):
+            await world.sql(statement)
+        async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=0.1) as capture:
+
+            async def copied() -> bool:
+                row = await world.table("public.grown")
+                return row is not None and row.flows and [c.name for c in row.columns] == ["id", "v", "a", "w"]
+
+            await until(copied, "the table is copied again")
+            await world.caught_up()
+
+            async def seen() -> bool:
+                relation = capture.relation("public", "grown")
+                return relation is not None and [c.name for c in relation.columns] == ["id", "v", "a", "w"]
+
+            await until(seen, "the relation has the columns of the copy")
+
+    in_world(postgres_dsn, scenario)
+
+
 def test_a_table_that_is_dropped_while_it_is_set_up_is_dropped_and_not_for_ever_taken_in(postgres_dsn: str) -> None:
     """Its identity was noted; then it was not there to be described. Found by the oracle's worlds, seed 3004."""
 

@@ -12,7 +12,7 @@ D5  The watcher is ahead of the stream. It changes a description, and what is st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -38,7 +38,7 @@ from tidemill.capture.setup import heartbeat
 from tidemill.capture.tables import describe
 from tidemill.capture.watch import Control
 from tidemill.capture.wire.pgoutput import RelationMessage
-from tidemill.metastore.catalogue import CaptureTableRow
+from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 
 
 async def follow(
@@ -97,13 +97,16 @@ class Coming:
         flushed: Callable[[], int],
         parking: asyncio.Lock,
         learn: Callable[[Relation], None],
+        outdated: set[int],
     ) -> None:
-        """`learn`: followers of the stream are to see this relation from now on, though no row came under it."""
+        """`learn`: followers of the stream are to see this relation from now on, though no row came under it.
+        `outdated`: oids of relations that they see as of before the table's copy."""
         self._desk = desk
         self._control = control
         self._flushed = flushed
         self._parking = parking
         self._learn = learn
+        self.outdated = outdated
         self._seen: dict[str, tuple[Attributes, int]] = {}
 
     @property
@@ -128,7 +131,7 @@ class Coming:
         step = next_version(row, targets_of(found), found) if difference else ""
         if difference and not isinstance(step, Step):
             return f"{difference}; {step}" if step else difference
-        if not difference and row == _as_seen(row, found):
+        if not difference and row == _as_seen(row, found) and row.oid not in self.outdated:
             self.forget(name)
             return ""
         if not await self._passed(name, found):
@@ -142,11 +145,12 @@ class Coming:
                     version = await self._desk.evolve(name, step, end)
                 except Invalid as error:
                     return f"{difference}; {error.message} {error.fix}"
-                now = (await self._control.ask(lambda wire: describe(wire, [row.oid]))).get(row.oid)
-                if now is not None and not against_catalogue(step.columns, now):
-                    self._learn(replace(now, version=version))
+                await self._show(row.oid, step.columns, version)
                 await self._control.ask(heartbeat)  # a binding, with which pipelines come to look
                 return None  # what is stored beside it follows at the next look
+            if row.oid in self.outdated:
+                await self._show(row.oid, row.columns, row.version)
+                return None
             seen = _as_seen(row, found)
 
             def settled(now: CaptureTableRow | None) -> CaptureTableRow | None:
@@ -158,6 +162,13 @@ class Coming:
 
             await self._desk.change(name, settled)
         return ""
+
+    async def _show(self, oid: int, columns: Sequence[CapturedColumn], version: int) -> None:
+        """Followers see these columns, if the table has them now."""
+        now = (await self._control.ask(lambda wire: describe(wire, [oid]))).get(oid)
+        if now is not None and not against_catalogue(columns, now):
+            self._learn(replace(now, version=version))
+            self.outdated.discard(oid)
 
     async def _passed(self, name: str, found: Attributes) -> bool:
         """D5."""

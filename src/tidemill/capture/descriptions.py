@@ -11,11 +11,12 @@ from msgspec.structs import replace
 from tidemill.capture.aside import as_copied, first_snapshot
 from tidemill.capture.attributes import attributes_of
 from tidemill.capture.boundaries import in_snapshot
-from tidemill.capture.changes import Relation
+from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen, merge_relation, says_key
 from tidemill.capture.describing import follow
 from tidemill.capture.desk import Desk, recopy
+from tidemill.capture.evolution import version_of
 from tidemill.capture.tables import describe_after, list_ancestors
 from tidemill.capture.watch import Control
 from tidemill.capture.wire.pgoutput import RelationMessage
@@ -33,6 +34,9 @@ class Descriptions:
         self._parking = parking
         self._keyless: dict[int, tuple[int, ...]] = {}
         """Relations whose identity in the stream lacks the key, and those that they are partitions of."""
+        self.outdated: set[int] = set()
+        """Relations whose last description in the stream is older than their copy: followers see the columns of that
+        time, and it may be long until a row comes under the present ones (Coming.look)."""
 
     async def learn(self, seen: RelationSeen, control: Control) -> tuple[tuple[int, int], ...]:
         """The stream describes a table, at its first change and after every DDL on it. Where the table's shard cannot
@@ -60,6 +64,11 @@ class Descriptions:
             self._converter.learn(described)
             log.info("table described anew", capture=self._config.name, table=described.name)
         row = self._desk.by_oid(message.oid, lsn)
+        copied = row is not None and in_snapshot(xid, lsn, row.snapshot)
+        if row is not None and copied and not version_of(row, message, NEVER):
+            self.outdated.add(message.oid)
+        else:
+            self.outdated.discard(message.oid)
         return row.schemas if row is not None else ()
 
     async def _compare_aside(self, described: Relation, xid: int, lsn: int) -> None:

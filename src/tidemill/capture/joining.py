@@ -29,10 +29,10 @@ from tidemill.base.tasks import Restarts, is_fault, sentence
 from tidemill.capture.again import Again
 from tidemill.capture.aside import appending_of, may_set_aside, ready_to_join
 from tidemill.capture.beside import Beside
-from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.copying import GivesWay, take_snapshot
 from tidemill.capture.describing import Coming
+from tidemill.capture.descriptions import Descriptions
 from tidemill.capture.desk import Desk, Unrecorded
 from tidemill.capture.entry import copy_target, go_on_with, refusal_of, source_of, start_table
 from tidemill.capture.holders import table_holder
@@ -73,8 +73,8 @@ class Joined(Unavailable):
 class Joining:
     """`hold(True)`: from now on confirm nothing beyond what is confirmed; False: go on. `flushed()`: every
     transaction at or below it is bound. `retire(oid)`: nothing is written for this relation any more, nor under way.
-    `parking`: while it is taken, the stream's reader stands. `learn`: as of Coming. `carried`, `aside`, `latest`: as
-    of Keeping."""
+    `parking`: while it is taken, the stream's reader stands. `descriptions`: what followers see.
+    `carried`, `aside`, `latest`: as of Keeping."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Joining:
         flushed: Callable[[], int],
         retire: Callable[[int], Awaitable[None]],
         parking: asyncio.Lock,
-        learn: Callable[[Relation], None],
+        descriptions: Descriptions,
         carried: Sequence[CapturedTable],
         aside: dict[str, CapturedTable],
         latest: Callable[[], Binding | None],
@@ -107,7 +107,7 @@ class Joining:
         self._latest = latest
         self._beside = Beside(config, control, desk, catalogue, parking)
         self.mending = Mending(self._beside)
-        self._coming = Coming(desk, control, flushed, parking, learn)
+        self._coming = Coming(desk, control, flushed, parking, descriptions.grown, descriptions.outdated)
         self.watching = Watching(self._beside, self.mending, self._coming, flushed)
         self.keeping = Keeping(self._beside, carried, aside, clock, hold=hold, retire=retire, latest=latest)
         self._again = Again(config, control, desk, clock)

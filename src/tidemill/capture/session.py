@@ -394,7 +394,7 @@ class Session:
         joining = self.joining = Joining(
             config, self._control, self.desk, topics=self._topics, catalogue=self._catalogue, clock=self._clock,
             rand=self._rand, hold=self._hold, flushed=lambda: status.flushed, retire=self.writer.retire,
-            parking=self._parking, learn=self._descriptions.grown, latest=lambda: self._latest,
+            parking=self._parking, descriptions=self._descriptions, latest=lambda: self._latest,
             carried=self._copied, aside=prepared.aside,
         )  # fmt: skip
         tasks.spawn(joining.keeping.run(), name="capture aside")

@@ -52,6 +52,8 @@ class Watching:
         found = await self._beside.tables.now()
         choice = await self._beside.choice(found)
         wanted = {table.name: table for table in choice.tables}
+        for oid in self._coming.outdated:
+            self._digests.pop(oid, None)
         for row in [row for row in self._desk.rows.values() if row.flows]:
             table = wanted.get(row.table)
             if table is None:
