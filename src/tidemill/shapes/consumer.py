@@ -45,30 +45,49 @@ class Transaction:
         self.headers: Headers = {"lsn": str(commit_lsn), "txids": [xid]}
 
 
+class Backlog:
+    """Of one database: bytes of fragments that not all shapes have evaluated."""
+
+    __slots__ = ("held_bytes",)
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+
+
 class Work:
     """A fragment on its way through the shapes: kept for as long as one of them has not evaluated it."""
 
-    __slots__ = ("arrived_s", "before", "left", "size_bytes")
+    __slots__ = ("arrived_s", "backlog", "before", "changes", "left", "size_bytes")
 
-    def __init__(self, size_bytes: int, arrived_s: float, before: int) -> None:
+    def __init__(self, backlog: Backlog, changes: int, size_bytes: int, arrived_s: float, before: int) -> None:
         """`before`: the newest whole transaction that arrived before it."""
+        self.backlog = backlog
+        self.changes = changes
         self.size_bytes = size_bytes
         self.arrived_s = arrived_s
         self.before = before
-        self.left = 0
-        """Consumers that have not evaluated it yet."""
+        self.left = 1
+        """Consumers that have not evaluated it yet, and one until it is routed."""
+        backlog.held_bytes += size_bytes
+
+    def release(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self.backlog.held_bytes -= self.size_bytes
 
 
 class Entry:
     """Some changes of a transaction, for one or many consumers; `commits`: it ends there."""
 
-    __slots__ = ("changes", "commits", "transaction", "work")
+    __slots__ = ("changes", "commits", "size_bytes", "transaction", "work")
 
     def __init__(self, transaction: Transaction, work: Work, changes: Sequence[Change], commits: bool) -> None:
         self.transaction = transaction
         self.work = work
         self.changes = changes
         self.commits = commits
+        self.size_bytes = work.size_bytes * len(changes) // max(1, work.changes)
+        """Its share of the fragment."""
 
 
 class _Delivery:
@@ -90,8 +109,8 @@ class TableConsumer:
 
     __slots__ = (
         "_asks", "_at", "_current", "_filter", "_following", "_has_lsn", "_passed", "_spent_at", "_spent_s", "_staged",
-        "_verdicts", "_waiting", "_where", "_writer", "floor", "inbox", "needed", "pending_bytes", "question",
-        "relation", "shape",
+        "_verdicts", "_waiting", "_where", "_writer", "floor", "inbox", "inbox_bytes", "needed", "pending_bytes",
+        "question", "relation", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +129,7 @@ class TableConsumer:
         self.relation = relation
         self.needed = needed_columns(relation, shape.definition.columns, where)
         self.inbox: deque[Entry] = deque()
+        self.inbox_bytes = 0
         self.floor = 0
         """While something is in the inbox: the newest transaction before it."""
         self._spent_s, self._spent_at = 0.0, 0
@@ -158,6 +178,7 @@ class TableConsumer:
         if not self.inbox:
             self.floor = max(self.floor, before)
         self.inbox.append(entry)
+        self.inbox_bytes += entry.size_bytes
         entry.work.left += 1
 
     def evaluate(self, turn: Turn) -> bool:
@@ -188,7 +209,9 @@ class TableConsumer:
         return False
 
     def _next(self) -> None:
-        self.inbox.popleft().work.left -= 1
+        entry = self.inbox.popleft()
+        self.inbox_bytes -= entry.size_bytes
+        entry.work.release()
         self._at = 0
 
     def answered(self, verdicts: Sequence[Verdict]) -> None:

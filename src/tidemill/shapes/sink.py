@@ -13,9 +13,10 @@ K3  `recent` names the transactions delivered lately, the one under way included
     shape that registered after them must see them all: their changes were never offered to it. The gap is
     real: a commit is decoded from the WAL before it becomes visible to new snapshots.
 K4  Whatever evaluation raises for one consumer, of whatever type, ends its shape and nothing else.
-K5  What is not evaluated is bounded: in bytes (whoever holds the oldest fragment ends) and in age (the dearest of those
-    that are late end first). Clients of an ended shape refetch. A bound ends only the shapes that exceed it: a fragment
-    is routed before anybody ends for it, so a large transaction costs no shape of a table that it does not touch.
+K5  What is not evaluated is bounded: in bytes (the shapes that hold most of it end) and in age (the dearest of those
+    that are late end first). Clients of an ended shape refetch. A bound ends only the shapes that exceed it: all
+    fragments are routed before any shape ends for them, so a large transaction costs no shape of a table that it does
+    not touch, be it that such a shape holds an older change and waits for its turn.
 K7  Age counts only while the stream is live. It starts again when logs were restored, with each fragment of what had
     been written before the session began, and after a pause of the whole process.
 K6  Until the logs of an earlier life are restored nothing is routed, but kept (K5). What the stream says meanwhile
@@ -37,7 +38,7 @@ from tidemill.base.tasks import is_fault, is_own_fault, sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.segment import relations_of
 from tidemill.capture.taps import Stream
-from tidemill.shapes.consumer import Entry, TableConsumer, Transaction, Work
+from tidemill.shapes.consumer import Backlog, Entry, TableConsumer, Transaction, Work
 from tidemill.shapes.router import Router
 from tidemill.shapes.share import LoopShare, Turn
 from tidemill.shapes.store.store import ShapeStore
@@ -117,8 +118,9 @@ class ShapeSink:
         self.asked = asyncio.Event()
         self._tick = 0
         self._works: deque[Work] = deque()
+        """As they arrived; the first has not been evaluated by all."""
+        self._backlog = Backlog()
         self._recent: deque[int] = deque(maxlen=RECENT_TRANSACTIONS)
-        self.held_bytes = 0
         self.fell_behind = 0
         self._catch_up_lsn = 0
         """The end of the WAL when the session began."""
@@ -131,6 +133,10 @@ class ShapeSink:
         """Commit LSN of the last whole transaction that arrived."""
         self.routed = 0
         """… and of the last one that is in the inboxes of all whom it concerns."""
+
+    @property
+    def held_bytes(self) -> int:
+        return self._backlog.held_bytes
 
     @property
     def recent(self) -> frozenset[int]:
@@ -211,7 +217,7 @@ class ShapeSink:
         self._works.clear()
         self._touched.clear()
         self._transaction = None
-        self.held_bytes = 0
+        self._backlog = Backlog()
         # What is still to come of the transaction at hand does not come here: it is owed until the ends are durable.
         self.taken = self.routed = max(self.taken, self._taking)
         if self.store is not None and self._taking > self._held:
@@ -227,7 +233,7 @@ class ShapeSink:
         self._works.clear()
         self._touched.clear()
         self._recent.clear()
-        self._transaction, self.held_bytes = None, 0
+        self._transaction, self._backlog = None, Backlog()
         self.taken = self.routed = self._taking = self._owed = self._held = 0
         self._restored_from = None
         if self.store is not None:
@@ -391,7 +397,7 @@ class ShapeSink:
                 self._hand(consumer, Entry(transaction, work, (), True))
             touched.clear()
             self.routed = fragment.commit_lsn
-        work.left -= 1
+        work.release()
 
     def _hand(self, consumer: TableConsumer, entry: Entry) -> None:
         consumer.offer(entry, self.routed)
@@ -416,24 +422,25 @@ class ShapeSink:
     # -- bounds ------------------------------------------------------------------------------------------------
 
     def _trim(self) -> None:
-        while self._works and self._works[0].left <= 0:
-            self.held_bytes -= self._works.popleft().size_bytes
+        while self._works and not self._works[0].left:
+            self._works.popleft()
 
     def _shed(self) -> None:
-        """End who holds the oldest fragments, until what is left fits (K5)."""
-        while self.held_bytes > self._limits.size_bytes and self._works:
-            oldest = self._works[0]
-            if self._arrivals and self._arrivals[0][1] is oldest:
-                if self.restoring:
-                    self._leave_out()
-                else:
-                    self._route_next()
+        """Route what arrived; then end the shapes that hold most of it, until what is left fits (K5)."""
+        while self.held_bytes > self._limits.size_bytes and self._arrivals:
+            if self.restoring:
+                self._leave_out()
             else:
-                holders = [each for each in self._behind if each.inbox[0].work is oldest]
-                self.fell_behind += len(holders)
-                for consumer in holders:
-                    self._end(consumer, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
-            self._trim()
+                self._route_next()
+        while self.held_bytes > self._limits.size_bytes:
+            most_bytes = max((each.inbox_bytes for each in self._behind), default=0)
+            if not most_bytes:
+                break
+            holders = [each for each in self._behind if 2 * each.inbox_bytes >= most_bytes]
+            self.fell_behind += len(holders)
+            for consumer in holders:
+                self._end(consumer, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+        self._trim()
 
     def _leave_out(self) -> None:
         """While logs are restored nothing is routed. Of the tables that may be resumed, the one that takes most of the
@@ -447,7 +454,7 @@ class ShapeSink:
         self.resumable, self._leaves_out = resumable - {over}, True
         self.fell_behind += len(self.router.of(over))
         self._end_all(over, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
-        arrived, self._arrivals, self._works, self.held_bytes = self._arrivals, deque(), deque(), 0
+        arrived, self._arrivals, self._works, self._backlog = self._arrivals, deque(), deque(), Backlog()
         for fragment, work in arrived:
             found = self._to_keep(fragment)
             if found is not None:
@@ -463,11 +470,9 @@ class ShapeSink:
 
     def _keep(self, fragment: Fragment, arrived_s: float, before: int) -> None:
         size = CHANGE_BYTES * (1 + len(fragment.changes)) + BYTES_FACTOR * fragment.size_bytes
-        work = Work(size, arrived_s, before)
-        work.left = 1
+        work = Work(self._backlog, len(fragment.changes), size, arrived_s, before)
         self._arrivals.append((fragment, work))
         self._works.append(work)
-        self.held_bytes += size
 
     def end_the_late(self) -> None:
         """Once a second: of those whose oldest change waits too long, the dearest end (K5)."""
