@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Self
 
 import psycopg
@@ -29,6 +30,8 @@ class RealWorld(ShapeWorld):
     fragment_changes = 5
     copy_again = True
     copy_again_pause_s = 300.0
+    more: Mapping[str, Any] = {}
+    """Of the capture's configuration."""
 
     async def __aenter__(self) -> Self:
         clock, rand = SystemClock(), Rand()
@@ -42,6 +45,7 @@ class RealWorld(ShapeWorld):
         config = CaptureConfig(
             name=name, dsn=self.dsn, tables=self.tables, binding_interval_ms=20, fragment_changes=self.fragment_changes,
             table_poll_s=self.table_poll_s, copy_again=self.copy_again, copy_again_pause_s=self.copy_again_pause_s,
+            **self.more,
         )  # fmt: skip
         remap = LogRemap(self.consensus, config.remap, clock, rand)
         self.capture = Capture(

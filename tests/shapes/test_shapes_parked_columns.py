@@ -38,6 +38,12 @@ class Polled(RealWorld):
     table_poll_s = 0.2
 
 
+class SetAside(Polled):
+    """A copy takes seconds, and what changes meanwhile is set aside at once."""
+
+    more = {"copy_aside_after_s": 0.2, "copy_rows_per_s": 700, "copy_chunk_blocks": 4}
+
+
 class Unpolled(RealWorld):
     """The tables are looked at once, and when somebody asks for it."""
 
@@ -169,6 +175,7 @@ LATER = {
     "swapped_later": "ALTER TABLE swapped_later RENAME a TO t; ALTER TABLE swapped_later RENAME c TO a;"
     " ALTER TABLE swapped_later RENAME t TO c",
     "unpublished": "",
+    "listed": "",
     "divided": "CREATE TABLE divided2 (id int PRIMARY KEY, c int, a int); INSERT INTO divided2 VALUES (1001, 1, 1);"
     " ALTER TABLE divided ATTACH PARTITION divided2 FOR VALUES FROM (1000) TO (2000)",
 }
@@ -195,7 +202,9 @@ def test_a_shape_starts_over_where_its_own_columns_may_be_others(postgres_dsn: s
                 await world.db.execute(f"ALTER TABLE {name} DROP COLUMN x")
                 await eventually(lambda name=name: parks(world, name))
                 await follows(world, clients[name])
-            await world.db.execute(f'ALTER PUBLICATION "{world.capture.config.publication}" DROP TABLE unpublished')
+            publication = f'ALTER PUBLICATION "{world.capture.config.publication}"'
+            await world.db.execute(f"{publication} DROP TABLE unpublished")
+            await world.db.execute(f"{publication} DROP TABLE listed; {publication} ADD TABLE listed (id, c)")
             for said in [*ENDING.values(), *LATER.values()]:
                 if said:
                     await world.db.execute(said)  # type: ignore[arg-type]
@@ -230,6 +239,88 @@ def test_a_swap_of_columns_that_only_the_stream_tells_is_found_before_its_first_
             assert not {"30", "10", "20"} & set(seen)
 
     run(main(), 150)
+
+
+GENERATED = {
+    "g_dropped": "ALTER TABLE g_dropped DROP COLUMN g",
+    "g_added": "ALTER TABLE g_added ADD COLUMN h int GENERATED ALWAYS AS (b + 1) STORED",
+    "g_plain": "ALTER TABLE g_plain ALTER g DROP EXPRESSION",
+    "g_other": "ALTER TABLE g_other DROP COLUMN g, ADD COLUMN g int GENERATED ALWAYS AS (b * 3) STORED",
+    "g_beside": "ALTER TABLE g_beside DROP COLUMN x",
+}
+
+
+def test_a_shape_beside_generated_columns_continues_while_these_and_other_columns_change(postgres_dsn: str) -> None:
+    made = "id int PRIMARY KEY, a text, b int, x int, g int GENERATED ALWAYS AS (b * 2) STORED"
+    ddl = ";".join(
+        f"CREATE TABLE {name} ({made});"
+        f"INSERT INTO {name} (id, a, b, x) SELECT i, 'a' || i, i, i FROM generate_series(1, 90) i"
+        for name in GENERATED
+    )
+
+    async def main() -> None:
+        async with Polled(postgres_dsn, ddl, SETTINGS) as world:
+            await eventually(lambda: world.capture.streaming)
+            clients = {name: await world.sync(table=name, columns="id,a", where="b > 30") for name in GENERATED}
+            for name, change in GENERATED.items():
+                await write(world, name, 1)
+                await world.db.execute(change)  # type: ignore[arg-type]
+                await write(world, name, 2)
+            await world.break_stream()
+            for name, client in clients.items():
+                await write(world, name, 3)
+                await follows(world, client, "b > 30")
+            for name in ("g_beside", "g_dropped", "g_other"):
+                await recopy.ask(world.catalogue, world.capture.config.name, f"public.{name}")
+            world.capture.look()
+            for name, client in clients.items():
+                await eventually(lambda name=name: flows(world, name))
+                await write(world, name, 4)
+                await follows(world, client, "b > 30")
+                answer = await world.get(**client.params, offset="-1")
+                assert (answer.status, answer.handle) == (200, client.handle)
+
+    run(main(), 200)
+
+
+def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_set_aside(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with SetAside(postgres_dsn, ddl("dropped"), SETTINGS) as world:
+            await eventually(lambda: world.capture.streaming)
+            where = "b < 300"
+            client = await world.sync(table="dropped", columns="id,a", where=where)
+            await world.db.execute("INSERT INTO dropped SELECT i, 'a' || i, i, i FROM generate_series(1001, 5000) i")
+            await write(world, "dropped", 1)
+            await world.db.execute(CHANGES["dropped"])  # type: ignore[arg-type]
+            await eventually(lambda: parks(world, "dropped"))
+            await write(world, "dropped", 2)
+            await follows(world, client, where)
+            await recopy.ask(world.catalogue, world.capture.config.name, "public.dropped")
+            world.capture.look()
+
+            async def set_aside() -> bool:
+                """Rows change all the while."""
+                await world.db.execute("UPDATE dropped SET a = a || '.' WHERE id < 20")
+                (row,) = await world.catalogue.all_tables()
+                return row.aside is not None
+
+            await eventually(set_aside)
+            await write(world, "dropped", 3)
+            await follows(world, client, where)
+            # From here on it is not set aside any more, and WAL is kept for it.
+            await world.db.execute("ALTER TABLE dropped ADD COLUMN z int")
+            await write(world, "dropped", 4)
+            await follows(world, client, where)
+            await world.break_stream()
+            await write(world, "dropped", 5)
+            await follows(world, client, where)
+            await eventually(lambda: flows(world, "dropped"))
+            await write(world, "dropped", 6)
+            await follows(world, client, where)
+            answer = await world.get(**client.params, offset="-1")
+            assert (answer.status, answer.handle) == (200, client.handle)
+
+    run(main(), 200)
 
 
 def test_what_nobody_follows_of_a_parked_table_is_not_published_any_more(postgres_dsn: str) -> None:

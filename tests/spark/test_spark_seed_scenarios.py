@@ -86,11 +86,15 @@ def query(harbour: Any, spark: Any, sink: FeedSink, checkpoint: Path) -> None:
     from tidemill.spark.types import spark_schema
 
     batches = threading.Event()
+
+    def failed(_: str, error: BaseException) -> None:
+        raise error
+
     done = (
         frame.schema(spark_schema(DESCRIPTOR_COLUMNS))
         .load()
         .writeStream.option("checkpointLocation", str(checkpoint))
-        .foreachBatch(body(checkpoint, {sink.source: sink}.get, batches.set))
+        .foreachBatch(body(checkpoint, {sink.source: sink}.get, failed, batches.set))
         .trigger(availableNow=True)
         .start()
     )

@@ -194,13 +194,39 @@ def test_a_batch_brings_the_sources_forward_that_it_has_a_new_time_of(tmp_path: 
         known = source != "topic/unopened"
         return SimpleNamespace(time_comes=lambda end: came.append((source, end))) if known else None
 
-    run = body(tmp_path, sink_of)
+    def failed(source: str, error: BaseException) -> None:
+        raise AssertionError(source) from error
+
+    run = body(tmp_path, sink_of, failed)
     for batch, ends in enumerate(['{"a": 0, "b": 5, "topic/unopened": 7}', '{"a": 3, "b": 5}', '{"a": 3, "b": 6}']):
         (tmp_path / "offsets" / str(batch)).write_text(f"v1\n{{}}\n{ends}")
         run(None, batch)
     assert came == [("b", 5), ("a", 3), ("b", 6)]
     run(None, 99)
     assert len(came) == 3, "its ends cannot be read: feeds follow the bindings themselves"
+
+
+def test_a_sink_that_raises_in_a_batch_is_told_and_the_sources_after_it_continue(tmp_path: Any) -> None:
+    (tmp_path / "offsets").mkdir()
+    came: list[str] = []
+    told: list[tuple[str, str]] = []
+    raised: dict[str, BaseException] = {"b": ValueError("of no known kind"), "d": KeyboardInterrupt()}
+
+    def sink_of(source: str) -> Any:
+        def time_comes(end: int) -> None:
+            came.append(source)
+            if source in raised:
+                raise raised[source]
+
+        return SimpleNamespace(time_comes=time_comes)
+
+    run = body(tmp_path, sink_of, lambda source, error: told.append((source, str(error))))
+    (tmp_path / "offsets" / "0").write_text('v1\n{}\n{"a": 1, "b": 1, "c": 1}')
+    run(None, 0)
+    assert (came, told) == (["a", "b", "c"], [("b", "of no known kind")])
+    (tmp_path / "offsets" / "1").write_text('v1\n{}\n{"d": 1}')
+    with pytest.raises(KeyboardInterrupt):
+        run(None, 1)
 
 
 def test_whoever_waits_is_woken_at_the_end(monkeypatch: Any) -> None:

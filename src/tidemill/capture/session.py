@@ -17,12 +17,10 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.frontier import ChangePosition
 from tidemill.base.histogram import Stages
-from tidemill.base.pace import Pace
 from tidemill.base.tasks import Tasks, sentence
 from tidemill.capture.beside import Beside
 from tidemill.capture.bindings import Binder, where_to_start
-from tidemill.capture.burst import Run, steps
-from tidemill.capture.changes import Fragment, Relation, Row
+from tidemill.capture.changes import Relation, Row
 from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.converter import Converter, RelationSeen
@@ -38,10 +36,10 @@ from tidemill.capture.mending import Mending
 from tidemill.capture.moved import unaccounted
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.parked_streams import carry_on, describe_copied, parked_streams
-from tidemill.capture.poison import Poisoned, take
 from tidemill.capture.prepare import Prepared, begin_anew, prepare
 from tidemill.capture.present import rows_now
 from tidemill.capture.progress import SnapshotProgress
+from tidemill.capture.reader import Reader
 from tidemill.capture.retained import Retained
 from tidemill.capture.rivals import Rivals
 from tidemill.capture.setup import ServerFacts, SlotState, check_server, slot_state
@@ -61,10 +59,10 @@ from tidemill.capture.watch import (
     watch_set_up,
     watch_slot,
 )
-from tidemill.capture.wire.connection import BURST_BYTES, Wire, server, where
+from tidemill.capture.wire.connection import Wire, server, where
 from tidemill.capture.wire.errors import Undecodable
-from tidemill.capture.wire.status import Keepalive, Status, keepalive_interval_s
-from tidemill.capture.wire.stream import Framed, ReplicationStream
+from tidemill.capture.wire.status import Status, keepalive_interval_s
+from tidemill.capture.wire.stream import ReplicationStream
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.front import Binding, Remap
 from tidemill.topics.front import TopicLog
@@ -72,9 +70,6 @@ from tidemill.topics.front import TopicLog
 log = structlog.get_logger()
 
 STATUS_MIN_INTERVAL_S = 0.02
-DENSE_FRAMES = 24
-"""So many at hand at once are a flow: what follows is gathered for GATHER_S, and encoded by columns."""
-GATHER_S = 0.004
 SETTLE_S = 1.0
 """For one last binding while consensus answers; without it nobody waits."""
 SETTING_UP = "setting up publication, slot and topics"
@@ -108,7 +103,6 @@ class Session:
         self._taps = taps
         self._sinks = tuple(sinks)
         self._clock = clock
-        self._pace = Pace(clock)
         self._rand = rand
         self._on_phase = on_phase
         self.desk = desk
@@ -384,7 +378,11 @@ class Session:
             busy=lambda: control.ask(lambda wire: busy_walsender(wire, config.slot)), tell=self._saw_walsender,
         )  # fmt: skip
         tasks.spawn(watch.run(), name="capture silence")
-        tasks.spawn(self._read(stream, collector, watch), name="capture reader")
+        reader = Reader(
+            stream, self._converter, collector, watch, self._rivals, self._unfit, self._parking, self._stages,
+            self._clock, learn=self._learn, hurry=self.binder.hurry,
+        )  # fmt: skip
+        tasks.spawn(reader.run(), name="capture reader")
         tasks.spawn(collector.run(), name="capture collector")
         tasks.spawn(self.binder.run(), name="capture binder")
         tasks.spawn(self.writer.failed(), name="capture topic writer")
@@ -414,75 +412,17 @@ class Session:
             raise Unavailable(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
 
     # the stream -----------------------------------------------------------------------------------
-    async def _read(self, stream: ReplicationStream, collector: Collector, watch: StreamWatch) -> None:
-        """Not reading while the collector is full is the back-pressure; statuses have a task of their own."""
-        converter = self._converter
-        dense = False
-        while True:
-            if dense:
-                # The server sends row by row: who reads at once encodes row by row.
-                await asyncio.sleep(GATHER_S)
-            watch.waiting()
-            frames = await stream.receive()
-            watch.heard()
-            dense = len(frames) >= DENSE_FRAMES and sum(map(len, frames)) < BURST_BYTES
-            for step in steps(frames, converter):
-                if isinstance(step, Run):
-                    await self._read_rows(step, collector)
-                else:
-                    await self._read_one(step, collector)
-            if collector.received_time_ms:
-                self._stages.add("received", [collector.received_time_ms], self._clock.now_ms())
-                collector.received_time_ms = 0
-
-    async def _read_rows(self, run: Run, collector: Collector) -> None:
-        """Changes of rows that were found whole; a table among them may be parked between two fragments."""
-        at = run.start
-        while at < run.end:
-            await self._may_go_on()
-            if not self._converter.takes(run.segment):
-                await self._read_one(run.framed(at), collector)
-                at += 1
-                continue
-            fragment, at = self._converter.feed_rows(run.segment, at, run.end)
-            if fragment is not None:
-                await self._hand_on(fragment, collector)
-
-    async def _read_one(self, item: Framed | Keepalive, collector: Collector) -> None:
-        await self._may_go_on()
-        if isinstance(item, Keepalive):
-            collector.keepalive(item, inside_txn=self._converter.inside_txn)
-            if item.reply_requested and self.binder is not None:
-                self.binder.hurry()
-            return
-        try:
-            out = take(item, self._converter)
-        except Poisoned as poisoned:
-            await self._unfit.message(item, poisoned)
-            return
-        if isinstance(out, RelationSeen):
-            assert self._control is not None
-            schemas = await self._descriptions.learn(out, self._control)
-            self._keep_wal()
-            if self.writer is not None:
-                self.writer.described(out.message.oid, schemas)
-        elif out is not None:
-            await self._hand_on(out, collector)
-
-    async def _hand_on(self, fragment: Fragment, collector: Collector) -> None:
-        for each in await self._rivals.settle(fragment) if self._converter.deferrable else (fragment,):
-            await collector.put(each)
+    async def _learn(self, seen: RelationSeen) -> None:
+        """A relation is described: its rows follow."""
+        assert self._control is not None
+        schemas = await self._descriptions.learn(seen, self._control)
+        self._keep_wal()
+        if self.writer is not None:
+            self.writer.described(seen.message.oid, schemas)
 
     async def _rows_now(self, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
         assert self._control is not None
         return await self._control.ask(lambda wire: rows_now(wire, relation, rows))
-
-    async def _may_go_on(self) -> None:
-        if self._pace.due:
-            await self._pace.rest()  # one receive may bring thousands
-        if self._parking.locked():  # nothing beyond a park is handed on before it is durable (beside.py, J3)
-            async with self._parking:
-                pass
 
     def _carry_no_more(self, oid: int, lsn: int, columns: frozenset[str]) -> bool:
         """The desk parks a table: nothing that comes, nor what is under way, is carried at or above `lsn`."""

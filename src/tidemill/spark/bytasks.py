@@ -56,20 +56,20 @@ class ByTasks:
         slots = max(1, self._context.defaultParallelism)
         plans: list[Plan] = []
         payloads: list[bytes] = []
-        for table, step in work:
-            sweep_pending(table.mirror_dir)
-            table.save()
-            for descriptors in _packed(step, max(PIECE_BYTES, -(-step.bytes // slots))):
-                payloads.append(msgspec.msgpack.encode(Piece(len(plans), descriptors)))
-            plans.append(self._plan(table, step, plans[-1].first + plans[-1].ranges if plans else 0, slots))
-        told = msgspec.msgpack.encode(plans)
-        ranges = plans[-1].first + plans[-1].ranges
         try:
+            for table, step in work:
+                sweep_pending(table.mirror_dir)
+                table.save()
+                for descriptors in _packed(step, max(PIECE_BYTES, -(-step.bytes // slots))):
+                    payloads.append(msgspec.msgpack.encode(Piece(len(plans), descriptors)))
+                plans.append(self._plan(table, step, plans[-1].first + plans[-1].ranges if plans else 0, slots))
+            told = msgspec.msgpack.encode(plans)
+            ranges = plans[-1].first + plans[-1].ranges
             read_once = self._context.parallelize(payloads, len(payloads)).flatMap(partial(read, told))
             exchanged = read_once.partitionBy(ranges, int)  # the key is the place
             answers = exchanged.mapPartitionsWithIndex(partial(resolve_range, told)).collect()
             found = [msgspec.msgpack.decode(answer, type=RangeResult) for answer in answers]
-        except Exception as error:  # py4j raises what it likes, of one table or of Spark: inline tells which
+        except Exception as error:  # of one table, its mirror's disk or Spark: inline tells which
             tables = sorted(table.name for table, _ in work)
             log.warning("a step by tasks failed, the driver computes it", tables=tables, error=sentence(error)[:500])
             return {table.name: Results([], [], 0, no_dead_letters(), True) for table, _ in work}

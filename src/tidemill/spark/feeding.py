@@ -19,7 +19,7 @@ from tidemill.base.tasks import keep_thread, sentence
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.feeds import TopicFeed, captured_feed, stream_feed
 from tidemill.spark.growing import has_grown
-from tidemill.spark.host import Host
+from tidemill.spark.host import Host, feed_mark
 from tidemill.spark.pipeline import CapturedTable, Input
 from tidemill.spark.sink import FeedSink
 from tidemill.spark.unit import TableUnit
@@ -41,7 +41,7 @@ class Feed:
 
     def __init__(self, source: str, tables: dict[str, Input], host: Host, dead_letters: DeadLetters) -> None:
         self.source = source
-        self.mark = f"pipeline:{host.settings.name}:{source}"
+        self.mark = feed_mark(host.settings.name, source)
         self.bindings_mark = f"{self.mark}:bindings"
         self.sink: FeedSink | None = None
         self._host = host

@@ -145,6 +145,11 @@ class Host:
         return self.settings.scratch / MIRRORS / name
 
 
+def feed_mark(pipeline: str, source: str) -> str:
+    """The mark of what brings all tables of a source forward."""
+    return f"pipeline:{pipeline}:{source}"
+
+
 def _given_up(spark: SparkSession) -> bool:
     """Spark stops a context whose master removed it, and never starts it again."""
     try:

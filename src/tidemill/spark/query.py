@@ -3,7 +3,8 @@
 Every streaming query starts a Python planner, and Spark's worker factory allows ten seconds for it to connect. Several
 planners that start together on a busy machine exceed that; one planner serves any number of sources. A micro-batch
 names the sources with new bindings and their end times; the sink of each feed reads the records (sink.py). Feeds follow
-their bindings without the query, so its start and its failures delay no row.
+their bindings without the query, so its start and its failures delay no row. A sink that raises does not end the query:
+its feed fails under its own mark.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import msgspec
 import structlog
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.tasks import Restarts, sentence
-from tidemill.spark.host import Host
+from tidemill.base.tasks import Restarts, is_fault, sentence
+from tidemill.spark.host import Host, feed_mark
 from tidemill.spark.sink import FeedSink
 from tidemill.spark.starting import STARTS
 
@@ -30,6 +31,8 @@ LONGEST_PAUSE_S = 30.0
 POLL_S = 0.2
 
 SinkOf = Callable[[str], FeedSink | None]
+Failed = Callable[[str, BaseException], None]
+"""(source, what its sink raised)"""
 
 log = structlog.get_logger()
 
@@ -139,9 +142,17 @@ class StreamingQuery:
             frame.load()
             .writeStream.queryName(f"{host.settings.name}{host.settings.instance}")
             .option("checkpointLocation", str(checkpoint))
-            .foreachBatch(body(checkpoint, self._sink_of, self._batch_came))
+            .foreachBatch(body(checkpoint, self._sink_of, self._sink_failed, self._batch_came))
             .start()
         )
+
+    def _sink_failed(self, source: str, error: BaseException) -> None:
+        """Told as the feed's own failure. Its thread is woken: it tries again, and heals it."""
+        host = self._host
+        log.warning("sink failed in a micro-batch", source=source, error=sentence(error))
+        host.tracker.fail(feed_mark(host.settings.name, source), sentence(error), now_ms=host.stores.clock.now_ms())
+        if (sink := self._sink_of(source)) is not None:
+            sink.seats.changed.set()
 
     def _batch_came(self) -> None:
         if not self.called.is_set():
@@ -151,8 +162,11 @@ class StreamingQuery:
             log.info("query runs", sources=len(self._sources))
 
 
-def body(checkpoint: Path, sink_of: SinkOf, came: Callable[[], None] = lambda: None) -> Callable[[Any, int], None]:
-    """The function for `foreachBatch`. The ends of a batch are read from Spark's own log of offsets."""
+def body(
+    checkpoint: Path, sink_of: SinkOf, failed: Failed, came: Callable[[], None] = lambda: None
+) -> Callable[[Any, int], None]:
+    """The function for `foreachBatch`. The ends of a batch are read from Spark's own log of offsets. What a sink raises
+    goes to `failed`, and the other sources continue."""
     before: dict[str, int] = {}
 
     def run(_: Any, batch_id: int) -> None:
@@ -161,7 +175,12 @@ def body(checkpoint: Path, sink_of: SinkOf, came: Callable[[], None] = lambda: N
             sink = sink_of(source)
             if sink is not None and end > before.get(source, 0):
                 before[source] = end
-                sink.time_comes(end)
+                try:
+                    sink.time_comes(end)
+                except BaseException as error:
+                    if not is_fault(error):
+                        raise
+                    failed(source, error)
 
     return run
 

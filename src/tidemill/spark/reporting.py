@@ -66,6 +66,16 @@ Place = tuple[int, int]
 log = structlog.get_logger()
 
 
+class Seen(msgspec.Struct, frozen=True):
+    """A feed: one past its newest binding (None = bindings cannot be read, so no table of it is at its target), whom
+    its tables wait for, and why. `fails`: the holder is this pipeline's own part."""
+
+    newest: int | None
+    holder: str
+    trouble: str
+    fails: bool = False
+
+
 class Troubled(Protocol):
     def trouble(self) -> str: ...
 
@@ -127,10 +137,10 @@ class Reporter:
         units = [unit for feed in runner.feeds for unit in feed.units if unit.name not in refused]
         seated = {unit.name for unit in units if unit.seated}
         self._started |= seated
-        for feed, told in zip(runner.feeds, self._look(runner.feeds), strict=True):
+        for feed, seen in zip(runner.feeds, self._look(runner.feeds), strict=True):
             for unit in feed.units:
                 if unit.name not in refused:
-                    self._table(places, unit.name, partial(self._unit, unit, *told))
+                    self._table(places, unit.name, partial(self._unit, unit, seen))
         for name in sorted(runner.pipeline.derived_tables.keys() - refused):
             self._table(places, name, partial(self._derived, name, runner.derivations.get(name)))
         if not places:
@@ -155,11 +165,8 @@ class Reporter:
         notice = store.noticed() if isinstance(store, ResilientObjects) else ""
         self._tracker.works(name, store.trouble(), now_ms=self._runner.stores.clock.now_ms(), notice=notice)
 
-    def _look(self, feeds: Sequence[Feed]) -> list[tuple[int | None, str, str]]:
-        """Of each feed (target, whom its tables wait for, trouble): all bindings at once, for LOOK_S at most.
-
-        None = they cannot be read: no table of the feed is at its target then, whatever it was last.
-        """
+    def _look(self, feeds: Sequence[Feed]) -> list[Seen]:
+        """Of each feed: all bindings at once, for LOOK_S at most."""
 
         async def newest(feed: Feed) -> int:
             async with asyncio.timeout(LOOK_S):
@@ -168,17 +175,21 @@ class Reporter:
         async def run() -> list[int | BaseException]:
             return await asyncio.gather(*(newest(feed) for feed in feeds), return_exceptions=True)
 
-        out: list[tuple[int | None, str, str]] = []
+        out: list[Seen] = []
         for feed, found in zip(feeds, self._runner.portal.call(run()), strict=True):
             if isinstance(found, int):
                 self._tracker.heal(feed.bindings_mark)
                 error = feed.sink.error if feed.sink is not None else ""
-                out.append((found, feed.source.replace("/", ":", 1), error))
+                failure = self._tracker.failure(feed.mark)
+                if failure is not None:
+                    out.append(Seen(found, feed.mark, failure.error, fails=True))
+                else:
+                    out.append(Seen(found, feed.source.replace("/", ":", 1), error))
                 continue
             why = f"no answer for {LOOK_S:g} s" if isinstance(found, TimeoutError) else sentence(found)
             why = f"bindings cannot be read: source={feed.source} error={why}"
             self._tracker.fail(feed.bindings_mark, why, now_ms=self._runner.stores.clock.now_ms())
-            out.append((None, feed.bindings_mark, why))
+            out.append(Seen(None, feed.bindings_mark, why, fails=True))
         return out
 
     def _table(self, places: dict[str, Place], name: str, compute: Callable[[], Place]) -> None:
@@ -205,20 +216,20 @@ class Reporter:
             self._tracker.heal(mark)
         return True
 
-    def _unit(self, unit: TableUnit, newest: int | None, source: str, trouble: str) -> Place:
+    def _unit(self, unit: TableUnit, seen: Seen) -> Place:
         if unit.writer is None or unit.reason:
             # Whether a first snapshot stands still is for the capture's mark to say, to which `why` walks.
             work_ms = OTHERS_BUDGET_MS if unit.waits and unit.holder_tells else 0
             return self._opening(unit.name, unit.waits_for, unit.reason, unit.waits, unit.upstream, work_ms)
         upper, progress = unit.writer.upper, unit.writer.progress
-        target = upper + 1 if newest is None else newest
-        held_by = "" if newest is not None and upper < target else source
-        reason = trouble or progress.sentence()
+        target = upper + 1 if seen.newest is None else seen.newest
+        held_by = "" if upper < target and not seen.fails else seen.holder
+        reason = seen.trouble or progress.sentence()
         self._set(f"shard:{unit.name}", upper, target, held_by, reason, progress.read, unit.upstream)
         dead = unit.writer.dead_run.sentence(unit.writer.operator.mirror.empty)
         if not progress.read:  # as this driver's predecessor knew it: no record came since
             dead = dead or self._dead_before.get(f"shard:{unit.name}", "")
-        if newest is not None and unit.seated and 0 < target <= upper and not dead:
+        if seen.newest is not None and unit.seated and 0 < target <= upper and not dead:
             self._tracker.heal(f"shard:{unit.name}")  # it failed where it stands now, and nothing is left there to do
         self._flawed(f"shard:{unit.name}", dead, DEAD)
         return upper, target
