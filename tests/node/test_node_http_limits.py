@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tidemill.node.http import HttpServer
+from tidemill.node.http_app import application
 from tidemill.node.http_limits import HttpLimits
 from tidemill.shapes.http import sending
 from tidemill.shapes.http.sending import ItemsResponse, pieces
@@ -55,7 +55,7 @@ def serve(limits: HttpLimits, *routes: Route) -> HttpServer:
     def failed(name: str, error: BaseException) -> None:
         raise AssertionError(f"{name} ended") from error
 
-    app = Starlette(routes=[Route("/", hello), Route("/length", length, methods=["POST"]), *routes])
+    app = application([Route("/", hello), Route("/length", length, methods=["POST"]), *routes])
     return HttpServer(app, on_failure=failed, limits=limits)
 
 
@@ -216,8 +216,14 @@ def test_a_url_may_be_as_long_as_a_head_and_every_refusal_of_a_shape_says_so_to_
         async def shape(request: Request) -> Response:
             return PlainTextResponse(str(len(request.url.query)))
 
+        async def too_often(request: Request) -> Response:
+            return JSONResponse({"message": "too often"}, 429)
+
+        async def broken(request: Request) -> Response:
+            raise RuntimeError("of a handler")
+
         limits = HttpLimits(per_address=1, body_bytes=10_000)
-        server = serve(limits, Route("/v1/shape", shape), Route("/v1/none", lambda _: Response(status_code=429)))
+        server = serve(limits, Route("/v1/shape", shape), Route("/v1/none", too_often), Route("/v1/broken", broken))
         port = await server.start()
         room = limits.header_bytes - 200
         assert (await ask(port, SHAPE.format("?" + "a" * room))).endswith(str(room).encode())
@@ -226,6 +232,7 @@ def test_a_url_may_be_as_long_as_a_head_and_every_refusal_of_a_shape_says_so_to_
             b"413": "POST /v1/shape HTTP/1.1\r\ncontent-length: 20000\r\n" + ORIGIN,
             b"404": SHAPE.format("/none"),
             b"405": "PUT /v1/shape HTTP/1.1\r\n" + ORIGIN,
+            b"500": "GET /v1/broken HTTP/1.1\r\n" + ORIGIN,
             b"429": "GET /v1/none HTTP/1.1\r\n" + ORIGIN,
         }
         answers = {status: await ask(port, head) for status, head in refused.items()}
@@ -233,8 +240,9 @@ def test_a_url_may_be_as_long_as_a_head_and_every_refusal_of_a_shape_says_so_to_
         answers[b"503"] = await ask(port, SHAPE.format(""))
         del server.bounded.under_way["127.0.0.1"]
         for status, answer in answers.items():
-            head = answer.partition(b"\r\n\r\n")[0].lower()
-            assert head[9:12] == status
+            top, _, body = answer.partition(b"\r\n\r\n")
+            head = top.lower()
+            assert head[9:12] == status and json.loads(body)["message"]
             assert b"access-control-allow-origin: http://localhost:5173" in head, status
             assert b"access-control-expose-headers: electric-cursor" in head and head.count(b"vary:") == 1
         strange = await ask(port, "GET /v1/none HTTP/1.1\r\nOrigin: https://else.where")
