@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tidemill.node.http import HttpServer
+from tidemill.node.http_app import application
 from tidemill.node.http_limits import HttpLimits
 from tidemill.shapes.http import sending
 from tidemill.shapes.http.sending import ItemsResponse, pieces
@@ -54,7 +55,7 @@ def serve(limits: HttpLimits, *routes: Route) -> HttpServer:
     def failed(name: str, error: BaseException) -> None:
         raise AssertionError(f"{name} ended") from error
 
-    app = Starlette(routes=[Route("/", hello), Route("/length", length, methods=["POST"]), *routes])
+    app = application([Route("/", hello), Route("/length", length, methods=["POST"]), *routes])
     return HttpServer(app, on_failure=failed, limits=limits)
 
 
@@ -215,8 +216,14 @@ def test_a_url_may_be_as_long_as_a_head_and_every_refusal_of_a_shape_says_so_to_
         async def shape(request: Request) -> Response:
             return PlainTextResponse(str(len(request.url.query)))
 
+        async def too_often(request: Request) -> Response:
+            return JSONResponse({"message": "too often"}, 429)
+
+        async def broken(request: Request) -> Response:
+            raise RuntimeError("of a handler")
+
         limits = HttpLimits(per_address=1, body_bytes=10_000)
-        server = serve(limits, Route("/v1/shape", shape), Route("/v1/none", lambda _: Response(status_code=429)))
+        server = serve(limits, Route("/v1/shape", shape), Route("/v1/none", too_often), Route("/v1/broken", broken))
         port = await server.start()
         room = limits.header_bytes - 200
         assert (await ask(port, SHAPE.format("?" + "a" * room))).endswith(str(room).encode())
@@ -225,6 +232,7 @@ def test_a_url_may_be_as_long_as_a_head_and_every_refusal_of_a_shape_says_so_to_
             b"413": "POST /v1/shape HTTP/1.1\r\ncontent-length: 20000\r\n" + ORIGIN,
             b"404": SHAPE.format("/none"),
             b"405": "PUT /v1/shape HTTP/1.1\r\n" + ORIGIN,
+            b"500": "GET /v1/broken HTTP/1.1\r\n" + ORIGIN,
             b"429": "GET /v1/none HTTP/1.1\r\n" + ORIGIN,
         }
         answers = {status: await ask(port, head) for status, head in refused.items()}
@@ -232,13 +240,67 @@ def test_a_url_may_be_as_long_as_a_head_and_every_refusal_of_a_shape_says_so_to_
         answers[b"503"] = await ask(port, SHAPE.format(""))
         del server.bounded.under_way["127.0.0.1"]
         for status, answer in answers.items():
-            head = answer.partition(b"\r\n\r\n")[0].lower()
-            assert head[9:12] == status
+            top, _, body = answer.partition(b"\r\n\r\n")
+            head = top.lower()
+            assert head[9:12] == status and json.loads(body)["message"]
             assert b"access-control-allow-origin: http://localhost:5173" in head, status
             assert b"access-control-expose-headers: electric-cursor" in head and head.count(b"vary:") == 1
         strange = await ask(port, "GET /v1/none HTTP/1.1\r\nOrigin: https://else.where")
         assert b"access-control-allow-origin" not in strange
         assert b"access-control" not in await ask(port, "GET /none HTTP/1.1\r\n" + ORIGIN)
+        await server.aclose()
+
+    run(main())
+
+
+def test_a_head_around_the_limit_is_served_or_refused_in_words_that_a_page_can_read() -> None:
+    async def main() -> None:
+        async def shape(request: Request) -> Response:
+            return PlainTextResponse(str(len(request.url.query)))
+
+        for header_bytes in (8 << 10, 64 << 10):
+            server = serve(HttpLimits(header_bytes=header_bytes), Route("/v1/shape", shape))
+            port = await server.start()
+            around = len(SHAPE.format("?")) + len("\r\nhost: x\r\nconnection: close\r\n\r\n")
+            for room in (header_bytes - around - 1, header_bytes - around):
+                assert (await ask(port, SHAPE.format("?" + "a" * room))).endswith(b"\r\n" + str(room).encode())
+            above = [
+                SHAPE.format("?" + "a" * (header_bytes - around + 1)),
+                SHAPE.format("") + "\r\nx-long: " + "a" * header_bytes,
+                SHAPE.format("") + "\r\nx-long: " + "a" * 200_000,
+                SHAPE.format("") + "".join(f"\r\nx-{number}: {'a' * (header_bytes // 90)}" for number in range(90)),
+            ]
+            for head in above:
+                top, _, body = (await ask(port, head)).partition(b"\r\n\r\n")
+                assert top[9:12] == b"431" and b"access-control-allow-origin: http://localhost:5173" in top.lower()
+                assert json.loads(body)["message"].startswith(
+                    f"The request head is too large: limit_bytes={header_bytes}"
+                )
+            await server.aclose()
+
+    run(main())
+
+
+def test_what_the_parser_refuses_by_itself_is_an_answer_too_and_nothing_else_is_refused_by_it() -> None:
+    """Its answers carry no CORS; docs/shapes.md lists them. Should it learn to, or refuse more, this fails."""
+
+    async def main() -> None:
+        server = serve(HttpLimits(), Route("/v1/shape", hello))
+        port = await server.start()
+        long, many = "?" + "a" * 70_000, "".join(f"\r\nx-{number}: 1" for number in range(101))
+        bare = {
+            SHAPE.format(long): b"414",
+            SHAPE.format("?" + "a" * (1 << 20)): b"431",
+            SHAPE.format("") + many: b"431",
+            SHAPE.format("") + "\r\nx-long: " + "a" * (1 << 20): b"431",
+            "hello": b"400",
+            SHAPE.format("") + "\r\nno header": b"400",
+        }
+        for head, status in bare.items():
+            answer = await ask(port, head)
+            assert (answer[9:12], b"access-control" in answer) == (status, False), head[:60]
+        for head in (SHAPE.format("?a|^{}`[]'\\$%zz"), SHAPE.format(""), SHAPE.format("") + "\r\nx: \u00e9"):
+            assert (await ask(port, head)).endswith(b"hello"), "a browser writes these as they are"
         await server.aclose()
 
     run(main())

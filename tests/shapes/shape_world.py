@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import psycopg
-from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from patience import DEADLINE_S
@@ -29,6 +28,7 @@ from tidemill.capture.changes import Column, Fragment, Relation
 from tidemill.capture.converter import Converter, RelationSeen
 from tidemill.capture.wire.pgoutput import decode
 from tidemill.node.http import HttpServer
+from tidemill.node.http_app import application
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
 from tidemill.shapes.http.grants import Grants
 from tidemill.shapes.postgres_source import SESSION_SETTINGS
@@ -125,7 +125,7 @@ class ShapeWorld:
         self.sink = self.service.add_database("main", self.dsn, lambda: self.relations.values())
         if self._shards is not None:
             self.service.add_shards(self._shards)
-        app = Starlette(routes=list(shape_routes(self.service, self._grants)))
+        app = application(shape_routes(self.service, self._grants))
         self.server = HttpServer(self._front(app), on_failure=lambda *_: None)
         await self.server.start()
         self._flowing.set()

@@ -7,11 +7,13 @@ and says with which SQLSTATE it failed where it does.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from shape_world import ShapeWorld, run
 
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 from tidemill.cli.demo.postgres import EmbeddedPostgres
@@ -19,6 +21,8 @@ from tidemill.shapes.where import EvaluationError, Type, WhereError, compile_whe
 
 pytestmark = pytest.mark.postgres
 
+INSTALLED = Path(__file__).parents[1] / "clients" / "node_modules"
+OLDER_SETTINGS = {"fsync": "off", "shared_buffers": "16MB", "max_connections": "10"}
 LABELS = ("sad", "ok", "happy")
 EDGES: dict[str, tuple[str, ...]] = {
     "int2": ("0", "1", "-1", "32767", "-32768", "12"),
@@ -74,9 +78,9 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def array_text(rand: random.Random, kind: str) -> str:
+def array_text(rand: random.Random, kind: str, edges: Mapping[str, Sequence[str]] = EDGES) -> str:
     """An array's text: sometimes empty, with NULLs, of two dimensions, or with a lower bound of its own."""
-    picked = [rand.choice(EDGES[kind]) for _ in range(rand.choice((0, 1, 1, 2, 3)))]
+    picked = [rand.choice(edges[kind]) for _ in range(rand.choice((0, 1, 1, 2, 3)))]
     items = ["NULL" if rand.random() < 0.15 else '"' + item.replace("\\", "\\\\") + '"' for item in picked]
     if len(items) == 2 and rand.random() < 0.2:
         return "{{" + items[0] + "},{" + items[1] + "}}"
@@ -84,7 +88,10 @@ def array_text(rand: random.Random, kind: str) -> str:
     return f"[2:{len(items) + 1}]={plain}" if items and rand.random() < 0.15 else plain
 
 
-def ddl(rand: random.Random) -> str:
+def ddl(rand: random.Random, version: int) -> str:
+    edges = dict(EDGES)
+    if version < 17:
+        edges["interval"] = tuple(edge for edge in edges["interval"] if edge != "infinity")
     labels = ", ".join(f"'{label}'" for label in LABELS)
     columns = [f'{scalar(kind)} {sql_type(kind)} {"COLLATE" if kind in TEXTUAL else ""}{C if kind in TEXTUAL else ""}'
                for kind in EDGES]  # fmt: skip
@@ -92,8 +99,8 @@ def ddl(rand: random.Random) -> str:
                 for kind in EDGES]  # fmt: skip
     rows: list[str] = []
     for row in range(ROWS - 1):
-        values = [quoted(edges[row % len(edges)]) for edges in EDGES.values()]
-        values += [quoted(array_text(rand, kind)) for kind in EDGES]
+        values = [quoted(each[row % len(each)]) for each in edges.values()]
+        values += [quoted(array_text(rand, kind, edges)) for kind in edges]
         rows.append(f"({row}, {', '.join(values)})")
     rows.append(f"({ROWS - 1}, {', '.join(['NULL'] * 2 * len(EDGES))})")
     return (
@@ -139,7 +146,8 @@ class Edges:
     def __init__(self, dsn: str) -> None:
         options = " ".join(f"-c {k}={v.replace(' ', chr(92) + ' ')}" for k, v in DISPLAY_SETTINGS.items())
         self.connection = psycopg.connect(dsn, autocommit=True, options=options)
-        self.connection.execute(ddl(random.Random(21)).encode())
+        version = self.connection.info.server_version // 10_000
+        self.connection.execute(ddl(random.Random(21), version).encode())
         self.types = {"id": Type("int4")}
         self.types |= {scalar(kind): where_type(kind, False) for kind in EDGES}
         self.types |= {many(kind): where_type(kind, True) for kind in EDGES}
@@ -246,7 +254,8 @@ left(c_text, -1) = 'xa' | right(c_text, 2) = 'ax' | right(c_text, -1) = 'ax' | l
 right(c_text, 0) = '' | left(c_text, '1') = 'a' | left(c_text, c_int4) = 'a' | right(c_text, c_int4) = 'a'
 nullif(c_int4, 1) IS NULL | nullif(c_float4, 0.1) = c_float4 | nullif(c_float4, 0.1::real) IS NULL
 nullif(c_text, c_bpchar) = 'a ' | nullif(c_bpchar, c_text) = 'a' | nullif(c_varchar, c_bpchar) = 'a'
-nullif(c_date, c_timestamp) IS NULL | nullif(c_int2, c_numeric) / 3 = 0.3333333333333333
+nullif(c_date, c_timestamp) IS NULL | 'a'::bpchar >= nullif('a ', c_varchar)
+nullif('a '::varchar, c_varchar) = c_bpchar | nullif(c_int2, c_numeric) / 3 = 0.3333333333333333
 nullif(c_int4, 12::int8) + 2147483647 > 0 | nullif('a','a') IS NULL | nullif(c_interval, '30 days') IS NULL
 CASE WHEN c_int4 > 0 THEN c_text ELSE 'none' END = 'none' | CASE c_int4 WHEN 1 THEN true WHEN 0 THEN false END
 CASE WHEN c_bool THEN c_float4 ELSE 0.1 END = 0.1 | CASE c_text WHEN 'a' THEN 1 ELSE 2.5 END = 2.5
@@ -266,6 +275,61 @@ c_date - c_timestamptz > '1 day' | coalesce(c_float4, 0.1) = 0.1 | coalesce(c_bp
 coalesce(c_interval, '1 day') = '1 day' | ARRAY[c_int2, 2.5] @> '{2.5}' | ARRAY[c_float4, 0.1] @> ARRAY[0.1::real]
 -'1 day'::interval = c_interval
 """
+SCALED = """
+c_interval * 2 > '1 mon' | c_interval * 1.5 = '45 days' | 0.1 * c_interval < '1 day' | c_interval / 3 > '1 day'
+c_interval * '2' = '2 mons' | '2' * c_interval = '2 mons' | c_interval / '7' < '1 day' | c_interval * c_float4 > '0'
+c_int2 * c_interval > '0' | c_numeric * c_interval > '0' | c_interval / c_int8 > '0' | c_interval / c_float8 > '0'
+c_interval * 0 = '0' | c_interval / 0 = '0' | '1 day'::interval * c_int4 > '0'
+interval '1 mon' * 1.23456789 > '1 mon' | c_interval * -0.333333 < '0' | (c_timestamp - c_timestamptz) * 2 = '0'
+c_date + interval '1 day' * c_int2 > '1970-01-01' | c_interval * 1e-7 = '0.000001 sec' | c_interval / 1e6 > '0'
+interval '1 mon 1 day' / 7.7 = interval '1 mon 1 day' * (1/7.7) | justify_days(c_interval) = c_interval
+justify_days('35 days') = '1 mon 5 days' | justify_hours(c_interval) > '1 day'
+justify_hours('-1 mon 49:00') = c_interval | justify_interval(c_interval) - c_interval = '0'
+justify_interval(interval '1 mon -1 hour') - '29 days' = '23:00'
+justify_interval(interval '-1 mon 1 sec') < '-29 days' | justify_days(interval '-1 mon 65 days') = '35 days'
+justify_hours(interval '1 day -49:00') < '0' | @c_int4 > 1 | @c_numeric = 2.5 | @ '-1' = 1 | |/ c_float8 > 1
+|/ c_int4 = 1 | |/ 16 = 4 | |/ c_numeric < 2 | "like"(c_text, 'a%') | "like"(c_bpchar, 'a') | notlike(c_varchar, 'a_')
+notlike('a', c_text)
+"""
+ARRAYS = """
+array_length(a_int4, 1) = 2 | array_length(a_text, 2) = 1 | array_length(a_int4, 0) IS NULL
+array_length(a_uuid, c_int2) > 0 | array_length(a_int4, '1') > 1 | cardinality(a_int8) > 1 | cardinality(a_text) = 0
+cardinality('{{1,2},{3,4}}'::int[]) = 4 | array_ndims(a_mood) = 1 | array_ndims(a_int4) IS NULL
+array_lower(a_int4, 1) = 2 | array_upper(a_int4, 1) > 1 | array_dims(a_int4) = '[1:2]'
+array_dims('[2:3][-1:0]={{1,2},{3,4}}'::int[]) = '[2:3][-1:0]' | array_dims(a_bool) LIKE '[2%'
+array_append(a_int4, 1) @> '{1}' | array_append(a_int4, NULL) = a_int4 | array_append(a_int4, '7') = '{7}'
+array_append('{1}', c_int4) = '{1,0}' | array_append(NULL, c_int4) = '{1}' | array_append(a_int2, c_int8) = a_int8
+array_append(a_varchar, c_text) = a_varchar | array_append(a_text, c_bpchar) @> '{a}'
+array_append(a_int4, 2.5) @> '{2.5}' | array_prepend(0, '[2:3]={1,2}'::int[]) = '[2:4]={0,1,2}'
+array_append('[2:3]={1,2}'::int[], 0) = '[2:4]={1,2,0}' | array_prepend(c_text, a_text) <> a_text
+array_prepend(NULL, a_float8) = '{NULL}' | array_prepend(c_date, a_timestamp) @> a_timestamp
+array_cat(a_int4, a_int4) = a_int4 | array_cat(a_int4, NULL) = a_int4
+array_cat('{{1,2}}', ARRAY[3,4]) = '{{1,2},{3,4}}' | array_cat(ARRAY[3,4], '{{1,2}}'::int[]) = '{{3,4},{1,2}}'
+array_cat('{{1,2}}'::int[], '{{3,4}}') = '{{1,2},{3,4}}' | array_cat('{{1,2}}'::int[], '{1}') IS NULL
+array_cat(a_int2, a_numeric) && '{1}' | array_cat('[2:2]={1}'::int[], '{2}') = '[2:3]={1,2}' | a_int4 || 1 = '{1}'
+1 || a_int4 = '{1}' | a_int4 || a_int4 = a_int4 | a_int4 || '{5}' @> '{5}' | a_int4 || NULL = a_int4
+a_text || c_text @> '{a}' | c_text || a_text @> '{a}' | a_mood || c_mood @> '{ok}' | a_int4 || c_int8 = a_int8
+c_int2 || a_int2 && '{1}' | array_remove(a_int4, 1) = '{}' | array_remove(a_float8, 'NaN') = a_float8
+array_remove(a_text, NULL) = a_text | array_remove(a_bpchar, 'a') <> a_bpchar
+array_remove(a_interval, '30 days') = a_interval | array_remove('[2:4]={1,2,3}'::int[], 2) = '[2:3]={1,3}'
+array_replace(a_int4, 1, 2) = a_int4 | array_replace(a_text, NULL, 'x') @> '{x}'
+array_replace('{{1,2},{1,3}}'::int[], 1, NULL) = '{{NULL,2},{NULL,3}}' | array_position(a_int4, 1) = 1
+array_position(a_text, 'a') = 2 | array_position(a_int4, NULL) = 1 | array_position(a_int4, 1, 2) = 2
+array_position('[5:6]={7,8}'::int[], 8) = 6 | array_position(a_int4, 1, c_int2) > 0
+array_position(a_numeric, c_int4) = 1 | array_position(ARRAY['sun','mon'], c_text) = 1
+array_position(a_float4, 'NaN') > 0 | array_position(a_int4, 1, NULL) > 0 | array_positions(a_int4, 1) = '{1}'
+array_positions(ARRAY['a','b','a'], c_text) = '{1,3}' | array_positions(a_mood, 'ok') @> '{1}'
+trim_array(a_int4, 1) = '{}' | trim_array('[2:4]={1,2,3}'::int[], 1) = '{1,2}' | trim_array(a_text, 0) = a_text
+trim_array(a_int4, 9) IS NULL | array_to_string(a_text, ',') = 'a' | array_to_string(a_int4, '') LIKE '1%'
+array_to_string(a_bool, '|', '*') = 't|f' | array_to_string(a_mood, ', ') = 'ok'
+array_to_string(a_bpchar, '-') = 'a   ' | array_to_string(a_uuid, ',', 'none') > 'a' COLLATE "C"
+array_to_string(a_text, NULL) IS NULL | array_to_string(a_int8, ',', NULL) = '1'
+array_to_string(a_varchar, c_text) LIKE '%a%' | string_to_array(c_text, ',') = '{a,b}'
+string_to_array(c_text, NULL) = '{a}' | string_to_array(c_text, '') @> ARRAY[c_text]
+string_to_array(c_varchar, 'a', '') = '{NULL,NULL}' | 'a' = ANY(string_to_array(c_text, 'x'))
+cardinality(string_to_array(c_text, 'a')) = 2 | c_int4 = ANY(array_append(a_int4, 0))
+c_text <> ALL(array_remove(a_text, 'a')) | cardinality(coalesce(a_int4, '{}')) = 0
+"""
 CUT = f"""
 c_name = '{"n" * 70}' | c_name IN ('{"n" * 64}', 'a') | c_name = ANY('{{{"n" * 64},a}}') | c_name LIKE '{"n" * 64}'
 c_char = 'abc' | c_char IN ('abc', 'b') | c_char <> 'ba' | c_char = c_text | c_char = ANY('{{abc,b}}') | c_char < 'bc'
@@ -273,10 +337,18 @@ lower(c_name) = '{"n" * 64}' | c_name || '' = 'a' | c_name = c_varchar | a_name 
 """
 REFUSED = """
 c_text::name = 'a' | c_text::"char" = 'a' | a_text && a_varchar | '1' << '2' = c_int4 | '1' & '2' = c_int4
-a_text = a_varchar
-a_int4 @> a_int8 | c_int4 << c_int8 = 4 | round(c_float8, 1) = 1 | left(c_int4, 1) = '1' | c_date + 1::int8 > c_date
-c_date + '1' = c_date | '1' + c_date = c_date | c_numeric & 1 = 1 | c_int4 & 1.5 = 1
-c_int4 + c_date + c_date > 0 | c_interval < c_int4 | greatest(c_text, c_int4) = 1 | CASE WHEN c_int4 THEN true END
+a_text = a_varchar | a_name = ARRAY[c_text] | a_name @> a_text
+a_int4 @> a_int8 | c_int4 << c_int8 = 4 | round(c_float8, 1) = 1 | left(c_int4, 1) = '1'
+c_date + 1::int8 > c_date | c_date + '1' = c_date | '1' + c_date = c_date | c_numeric & 1 = 1 | c_int4 & 1.5 = 1
+c_interval * c_interval > '0' | '2' / c_interval > '0' | 2 / c_interval > '0' | c_interval * c_text > '0'
+c_interval * '{1}'::int[] > '0' | justify_days(c_int4) > '0' | justify_hours(c_interval, c_interval) > '0'
+|/ c_text > 1 | array_length(a_int4) = 1 | array_length(a_int4, 1::int8) = 1 | array_length(c_int4, 1) = 1
+cardinality('{1}') = 1 | array_append(a_int4, c_text) = a_int4 | array_append(c_int4, a_int4) = a_int4
+array_cat(a_int4, 1) = a_int4 | array_position(a_int4, a_int4) = 1 | array_position(c_text, 'a') = 1
+a_int4 || c_text = a_int4 | "like"(c_int4, 'a') | array_to_string(a_text, 1) = '1'
+array_to_string(c_text, ',') = '1' | string_to_array(a_text, ',') = '{a}' | array_append(a_varchar, c_text) = a_text
+array_prepend(a_int4, c_int4) = a_int4 | array_remove(a_mood, c_int4) = a_mood | c_int4 + c_date + c_date > 0
+c_interval < c_int4 | greatest(c_text, c_int4) = 1 | CASE WHEN c_int4 THEN true END
 CASE c_int4 WHEN c_text THEN true END | nullif(c_int4, c_text) = 1 | abs(c_text) = 1 | trim(c_int4) = '1'
 ~c_text = 'a' | coalesce(c_int4, c_date) = 1 | c_date IN (c_date, 1) | c_int4 @> 1 | c_interval - c_date > '1 day'
 """
@@ -299,6 +371,16 @@ def test_operators_and_functions_give_what_select_gives(edges: Edges) -> None:
     assert (found, refused) == ([], {})
 
 
+def test_intervals_are_scaled_and_justified_as_select_does(edges: Edges) -> None:
+    found, _, refused = edges.wrong(listed(SCALED))
+    assert (found, refused) == ([], {})
+
+
+def test_functions_of_arrays_give_what_select_gives(edges: Edges) -> None:
+    found, _, refused = edges.wrong(listed(ARRAYS))
+    assert (found, refused) == ([], {})
+
+
 def test_a_list_of_numbers_of_several_types_is_still_found_by_value(edges: Edges) -> None:
     equality = compile_where("c_int8 IN (1, 2, 3000000000) AND c_float4 > 0", (), edges.types).equality
     assert equality is not None
@@ -306,7 +388,7 @@ def test_a_list_of_numbers_of_several_types_is_still_found_by_value(edges: Edges
 
 
 def test_what_is_printed_of_them_means_the_same(edges: Edges) -> None:
-    clauses = [*listed(NAMED), *listed(SERVED)]
+    clauses = [*listed(NAMED), *listed(SERVED), *listed(SCALED), *listed(ARRAYS)]
     printed = [compile_where(clause, (), edges.types, table="e", schema="public").sql for clause in clauses]
     assert edges.truth(printed) == edges.truth(clauses)
 
@@ -374,6 +456,10 @@ def deep(rand: random.Random, kind: str, depth: int = 2) -> str:
     if kind == "interval":
         moments = rand.choice(MOMENTS)
         shapes += [f"({one} {rand.choice('+-')} {two})", f"({value(rand, moments)} - {value(rand, 'timestamp')})"] * 2
+        number = value(rand, rand.choice(NUMERIC))
+        shapes += [f"({one} * {number})", f"({number} * {one})", f"({one} / {number})"]
+        shapes += [f"({one} * {rand.uniform(-9, 9):.4f})", f"({one} / {rand.uniform(-9, 9):.4f})"] * 2
+        shapes += [f"justify_{rand.choice(('days', 'hours', 'interval'))}({one})"] * 3
     return rand.choice(shapes)
 
 
@@ -384,6 +470,38 @@ def array(rand: random.Random, kind: str) -> str:
     if roll < 0.8:
         return quoted(array_text(rand, kind))
     return f"ARRAY[{value(rand, kind)}, {scalar(kind)}]"
+
+
+def deep_array(rand: random.Random, kind: str, family: Sequence[str], depth: int = 2) -> str:
+    """An array of this type, or of one that takes its place."""
+    if depth == 0 or rand.random() < 0.2:
+        return array(rand, kind)
+    one, two = deep_array(rand, kind, family, depth - 1), deep_array(rand, rand.choice(family), family, depth - 1)
+    item, other = value(rand, rand.choice(family)), value(rand, rand.choice(family))
+    return rand.choice(
+        (
+            f"array_append({one}, {item})", f"array_prepend({item}, {one})", f"array_cat({one}, {two})",
+            f"({one} || {two})", f"({one} || {item})", f"({item} || {one})", f"array_remove({one}, {item})",
+            f"array_replace({one}, {item}, {other})", f"trim_array({one}, {rand.randint(0, 2)})",
+        )
+    )  # fmt: skip
+
+
+def array_clause(rand: random.Random) -> str:
+    family = rand.choice(FAMILIES)
+    kind, other = rand.choice(family), rand.choice(family)
+    one, item, at = deep_array(rand, kind, family), value(rand, other), rand.randint(0, 3)
+    return rand.choice(
+        (
+            f"({one} {rand.choice(('=', '<>', *COMPARED[6:]))} {deep_array(rand, kind, family)})",
+            f"({one} {rand.choice(('@>', '<@', '&&'))} {array(rand, kind)})",
+            f"(array_position({one}, {item}) = {at})", f"(array_position({one}, {item}, {at}) > 0)",
+            f"(array_positions({one}, {item}) = '{{{at}}}')", f"(cardinality({one}) > {at})",
+            f"(array_length({one}, {at}) = 2)", f"(array_lower({one}, {at}) = 1)", f"(array_upper({one}, {at}) = 2)",
+            f"(array_ndims({one}) = {at})", f"(array_dims({one}) = '[1:{at}]')", f"({item} = ANY ({one}))",
+            f"(array_to_string({one}, ',') = 'a,1')", f"(array_to_string({one}, ',', '*') LIKE '%*%')",
+        )
+    )  # fmt: skip
 
 
 def clause(rand: random.Random) -> str:
@@ -425,3 +543,52 @@ def test_random_functions_over_every_type_agree_with_select(edges: Edges) -> Non
     found, compared, _ = edges.wrong([deep_clause(rand) for _ in range(2_000)])
     assert found == []
     assert compared > 700
+
+
+def test_random_functions_of_arrays_agree_with_select(edges: Edges) -> None:
+    rand = random.Random(20261129)
+    found, compared, _ = edges.wrong([array_clause(rand) for _ in range(2_000)])
+    assert found == []
+    assert compared > 1_000
+
+
+@pytest.mark.parametrize("version", ["14", "15", "16", "17"])
+def test_an_older_postgresql_gives_the_same_answers(version: str, tmp_path: Path) -> None:
+    binaries = INSTALLED / f"postgres-{version}" / "native" / "bin"
+    if not binaries.is_dir():
+        pytest.skip(f"PostgreSQL {version} is not installed; run tests/clients/install")
+    rand = random.Random(20261130 + int(version))
+    with EmbeddedPostgres(tmp_path / "data", settings=OLDER_SETTINGS, binaries=binaries) as server:
+        edges = Edges(server.dsn)
+        with edges.connection:
+            assert edges.connection.info.server_version // 10_000 == int(version)
+            found, _, refused = edges.wrong([*listed(NAMED), *listed(SERVED), *listed(SCALED), *listed(ARRAYS)])
+            assert (found, refused) == ([], {})
+            drawn = [make(rand) for make in (clause, deep_clause, array_clause) for _ in range(600)]
+            found, compared, _ = edges.wrong(drawn)
+            assert found == []
+            assert compared > 700
+
+
+TASKS = """
+CREATE TABLE task (id int PRIMARY KEY, tags text[], took interval);
+INSERT INTO task VALUES (1, '{a,b}', '1 day'), (2, '{b}', '1 hour'), (3, NULL, '40 days'), (4, '{a}', NULL)
+"""
+
+
+def test_a_shape_by_functions_of_arrays_and_scaled_intervals_follows_the_table(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, TASKS) as world:
+            where = "array_position(tags, $1) > 0 OR justify_days(took * $2) >= $3 OR array_append($4, id) = '{7,2}'"
+            params = {f"params[{number}]": text for number, text in enumerate(("a", "1.5", "2 mons", "{7}"), 1)}
+            client = await world.sync(table="task", where=where, **params)
+            assert {row["id"] for row in client.rows.values()} == {"1", "2", "3", "4"}
+            select = "array_position(tags, 'a') > 0 OR justify_days(took * 1.5) >= '2 mons' OR id = 2"
+            await world.db.execute("UPDATE task SET tags = tags || '{c}'::text[], took = took * 30 WHERE id < 3")
+            await world.db.execute("UPDATE task SET tags = array_remove(tags, 'a') WHERE id IN (1, 4)")
+            await world.db.execute("INSERT INTO task VALUES (5, '{x,a}', '1 sec'), (6, '{x}', '39 days')")
+            wanted = {row[0] for row in await world.select("task", select)}
+            assert wanted == {"2", "3", "5"}
+            await client.follow_until(lambda: {row["id"] for row in client.rows.values()} == wanted)
+
+    run(main())

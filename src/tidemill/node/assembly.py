@@ -19,7 +19,6 @@ from functools import partial
 
 import msgspec
 import structlog
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -60,6 +59,7 @@ from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.http import HttpServer
 from tidemill.node.http_access import Guard, Parties
+from tidemill.node.http_app import application
 from tidemill.node.reporting import LEAVE_S, Reporting
 from tidemill.node.served import (
     authenticator_of,
@@ -149,9 +149,7 @@ class Node:
         """Serve until `stop` is set or the node as a whole fails. Raises what failed."""
         self._failed = asyncio.get_running_loop().create_future()
         descriptors.raise_limit()
-        early = Starlette(
-            routes=[*self._more_routes(self._reports, self.trouble, self.noticed, self._clock), *_not_yet()]
-        )
+        early = application([*self._more_routes(self._reports, self.trouble, self.noticed, self._clock), *_not_yet()])
         door = Door(early)
         host, port = Address.parse(self._config.node.http)
         section = self._config.http
@@ -309,7 +307,7 @@ class Node:
             reporting.facts["registry"] = registry.facts
             routes += registry_routes(registry)
             self._schemas = Registrar(registry)
-        app = Starlette(routes=routes)
+        app = application(routes)
         rulebook = Rulebook(metastore, clock, config.security.super_users)
         kafka = KafkaServer(
             topics=topics,

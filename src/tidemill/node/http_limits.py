@@ -2,14 +2,15 @@
 
 connections         granian stops accepting at `connections`; the rest waits in the kernel's queue
 header_timeout_s    a connection without a whole request head for so long is closed, idle ones too (slow loris)
-header_bytes        request line and headers, 431 beyond, so a URL may be nearly as long. The server below reads
-                    HEAD_BYTES and URLs of 64 KiB at most: it answers 431 and 414 beyond by itself
+header_bytes        request line and headers, 431 beyond, so a URL may be nearly as long
 body_bytes          of a request, 413 beyond
 address_connections connections of one address; what is beyond is closed within a second (http_crowds)
 per_address         requests of one address under way at once, 503 beyond, long polls and streams included
 
 A page that may read shapes may read why it does not: every answer under /v1/ that is no success carries the headers of
-CORS, whoever gives it, be it these limits, the guard, the routing or the router.
+CORS, whoever gives it, be it these limits, the guard, the routing or the router. Only hyper, the parser below, refuses
+by itself, with neither headers nor a body, and none of its bounds can be set but the last: 414 of a URL of 65,535 bytes
+or more, 431 of more than 100 headers or a head of more than HEAD_BYTES, 400 of what is no HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class Bounded:
         self._app = app
         self._origins = Origins(origins)
         self._limits = limits
+        self._too_long = _message(
+            f"The request head is too large: limit_bytes={limits.header_bytes}.",
+            "Send many values as one array parameter (= ANY($1)), or ask for a subset by POST.",
+        )
         self.under_way: dict[str, int] = {}
         self.refused = 0
 
@@ -59,7 +64,7 @@ class Bounded:
         if scope["path"].startswith(SHAPES):
             send = _Told(send, scope, self._origins).send
         if _head_bytes(scope) > self._limits.header_bytes:
-            await _refuse(send, 431, b'{"message":"The request head is too large."}')
+            await _refuse(send, 431, self._too_long)
             return
         if _declared(scope) > self._limits.body_bytes:
             await _too_large(send)
@@ -127,9 +132,14 @@ class _Body:
             await _too_large(self._send)
 
 
+def _message(*sentences: str) -> bytes:
+    return msgspec.json.encode({"message": " ".join(sentences)})
+
+
 def _head_bytes(scope: Scope) -> int:
-    """As it was sent, but for the version and spaces."""
-    line = len(scope["method"]) + len(scope.get("raw_path") or scope["path"]) + len(scope["query_string"]) + 14
+    """As it was sent, but for spaces that mean nothing."""
+    query_bytes = len(scope["query_string"])
+    line = len(scope["method"]) + len(scope.get("raw_path") or scope["path"]) + query_bytes + bool(query_bytes) + 14
     return line + sum([len(name) + len(value) + 4 for name, value in scope["headers"]])
 
 

@@ -74,6 +74,7 @@ def shape_routes(service: ShapeService, grants: Grants | None = None) -> list[Ro
         Route("/v1/shape", served(endpoint.options), methods=["OPTIONS"]),
         Route("/v1/shape", served(endpoint.other_method)),
         Route("/v1/health", served(endpoint.health), methods=["GET"]),
+        Route("/v1/health", served(endpoint.options), methods=["OPTIONS"]),
         Route("/api/shapes", served(endpoint.guarded(endpoint.live_shapes)), methods=["GET"]),
     ]
 

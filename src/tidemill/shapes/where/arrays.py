@@ -72,8 +72,8 @@ def set_operator(name: str, left: Expression, right: Expression, location: str) 
 
 
 def same_elements(a: Type, b: Type) -> bool:
-    """Arrays of varchar and of text do not compare, though their elements do."""
-    return a.name == b.name and a.varying == b.varying
+    """Arrays of varchar, of name and of text do not compare, though their elements do."""
+    return (a.name, a.varying, a.most_bytes) == (b.name, b.varying, b.most_bytes)
 
 
 def _members(type_: Type, items: list[Value]) -> set[Value]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from tidemill.base.pgtext import INTEGERS
 from tidemill.shapes.where import operators
 from tidemill.shapes.where.common import alike, coerce
@@ -46,12 +48,13 @@ def nullif(left: Expression, right: Expression, location: str) -> Expression:
     equal = operators.compare("=", left, right, location).evaluate
     left = resolve(left, TEXT if right.type == UNKNOWN else right.type, location)
     left = coerce(left, _compared_as(left.type, right.type), location)
+    type_ = msgspec.structs.replace(left.type, varying=False)  # varchar has no operators of its own
     value_of = left.evaluate
 
     def evaluate(row: Row) -> Value:
         return None if equal(row) is True else value_of(row)
 
-    return Expression(left.type, evaluate, collated=left.collated or right.collated)
+    return Expression(type_, evaluate, collated=left.collated or right.collated)
 
 
 def _compared_as(left: Type, right: Type) -> Type:

@@ -13,13 +13,23 @@ start of that statement, so `1 x 1` fails "At location 17".
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from tidemill.base.pgtext import INTEGER_DIGITS, INTEGERS, read_numeric
 from tidemill.base.tasks import is_fault, sentence
-from tidemill.shapes.where import arithmetic, arrays, casts, choices, moments, numbers, operators, strings
+from tidemill.shapes.where import (
+    arithmetic,
+    array_functions,
+    arrays,
+    casts,
+    choices,
+    moments,
+    numbers,
+    operators,
+    strings,
+)
 from tidemill.shapes.where.common import alike
 from tidemill.shapes.where.expressions import (
     BOOL,
@@ -305,16 +315,13 @@ class TreeCompiler:
         name = names[-1]
         special = (node.agg_star, node.agg_distinct, node.func_variadic, node.agg_order, node.agg_within_group)
         plain = not any(special) and not node.HasField("over") and not node.HasField("agg_filter")
-        known = name in strings.FUNCTIONS or name in numbers.FUNCTIONS
-        if names[:-1] not in _OWN or not plain or not known:
+        function = _FUNCTIONS.get(name)
+        if names[:-1] not in _OWN or not plain or function is None:
             raise WhereError(f"{_at(node)}function {'.'.join(names)} is not supported in a where clause.")
         if name == "concat" and any(each.WhichOneof("node") == "param_ref" for each in node.args):
             raise WhereError(f"{_at(node)}a parameter of concat has no type.", fix="Cast it to text.")
         self.may_fail = True  # of long texts one that is too long
-        operands = [self.visit(each, depth) for each in node.args]
-        if name in numbers.FUNCTIONS:
-            return numbers.call(name, operands, _at(node))
-        return strings.call(name, operands, _at(node))
+        return function(name, [self.visit(each, depth) for each in node.args], _at(node))
 
     def _visit_a_array_expr(self, node: Any, depth: int) -> Expression:
         type_, items = alike(self._parts(node.elements, depth), "ARRAY", _at(node))
@@ -335,6 +342,9 @@ class TreeCompiler:
                 return arithmetic.negate(right, location) if name == "-" else right
             if kind == _enum("AEXPR_OP") and name == "~":
                 return numbers.inverted(right, location)
+            if kind == _enum("AEXPR_OP") and name in numbers.PREFIXES:
+                self.may_fail = True
+                return numbers.call(numbers.PREFIXES[name], [right], location)
             raise WhereError(f"{location}operator {name} is not supported in a where clause.")
         left = self.visit(node.lexpr, depth)
         self._compared(left, right)
@@ -369,6 +379,8 @@ class TreeCompiler:
             return arrays.set_operator(name, left, right, location)
         if name == "||":
             self.may_fail = True  # of two long texts one that is too long
+            if left.type.array or right.type.array:
+                return array_functions.joined(left, right, location)
             return strings.concat(left, right, location)
         raise WhereError(f"{location}operator {name} is not supported in a where clause.")
 
@@ -406,6 +418,11 @@ class TreeCompiler:
         inside = Expression(BOOL, operators.any_true(tests))
         negated = node.kind in (kinds[1], kinds[3])
         return Expression(BOOL, strict(lambda value: not value, inside)) if negated else inside
+
+
+_FUNCTIONS: dict[str, Callable[[str, Sequence[Expression], str], Expression]] = {}
+for _room in (strings, numbers, moments, array_functions):
+    _FUNCTIONS |= dict.fromkeys(_room.FUNCTIONS, _room.call)
 
 
 def _array_of(type_: Type, items: Sequence[Expression]) -> Expression:

@@ -6,24 +6,29 @@ PostgreSQL's versions differ about infinite values, so evaluating them fails her
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
-from tidemill.base.pgintervals import Interval, checked
+from tidemill.base.pgintervals import MONTH_DAYS, Interval, checked
 from tidemill.base.pgtext import DAY_US, DAYS, MOMENTS, days_of, month_days, ymd_of
 from tidemill.shapes.where import casts
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve, strict
 from tidemill.shapes.where.operators import no_operator
-from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError
+from tidemill.shapes.where.types import NUMBERS, EvaluationError, Type, Value, WhereError
 
 KINDS = frozenset({"date", "time", "timestamp", "timestamptz", "interval"})
 
 
 def takes(name: str, left: Expression, right: Expression) -> bool:
-    return name in ("+", "-") and any(side.type.name in KINDS and not side.type.array for side in (left, right))
+    kinds = {side.type.name for side in (left, right) if not side.type.array}
+    return bool(kinds & KINDS) if name in ("+", "-") else name in ("*", "/") and "interval" in kinds
 
 
 def arithmetic(name: str, left: Expression, right: Expression, location: str) -> Expression:
-    """`left + right` or `left - right`, one of which is of KINDS. Raises WhereError."""
+    """`left + right` or `left - right`, one of which is of KINDS; an interval times a number, or divided by one. Raises
+    WhereError."""
+    if name in ("*", "/"):
+        return _scaling(name, left, right, location)
     left, right = _known(name, left, right, location), _known(name, right, left, location)
     if left.type.array or right.type.array:
         raise no_operator(name, left.type, right.type, location)
@@ -43,6 +48,27 @@ def arithmetic(name: str, left: Expression, right: Expression, location: str) ->
     kind, function = found
     result = left.type.name if kind == "timestamp" and left.type.name == "timestamptz" else kind
     return Expression(Type(result), strict(function, left, right), constant=left.constant and right.constant)
+
+
+def _scaling(name: str, left: Expression, right: Expression, location: str) -> Expression:
+    """The number is a double precision, whatever it comes as."""
+    if name == "*" and right.type == Type("interval"):
+        left, right = right, left
+    number = resolve(right, Type("float8"), location)
+    if left.type != Type("interval") or number.type.array or number.type.name not in NUMBERS:
+        raise no_operator(name, left.type, right.type, location)
+    factor = casts.cast(number, Type("float8"), location)
+    function = strict(_times if name == "*" else _divided, left, factor)
+    return Expression(left.type, function, constant=left.constant and right.constant)
+
+
+def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
+    """One of FUNCTIONS. Raises WhereError."""
+    kinds = ", ".join(str(operand.type) for operand in operands)
+    known = [resolve(operand, Type("interval"), location) for operand in operands]
+    if [each.type for each in known] != [Type("interval")]:
+        raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast.")
+    return Expression(Type("interval"), strict(_JUSTIFIED[name], known[0]), constant=known[0].constant)
 
 
 def _known(name: str, side: Expression, other: Expression, location: str) -> Expression:
@@ -135,6 +161,87 @@ def _date_at(days: Value, micros: int) -> Value:
     return moment if isinstance(moment, float) else _in_range(moment + micros)
 
 
+def _times(value: Interval, factor: float) -> Interval:
+    _finite(value)
+    return _cascaded(*(part * factor for part in value))
+
+
+def _divided(value: Interval, divisor: float) -> Interval:
+    if divisor == 0:
+        raise EvaluationError("division by zero")
+    _finite(value)
+    return _cascaded(*(part / divisor for part in value))
+
+
+def _cascaded(months: float, days: float, micros: float) -> Interval:
+    """Fractions of months become days, 30 to a month, and fractions of days microseconds; both are rounded to a
+    millionth first."""
+    if not (abs(months) <= _INT4_MAX and abs(days) <= _INT4_MAX and abs(micros) <= _INT8_MAX):  # NaN is not either
+        raise EvaluationError("interval out of range")
+    whole_months, whole_days = int(months), int(days)
+    month_days = _to_micro((months - whole_months) * MONTH_DAYS)
+    seconds = _to_micro((days - whole_days + month_days - int(month_days)) * _DAY_S)
+    carried = int(seconds / _DAY_S) if abs(seconds) >= _DAY_S else 0
+    seconds -= carried * _DAY_S
+    return checked(whole_months, whole_days + carried + int(month_days), round(micros + seconds * 1e6))
+
+
+def _to_micro(value: float) -> float:
+    return float(round(value * 1e6)) / 1e6
+
+
+def _towards_zero(amount: int, unit: int) -> int:
+    return amount // unit if amount >= 0 else -(-amount // unit)
+
+
+def _carried(amount: int, unit: int, above: int) -> tuple[int, int]:
+    """`above` and what is left of `amount`, where whole units of it went; what they then have is of one sign."""
+    whole = _towards_zero(amount, unit)
+    return above + whole, amount - whole * unit
+
+
+def _one_sign(above: int, amount: int, unit: int, sign: int) -> tuple[int, int]:
+    """`sign` is that of what lies below `above`."""
+    if above > 0 and sign < 0:
+        return above - 1, amount + unit
+    return (above + 1, amount - unit) if above < 0 and sign > 0 else (above, amount)
+
+
+def _justify_hours(value: Interval) -> Interval:
+    if math.isinf(value.days):
+        return value
+    days, micros = _carried(value.micros, DAY_US, int(value.days))
+    checked(value.months, days, micros)
+    return checked(value.months, *_one_sign(days, micros, DAY_US, micros))
+
+
+def _justify_days(value: Interval) -> Interval:
+    if math.isinf(value.days):
+        return value
+    months, days = _carried(int(value.days), MONTH_DAYS, value.months)
+    checked(months, days, value.micros)
+    return checked(*_one_sign(months, days, MONTH_DAYS, days), value.micros)
+
+
+def _justify_interval(value: Interval) -> Interval:
+    if math.isinf(value.days):
+        return value
+    days, micros = _carried(value.micros, DAY_US, int(value.days))
+    checked(value.months, days, micros)
+    months, days = _carried(days, MONTH_DAYS, value.months)
+    checked(months, days, micros)
+    months, days = _one_sign(months, days, MONTH_DAYS, days or micros)
+    return checked(months, *_one_sign(days, micros, DAY_US, micros))
+
+
+_JUSTIFIED = {
+    "justify_hours": _justify_hours,
+    "justify_days": _justify_days,
+    "justify_interval": _justify_interval,
+}
+FUNCTIONS = tuple(_JUSTIFIED)
+_DAY_S = 86_400
+_INT4_MAX, _INT8_MAX = (1 << 31) - 1, (1 << 63) - 1025  # the greatest double below 2^63
 _FUNCTIONS: dict[tuple[str, str, str], tuple[str, Callable[..., Value]]] = {
     ("+", "date", "int"): ("date", _date_plus),
     ("-", "date", "int"): ("date", lambda a, b: _date_plus(a, -b)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
@@ -10,9 +11,11 @@ from tidemill.base.pgtext import INTEGERS, check_integer, check_numeric
 from tidemill.shapes.where import casts
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve, strict
 from tidemill.shapes.where.operators import no_operator
-from tidemill.shapes.where.types import NUMBERS, ROUNDING, Type, Value, WhereError
+from tidemill.shapes.where.types import NUMBERS, ROUNDING, EvaluationError, Type, Value, WhereError
 
 FUNCTIONS = ("abs", "round")
+PREFIXES = {"@": "abs", "|/": "sqrt"}
+"""Operators that are called like a function; sqrt itself, which takes a numeric too, is not served."""
 BIT_OPERATORS = ("&", "|", "#", "<<", ">>")
 MOST_ROUNDED_DIGITS = 2_000
 """PostgreSQL takes more, to the same value."""
@@ -30,6 +33,8 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
     kind = value.type.name
     if value.type.array or kind not in NUMBERS:
         raise refused
+    if name == "sqrt":
+        return Expression(Type("float8"), strict(_root, casts.cast(value, Type("float8"), location)), constant=constant)
     if name == "abs":
         function: Callable[..., Value] = abs
         if kind == "numeric":
@@ -58,6 +63,12 @@ def _rounded(value: Decimal, digits: int) -> Decimal:
         return check_numeric(exact)
     rounded = value.quantize(Decimal(1).scaleb(-scale, ROUNDING), rounding=ROUND_HALF_UP, context=ROUNDING)
     return check_numeric(rounded if scale >= 0 else rounded.quantize(Decimal(1), context=ROUNDING))
+
+
+def _root(value: float) -> float:
+    if value < 0:
+        raise EvaluationError("cannot take square root of a negative number")
+    return math.sqrt(value)
 
 
 def _to_even(value: float) -> float:

@@ -184,7 +184,8 @@ def like(name: str, left: Expression, right: Expression, location: str) -> Expre
 
 _TRIMS: dict[str, Callable[[str, str], str]] = {"btrim": str.strip, "ltrim": str.lstrip, "rtrim": str.rstrip}
 _ENDS = ("left", "right")
-FUNCTIONS = ("lower", "upper", "length", "concat", *_TRIMS, *_ENDS)
+_LIKES = {"like": "~~", "notlike": "!~~"}
+FUNCTIONS = ("lower", "upper", "length", "concat", *_TRIMS, *_ENDS, *_LIKES)
 
 
 def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
@@ -201,6 +202,8 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
     if not _fits(name, types):
         raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast to text.")
     first = operands[0]
+    if name in _LIKES:
+        return like(_LIKES[name], operands[0], operands[1], location)
     type_ = msgspec.structs.replace(first.type, varying=False, most_bytes=0)
     if name == "length":
         return Expression(Type("int4"), strict(len, first), constant=constant)
@@ -228,7 +231,9 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
 def _fits(name: str, types: Sequence[str]) -> bool:
     if name in _ENDS:
         return len(types) == 2 and types[0] == "text" and types[1] in ("int2", "int4")
-    most = {"concat": len(types)}.get(name, 2 if name in _TRIMS else 1)
+    if name in _LIKES and len(types) != 2:
+        return False
+    most = {"concat": len(types)}.get(name, 2 if name in _TRIMS or name in _LIKES else 1)
     return 1 <= len(types) <= most and all(kind == "text" for kind in types)
 
 

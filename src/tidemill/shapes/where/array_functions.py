@@ -1,0 +1,370 @@
+"""Functions of arrays, and || of them, as PostgreSQL 14 and later resolve and evaluate them.
+
+Arrays and elements take one type together, as in a list. An array of another type is cast element by element.
+
+    NULL, 2          array_append, array_prepend, array_cat and || take a NULL array for an empty one
+    [2:3]={1,2}      lower bounds belong to the value: appending keeps them, positions count from them
+    {{1,2},{3,4}}    some functions refuse several dimensions, each row by itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from tidemill.base.pgarrays import ARRAY_CHARS, MOST_DIMENSIONS, Bounded
+from tidemill.base.pgtext import INTEGERS
+from tidemill.shapes.where.arrays import flatten
+from tidemill.shapes.where.common import coerce, common_type
+from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve, strict
+from tidemill.shapes.where.folding import folding_of
+from tidemill.shapes.where.types import TEXTS, EvaluationError, Type, Value, WhereError, canonical
+
+INT4 = Type("int4")
+_INT4 = range(-(1 << 31), 1 << 31)
+MOST_ELEMENTS = ARRAY_CHARS
+"""Of what a function makes: as many as an array that is read may have characters."""
+
+Array = list[Value]
+
+
+def call(name: str, operands: Sequence[Expression], location: str) -> Expression:
+    """One of FUNCTIONS. Raises WhereError."""
+    kinds = ", ".join(str(operand.type) for operand in operands)
+    refused = WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast.")
+    if name == "string_to_array":
+        return _string_to_array(operands, refused)
+    signature = next((each for each in _SIGNATURES[name] if len(each) == len(operands)), None)
+    if signature is None:
+        raise refused
+    fixed = [_FIXED.get(kind) for kind in signature]
+    operands = [resolve(each, type_, location) if type_ else each for each, type_ in zip(operands, fixed, strict=True)]
+    shared = [place for place, kind in enumerate(signature) if kind in _POLYMORPHIC]
+    if all(operands[place].type == UNKNOWN for place in shared):
+        raise WhereError(f"{location}function {name}: the array has no type.", fix="Cast it.")
+    if any(operands[place].type.most_bytes for place in shared):
+        raise WhereError(f'{location}function {name} of name or "char" is not supported in a where clause.')
+    for operand, kind in zip(operands, signature, strict=True):
+        if not _takes(kind, operand.type):
+            raise refused
+    element = common_type([_as_element(operands[place]) for place in shared])
+    if element is None or any(not _same_labels(operands[place].type, element) for place in shared):
+        raise refused
+    operands = [
+        _of_type(operand, kind, element, location) if kind in _POLYMORPHIC else operand
+        for operand, kind in zip(operands, signature, strict=True)
+    ]
+    result, function = _FUNCTIONS[name](element, operands, refused)
+    tests = [operand.evaluate for operand in operands]
+
+    def evaluate(row: Row) -> Value:
+        return function(*[test(row) for test in tests])
+
+    constant = all(operand.constant for operand in operands)
+    return Expression(result, evaluate, constant=constant, collated=any(operand.collated for operand in operands))
+
+
+def joined(left: Expression, right: Expression, location: str) -> Expression:
+    """`left || right`, of which one is an array. An unknown literal beside an array is read as an array."""
+    if UNKNOWN in (left.type, right.type) or (left.type.array and right.type.array):
+        return call("array_cat", (left, right), location)
+    return call("array_append" if left.type.array else "array_prepend", (left, right), location)
+
+
+_FIXED = {"int": INT4, "text": TEXT}
+_POLYMORPHIC = ("array", "element")
+
+
+def _takes(kind: str, type_: Type) -> bool:
+    if type_ == UNKNOWN:
+        return True
+    if kind == "array":
+        return type_.array
+    if type_.array:
+        return False
+    return {"int": type_.name in ("int2", "int4"), "text": type_.name in ("text", "bpchar")}.get(kind, True)
+
+
+def _same_labels(type_: Type, element: Type) -> bool:
+    return type_ == UNKNOWN or element.name != "enum" or type_.labels == element.labels
+
+
+def _as_element(operand: Expression) -> Expression:
+    if operand.type == UNKNOWN:
+        return operand
+    return Expression(
+        operand.type.element, operand.evaluate, constant=operand.constant, collated=operand.collated
+    )  # fmt: skip
+
+
+def _of_type(operand: Expression, kind: str, element: Type, location: str) -> Expression:
+    if kind == "element":
+        return coerce(operand, element, location)
+    type_ = element.like(element.name, array=True)
+    if operand.type == UNKNOWN or operand.type.name == element.name:
+        return resolve(operand, type_, location)
+    lift = coerce(Expression(operand.type.element, lambda item: item), element, location).evaluate
+    return Expression(
+        type_, strict(partial(_mapped, lift), operand), constant=operand.constant, collated=operand.collated
+    )
+
+
+def _mapped(function: Callable[[Value], Value], items: Array) -> Array:
+    found = [_mapped(function, item) if isinstance(item, list) else function(item) for item in items]
+    return _bounded(found, _lower(items)) if isinstance(items, Bounded) else found
+
+
+def _dimensions(array: Array) -> tuple[int, ...]:
+    """() of an empty one."""
+    found: list[int] = []
+    inner: Value = array
+    while isinstance(inner, list):
+        if not inner:
+            return ()
+        found.append(len(inner))
+        inner = inner[0]
+    return tuple(found)
+
+
+def _lower(array: Array) -> tuple[int, ...]:
+    return array.lower if isinstance(array, Bounded) else (1,) * len(_dimensions(array))
+
+
+def _bounded(items: Array, lower: tuple[int, ...]) -> Array:
+    """Raises EvaluationError where a subscript would be no int4, or where it is too large."""
+    if len(items) > MOST_ELEMENTS:
+        raise EvaluationError(f"an array of more than {MOST_ELEMENTS} elements is not supported")
+    if not items or all(bound == 1 for bound in lower):
+        return items
+    if lower[0] + len(items) not in _INT4:
+        raise EvaluationError("array size exceeds the maximum allowed")
+    found = Bounded(items)
+    found.lower = lower
+    return found
+
+
+def _flat(array: Array, doing: str) -> Array:
+    if len(_dimensions(array)) > 1:
+        raise EvaluationError(f"{doing} multidimensional arrays is not supported")
+    return array
+
+
+def _length(array: Array, dimension: int) -> int | None:
+    sizes = _dimensions(array)
+    return sizes[dimension - 1] if 1 <= dimension <= len(sizes) else None
+
+
+def _bound(array: Array, dimension: int, *, upper: bool) -> int | None:
+    size = _length(array, dimension)
+    if size is None:
+        return None
+    lower = _lower(array)[dimension - 1]
+    return lower + size - 1 if upper else lower
+
+
+def _dims(array: Array) -> str | None:
+    bounds = zip(_lower(array), _dimensions(array), strict=True)
+    return "".join(f"[{lower}:{lower + size - 1}]" for lower, size in bounds) or None
+
+
+def _append(array: Array | None, item: Value) -> Array:
+    known = _flat(array or [], "appending to")
+    return _bounded([*known, item], _lower(known) or (1,))
+
+
+def _prepend(item: Value, array: Array | None) -> Array:
+    known = _flat(array or [], "prepending to")
+    return _bounded([item, *known], _lower(known) or (1,))
+
+
+def _cat(left: Array | None, right: Array | None) -> Array | None:
+    if left is None or right is None:
+        return right if left is None else left
+    a, b = _dimensions(left), _dimensions(right)
+    if not a or not b:
+        return right if not a else left
+    if len(a) == len(b):
+        fits, found, lower = a[1:] == b[1:], [*left, *right], _lower(left)
+        inner = (_lower(left)[1:], _lower(right)[1:])
+    elif len(a) + 1 == len(b):
+        fits, found, lower = a == b[1:], [_plain(left), *right], _lower(right)
+        inner = (_lower(left), _lower(right)[1:])
+    elif len(a) == len(b) + 1:
+        fits, found, lower = a[1:] == b, [*left, _plain(right)], _lower(left)
+        inner = (_lower(left)[1:], _lower(right))
+    else:
+        fits, found, lower, inner = False, [], (), ((), ())
+    if not fits or inner[0] != inner[1]:
+        raise EvaluationError("cannot concatenate incompatible arrays")
+    if len(flatten(found)) > MOST_ELEMENTS or len(_dimensions(found)) > MOST_DIMENSIONS:
+        raise EvaluationError(f"an array of more than {MOST_ELEMENTS} elements is not supported")
+    return _bounded(found, lower)
+
+
+def _plain(array: Array) -> Array:
+    return list(array)
+
+
+def _trim(array: Array, count: int) -> Array:
+    if not 0 <= count <= len(array):
+        raise EvaluationError("number of elements to trim must be between 0 and the array's length")
+    return list(array[: len(array) - count])
+
+
+Same = Callable[[Value, Value], bool]
+
+
+def _same(element: Type) -> Same:
+    """IS NOT DISTINCT FROM of two elements."""
+    form = canonical(element.name)
+
+    def same(a: Value, b: Value) -> bool:
+        if a is None or b is None or form is None:
+            return bool(a == b)
+        return bool(form(a) == form(b))
+
+    return same
+
+
+_NOT_GIVEN = object()
+
+
+def _position(same: Same, array: Array | None, wanted: Value, start: Value = _NOT_GIVEN) -> Value:
+    if array is None:
+        return None
+    if start is None:
+        raise EvaluationError("initial position must not be null")
+    known = _flat(array, "searching for elements in")
+    for place, item in enumerate(known, _lower(known)[0] if known else 1):
+        if (start is _NOT_GIVEN or place >= start) and same(item, wanted):
+            return place
+    return None
+
+
+def _positions(same: Same, array: Array | None, wanted: Value) -> Value:
+    if array is None:
+        return None
+    known = _flat(array, "searching for elements in")
+    return [place for place, item in enumerate(known, _lower(known)[0] if known else 1) if same(item, wanted)]
+
+
+def _remove(same: Same, array: Array | None, unwanted: Value) -> Value:
+    if array is None:
+        return None
+    known = _flat(array, "removing elements from")
+    return _bounded([item for item in known if not same(item, unwanted)], _lower(known))
+
+
+def _replace(same: Same, array: Array | None, old: Value, new: Value) -> Value:
+    return None if array is None else _mapped(lambda item: new if same(item, old) else item, array)
+
+
+def _to_string(write: Callable[[Value], str], array: Array | None, between: str | None, *null: str | None) -> Value:
+    if array is None or between is None:
+        return None
+    for_null = null[0] if null else None
+    texts = (for_null if item is None else write(item) for item in flatten(array))
+    return between.join(text for text in texts if text is not None)
+
+
+def _writer(element: Type) -> Callable[[Value], str] | None:
+    if element.name in TEXTS or element.name in INTEGERS or element.name == "uuid":
+        return str
+    return (lambda value: "t" if value else "f") if element.name == "bool" else None
+
+
+Made = tuple[Type, Callable[..., Value]]
+Maker = Callable[[Type, Sequence[Expression], WhereError], Made]
+
+
+def _none_if_null(function: Callable[..., Value]) -> Callable[..., Value]:
+    def call(*values: Value) -> Value:
+        return None if None in values else function(*values)
+
+    return call
+
+
+def _measure(function: Callable[..., Value], result: Type = INT4) -> Maker:
+    return lambda element, operands, refused: (result, _none_if_null(function))
+
+
+def _another(function: Callable[..., Value]) -> Maker:
+    return lambda element, operands, refused: (element.like(element.name, array=True), function)
+
+
+def _sought(function: Callable[..., Value], result: Type | None = None) -> Maker:
+    """A function that compares elements; `result` None: an array like the one that it is given."""
+
+    def make(element: Type, operands: Sequence[Expression], refused: WhereError) -> Made:
+        return result or element.like(element.name, array=True), partial(function, _same(element))
+
+    return make
+
+
+def _written(element: Type, operands: Sequence[Expression], refused: WhereError) -> Made:
+    write = _writer(element)
+    if write is None:  # how PostgreSQL writes it is its own business
+        raise WhereError(f"{refused.args[0].partition('function')[0]}array_to_string of {element} is not supported.")
+    texts = [_as_element(operand) for operand in operands if operand.type.name in ("text", "bpchar")]
+    own = element.name in ("text", "bpchar")
+    ordered = own and all(text.type.ordered for text in texts)
+    return Type("text", False, ordered, folding_of(*texts)), partial(_to_string, write)
+
+
+_FUNCTIONS: dict[str, Maker] = {
+    "array_length": _measure(_length),
+    "array_lower": _measure(partial(_bound, upper=False)),
+    "array_upper": _measure(partial(_bound, upper=True)),
+    "array_ndims": _measure(lambda array: len(_dimensions(array)) or None),
+    "array_dims": _measure(_dims, Type("text", ordered=False)),
+    "cardinality": _measure(lambda array: len(flatten(array))),
+    "array_append": _another(_append),
+    "array_prepend": _another(_prepend),
+    "array_cat": _another(_cat),
+    "trim_array": _another(_none_if_null(_trim)),
+    "array_position": _sought(_position, INT4),
+    "array_positions": _sought(_positions, Type("int4", array=True)),
+    "array_remove": _sought(_remove),
+    "array_replace": _sought(_replace),
+    "array_to_string": _written,
+}
+_SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "array_length": (("array", "int"),),
+    "array_lower": (("array", "int"),),
+    "array_upper": (("array", "int"),),
+    "array_ndims": (("array",),),
+    "array_dims": (("array",),),
+    "cardinality": (("array",),),
+    "array_append": (("array", "element"),),
+    "array_prepend": (("element", "array"),),
+    "array_cat": (("array", "array"),),
+    "trim_array": (("array", "int"),),
+    "array_position": (("array", "element"), ("array", "element", "int")),
+    "array_positions": (("array", "element"),),
+    "array_remove": (("array", "element"),),
+    "array_replace": (("array", "element", "element"),),
+    "array_to_string": (("array", "text"), ("array", "text", "text")),
+}
+FUNCTIONS = (*_FUNCTIONS, "string_to_array")
+
+
+def _string_to_array(operands: Sequence[Expression], refused: WhereError) -> Expression:
+    operands = [resolve(operand, TEXT) for operand in operands]
+    textual = all(operand.type.name in ("text", "bpchar") and not operand.type.array for operand in operands)
+    if not 2 <= len(operands) <= 3 or not textual:
+        raise refused
+    ordered, folding = all(operand.type.ordered for operand in operands), folding_of(*operands)
+    tests = [coerce(operand, TEXT, "").evaluate for operand in operands]
+
+    def evaluate(row: Row) -> Value:
+        text, between, *null = (test(row) for test in tests)
+        if not text:
+            return None if text is None else []
+        parts = list(text) if between is None else [text] if not between else text.split(between)
+        found = [None if null and part == null[0] else part for part in parts]
+        return _bounded(found, (1,))
+
+    return Expression(
+        Type("text", True, ordered, folding), evaluate, constant=all(operand.constant for operand in operands),
+        collated=any(operand.collated for operand in operands),
+    )  # fmt: skip
