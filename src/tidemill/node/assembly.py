@@ -60,6 +60,7 @@ from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.http import HttpServer
 from tidemill.node.http_access import Guard, Parties
+from tidemill.node.peers import Peers
 from tidemill.node.reporting import LEAVE_S, Reporting
 from tidemill.node.served import (
     authenticator_of,
@@ -133,6 +134,7 @@ class Node:
         self._grants = grants_of(config, self._clock)
         self._schemas: Registrar | None = None
         self._membership: Membership | None = None
+        self._peers: Peers | None = None
         self._process = f"node:{config.node.name}"
         self._instance = f"{config.node.name}/{os.getpid()}/{self._rand.nonce()[:8]}"
 
@@ -142,8 +144,9 @@ class Node:
         return self._waiting or next((found for ask in asked if (found := ask())), "")
 
     def noticed(self) -> Sequence[str]:
-        """What fails in this process though it is ready, a sentence each."""
-        return self._reporting.noticed() if self._reporting is not None else ()
+        """What fails in this process though it is ready, and which other nodes are silent: a sentence each."""
+        own = self._reporting.noticed() if self._reporting is not None else []
+        return [*own, *self._peers.silent()] if self._peers is not None else own
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set or the node as a whole fails. Raises what failed."""
@@ -377,6 +380,8 @@ class Node:
         await self._begin("Kafka", lambda: kafka.start(membership.node_id))
         # Not before clients find it there: from now on partitions are this node's, and nobody else serves them.
         await self._begin("joining the others", membership.join)
+        self._peers = Peers(membership, board, clock)
+        self._tasks.spawn(self._peers.run(), name="peers")
         stack.push_async_callback(shapes.aclose)
         door.app = routing = ShapeRouting(app, catalogue, consensus, self._instance, clock, self._grants)
         if self._guard is not None:
