@@ -105,6 +105,10 @@ class ResilientObjects:
         """One sentence: what went wrong lately though the store works. Never waits."""
         return self._health.noticed()
 
+    def notice(self, what: str) -> None:
+        """A reader found in a sentence what is wrong with the store though it works."""
+        self._health.notice(f"{what.removesuffix('.')} store={self._label}.")
+
     async def keep_proving(self) -> None:
         """For ever: where writes or reads failed or are not answered and none succeeded since, try one of our own.
 
