@@ -128,29 +128,44 @@ class Served:
 
     def told(self, mark: str, words: str, *, ready: int | None) -> dict[str, float]:
         """Seconds until each way of asking names the fault; `ready`: the status of /readyz, None = either."""
+        return {place: s for place, (s, _) in named(self.get, self.path, mark, words, ready=ready).items()}
 
-        def readyz() -> str:
-            code, body = self.get("/readyz")
-            return body if ready in (None, code) else ""
 
-        places: dict[str, Callable[[], str]] = {
-            "/readyz": readyz,
-            "why": lambda: asked(why, mark, self.path),
-            "status": lambda: asked(status, self.path, False, False, False, True),
-        }
-        began_s = time.monotonic()
-        last: dict[str, str] = {}
+def named(
+    get: Callable[[str], tuple[int, str]],
+    config: Path,
+    mark: str,
+    words: str,
+    *,
+    ready: int | None = None,
+    since_s: float | None = None,
+    within_s: float = DEADLINE_S,
+) -> dict[str, tuple[float, str]]:
+    """By way of asking: seconds since `since_s` (now) until its answer has `words`, and that answer. `why` and `status`
+    are run in this process: what Python takes to start says nothing of the product. Raises AssertionError."""
 
-        def first(place: str) -> float:
-            def names() -> bool:
-                last[place] = places[place]()
-                return words in last[place]
+    def readyz() -> str:
+        code, body = get("/readyz")
+        return body if ready in (None, code) else ""
 
-            eventually(names, lambda: f"{place}: {last}")
-            return time.monotonic() - began_s
+    places: dict[str, Callable[[], str]] = {
+        "/readyz": readyz,
+        "why": lambda: asked(why, mark, config),
+        "status": lambda: asked(status, config, False, False, False, True),
+    }
+    began_s = time.monotonic() if since_s is None else since_s
+    last: dict[str, str] = {}
 
-        with contextlib.redirect_stdout(PRINTED), ThreadPoolExecutor(len(places)) as pool:  # type: ignore[type-var]
-            return dict(zip(places, pool.map(first, places), strict=True))
+    def first(place: str) -> tuple[float, str]:
+        def names() -> bool:
+            last[place] = places[place]()
+            return words in last[place]
+
+        eventually(names, lambda: f"{place}: {last}", within_s)
+        return time.monotonic() - began_s, last[place]
+
+    with contextlib.redirect_stdout(PRINTED), ThreadPoolExecutor(len(places)) as pool:  # type: ignore[type-var]
+        return dict(zip(places, pool.map(first, places), strict=True))
 
 
 def _toml(sections: dict[str, Any], prefix: str = "") -> str:
