@@ -52,18 +52,6 @@ LANES = (
     "unfinished",
     "oracle",
 )
-    "chaos",
-    "hostile",
-    "faults",
-    "suites",
-    "instances",
-    "leaving",
-    "fuzz",
-    "calendar",
-    "steady",
-    "unfinished",
-    "oracle",
-)
 """Long ones that look for faults or for growth, not for speed: only by name."""
 
 FILES = {"calendar": "month"}
