@@ -233,7 +233,7 @@ def disks(faults: Faults, directory: Path) -> None:
             least = min(set(range(4096)) - {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")})
             began_s = time.monotonic()
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (least, before[1]))
-            faults.named("descriptors gone", local.node, "objects@node:n1", "EMFILE", began_s)
+            faults.named("descriptors gone", local.node, "descriptors@node:n1", "No file descriptor is left", began_s)
             resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 

@@ -31,6 +31,8 @@ from tidemill.cli.demo.postgres import EmbeddedPostgres  # noqa: E402
 TOPIC = "clicks"
 KEYS = "access_key_id=k&secret_access_key=s"
 PAUSE_S = 0.1
+SOON = {"reconnect.backoff.max.ms": 200, "retry.backoff.ms": 50, "retry.backoff.max.ms": 200}
+"""The load goes on as soon as a fault ends: at its defaults the producer rests for up to ten seconds."""
 
 
 class Leading(FaultyPostgres):
@@ -56,7 +58,7 @@ class Load:
             thread.start()
 
     def _produce(self, kafka: list[str]) -> None:
-        producer = ck.Producer({"bootstrap.servers": ",".join(kafka), "log_level": 0, "linger.ms": 0})
+        producer = ck.Producer({"bootstrap.servers": ",".join(kafka), "log_level": 0, "linger.ms": 0, **SOON})
         while not self._over.wait(PAUSE_S):
             with contextlib.suppress(BufferError):
                 producer.produce(TOPIC, os.urandom(200))

@@ -156,7 +156,7 @@ def behind_text(mark: Mark) -> str:
 NOTICE_BUDGET_MS = 1 << 52
 PROCESS = "process:"
 NODE = "node:"
-OWN = ("objects", "consensus", "metastore")
+OWN = ("objects", "consensus", "metastore", "descriptors")
 """What each process stands on, by its own experience: these marks are never merged, but `name@process` each."""
 _TROUBLE = {State.IDLE: 0, State.MOVING: 1, State.WAITING: 2, State.STUCK: 3, State.BLIND: 4}
 

@@ -20,10 +20,10 @@ import structlog
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.marks import Report
-from tidemill.consensus.api import Consensus, Versioned
+from tidemill.consensus.api import REPORTS, Consensus, Versioned
 from tidemill.consensus.pages import Pager, head_of, join
 
-PREFIX = "board/"
+PREFIX = REPORTS
 SEPARATOR = "\x1f"
 
 FORGET_AFTER_MS = 3_600_000

@@ -32,11 +32,11 @@ from tidemill.base import descriptors
 from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config import CaptureSection, Config, authorizes
-from tidemill.base.errors import Conflict, Invalid, Unavailable
+from tidemill.base.errors import Conflict, Invalid, Replaced, Unavailable
 from tidemill.base.marks import Report, Tracker
 from tidemill.base.memory import Budget
 from tidemill.base.stalls import LoopWatch
-from tidemill.base.tasks import Tasks, keep
+from tidemill.base.tasks import Tasks, keep, sentence
 from tidemill.base.waiting import patiently
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
@@ -75,6 +75,7 @@ from tidemill.node.served import (
     topic_settings,
 )
 from tidemill.node.shape_routing import ShapeRouting
+from tidemill.node.spare import Spare
 from tidemill.node.spreading import Spread, node_of
 from tidemill.objects.open import open_objects
 from tidemill.objects.resilient import ResilientObjects
@@ -183,6 +184,10 @@ class Node:
             self._tasks.spawn(self._assemble(stack, door), name="assembly")
             try:
                 await self._until(stop)
+            except Replaced as error:
+                if self._reporting is not None:  # nobody starts this node again: its marks say why
+                    await self._reporting.end(sentence(error))
+                raise
             finally:
                 door.app = early
                 await self._leave()
@@ -245,6 +250,9 @@ class Node:
         self._marks.set(self._process, 0, 1, now_ms=clock.now_ms(), reason=STARTING, budget_ms=START_BUDGET_MS)
         self._tasks.spawn(telling, name="publish-marks")
         reporting.facts["descriptors"] = descriptors.facts
+        spare = Spare()
+        reporting.troubles["descriptors"] = spare.trouble
+        self._tasks.spawn(spare.run(), name="spare-descriptors")
         objects = await patiently(
             lambda: open_objects(config.objects_url, clock, rand), clock, waiting=partial(self._waits_for, "objects")
         )

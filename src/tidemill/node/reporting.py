@@ -29,6 +29,9 @@ LEAVE_S = 2.0
 """The longest that a node which is stopped tells the others that it leaves, and the longest for its last report. Then
 its lease has to run out."""
 
+END_S = 10.0
+"""The same where the report is the only thing that says why a node is gone, and nobody waits for its lease."""
+
 Facts = Callable[[], dict[str, object]]
 
 
@@ -88,6 +91,16 @@ class Reporting:
         try:
             async with asyncio.timeout(LEAVE_S):
                 await self._board.publish(structs.replace(self._last, at_ms=self._clock.now_ms(), left=True))
+        except (TidemillError, TimeoutError) as error:
+            log.info("the last report is not published", error=sentence(error))
+
+    async def end(self, why: str) -> None:
+        """The node ends for good: its last report fails with `why`."""
+        now_ms = self._clock.now_ms()
+        self._tracker.fail(self._process, why, now_ms=now_ms, parked=True)
+        try:
+            async with asyncio.timeout(END_S):
+                await self._board.publish(self._tracker.report(self._process, now_ms, self._read()))
         except (TidemillError, TimeoutError) as error:
             log.info("the last report is not published", error=sentence(error))
 
