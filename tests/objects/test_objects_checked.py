@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,6 +23,7 @@ from tidemill.objects.checked import checked, checked_now
 from tidemill.objects.files import ObjectFile
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.store import ObjectMeta
 from tidemill.shards.checksums import open_part
 from tidemill.shards.fetching import fetching
 from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
@@ -170,3 +172,29 @@ def test_f620_every_reader_of_a_part_reads_a_flipped_answer_again() -> None:
                 assert len(objects.notices) == bool(flips)
                 assert all(part.object_key in said for said in objects.notices)
                 objects.flips = 0
+
+
+def test_a_listing_that_is_cancelled_or_left_is_no_request_without_an_answer() -> None:
+    class Hanging(MemoryObjects):
+        async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
+            yield ObjectMeta("a", 1, 1)
+            await asyncio.Event().wait()
+
+    async def body() -> None:
+        clock = ManualClock()
+        objects = ResilientObjects(Hanging(clock), clock, Rand(1), store="s3")
+
+        async def read() -> None:
+            async for _ in objects.list(""):
+                pass
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await read()
+        listing = objects.list("")
+        await anext(listing)
+        await listing.aclose()  # type: ignore[attr-defined]
+        clock.advance(600_000)
+        assert objects.noticed() == ""
+
+    run(body())

@@ -162,6 +162,7 @@ class ResilientObjects:
                 async for meta in self._inner.list(prefix, start_after):
                     start_after = meta.key
                     self._health.ended(number, "read", None)
+                    number = 0  # whoever reads may stop here
                     yield meta
                     retry = _Retry(self._clock, self._rand, self._budget_s)
                     number = self._health.began("read")
@@ -170,6 +171,7 @@ class ResilientObjects:
                 return
             except (Unavailable, Misconfigured) as error:
                 if isinstance(error, Misconfigured) and not self._patient:
+                    self._health.ended(number, "read", error)
                     raise
                 failure = mendable(error)
                 self._health.ended(number, "read", failure)
@@ -177,6 +179,10 @@ class ResilientObjects:
                     meter.ended("unavailable")
                     raise failure from error
                 meter.retries.inc()
+            except BaseException as error:  # cancelled, or closed: the request is no longer under way
+                if number:
+                    self._health.ended(number, "read", error)
+                raise
 
     async def delete(self, key: str) -> None:
         if self.may_delete is not None:
