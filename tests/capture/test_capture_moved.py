@@ -210,7 +210,8 @@ def test_a_failover_that_loses_nothing_copies_nothing_and_is_a_notice(
                     await world.lead_to(made)
                     await world.sql("INSERT INTO a VALUES (4, 4)", "UPDATE b SET v = 7")
                     await world.same_as_select(*TABLES)
-                    assert "failed over to another timeline, nothing that was captured is lost" in noticed(capture)
+                    said = "failed over to another timeline, nothing that was captured is lost"
+                    await until(lambda: said in noticed(capture), "it is a notice")
                     monkeypatch.setattr(machine, "HISTORY_TOLD_MS", 0)
                     await until(lambda: not noticed(capture), "the notice ends")
                     assert {table: await world.topic_id(table) for table in TABLES} == before
