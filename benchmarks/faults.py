@@ -56,12 +56,19 @@ class Faults:
         return not self._only or any(fault in self._only for fault in faults)
 
     def named(
-        self, fault: str, asked: Cluster, mark: str, words: str, since_s: float, ready: int | None = None
+        self,
+        fault: str,
+        asked: Cluster,
+        mark: str,
+        words: str,
+        since_s: float,
+        ready: int | None = None,
+        get: Callable[[str], tuple[int, str]] | None = None,
     ) -> None:
         """Note how long each way takes, one that never does as `inf`."""
         try:
             found = named(
-                asked.get, asked.config, mark, words, ready=ready, since_s=since_s, within_s=WITHIN_S
+                get or asked.get, asked.config, mark, words, ready=ready, since_s=since_s, within_s=WITHIN_S
             )  # fmt: skip
             row = Row(fault, {place: s for place, (s, _) in found.items()}, _around(found["/readyz"][1], words))
         except AssertionError as error:
@@ -170,7 +177,7 @@ def databases(faults: Faults, remote: Remote) -> None:
         began_s = time.monotonic()
         proxy = remote.proxies[capture]
         remote.world.call(lambda proxy=proxy, capture=capture: proxy.lead_to(remote.standbys[capture].dsn))
-        faults.named(name, asked, f"capture:{capture}/history", words, began_s, 200)
+        faults.named(name, asked, f"capture:{capture}/history", words, began_s, get=remote.anywhere)
 
 
 def frozen(faults: Faults, remote: Remote) -> None:

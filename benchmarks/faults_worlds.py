@@ -146,6 +146,11 @@ class Remote:
         process = self.nodes[0].marks().get(f"capture:{capture}", {}).get("process", "")
         return next((each for each in self.nodes if process == f"node:{each.name}"), self.nodes[0])
 
+    def anywhere(self, path: str) -> tuple[int, str]:
+        """What both nodes answer: a capture may move to the other one while its database is away."""
+        found = [each.get(path) for each in self.nodes]
+        return max(code for code, _ in found), "".join(body for _, body in found)
+
     def in_step(self, capture: str) -> None:
         """The standby has what was captured until now, and the capture's slot."""
         made = self.standbys[capture]
