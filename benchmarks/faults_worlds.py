@@ -101,6 +101,8 @@ class Remote:
             (directory / name).mkdir()
             made = stack.enter_context(primary(directory / name, wal_sender_timeout="5s"))
             follower = standby(made, directory / name, f"standby_{name}", sync_replication_slots="on")
+            # At the end it asks its primary, which a failover has stopped.
+            stack.enter_context(contextlib.suppress(psycopg.Error))
             self.primaries[name] = made
             self.standbys[name] = stack.enter_context(follower)
         self.dsns = {"shop": self.server.dsn_for("shop"), **{n: p.dsn for n, p in self.primaries.items()}}
