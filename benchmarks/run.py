@@ -39,7 +39,19 @@ NAMES = (
     "derived",
     "tpch",
 )
-LANES = ("chaos", "hostile", "suites", "instances", "leaving", "fuzz", "calendar", "steady", "unfinished", "oracle")
+LANES = (
+    "chaos",
+    "hostile",
+    "faults",
+    "suites",
+    "instances",
+    "leaving",
+    "fuzz",
+    "calendar",
+    "steady",
+    "unfinished",
+    "oracle",
+)
 """Long ones that look for faults or for growth, not for speed: only by name."""
 
 FILES = {"calendar": "month"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tidemill.base.limits import MARK_BLIND_AFTER_MS
+from tidemill.base.limits import MARK_BLIND_AFTER_MS, MARK_PUBLISH_INTERVAL_S, NODE_BLIND_AFTER_MS
 from tidemill.base.marks import LIVES, Mark, Report, State, Tracker, argmin, behind, behind_text, derive, derive_all
 
 
@@ -61,6 +61,19 @@ def test_a_frozen_process_is_blind_by_its_own_name_though_its_peer_works() -> No
     assert (found["shard:m"].state, found["process:pipeline:p:2"].state) == (State.IDLE, State.IDLE)
     blind = found["process:pipeline:p:1"]
     assert (blind.state, blind.mark.held_by) == (State.BLIND, "pid 7 on h")
+
+
+def test_a_node_is_blind_as_a_process_within_five_seconds_and_its_marks_count_on() -> None:
+    assert 3 * MARK_PUBLISH_INTERVAL_S * 1000 < NODE_BLIND_AFTER_MS < 5_000 < MARK_BLIND_AFTER_MS
+    at_ms, now_ms = 1_000, 1_000 + NODE_BLIND_AFTER_MS
+    mark = Mark("topic:t", 1, 1)
+    reports = [Report(process, at_ms, (mark,), pid=7, host="h") for process in ("node:a", "pipeline:p")]
+    left = Report("node:b", at_ms, (), left=True)
+    assert {d.state for d in derive_all([*reports, left], now_ms).values()} == {State.IDLE}
+    found = derive_all([*reports, left], now_ms + 1)
+    assert found["process:node:a"].state is State.BLIND
+    assert found["process:node:a"].mark.held_by == "pid 7 on h"
+    assert {found[name].state for name in ("topic:t", "process:pipeline:p", "process:node:b")} == {State.IDLE}
 
 
 def test_what_a_process_stands_on_is_never_merged_with_what_others_stand_on() -> None:

@@ -16,7 +16,9 @@ from standbys import copied_files, cut_off, primary, promote, signalled, standby
 from test_capture_tables import in_world
 
 from tidemill.base.errors import Corrupt, Invalid
+from tidemill.capture import machine
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.machine import Capture
 from tidemill.capture.rights import check_capture
 from tidemill.capture.timeline import fork, parse_history
 from tidemill.cli.demo.postgres import EmbeddedPostgres
@@ -144,6 +146,10 @@ async def recopied(world: World, words: str) -> None:
     await until(told, f"it is told: {words}")
 
 
+def noticed(capture: Capture) -> str:
+    return dict(capture._tracker.failures("capture:")).get(f"{capture.config.mark}/history", "")
+
+
 SYNCED = {"sync_replication_slots": "on"}
 
 
@@ -169,6 +175,7 @@ def test_f499_a_failover_to_a_standby_that_is_behind_copies_the_tables_it_lost_r
                         await world.sql(f"INSERT INTO a VALUES ({200 + number}, {number})")
                         await world.sql(f"INSERT INTO b VALUES ({200 + number}, {number})")
                     await recopied(world, "went back to an earlier state")
+                    await until(lambda: "went back to an earlier state" in noticed(capture), "it is a notice")
                     await world.flowing(*TABLES)
                     await world.same_as_select(*TABLES)
                     assert len(await world.folded("a")) == 32
@@ -188,11 +195,13 @@ def test_f499_a_failover_to_a_standby_that_is_behind_copies_the_tables_it_lost_r
 
 
 @pytest.mark.postgres
-def test_a_failover_that_loses_nothing_copies_nothing(server: EmbeddedPostgres, database: str, tmp_path: Path) -> None:
+def test_a_failover_that_loses_nothing_copies_nothing_and_is_a_notice(
+    server: EmbeddedPostgres, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         async with moving(server, database) as world:
             with follower(server, tmp_path, **SYNCED) as made:
-                async with world.capture(failover=True):
+                async with world.capture(failover=True) as capture:
                     await world.sql("INSERT INTO a VALUES (3, 3)")
                     await world.same_as_select(*TABLES)
                     before = {table: await world.topic_id(table) for table in TABLES}
@@ -201,6 +210,10 @@ def test_a_failover_that_loses_nothing_copies_nothing(server: EmbeddedPostgres, 
                     await world.lead_to(made)
                     await world.sql("INSERT INTO a VALUES (4, 4)", "UPDATE b SET v = 7")
                     await world.same_as_select(*TABLES)
+                    said = "failed over to another timeline, nothing that was captured is lost"
+                    await until(lambda: said in noticed(capture), "it is a notice")
+                    monkeypatch.setattr(machine, "HISTORY_TOLD_MS", 0)
+                    await until(lambda: not noticed(capture), "the notice ends")
                     assert {table: await world.topic_id(table) for table in TABLES} == before
                     row = await world.row()
                     assert (row.era, row.recopied, len(row.history)) == (1, "", 2)

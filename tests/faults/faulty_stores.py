@@ -104,13 +104,16 @@ class FaultyPostgres(Proxy):
 
 class FaultyS3(Proxy):
     """In front of an S3 server, one request a connection. `fault` is the status that answers instead of it (`404` and
-    `412` only a PUT, and `412` after the PUT was done), `hang`, or "" for none."""
+    `412` only a PUT, and `412` after the PUT was done), `hang`, `flip` (a bit of each object that is read), `flip-once`
+    (of the first answer to each question), or "" for none."""
 
     CODES = {"500": "InternalError", "503": "SlowDown", "404": "NoSuchKey", "412": "PreconditionFailed"}
 
     def __init__(self, endpoint: str) -> None:
         super().__init__()
         self._inner = urlsplit(endpoint)
+        self._flipped: set[tuple[str, str]] = set()
+        """What was asked for and answered with a flipped bit."""
         self._answers = asyncio.Event()
         self._answers.set()
 
@@ -140,8 +143,18 @@ class FaultyS3(Proxy):
             answer = await self._asked(lines, body)
             if self.fault == "412" and put:
                 answer = self._refusal()
+            elif self.fault.startswith("flip") and lines[0].startswith("GET ") and "list-type" not in lines[0]:
+                answer = self._flip(answer, (lines[0], headers.get("range", "")))
         writer.write(answer)
         await writer.drain()
+
+    def _flip(self, answer: bytes, asked: tuple[str, str]) -> bytes:
+        """With one bit of the last byte flipped: in a batch of records that is one of a record."""
+        known = asked in self._flipped
+        self._flipped.add(asked)
+        if (known and self.fault == "flip-once") or answer.endswith(b"\r\n\r\n"):
+            return answer
+        return answer[:-1] + bytes((answer[-1] ^ 1,))
 
     def _refusal(self) -> bytes:
         code = self.CODES[self.fault]

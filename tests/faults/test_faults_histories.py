@@ -16,6 +16,7 @@ from cluster import Cluster, until
 from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartition
 
 from lagging_standby import Pair
+from patience import eventually
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(400)]
 
@@ -161,6 +162,12 @@ def test_f522_a_frozen_cluster_that_was_replaced_meanwhile_acknowledges_and_dele
             statuses.append(old.get("/readyz")[0])
         assert 200 not in statuses
         assert "The bucket belongs to another cluster" in old.said
+        for asked in (
+            lambda: old.why("node:n1")[1].get("chain"),
+            lambda: old.command("status", "--json")[1].get("rows"),
+        ):
+            rows = {row["name"]: row for row in eventually(asked, lambda: old.said)}
+            assert "The bucket belongs to another cluster" in rows["node:n1"]["reason"]
         late.join()
         assert acknowledged == []
         assert before - objects_in(bucket) == set()

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from cluster import cluster, until
+from cluster import Cluster, cluster, until
 
 from tidemill.cli.demo.ports import free_address
 from tidemill.cli.demo.postgres import EmbeddedPostgres
@@ -66,14 +66,29 @@ def test_f602_consensus_that_is_away_at_start_is_waited_for_and_named(tmp_path: 
 
 
 @pytest.mark.postgres
-def test_f603_a_frozen_node_is_named_with_its_pid(tmp_path: Path, postgres_dsn: str) -> None:
-    with cluster(tmp_path, f'[consensus]\nurl = "{postgres_dsn}"\n') as made:
-        made.ready()
-        pid = made.children()["node"]
-        until(lambda: "process:node:n1" in made.marks(), made.marks)
-        made.signal("node", signal.SIGSTOP)
-        until(lambda: made.why("process:node:n1")[0] == 2, lambda: made.why("process:node:n1"))
-        _, told = made.why("process:node:n1")
-        assert told["root"] == f"pid {pid} on {socket.gethostname()}"
-        made.signal("node", signal.SIGCONT)
-        until(lambda: made.why("process:node:n1")[0] == 0, lambda: made.why("process:node:n1"))
+def test_f603_a_frozen_node_is_named_with_its_pid_by_its_peer_and_commands(tmp_path: Path, postgres_dsn: str) -> None:
+    stores = f'[consensus]\nurl = "{postgres_dsn}"\n[objects]\nurl = "file://{tmp_path}/objects"\n'
+    peer, frozen = (Cluster(tmp_path / name, stores, name=name) for name in ("n1", "n2"))
+    try:
+        for each in (peer, frozen):
+            each.up()
+        for each in (peer, frozen):
+            each.ready()
+        until(lambda: peer.get("/readyz") == (200, "ready\n"), lambda: peer.get("/readyz"))
+        pid = frozen.children()["node"]
+        holder = f"pid {pid} on {socket.gethostname()}"
+        frozen.signal("node", signal.SIGSTOP)
+        until(lambda: "process:node:n2: has not reported" in peer.get("/readyz")[1], lambda: peer.get("/readyz"))
+        code, said = peer.get("/readyz")
+        assert code == 200
+        assert holder in said
+        until(lambda: peer.why("process:node:n2")[0] == 2, lambda: peer.why("process:node:n2"))
+        assert peer.why("process:node:n2")[1]["root"] == holder
+        [row] = [row for row in peer.command("status", "--json")[1]["rows"] if row["name"] == "process:node:n2"]
+        assert (row["state"], row["held_by"]) == ("blind", holder)
+        frozen.signal("node", signal.SIGCONT)
+        until(lambda: peer.why("process:node:n2")[0] == 0, lambda: peer.why("process:node:n2"))
+        until(lambda: peer.get("/readyz") == (200, "ready\n"), lambda: peer.get("/readyz"))
+    finally:
+        for each in (frozen, peer):
+            each.close()

@@ -35,7 +35,7 @@ class L1World(World):
 
     def reconciler(self, node: LocalTopics) -> Reconciler:
         return Reconciler(
-            self.rows, self.objects, node._cache, self.objects, self.clock, Rand(), node._settings, node._led
+            self.rows, self.objects, node._cache, node._shared, self.clock, Rand(), node._settings, node._led
         )
 
     async def checkpoint(self) -> None:

@@ -4,7 +4,8 @@ M1  A minimum always names its argmin: `held_by` is the name of another mark, or
     holder (a pid, a lease, a file), and walking it ends at a root cause (base/chain.py).
 M2  A stage is *idle* only when a heartbeat crossed it: its position has reached its target.
 M3  A process that does not report is *blind*; no report is never read as health. Each process has a mark of its
-    own, `process:NAME`, so that one that froze is not hidden behind a peer that works.
+    own, `process:NAME`, so that one that froze is not hidden behind a peer that works. A node's is blind sooner than
+    the marks that it published.
 M4  Where several processes each have a share of one stage (a topic's partitions), its mark is their sum, in the
     state of the worst of them: a share that stands still is not hidden behind one that moves. Where several
     processes report the same stage, the furthest of the living speaks for it, and each other that is in trouble
@@ -29,7 +30,7 @@ from functools import cache
 
 import msgspec
 
-from tidemill.base.limits import FRESHNESS_BUDGET_MS, MARK_BLIND_AFTER_MS
+from tidemill.base.limits import FRESHNESS_BUDGET_MS, MARK_BLIND_AFTER_MS, NODE_BLIND_AFTER_MS
 
 LIVES = 3
 """So many processes in a row may show progress at one position before it counts as standing (M6): a restart in the
@@ -154,7 +155,8 @@ def behind_text(mark: Mark) -> str:
 
 NOTICE_BUDGET_MS = 1 << 52
 PROCESS = "process:"
-OWN = ("objects", "consensus", "metastore")
+NODE = "node:"
+OWN = ("objects", "consensus", "metastore", "descriptors")
 """What each process stands on, by its own experience: these marks are never merged, but `name@process` each."""
 _TROUBLE = {State.IDLE: 0, State.MOVING: 1, State.WAITING: 2, State.STUCK: 3, State.BLIND: 4}
 
@@ -172,7 +174,7 @@ def derive_all(reports: Iterable[Report], now_ms: int) -> dict[str, Derived]:
         for mark in report.marks:
             one = derive(mark, report.process, report.at_ms, now_ms, left=report.left)
             instances.setdefault(mark.name, []).append(one)
-        found[PROCESS + report.process] = _process(report, now_ms)
+        found[PROCESS + report.process] = derive_process(report, now_ms)
     for name, each in instances.items():
         if name in OWN:
             found.update(_named(each))
@@ -202,9 +204,12 @@ def _named(each: Iterable[Derived]) -> dict[str, Derived]:
     return found
 
 
-def _process(report: Report, now_ms: int) -> Derived:
+def derive_process(report: Report, now_ms: int) -> Derived:
+    """Whether a process reports, from the age of its report alone (M3). A node is blind sooner than its marks,
+    unless it was stopped in order."""
     age_ms = max(0, now_ms - report.at_ms)
-    blind = age_ms > MARK_BLIND_AFTER_MS
+    node = report.process.startswith(NODE) and not report.left
+    blind = age_ms > (NODE_BLIND_AFTER_MS if node else MARK_BLIND_AFTER_MS)
     holder = f"pid {report.pid} on {report.host}" if report.pid else ""
     reason = f"has not reported for {age_ms // 1000} s: it is stopped, cut off or dead" if blind else ""
     mark = Mark(PROCESS + report.process, 0, 1 if blind else 0, holder if blind else "", reason, report.at_ms)

@@ -97,6 +97,8 @@ class Desk:
         self._catalogue = catalogue
         self._clock = clock
         self._tracker = tracker
+        self.history = ("", 0)
+        """What a session found the database to have become since the one before it, and when (ms); "" = nothing."""
         self._on_park = on_park
         self._on_narrow: Callable[[int, str, frozenset[str]], bool] = lambda *_: False
         self.following = Following()

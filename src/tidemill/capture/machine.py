@@ -38,6 +38,8 @@ from tidemill.topics.front import TopicLog
 
 MARK_INTERVAL_S = 0.5
 STALL_GRACE_MS = 60_000
+HISTORY_TOLD_MS = 60_000
+"""Nothing fails any more when a failover is noticed; for so long it is reported all the same."""
 SOUGHT_POLL_S = 0.05
 PATIENT_S = 20.0
 """A session that has lasted so long, and is owed no answer, waits for somebody in a database that this node reaches."""
@@ -294,7 +296,7 @@ class Capture:
             running.cancel()
             await asyncio.wait([running])
         self._desk.close()
-        for name in (self.config.mark, f"{self.config.mark}/topics"):
+        for name in (self.config.mark, f"{self.config.mark}/topics", f"{self.config.mark}/history"):
             self._tracker.heal(name)
             self._tracker.remove(name)
 
@@ -311,6 +313,7 @@ class Capture:
         """M1: while something is pending, the holder is the consumer with the least flushed position."""
         session = self._session
         self._tell_silence(session)
+        self._tell_history()
         if session is None or session.collector is None or not session.running:
             self._mark_set_up(session)
         else:
@@ -330,6 +333,18 @@ class Capture:
             failure = self._tracker.failure(mark)
             if failure is not None and failure.error == told and session is not None and session.running:
                 self._tracker.heal(mark)
+
+    def _tell_history(self) -> None:
+        """That the database failed over, or returned to an earlier state, is known only when it works again: it is a
+        notice for a while, for nothing fails by then."""
+        (said, at_ms), now_ms, name = self._desk.history, self._clock.now_ms(), f"{self.config.mark}/history"
+        if said and now_ms - at_ms <= HISTORY_TOLD_MS:
+            if self._tracker.mark(name) is None:
+                self._tracker.works(name, "", now_ms=now_ms)
+            self._tracker.works(name, "", now_ms=now_ms, notice=said)
+        elif self._tracker.mark(name) is not None:
+            self._tracker.heal(name)
+            self._tracker.remove(name)
 
     def _mark_set_up(self, session: Session | None) -> None:
         """It stands where it, or the process before it, had come to (M5, M6): a slot made just now has come nowhere

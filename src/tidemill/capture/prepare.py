@@ -150,6 +150,12 @@ async def prepare(
         moved = await compare(config, row, rows, line, state, latest, catalogue, topics)
         rows, reason = await _still_good(wire, config, catalogue, rows, choice, published, state, latest, moved)
         row, latest = await _recorded(own, remap, clock, line, latest, moved, reason)
+        if reason or moved.fork_lsn is not None:
+            lost_nothing = f"nothing that was captured is lost: timeline={line.number} fork={Lsn(moved.fork_lsn or 0)}."
+            desk.history = (
+                reason or f"the captured database failed over to another timeline, {lost_nothing}",
+                clock.now_ms(),
+            )
         if moved.fork_lsn is not None:
             desk.heal_capture()
     steps.phase("topics of gone tables are deleted")

@@ -59,6 +59,10 @@ class Changes(msgspec.Struct, frozen=True):
     more: bool
 
 
+REPORTS = "board/"
+"""Registers that begin so are reports of processes (`board`): each is about its writer alone."""
+
+
 class Lease(msgspec.Struct, frozen=True):
     """`term` grows by one at every change of holder and never repeats: use it to fence.
 

@@ -20,10 +20,10 @@ import structlog
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.marks import Report
-from tidemill.consensus.api import Consensus, Versioned
-from tidemill.consensus.pages import Pager, join
+from tidemill.consensus.api import REPORTS, Consensus, Versioned
+from tidemill.consensus.pages import Pager, head_of, join
 
-PREFIX = "board/"
+PREFIX = REPORTS
 SEPARATOR = "\x1f"
 
 FORGET_AFTER_MS = 3_600_000
@@ -79,6 +79,16 @@ class Board:
     async def reports(self) -> list[Report]:
         """All reports, by process name. One that cannot be read is there without marks, as of the beginning of time."""
         return [_read(process, registers) for process, registers in (await self._scan()).items()]
+
+    async def sign(self, process: str) -> Report | None:
+        """The last report of one process without its marks and facts: one small read. None: there is none, or none
+        that can be read."""
+        head = await self._consensus.head(PREFIX + process)
+        try:
+            return None if head is None else head_of(head.data)
+        except msgspec.MsgspecError as error:
+            log.debug("the head of a report cannot be read", process=process, cause=str(error))
+            return None
 
     async def look(self, trouble: Callable[[], str]) -> list[Report]:
         """`reports` within LOOK_S, for whoever waits for an answer. Raises Unavailable with `trouble()`, or that

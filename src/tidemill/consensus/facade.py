@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 from tidemill.base.errors import Conflict, Fenced
 from tidemill.consensus import rules
-from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice, Versioned
+from tidemill.consensus.api import REPORTS, Changes, Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.commands import (
     Acquire,
     AnyOp,
@@ -54,7 +54,8 @@ class Facade(abc.ABC):
     """The server's, where commits may be lost between one and the next; what an earlier life accepted is in this one,
     too, as far as this client had seen it."""
     owner: Owner | None = None
-    """Asked before a write of a log or register is acknowledged, while it is stale (after a process was frozen)."""
+    """Asked before a write of a log or register is acknowledged, while it is stale (after a process was frozen). A
+    report is no such write: a process that must end says so."""
 
     @abc.abstractmethod
     async def _submit(self, op: AnyOp) -> Any: ...
@@ -80,7 +81,7 @@ class Facade(abc.ABC):
             seen.check(op, floor, refused.current, done=False)
             raise
         seen.check(op, floor, answer, done=True)
-        if self.owner is not None and self.owner.stale and isinstance(op, Append | Cas):
+        if self.owner is not None and self.owner.stale and isinstance(op, Append | Cas) and not _is_report(op):
             await self.owner.assure()
         return answer
 
@@ -131,3 +132,7 @@ class Facade(abc.ABC):
 
     async def leases(self, prefix: str) -> list[Lease]:
         return cast("list[Lease]", await self._checked(Leases(prefix)))
+
+
+def _is_report(op: AnyOp) -> bool:
+    return isinstance(op, Cas) and op.key.startswith(REPORTS)

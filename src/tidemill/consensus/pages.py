@@ -136,6 +136,11 @@ def join(head: bytes, pages: Iterable[bytes]) -> Report:
     return msgspec.structs.replace(found.report, marks=tuple(marks.values()), facts=facts)
 
 
+def head_of(head: bytes) -> Report:
+    """The report without its marks and facts. Raises msgspec.MsgspecError."""
+    return _decode_head(head).report
+
+
 def _cut_mark(mark: Mark) -> Mark:
     if max(len(mark.name), len(mark.held_by), len(mark.upstream)) <= NAME_CHARS and (
         len(mark.reason) <= TEXT_CHARS and len(mark.error) <= TEXT_CHARS

@@ -15,6 +15,7 @@ L4  Leak before lose: what is not understood stays. A step that was cut off is d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 
@@ -24,6 +25,7 @@ from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.persisted import Persisted
 from tidemill.metastore.rows import PARTITIONS, TOPICS
+from tidemill.objects.checked import checked
 from tidemill.objects.store import ObjectMeta
 from tidemill.topics.l0.format import PREFIX, decode_footer, writer_of
 from tidemill.topics.partition.replay import LOG_PREFIX, catch_up, partition_log, place_of
@@ -208,6 +210,9 @@ class TopicObjects:
 
     async def _places(self, meta: ObjectMeta) -> tuple[Place, ...]:
         """Raises Corrupt, Missing."""
+        return await checked(self._g.objects, meta.key, partial(self._read_places, meta))
+
+    async def _read_places(self, meta: ObjectMeta) -> tuple[Place, ...]:
         size = FOOTER_BYTES
         while True:
             start = max(0, meta.size_bytes - size)

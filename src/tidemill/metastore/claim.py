@@ -24,7 +24,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, Replaced, TidemillError, Unavailable
 from tidemill.metastore import presence
 from tidemill.metastore.cluster import Cluster
-from tidemill.metastore.presence import ALIVE_INTERVAL_S, REPLACED_FIX, decode, encode
+from tidemill.metastore.presence import ALIVE_INTERVAL_S, REPLACED_FIX, encode, read_struct
 from tidemill.objects.store import ObjectStore
 
 CLAIM_PREFIX = "metastore/claim/"
@@ -179,7 +179,7 @@ class Ownership:
 
 async def _read(objects: ObjectStore, key: str) -> Claim | None:
     try:
-        return decode(await objects.get(key), key, Claim)
+        return await read_struct(objects, key, Claim)
     except Missing:
         return None
 

@@ -19,6 +19,7 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Corrupt, Invalid, Missing, Replaced
+from tidemill.objects.checked import checked
 from tidemill.objects.store import ObjectStore
 
 CLUSTER_PREFIX = "metastore/cluster/"
@@ -81,7 +82,7 @@ async def load_manifest(objects: ObjectStore, key: str) -> Found:
     number = key.removeprefix(CLUSTER_PREFIX).partition("-")[0]
     if not key.startswith(CLUSTER_PREFIX) or not number.isdigit():
         raise Corrupt(f"Not a cluster manifest's name: object={key}.", fix="Remove it from the bucket.")
-    return Found(decode(await objects.get(key), key, ClusterManifest), key, int(number))
+    return Found(await read_struct(objects, key, ClusterManifest), key, int(number))
 
 
 async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterManifest, number: int) -> str:
@@ -107,15 +108,11 @@ async def write_alive(objects: ObjectStore, rand: Rand, alive: Alive) -> None:
 
 
 async def _incarnation(objects: ObjectStore, name: str) -> int | None:
-    """Of a sign of life; None where it is gone or damaged. An answer whose bits were flipped is no damaged object."""
-    for _ in range(2):
-        try:
-            return decode(await objects.get(name), name, Alive).incarnation
-        except Missing:
-            break
-        except Corrupt:
-            continue
-    return None
+    """Of a sign of life; None where it is gone or damaged."""
+    try:
+        return (await read_struct(objects, name, Alive)).incarnation
+    except (Missing, Corrupt):
+        return None
 
 
 async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[Alive, str]]:
@@ -123,7 +120,7 @@ async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[Alive, str]
     names = [found.key async for found in objects.list(ALIVE_PREFIX)]
     for name in names:
         try:
-            yield decode(await objects.get(name), name, Alive), name
+            yield await read_struct(objects, name, Alive), name
         except Missing:
             continue
 
@@ -204,6 +201,15 @@ async def check_unclaimed(objects: ObjectStore) -> None:
 def encode(struct: msgspec.Struct) -> bytes:
     data = MAGIC + FORMAT.to_bytes(2, "little") + msgspec.msgpack.encode(struct)
     return data + int(crc32c.crc32c(data)).to_bytes(4, "little")
+
+
+async def read_struct(objects: ObjectStore, key: str, kind: type[S]) -> S:
+    """What `encode` made, from the bucket. Raises Missing, Corrupt (naming the object), Invalid (a newer format)."""
+
+    async def read() -> S:
+        return decode(await objects.get(key), key, kind)
+
+    return await checked(objects, key, read)
 
 
 def decode(data: bytes, key: str, kind: type[S]) -> S:

@@ -31,11 +31,11 @@ from tidemill.base import descriptors
 from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config import CaptureSection, Config, authorizes
-from tidemill.base.errors import Conflict, Invalid, Unavailable
+from tidemill.base.errors import Conflict, Invalid, Replaced, Unavailable
 from tidemill.base.marks import Report, Tracker
 from tidemill.base.memory import Budget
 from tidemill.base.stalls import LoopWatch
-from tidemill.base.tasks import Tasks, keep
+from tidemill.base.tasks import Tasks, keep, sentence
 from tidemill.base.waiting import patiently
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
@@ -60,6 +60,7 @@ from tidemill.node.binder import Binder
 from tidemill.node.http import HttpServer
 from tidemill.node.http_access import Guard, Parties
 from tidemill.node.http_app import application
+from tidemill.node.peers import Peers
 from tidemill.node.reporting import LEAVE_S, Reporting
 from tidemill.node.served import (
     authenticator_of,
@@ -74,6 +75,7 @@ from tidemill.node.served import (
     topic_settings,
 )
 from tidemill.node.shape_routing import ShapeRouting
+from tidemill.node.spare import Spare
 from tidemill.node.spreading import Spread, node_of
 from tidemill.objects.open import open_objects
 from tidemill.objects.resilient import ResilientObjects
@@ -133,6 +135,7 @@ class Node:
         self._grants = grants_of(config, self._clock)
         self._schemas: Registrar | None = None
         self._membership: Membership | None = None
+        self._peers: Peers | None = None
         self._process = f"node:{config.node.name}"
         self._instance = f"{config.node.name}/{os.getpid()}/{self._rand.nonce()[:8]}"
 
@@ -142,8 +145,9 @@ class Node:
         return self._waiting or next((found for ask in asked if (found := ask())), "")
 
     def noticed(self) -> Sequence[str]:
-        """What fails in this process though it is ready, a sentence each."""
-        return self._reporting.noticed() if self._reporting is not None else ()
+        """What fails in this process though it is ready, and which other nodes are silent: a sentence each."""
+        own = self._reporting.noticed() if self._reporting is not None else []
+        return [*own, *self._peers.silent()] if self._peers is not None else own
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set or the node as a whole fails. Raises what failed."""
@@ -178,6 +182,10 @@ class Node:
             self._tasks.spawn(self._assemble(stack, door), name="assembly")
             try:
                 await self._until(stop)
+            except Replaced as error:
+                if self._reporting is not None:  # nobody starts this node again: its marks say why
+                    await self._reporting.end(sentence(error))
+                raise
             finally:
                 door.app = early
                 await self._leave()
@@ -240,6 +248,9 @@ class Node:
         self._marks.set(self._process, 0, 1, now_ms=clock.now_ms(), reason=STARTING, budget_ms=START_BUDGET_MS)
         self._tasks.spawn(telling, name="publish-marks")
         reporting.facts["descriptors"] = descriptors.facts
+        spare = Spare()
+        reporting.troubles["descriptors"] = spare.trouble
+        self._tasks.spawn(spare.run(), name="spare-descriptors")
         objects = await patiently(
             lambda: open_objects(config.objects_url, clock, rand), clock, waiting=partial(self._waits_for, "objects")
         )
@@ -375,6 +386,8 @@ class Node:
         await self._begin("Kafka", lambda: kafka.start(membership.node_id))
         # Not before clients find it there: from now on partitions are this node's, and nobody else serves them.
         await self._begin("joining the others", membership.join)
+        self._peers = Peers(membership, board, clock)
+        self._tasks.spawn(self._peers.run(), name="peers")
         stack.push_async_callback(shapes.aclose)
         door.app = routing = ShapeRouting(app, catalogue, consensus, self._instance, clock, self._grants)
         if self._guard is not None:

@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 from tidemill.base.portal import Portal
+from tidemill.objects.checked import Noticing
 from tidemill.objects.store import ObjectStore
 
 
@@ -21,6 +22,11 @@ class ObjectFile(io.RawIOBase):
         self._key = key
         self._size_bytes = size_bytes
         self._at = 0
+
+    def notice(self, what: str) -> None:
+        """A reader found in a sentence what is wrong with the store."""
+        if isinstance(self._objects, Noticing):
+            self._objects.notice(what)
 
     def readable(self) -> bool:
         return True

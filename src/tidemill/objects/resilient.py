@@ -105,6 +105,10 @@ class ResilientObjects:
         """One sentence: what went wrong lately though the store works. Never waits."""
         return self._health.noticed()
 
+    def notice(self, what: str) -> None:
+        """A reader found in a sentence what is wrong with the store though it works."""
+        self._health.notice(f"{what.removesuffix('.')} store={self._label}.")
+
     async def keep_proving(self) -> None:
         """For ever: where writes or reads failed or are not answered and none succeeded since, try one of our own.
 
@@ -158,6 +162,7 @@ class ResilientObjects:
                 async for meta in self._inner.list(prefix, start_after):
                     start_after = meta.key
                     self._health.ended(number, "read", None)
+                    number = 0  # whoever reads may stop here
                     yield meta
                     retry = _Retry(self._clock, self._rand, self._budget_s)
                     number = self._health.began("read")
@@ -166,6 +171,7 @@ class ResilientObjects:
                 return
             except (Unavailable, Misconfigured) as error:
                 if isinstance(error, Misconfigured) and not self._patient:
+                    self._health.ended(number, "read", error)
                     raise
                 failure = mendable(error)
                 self._health.ended(number, "read", failure)
@@ -173,6 +179,10 @@ class ResilientObjects:
                     meter.ended("unavailable")
                     raise failure from error
                 meter.retries.inc()
+            except BaseException as error:  # cancelled, or closed: the request is no longer under way
+                if number:
+                    self._health.ended(number, "read", error)
+                raise
 
     async def delete(self, key: str) -> None:
         if self.may_delete is not None:

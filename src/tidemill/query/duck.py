@@ -20,8 +20,8 @@ from tidemill.base.entered import Entered
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.objects.open import local_directory
 from tidemill.query.reading import Chosen
-from tidemill.shards.checksums import check_whole
 from tidemill.shards.difference import UNTIL
+from tidemill.shards.fetching import read_whole
 from tidemill.shards.front import DIFF, HASH, TIME, Part
 from tidemill.shards.plan import NoPlan, Plan, plan_parts
 from tidemill.shards.schema import contents_schema, part_schema
@@ -172,7 +172,7 @@ def _verify(table: Table, part: Part) -> None:
     """DuckDB opens these files itself and verifies no checksums: so the bytes are verified first. Raises Corrupt."""
     if part.crc < 0 or part.object_key in _verified:
         return
-    check_whole(part, table._portal.call(table._stores.objects.get(part.object_key)))
+    table._portal.call(read_whole(table._stores.objects, part))
     _verified[part.object_key] = None
     if len(_verified) > VERIFIED_MAX:
         _verified.popitem(last=False)

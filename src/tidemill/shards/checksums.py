@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tidemill.base.errors import Corrupt
+from tidemill.objects.checked import checked_now
 from tidemill.shards.front import Part
 
 FIX = "Bring the object back from a copy of the bucket, or restore; `tidemill doctor --deep --contents` names all."
@@ -55,7 +56,10 @@ def open_part(part: Part, found: Any) -> pq.ParquetFile:
     if not hasattr(found, "seek"):
         check_whole(part, found)
         return pq.ParquetFile(pa.BufferReader(found), pre_buffer=True, page_checksum_verification=part.crc < 0)
-    metadata = pq.read_metadata(pa.BufferReader(read_footer(part, found))) if part.crc >= 0 else None
+    metadata = None
+    if part.crc >= 0:
+        footer = checked_now(found, part.object_key, lambda: read_footer(part, found))
+        metadata = pq.read_metadata(pa.BufferReader(footer))
     return pq.ParquetFile(found, metadata=metadata, pre_buffer=True, page_checksum_verification=True)
 
 

@@ -6,13 +6,28 @@ from typing import Any
 
 from tidemill.base.limits import MIB
 from tidemill.base.portal import Portal
+from tidemill.objects.checked import checked
 from tidemill.objects.files import ObjectFile
-from tidemill.objects.store import ObjectStore
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.shards.checksums import check_whole
 from tidemill.shards.front import Part
 from tidemill.shards.ranges import Fetch
 
 WHOLE_BYTES = 1 * MIB
 """A part of at most this is fetched whole: its footer and columns would be several requests."""
+
+
+async def read_whole(objects: ObjectStore, part: Part) -> Buffer:
+    """All bytes of a part, verified. Raises Missing, Corrupt, Unavailable."""
+    if not part.object_key:
+        return part.inline
+
+    async def read() -> bytes:
+        data = await objects.get(part.object_key)
+        check_whole(part, data)
+        return data
+
+    return await checked(objects, part.object_key, read)
 
 
 def fetching(portal: Portal, objects: ObjectStore, *, whole: bool) -> Fetch:
@@ -22,7 +37,7 @@ def fetching(portal: Portal, objects: ObjectStore, *, whole: bool) -> Fetch:
         if not part.object_key:
             return part.inline
         if whole or part.size_bytes <= WHOLE_BYTES:
-            return portal.call(objects.get(part.object_key))
+            return portal.call(read_whole(objects, part))
         return ObjectFile(portal, objects, part.object_key, part.size_bytes)
 
     return fetch

@@ -15,6 +15,7 @@ from tidemill.base.limits import MIB, OBJECT_CONCURRENCY
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, inline_cpu
 from tidemill.shards.evolution import check_known
+from tidemill.shards.fetching import read_whole
 from tidemill.shards.front import Batch, Part, ShardSchema
 from tidemill.shards.parts import decode_part, within
 from tidemill.shards.schema import part_schema
@@ -45,7 +46,7 @@ class PartReader:
             self._cache.move_to_end(key)
             return found
         async with self._slots:
-            data = await self._objects.get(part.object_key) if part.object_key else part.inline
+            data = await read_whole(self._objects, part)
             table = await self._cpu(lambda: decode_part(self._schema, data, part))
         self._keep(key, table)
         return table

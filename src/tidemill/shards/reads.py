@@ -20,6 +20,7 @@ from tidemill.shards.apply import Reason, Rejected
 from tidemill.shards.commands import Command, DowngradeSince, ReleaseHold, SetHold
 from tidemill.shards.consolidate import contents
 from tidemill.shards.cpu import Cpu, inline_cpu
+from tidemill.shards.fetching import read_whole
 from tidemill.shards.front import HASH, Batch, Delta, HistoryLost, Part, ShardSchema
 from tidemill.shards.holding import HOLD_ABOVE_BYTES, holding
 from tidemill.shards.machine import ShardMachine
@@ -129,7 +130,7 @@ class ShardReads:
     async def fetch(self, part: Part, chosen: Sequence[Batch]) -> Buffer:
         """The encoded bytes of a part of one of the batches. Raises HistoryLost, Corrupt, Unavailable."""
         try:
-            return await self._objects.get(part.object_key) if part.object_key else part.inline
+            return await read_whole(self._objects, part)
         except Missing as error:
             raise await self.why_missing(error, chosen) from error
 

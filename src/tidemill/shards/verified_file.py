@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tidemill.objects.checked import checked_now
 from tidemill.objects.files import ObjectFile
 from tidemill.shards.checksums import read_footer
 from tidemill.shards.front import Part
@@ -25,7 +26,7 @@ class VerifiedFile(io.RawIOBase):
     def __init__(self, part: Part, file: ObjectFile) -> None:
         self._part = part
         self._file = file
-        self._footer = memoryview(read_footer(part, file))
+        self._footer = memoryview(checked_now(file, part.object_key, lambda: read_footer(part, file)))
         self._footer_at = part.size_bytes - len(self._footer)
         self._chunks = _chunks_of(pq.read_metadata(pa.BufferReader(self._footer)))
         self._held_at, self._held = self._footer_at, self._footer
@@ -72,11 +73,15 @@ class VerifiedFile(io.RawIOBase):
         last = bisect_left(self._chunks, end, key=lambda chunk: chunk[0])
         touched = [(a, b) for a, b in self._chunks[first:last] if a < end and start < b]
         lower, upper = min([start, *(a for a, _ in touched)]), max([end, *(b for _, b in touched)])
-        self._file.seek(lower)
-        held = memoryview(self._file.read(upper - lower))
-        for a, b in touched:
-            check_pages(held[a - lower : b - lower], f"object={self._part.object_key} chunk_byte={a}")
-        self._held_at, self._held = lower, held
+
+        def read() -> memoryview:
+            self._file.seek(lower)
+            held = memoryview(self._file.read(upper - lower))
+            for a, b in touched:
+                check_pages(held[a - lower : b - lower], f"object={self._part.object_key} chunk_byte={a}")
+            return held
+
+        self._held_at, self._held = lower, checked_now(self._file, self._part.object_key, read)
 
 
 def _chunks_of(metadata: pq.FileMetaData) -> list[tuple[int, int]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
+from tidemill.objects.checked import tell_damaged, tell_flipped
 from tidemill.objects.store import Buffer
-from tidemill.topics.batch.header import base_offset_at, is_patched, patch
+from tidemill.topics.batch.header import base_offset_at, is_intact, is_patched, patch
 from tidemill.topics.front import BatchRef
 from tidemill.topics.l0.cache import ObjectCache
 
@@ -19,6 +20,19 @@ class Ranges(Protocol):
     """Where ranges of an object come from."""
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Buffer]: ...
+
+
+@runtime_checkable
+class Holding(Protocol):
+    """`Ranges` that hold what they read for others."""
+
+    def forget(self, key: str) -> None:
+        """Ask the store for what is read of this object from here on."""
+        ...
+
+
+INLINE_BATCHES = 2_000
+"""The checksums of more are verified in a thread: of so many they take a millisecond or two."""
 
 
 def choose(sizes: Sequence[int], first: int, max_bytes: int, max_count: int, *, at_least_one: bool) -> tuple[int, int]:
@@ -46,6 +60,9 @@ async def read_batches(
     all groups, as many objects side by side as a store takes requests at once: it answers each in its own time.
 
     A group whose object cannot be read is the error instead; the others are not harmed.
+
+    What comes from a store is verified. A batch that does not match its checksum is read once more; one that its object
+    holds damaged is returned as it is, for consumers see it by the same checksum (F207).
     """
     missing: dict[str, list[BatchRef]] = {}
     buffers: dict[tuple[str, int], Buffer] = {}
@@ -67,6 +84,9 @@ async def read_batches(
         try:
             ranges_of = ahead if ahead is not None and key.startswith(L1_PREFIX) else objects
             await _read_object(ranges_of, key, refs, buffers)
+            damaged = await _damaged(key, refs, buffers)
+            if damaged:
+                await _read_damaged(ranges_of, key, damaged, buffers)
         except (Missing, Invalid):
             # The log names it, so it was acknowledged: not the asker's mistake, and no topic is missing.
             failed[key] = Corrupt(
@@ -94,6 +114,25 @@ async def read_batches(
         reason = next((failed[ref.object_key] for ref in refs if ref.object_key in failed), None)
         results.append(reason if reason is not None else [buffers[ref.object_key, ref.first_byte] for ref in refs])
     return results
+
+
+async def _damaged(key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]) -> list[BatchRef]:
+    def find() -> list[BatchRef]:
+        return [ref for ref in refs if not is_intact(buffers[key, ref.first_byte])]
+
+    return await asyncio.to_thread(find) if len(refs) > INLINE_BATCHES else find()
+
+
+async def _read_damaged(
+    ranges_of: Ranges, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
+) -> None:
+    """From the store itself: what is held for others is the damaged answer."""
+    if isinstance(ranges_of, Holding):
+        ranges_of.forget(key)
+    await _read_object(ranges_of, key, refs, buffers)
+    left = await _damaged(key, refs, buffers)
+    tell, ref = (tell_damaged, left[0]) if left else (tell_flipped, refs[0])
+    tell(ranges_of, key, f"batches do not match their checksum: count={len(left or refs)} offset={ref.base_offset}")
 
 
 async def _read_object(

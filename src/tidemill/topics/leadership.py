@@ -46,6 +46,8 @@ EAGER_POLL_GAP_S = 0.05
 RENEWED_WITHIN_S = 1.0
 """So soon after consensus came back whoever lives has renewed its lease: the longest pause between two attempts of its
 client to reach it."""
+LATE_SHARE = 5 / 12
+"""Of its time to live: a lease that was not renewed for so long is late. Its node renews it within a third."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -149,6 +151,7 @@ class Membership:
         self._lease: Lease | None = None
         self._members: tuple[Member, ...] = ()
         self._ids: dict[str, int] = {}
+        self._late_names: tuple[str, ...] = ()
         self._epoch = 0
         self._leaders: dict[tuple[str, int], str] = {}
         self._callbacks: list[Callable[[], None]] = []
@@ -225,6 +228,11 @@ class Membership:
     def members(self) -> list[Member]:
         """Live nodes by node id, this one included while it holds its lease."""
         return list(self._members)
+
+    def late(self) -> tuple[str, ...]:
+        """Other nodes whose lease is late or ran out, as of the last look: dead, frozen or slow. None while all leases
+        may be late for want of consensus (N4); none that gave its lease up."""
+        return self._late_names
 
     def leader_of(self, topic_id: str, partition: int) -> str:
         key = (topic_id, partition)
@@ -372,13 +380,17 @@ class Membership:
         kept = {member.name for member in self._members} if kept_s else set()
         live: dict[str, bytes] = {}
         runs_out_s = [self._ttl_ms / 1000, *([kept_s] if kept_s else [])]
+        late: list[str] = []
         for lease in leases:
             name = lease.name.removeprefix(LEASE_PREFIX)
+            if lease.holder and name != self.node and lease.ttl_ms - lease.remaining_ms > LATE_SHARE * lease.ttl_ms:
+                late.append(name)
             if lease.live:
                 runs_out_s.append(lease.remaining_ms / 1000)
             if lease.live or (name in kept and lease.holder):
                 live[name] = lease.info
         self._runs_out_s = min(runs_out_s)
+        self._late_names = () if kept_s else tuple(late)
         if self._left:
             live.pop(self.node, None)  # it may not have been released yet
         if not live.keys() <= self._ids.keys():

@@ -18,6 +18,7 @@ import msgspec
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, Missing
 from tidemill.metastore.lsm.manifest import Manifest, decode_manifest, encode_manifest
+from tidemill.objects.checked import checked
 from tidemill.objects.store import ObjectStore
 
 _NAME = re.compile(r"(\d{20})-(\d{20})-([0-9a-zA-Z]+)")
@@ -86,11 +87,14 @@ class BucketManifests:
 
     async def load(self, key: str) -> Manifest:
         """Raises Missing, Corrupt (also when its content is not what its name says), Invalid for a newer format."""
+
+        async def read() -> Manifest:
+            return decode_manifest(await self._objects.get(key), key)
+
         try:
-            data = await self._objects.get(key)
+            manifest = await checked(self._objects, key, read)
         except Missing as error:
             raise Missing(f"The manifest is not in the bucket: manifest={key}.") from error
-        manifest = decode_manifest(data, key)
         if not key.startswith(f"{self._folder}{manifest.epoch:020d}-{manifest.number:020d}-"):
             raise Corrupt(
                 "The manifest is stored under another one's name: "

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
+from tidemill.base.errors import Corrupt
 from tidemill.metastore.lsm.block import Block, decode_block
 from tidemill.metastore.lsm.cache import BlockCache
 from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.sst import TableMeta, decode_meta
+from tidemill.objects.checked import checked, read_again
 
 DECODE_SLICE = 64
 """Blocks decoded between two yields to the event loop: about a millisecond."""
@@ -74,7 +77,11 @@ class Tables:
             data = await self.files.read(file, start, end)
             self.reads += 1
             self.read_bytes += end - start
-            block = decode_block(data, meta.name, start, meta.rows[index])
+            try:
+                block = decode_block(data, meta.name, start, meta.rows[index])
+            except Corrupt as error:
+                decoded = partial(self._read_and_decode, file, meta, [index])
+                [block] = await read_again(self.files.objects, self.files.key(file), error, decoded)
         except BaseException as error:
             self._land(key, error)
             raise
@@ -125,7 +132,15 @@ class Tables:
             data = await self.files.read(file, file.meta_start, file.size_bytes)
             self.reads += 1
             self.read_bytes += len(data)
-            meta = decode_meta(data, file, self.files.key(file))
+            try:
+                meta = decode_meta(data, file, self.files.key(file))
+            except Corrupt as error:
+
+                async def again() -> TableMeta:
+                    data = await self.files.read(file, file.meta_start, file.size_bytes)
+                    return decode_meta(data, file, self.files.key(file))
+
+                meta = await read_again(self.files.objects, self.files.key(file), error, again)
         except BaseException as error:
             self._land(file, error)
             raise
@@ -140,7 +155,8 @@ class Tables:
         for index in indexes:
             self._flights[(file, index)] = None
         try:
-            blocks = await self._read_and_decode(file, meta, indexes)
+            decoded = partial(self._read_and_decode, file, meta, indexes)
+            blocks = await checked(self.files.objects, self.files.key(file), decoded)
         except BaseException as error:
             for index in indexes:
                 self._land((file, index), error)

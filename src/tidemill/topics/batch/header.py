@@ -108,9 +108,12 @@ def is_patched(buffer: Buffer, at: int, base_offset: int) -> bool:
 
 
 def is_intact(batch: Buffer) -> bool:
-    """Does the batch, which fills the buffer, match its checksum? Base offset and leader epoch lie outside of it."""
+    """Does the batch, which fills the buffer, match its checksum? Base offset, length, leader epoch and magic lie
+    outside of it: the length and the magic are what they must be."""
     view = memoryview(batch)
-    return len(view) > CRC_START and crc32c.crc32c(view[CRC_START:]) == _CRC.unpack_from(view, 17)[0]
+    if len(view) <= CRC_START or view[16] != 2 or _LENGTH.unpack_from(view, 8)[0] != len(view) - LENGTH_FIELD_END:
+        return False
+    return bool(crc32c.crc32c(view[CRC_START:]) == _CRC.unpack_from(view, 17)[0])
 
 
 def stamp(buffer: Buffer, append_time_ms: int) -> None:

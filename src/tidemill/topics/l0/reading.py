@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.limits import COALESCE_GAP_BYTES, MIB, OBJECT_CONCURRENCY
 from tidemill.base.tasks import Tasks
+from tidemill.objects.checked import Noticing
 from tidemill.objects.store import Buffer, ObjectStore
 
 LIMIT_BYTES = 16 * MIB
@@ -70,6 +71,15 @@ class SharedReads:
             data = await _outcome(piece, key)
             found.append(memoryview(data)[begin - piece.begin : end - piece.begin])
         return found
+
+    def forget(self, key: str) -> None:
+        """What is held of the object is not right: the next read asks the store."""
+        self.held_bytes -= _size(self._pieces.pop(key, []))
+
+    def notice(self, what: str) -> None:
+        """A reader found in a sentence what is wrong with the store."""
+        if isinstance(self._objects, Noticing):
+            self._objects.notice(what)
 
     def _ask(self, key: str, missing: Sequence[tuple[int, int]]) -> list[_Piece]:
         ranges: list[tuple[int, int]] = []

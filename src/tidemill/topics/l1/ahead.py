@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from tidemill.base.errors import TidemillError
 from tidemill.base.limits import MIB
 from tidemill.base.tasks import Tasks
+from tidemill.objects.checked import Noticing
 from tidemill.objects.store import Buffer, ObjectStore
 
 LIMIT_BYTES = 64 * MIB
@@ -71,6 +72,16 @@ class ReadAhead:
             read = iter(await self._objects.get_ranges(key, missing))
             return [data if data is not None else next(read) for data in found]
         return [data for data in found if data is not None]
+
+    def forget(self, key: str) -> None:
+        """What is held of the object is not right: the next read asks the store."""
+        for begin in list(self._begins.get(key, ())):
+            self._forget(self._spans[key, begin])
+
+    def notice(self, what: str) -> None:
+        """A reader found in a sentence what is wrong with the store."""
+        if isinstance(self._objects, Noticing):
+            self._objects.notice(what)
 
     async def _held(self, key: str, begin: int, end: int) -> Buffer | None:
         parts: list[memoryview] = []

@@ -18,6 +18,7 @@ from tidemill.base.errors import Corrupt, Missing, TidemillError
 from tidemill.base.limits import MIB
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.l1 import L1ExtentRow
+from tidemill.objects.checked import checked
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.fetch import choose
 from tidemill.topics.front import BatchRef
@@ -150,11 +151,14 @@ class L1Reader:
             self._indexes.move_to_end(key)
             return known
         begin, end = extent.index_byte, extent.index_byte + extent.index_bytes
+
+        async def read() -> RegionIndex:
+            return decode_index(await self._objects.get(extent.object_key, begin, end), region_of(extent))
+
         try:
-            data = await self._objects.get(extent.object_key, begin, end)
+            index = await checked(self._objects, extent.object_key, read)
         except Missing:
             raise Corrupt(f"an object that an L1 extent names is gone: key={extent.object_key}.") from None
-        index = decode_index(data, region_of(extent))
         if key not in self._indexes:
             self._indexes[key] = index
             self._held_bytes += index.cost_bytes

@@ -6,8 +6,8 @@ RC1  Nothing is read beyond the stable end, nor beyond what the partition's chec
 RC2  Cut off anywhere, a round leaves nothing that a log or a reader follows; the next one reads where L1 ends and
      corrects the logs first.
 RC3  What fails of one partition leaves that one out; what fails of an object leaves the logs as they are.
-RC4  A batch that does not match its checksum is read once more, past the cache, before L1 stores it for good. Damage
-     that the object itself has is copied and reported: consumers see it by the same checksum.
+RC4  A batch that does not match its checksum is read once more (`fetch.read_batches`) before L1 stores it for good.
+     Damage that the object itself has is copied and reported: consumers see it by the same checksum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.topics.batch.header import CONTROL, is_intact, parse_header
+from tidemill.topics.batch.header import CONTROL, parse_header
 from tidemill.topics.fetch import Ranges, read_batches
 from tidemill.topics.l0.cache import ObjectCache
 from tidemill.topics.l0.lost import is_let_go
@@ -38,7 +38,7 @@ from tidemill.topics.partition.machine import LedPartition
 from tidemill.topics.settings import TopicSettings
 
 INLINE_BATCHES = 2_000
-"""Those of an object of more are verified, and put together, in a thread."""
+"""Those of an object of more are put together in a thread."""
 
 PartitionKey = tuple[str, int]
 Taken = tuple[Piece, list[Buffer]]
@@ -120,7 +120,6 @@ class Reconciler:
             else:
                 failed = batches
                 self._left_out(topic_id, piece.partition, failed)
-        failed = await self._verify(topic_id, taken) or failed
         if not taken:
             return Round(full=full, failed=failed)
         size = await self._upload(topic_id, taken)
@@ -144,25 +143,6 @@ class Reconciler:
         self.figures.let_go += len(piece.refs) - len(left.refs)
         (found,) = await read_batches(self._l0, [left.refs], self._cache)
         return left, found
-
-    async def _verify(self, topic_id: str, taken: list[Taken]) -> TidemillError | None:
-        """RC4. A piece whose second read fails is removed from `taken`; returns the error."""
-        failed: TidemillError | None = None
-        for piece, batches, damaged in await _in_a_thread_if_many(_damaged, taken):
-            (again,) = await read_batches(self._l0, [[piece.refs[n] for n in damaged]])
-            if not isinstance(again, list):
-                failed = again
-                taken.remove((piece, batches))
-                self._left_out(topic_id, piece.partition, failed)
-                continue
-            for n, batch in zip(damaged, again, strict=True):
-                batches[n] = batch
-                ref = piece.refs[n]
-                _log.error(
-                    "a batch does not match its checksum", partition=f"{topic_id}/{piece.partition}",
-                    offset=ref.base_offset, count=ref.record_count, key=ref.object_key, healed=is_intact(batch),
-                )  # fmt: skip
-        return failed
 
     async def _choose(self, topic_id: str, partitions: Collection[int]) -> tuple[list[Piece], bool]:
         """What the next object takes, and whether there is more."""
@@ -263,12 +243,6 @@ async def _in_a_thread_if_many(work: Callable[[Sequence[Taken]], T], taken: Sequ
     if sum(len(batches) for _, batches in taken) > INLINE_BATCHES:
         return await asyncio.to_thread(work, taken)
     return work(taken)
-
-
-def _damaged(taken: Sequence[Taken]) -> list[tuple[Piece, list[Buffer], list[int]]]:
-    """The pieces with batches that do not match their checksum, and the numbers of these."""
-    found = [(piece, batches, [n for n, b in enumerate(batches) if not is_intact(b)]) for piece, batches in taken]
-    return [each for each in found if each[2]]
 
 
 def _build(topic_id: str, taken: Sequence[Taken], fault: str = "") -> tuple[list[Buffer], Footer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tidemill.base.errors import Corrupt, Missing, Unavailable
 from tidemill.base.pace import Pace
 from tidemill.consensus.api import Consensus, LogHead
+from tidemill.objects.checked import checked
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.partition.apply import apply
 from tidemill.topics.partition.codec import decode_command, decode_state
@@ -75,7 +76,12 @@ async def _open_rollup(consensus: Consensus, objects: ObjectStore, log: str, sta
     command = decode_command(found.records[0].data) if found.records else None
     if not isinstance(command, Rollup):
         raise Corrupt(f"a truncated partition log does not start with a rollup: log={log} start={start}.")
-    state = decode_state(await objects.get(command.object_key), command.object_key)
+    key = command.object_key
+
+    async def read() -> PartitionState:
+        return decode_state(await objects.get(key), key)
+
+    state = await checked(objects, key, read)
     for placed in command.tail:
         apply(state, placed, state.applied, found.records[0].term)
     if state.applied != start:

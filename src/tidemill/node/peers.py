@@ -1,0 +1,68 @@
+"""The other nodes that say nothing: a line each below "ready" of `/readyz`.
+
+A lease that is late makes a node suspect, and its report says whether it is silent. While every node renews its lease
+nothing is read. An answer that is older than FRESH_S proves nothing: consensus may be what does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Closed
+from tidemill.base.marks import NODE, Report, derive_process
+from tidemill.base.tasks import is_fault, sentence
+from tidemill.consensus.board import FORGET_AFTER_MS, Board
+from tidemill.topics.leadership import Membership
+
+LOOK_S = 0.5
+FRESH_S = 2.0
+
+log = structlog.get_logger()
+
+
+class Peers:
+    def __init__(self, membership: Membership, board: Board, clock: Clock) -> None:
+        self._membership = membership
+        self._board = board
+        self._clock = clock
+        self._signs: dict[str, tuple[Report, float]] = {}
+        """Of each suspect its last report, and when that was read."""
+        self._gone: set[str] = set()
+        """Nodes that left a lease behind and no report: not asked about again before their lease is renewed."""
+
+    async def run(self) -> None:
+        """Until cancelled. Raises Closed, as `Reporting.run`."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                async with asyncio.timeout(FRESH_S):
+                    await self._look()
+            except BaseException as error:
+                if not is_fault(error) or isinstance(error, Closed):
+                    raise
+                log.debug("reports of other nodes not read", cause=sentence(error))
+
+    async def _look(self) -> None:
+        late = self._membership.late()
+        self._gone &= {*late}
+        self._signs = {name: sign for name, sign in self._signs.items() if name in late}
+        for name in late:
+            if name in self._gone:
+                continue
+            report = await self._board.sign(NODE + name)
+            now_ms, now_s = self._clock.now_ms(), self._clock.monotonic_s()
+            if report is None or report.left or now_ms - report.at_ms > FORGET_AFTER_MS:
+                self._gone.add(name)
+                self._signs.pop(name, None)
+            else:
+                self._signs[name] = (report, now_s)
+
+    def silent(self) -> list[str]:
+        """One sentence each. Never waits."""
+        now_ms, now_s = self._clock.now_ms(), self._clock.monotonic_s()
+        fresh = [report for report, read_s in self._signs.values() if now_s - read_s <= FRESH_S]
+        found = [derive_process(report, now_ms).mark for report in fresh]
+        return [f"{mark.name}: {mark.reason}, {mark.held_by}" for mark in found if mark.position < mark.target]

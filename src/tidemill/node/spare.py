@@ -1,0 +1,69 @@
+"""A node without a free file descriptor still says so: it keeps a few, and gives them up when none is left.
+
+    a descriptor can be had     the reserve is kept full
+    none can                    the reserve is given up: health, marks and commits go on with what it held, and the
+                                node is in trouble
+    the reserve fills again     the trouble is over
+
+What leaks or takes all of them is named by the count; who it is, the system says (/proc/PID/fd).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import structlog
+
+from tidemill.base import descriptors
+
+LOOK_S = 0.5
+COUNT = 32
+"""Connections of whoever asks for health, a few files of the stores, clients of the sequencer."""
+
+log = structlog.get_logger()
+
+
+class Spare:
+    """One per process. `run` until cancelled."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        self._count = count
+        self._reserve = descriptors.Reserve(count)
+        self._gone = False
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self.look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._reserve.close()
+
+    def look(self) -> None:
+        """Fill the reserve, and one more: others need one, too. Plain: nobody of this loop is refused meanwhile."""
+        self._reserve.fill()
+        gone = len(self._reserve) < self._count or not _one_more()
+        if gone:
+            self._reserve.close()
+        if gone and not self._gone:
+            log.error("no descriptor is left", open=descriptors.open_count(), limit=descriptors.current().limit)
+        self._gone = gone
+
+    def trouble(self) -> str:
+        """One sentence, "" while descriptors can be had. Never waits."""
+        if not self._gone:
+            return ""
+        return (
+            "No file descriptor is left in this process (EMFILE):"
+            f" pid={os.getpid()} open={descriptors.open_count()} limit={descriptors.current().limit}."
+            " Raise the limit of open files (ulimit -n), and look for what holds them: /proc/PID/fd."
+        )
+
+
+def _one_more() -> bool:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,121 @@
+"""Other nodes that are silent: named by a node that can read their reports, and by nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from contracts.consensus import run
+from patience import until
+from tidemill.base.clock import ManualClock, Rand, SystemClock
+from tidemill.base.errors import Unavailable
+from tidemill.base.limits import NODE_BLIND_AFTER_MS
+from tidemill.base.marks import Report
+from tidemill.consensus.api import Versioned
+from tidemill.consensus.board import FORGET_AFTER_MS, Board
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.node import peers as peers_module
+from tidemill.node.peers import FRESH_S, Peers
+from tidemill.topics.leadership import Membership, NodeInfo
+
+
+class Counting(MemoryConsensus):
+    """Its `head` is counted, and can be refused."""
+
+    heads = 0
+    away = False
+
+    async def head(self, key: str) -> Versioned | None:
+        self.heads += 1
+        if self.away:
+            raise Unavailable("away")
+        return await super().head(key)
+
+
+class Leases:
+    names: tuple[str, ...] = ()
+
+    def late(self) -> tuple[str, ...]:
+        return self.names
+
+
+def test_a_node_whose_lease_is_late_is_named_once_its_report_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "LOOK_S", 0.01)
+
+    async def body() -> None:
+        consensus, clock, leases = Counting(SystemClock()), ManualClock(), Leases()
+        board = Board(consensus, Rand(1))
+        frozen, left = (Report(f"node:{name}", clock.now_ms(), (), pid=7, host="h") for name in ("frozen", "left"))
+        await board.publish(frozen)
+        await board.publish(Report(left.process, left.at_ms, (), left=True))
+        peers = Peers(cast("Membership", leases), board, clock)
+        looking = asyncio.create_task(peers.run())
+        consensus.heads = 0
+        clock.advance(NODE_BLIND_AFTER_MS + 1)
+        await asyncio.sleep(0.1)
+        assert (peers.silent(), consensus.heads) == ([], 0), "nothing is read while all renew their leases"
+
+        leases.names = ("frozen", "left", "unheard")
+        await until(peers.silent)
+        said = ["process:node:frozen: has not reported for 3 s: it is stopped, cut off or dead, pid 7 on h"]
+        assert peers.silent() == said
+        asked = consensus.heads
+        await until(lambda: consensus.heads > asked + 10)
+        assert peers.silent() == said, "a node that left in order, or never reported, is not missed"
+
+        await board.publish(Report("node:frozen", clock.now_ms(), (), pid=7, host="h"))
+        await until(lambda: not peers.silent())
+        clock.advance(NODE_BLIND_AFTER_MS + 1)
+        await until(peers.silent)
+        consensus.away = True
+        clock.advance(int(FRESH_S * 1000) + 1)
+        assert peers.silent() == [], "an old answer proves nothing"
+        consensus.away = False
+        await until(peers.silent)
+        clock.advance(FORGET_AFTER_MS)
+        await until(lambda: not peers.silent())
+        looking.cancel()
+
+    run(body())
+
+
+async def member(consensus: MemoryConsensus, name: str) -> Membership:
+    membership = Membership(consensus, name, NodeInfo("h", 1), SystemClock(), Rand(), ttl_ms=1_500, poll_s=0.02)
+    await membership.start()
+    return membership
+
+
+def test_a_lease_is_late_when_its_node_neither_renews_it_nor_gives_it_up() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        here, frozen, left = [await member(consensus, name) for name in ("here", "frozen", "left")]
+        await until(lambda: here.late() == () and len(here.members()) == 3)
+        await left.aclose()
+        await frozen._tasks.aclose()
+        await until(lambda: here.late() == ("frozen",))
+        await until(lambda: [each.name for each in here.members()] == ["here"])
+        await until(lambda: here.late() == ("frozen",))
+        await frozen._acquire()
+        await until(lambda: here.late() == ())
+        await here.aclose()
+
+    run(body())
+
+
+def test_no_lease_is_late_while_all_may_be_for_want_of_consensus() -> None:
+    async def body() -> None:
+        consensus = MemoryConsensus(SystemClock())
+        here, other = await member(consensus, "here"), await member(consensus, "other")
+        for each in (here, other):
+            await each._tasks.aclose()  # neither renews, as if consensus was away
+        await asyncio.sleep(1.2)
+        await here._look()
+        assert here.late() == ()
+        await here._acquire()
+        here._kept_until_s = 0.0
+        await here._look()
+        assert here.late() == ("other",)
+
+    run(body())

@@ -1,0 +1,49 @@
+"""A process without a free descriptor says so, and has a few to say it with."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from tidemill.node.spare import COUNT, Spare
+
+
+@contextmanager
+def exhausted() -> Iterator[None]:
+    """No number below the limit is free."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    least = min(set(range(max(used) + 2)) - used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+    held: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_f616_a_process_without_a_free_descriptor_says_so_and_can_still_open_some() -> None:
+    spare = Spare()
+    spare.look()
+    assert spare.trouble() == ""
+    with exhausted():
+        spare.look()
+        said = spare.trouble()
+        assert "No file descriptor is left in this process (EMFILE): pid=" in said
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(COUNT)]
+        spare.look()
+        assert spare.trouble()
+        for each in files:
+            os.close(each)
+        spare.look()
+        assert spare.trouble(), "what it gave up itself is no descriptor to be had"
+    spare.look()
+    assert spare.trouble() == ""
+    spare._reserve.close()
