@@ -39,6 +39,8 @@ class Failover:
         stack.callback(lambda: self._run(self._proxy.__aexit__()))
         self.dsn = self._proxy.dsn
         """Where the captured database is, before and after."""
+        self.cut_lsn = 0
+        """The standby has all that was committed below, and nothing above."""
         with psycopg.connect(server.dsn, autocommit=True) as control:
             self.slots = control.info.server_version // 10_000 >= SLOTS_SINCE
             control.execute("SELECT pg_create_physical_replication_slot(%s, true)", (STANDBY,))
@@ -58,7 +60,9 @@ class Failover:
             psycopg.connect(self._server.dsn, autocommit=True) as control,
             psycopg.connect(self._standby.dsn, autocommit=True) as there,
         ):
-            (end,) = control.execute("SELECT pg_current_wal_lsn()").fetchone() or ("",)
+            (end, self.cut_lsn) = control.execute(
+                "SELECT e, (e - '0/0')::bigint FROM pg_current_wal_lsn() e"
+            ).fetchone() or ("", 0)
 
             def in_step() -> bool:
                 if self.slots:  # what a slot needs to be synced: WAL that moves, and a snapshot of what runs

@@ -108,8 +108,10 @@ class Judge:
         """Wait until it is, with all that was committed before."""
         self._until(lambda: self._ledger(mark))
 
-    def moved(self, shapes: Sequence[Shape]) -> None:
-        """The database failed over: until the next judgement every client that holds rows is to start over."""
+    def moved(self, shapes: Sequence[Shape], cut_lsn: int) -> None:
+        """The database failed over: until the next judgement every client that holds rows is to start over. What was
+        committed above is lost, and its xids are given to others."""
+        self._lsn_of = {xid: lsn for xid, lsn in self._lsn_of.items() if lsn <= cut_lsn}
         self._moved = dict(self.held(shapes))
         self.settle_s = COPIED_S
 
@@ -173,10 +175,14 @@ class Judge:
         return problems
 
     def _marks(self) -> list[str]:
-        """Nothing is stuck but a table that says why, the shard of one that was copied again otherwise, and the
-        pipeline that such a shard holds."""
+        """Nothing is stuck but a table that says why, its shard, the shard of one that was copied again otherwise, and
+        the pipeline that such a shard holds."""
         marks = self._source.marks()
         waiting = {name for name, mark in marks.items() if _waits_for_a_person(name, mark)}
+        for name, mark in marks.items():
+            table = marks.get(mark["upstream"], {}) if name.startswith("shard:") else {}
+            if mark["upstream"].startswith("table:") and table.get("state") == "stuck" and table.get("error"):
+                waiting.add(name)
         return [
             f"mark {name} is stuck: {mark}"
             for name, mark in marks.items()

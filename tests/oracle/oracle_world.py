@@ -310,7 +310,7 @@ class World:
             if captured := self.rand.random() < 0.7:
                 self.judge.captured(int(mark))
             self.history.read_lost(self._control)
-            self.judge.moved([*self.shapes, *self.large])
+            self.judge.moved([*self.shapes, *self.large], self.failover.cut_lsn)
             self.dsn = self.failover.over()
             for connection in (self._control, self._ddl):
                 connection.close()
