@@ -30,7 +30,7 @@ from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.capture.wire.errors import SqlError
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.shapes.consumer import Entry, TableConsumer, Transaction, Work
+from tidemill.shapes.consumer import Backlog, Entry, TableConsumer, Transaction, Work
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import MemoryLog
 from tidemill.shapes.offsets import BASE_END
@@ -185,7 +185,7 @@ class Literal:
         if fragment.begins:
             self._transaction = Transaction(fragment.xid, fragment.commit_lsn)
         changes = list(fragment.changes)
-        self._consumer.offer(Entry(self._transaction, Work(0, 0.0, 0), changes, fragment.commits), 0)
+        self._consumer.offer(Entry(self._transaction, Work(Backlog(), 0, 0, 0.0, 0), changes, fragment.commits), 0)
         while self._consumer.evaluate(self._turn):
             pass
 

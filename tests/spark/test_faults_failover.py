@@ -21,6 +21,7 @@ from oracle_follower import Follower
 
 import tidemill
 from patience import eventually
+from tidemill.base.errors import TidemillError
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres]
@@ -123,7 +124,7 @@ class Side:
     def _read(self, name: str) -> Rows:
         try:
             return self.shard(name)
-        except tidemill.TidemillError:
+        except TidemillError:
             return {}  # it does not exist yet
 
 

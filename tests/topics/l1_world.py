@@ -11,6 +11,7 @@ from tidemill.base.clock import Rand
 from tidemill.metastore.rows import L1_OBJECTS
 from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow
 from tidemill.topics.checkpoint import PartitionsStage
+from tidemill.topics.fetch import Ranges
 from tidemill.topics.l1.reading import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler, Round
 from tidemill.topics.l1.store import L1Rows
@@ -33,9 +34,10 @@ class L1World(World):
         node._retainer._l1 = self.rows
         return node
 
-    def reconciler(self, node: LocalTopics) -> Reconciler:
+    def reconciler(self, node: LocalTopics, l0: Ranges | None = None) -> Reconciler:
+        """`l0`: where it reads batches, else what the node's consumers share."""
         return Reconciler(
-            self.rows, self.objects, node._cache, node._shared, self.clock, Rand(), node._settings, node._led
+            self.rows, self.objects, node._cache, l0 or node._shared, self.clock, Rand(), node._settings, node._led
         )
 
     async def checkpoint(self) -> None:
@@ -46,13 +48,13 @@ class L1World(World):
             for group in unit:
                 await self.metastore.commit(group)
 
-    async def round(self, node: LocalTopics, topic_id: str) -> Round:
-        return await self.reconciler(node).round(topic_id, range(2))
+    async def round(self, node: LocalTopics, topic_id: str, l0: Ranges | None = None) -> Round:
+        return await self.reconciler(node, l0).round(topic_id, range(2))
 
-    async def move(self, node: LocalTopics, topic_id: str) -> Round:
+    async def move(self, node: LocalTopics, topic_id: str, l0: Ranges | None = None) -> Round:
         """A checkpoint and a round, until the logs have taken what it told them."""
         await self.checkpoint()
-        done = await self.round(node, topic_id)
+        done = await self.round(node, topic_id, l0)
         await node._commits.drain(30.0)
         return done
 

@@ -385,7 +385,7 @@ def test_a_time_asked_for_while_its_records_move_is_told_to_come_again() -> None
 
         async def late(key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
             world.objects.get_ranges = get_ranges  # type: ignore[method-assign]
-            await world.move(node, topic_id)
+            await world.move(node, topic_id, world.objects)  # a read of the node's is under way
             await world.objects.delete(key)
             return await get_ranges(key, ranges)
 
@@ -604,7 +604,7 @@ def test_a_fetch_under_way_when_its_records_move_is_answered_or_told_to_come_aga
         async with asyncio.TaskGroup() as group:
             under_way = group.create_task(fetch(node, topic_id, 0, 4))
             await entered.wait()
-            await world.move(node, topic_id)
+            await world.move(node, topic_id, world.objects)  # a read of the node's is under way
             await world.forget_l0(node)
             gate.set()
         assert isinstance(under_way.result().error, Unavailable)
