@@ -198,11 +198,14 @@ def consume(cluster: Cluster) -> tuple[dict[int, list[int]], dict[int, tuple[int
             "log_level": 0,
         }
     )
-    marks: dict[int, tuple[int, int]] = {}
-    for partition in (0, 1):
-        marks[partition] = patiently(
-            lambda p=partition: consumer.get_watermark_offsets(TopicPartition("busy", p), timeout=20)
-        )
+
+    def watermarks(partition: int) -> tuple[int, int]:
+        # What it was answered while no leader was known stays in librdkafka's cache until metadata are asked for.
+        consumer.list_topics("busy", timeout=20)
+        found: tuple[int, int] = consumer.get_watermark_offsets(TopicPartition("busy", partition), timeout=20)
+        return found
+
+    marks = {partition: patiently(lambda p=partition: watermarks(p)) for partition in (0, 1)}
     # From 0: what retention took is passed over by the client's own reset.
     consumer.assign([TopicPartition("busy", partition, 0) for partition in (0, 1)])
     seen: dict[int, list[int]] = {0: [], 1: []}
