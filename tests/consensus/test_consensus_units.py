@@ -17,13 +17,15 @@ import pytest
 from contracts.consensus import run
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.open import open_consensus
 from tidemill.consensus.postgres.client import PostgresConsensus
 from tidemill.consensus.sqlite import address, client, frames
 from tidemill.consensus.sqlite.engine import Engine
 
+LARGE = 400_000
+"""Bytes that the driver cannot send in one piece."""
 FOREIGN = [
     "",
     "{",
@@ -563,5 +565,54 @@ def test_f504_whatever_a_local_peer_sends_ends_its_own_connection_and_nothing_el
         assert (await one.log_head("sound")).next == position
         assert len(opened) == 1 and one.trouble() == ""
         await one.aclose()
+
+    run(body())
+
+
+@pytest.mark.postgres
+def test_a_process_that_is_frozen_while_it_sends_a_group_keeps_no_log_or_register_from_the_others(
+    postgres_dsn: str,
+) -> None:
+    """Two statements of one transaction left the locks of the first to a process that was stopped before the second."""
+    from urllib.parse import urlsplit
+
+    from cutting_proxy import CuttingProxy
+
+    async def body() -> None:
+        parts = urlsplit(postgres_dsn)
+        proxy = CuttingProxy((str(parts.hostname), int(parts.port or 0)))
+        port = await proxy.serve_tcp()
+        frozen = await open_consensus(postgres_dsn.replace(f":{parts.port}", f":{port}"), SystemClock(), Rand())
+        other = await open_consensus(postgres_dsn, SystemClock(), Rand())
+        await frozen.append("log", 0, 0, [b"first"], "n0")
+        made = await frozen.cas("key", 0, b"first", "n0")
+        proxy.how = "after"  # nothing that comes after the chunk with the mark is passed on
+        work = [
+            asyncio.ensure_future(frozen.append("log", 0, 1, [bytes(LARGE) + proxy.MARK], "n1")),
+            asyncio.ensure_future(frozen.cas("key", made.seq, bytes(LARGE), "n1")),
+        ]
+        await asyncio.wait_for(proxy.late_delivered.wait(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            for number in range(3):  # the frozen one's write may land in between, once
+                try:
+                    await other.append("log", 0, (await other.log_head("log")).next, [b"third"], f"a{number}")
+                    break
+                except Conflict:
+                    continue
+            for number in range(3):
+                try:
+                    key = await other.head("key")
+                    await other.cas("key", key.seq if key is not None else 0, b"third", f"k{number}")
+                    break
+                except Conflict:
+                    continue
+        found = await other.head("key")
+        assert found is not None and found.data == b"third"
+        for each in work:
+            each.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        await proxy.aclose()
+        await other.aclose()
+        await frozen.aclose()
 
     run(body())

@@ -101,7 +101,7 @@ def _joins(group: Group, queued: Queued) -> bool:
 
 
 async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) -> list[Queued]:
-    """Run the group in one transaction and settle its members; returns those to be judged again, in order.
+    """Run the group as one statement and settle its members; returns those to be judged again, in order.
 
     Raises psycopg.Error or TimeoutError with none of those settled whose outcome it leaves open: what landed is
     told before anybody asks why the rest did not, since a failure to answer that must not be taken for its own.
@@ -110,26 +110,29 @@ async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) 
     chains = {log_ids[log]: chain for log, chain in group.chains.items()}
     creates = [queued for queued in group.registers.values() if queued.op.expected_seq == 0]
     updates = [queued for queued in group.registers.values() if queued.op.expected_seq > 0]
-    runs: list[tuple[str, list[Any]]] = []
+    parts: list[tuple[str, str]] = []
+    parameters: list[list[Any]] = []
     if chains:
-        runs.append((statements.APPEND, _append_parameters(chains)))
+        parts.append(statements.APPEND)
+        parameters += _append_parameters(chains)
     if updates:
         ops = [queued.op for queued in updates]
-        columns = [
+        parts.append(statements.UPDATE_REGISTERS)
+        parameters += [
             [op.key for op in ops],
             [op.expected_seq for op in ops],
             [op.nonce for op in ops],
             [op.data for op in ops],
         ]
-        runs.append((statements.UPDATE_REGISTERS, columns))
     if creates:
         ops = [queued.op for queued in creates]
-        runs.append(
-            (statements.CREATE_REGISTERS, [[op.key for op in ops], [op.nonce for op in ops], [op.data for op in ops]])
-        )
-    results = await _run_as_one(connection, runs)
-    starts: dict[int, int] = dict(results.pop(0)) if chains else {}
-    written = {row[0] for rows in results for row in rows}
+        parts.append(statements.CREATE_REGISTERS)
+        parameters += [[op.key for op in ops], [op.nonce for op in ops], [op.data for op in ops]]
+    if not parts:
+        return []
+    rows = await (await connection.execute(statements.group(parts), parameters)).fetchall()
+    starts = {int(name): start for is_log, name, start in rows if is_log}
+    written = {name for is_log, name, _ in rows if not is_log}
     for log_id, start in starts.items():
         for queued in chains[log_id]:
             op: Append = queued.op
@@ -172,16 +175,6 @@ def _append_parameters(chains: dict[int, list[Queued]]) -> list[list[Any]]:
         expected.append(chain[0].op.expected_next)
         counts.append(ordinal)
     return [ids, terms, expected, counts, owners, ordinals, nonces, datas]
-
-
-async def _run_as_one(connection: Connection, runs: list[tuple[str, list[Any]]]) -> list[list[Any]]:
-    """Several statements between two syncs of a pipeline are one implicit transaction: one commit, one fate."""
-    if len(runs) == 1:
-        cursor = await connection.execute(*runs[0])
-        return [await cursor.fetchall()]
-    async with connection.pipeline():
-        cursors = [await connection.execute(*run) for run in runs]
-    return [await cursor.fetchall() for cursor in cursors]
 
 
 async def _learn_ids(connection: Connection, names: list[str], log_ids: dict[str, int]) -> None:

@@ -6,6 +6,8 @@ Sequences, terms and positions only grow, so what is read then still explains th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 NOW_MS = "(extract(epoch FROM clock_timestamp()) * 1000)::int8"
 
 LOG_IDS = "SELECT name, id FROM tidemill.logs WHERE name = ANY(%b::text[])"
@@ -15,16 +17,21 @@ MAKE_LOGS = (
     " ON CONFLICT (name) DO NOTHING"
 )
 
+# What shares a commit is one statement. As two of one transaction they would be two messages, and a process that is
+# frozen between them would hold the row locks of the first, against every other process, until it runs again.
+# `UNION ALL` executes its branches in order, so heads are locked before registers, whatever a group has of them.
+# Each row says of which kind it is, the log's id or the register's key, and a log's start.
+
 # Parameters: per log id, term, expected next, record count; per record log id, ordinal, nonce, data.
-# `locked` takes the row locks in id order before anything changes.
-APPEND = """
-WITH input AS (
+# `locked_logs` takes the row locks in id order before anything changes.
+APPEND = (
+    """appends AS (
     SELECT * FROM unnest(%b::int8[], %b::int8[], %b::int8[], %b::int8[]) AS i (id, term, expected, count)
-), locked AS MATERIALIZED (
-    SELECT l.id FROM tidemill.logs l JOIN input i ON i.id = l.id ORDER BY l.id FOR NO KEY UPDATE OF l
+), locked_logs AS MATERIALIZED (
+    SELECT l.id FROM tidemill.logs l JOIN appends i ON i.id = l.id ORDER BY l.id FOR NO KEY UPDATE OF l
 ), moved AS (
     UPDATE tidemill.logs l SET term = i.term, next = l.next + i.count
-    FROM input i JOIN locked k ON k.id = i.id
+    FROM appends i JOIN locked_logs k ON k.id = i.id
     WHERE l.id = i.id AND l.term <= i.term AND l.next = i.expected
     RETURNING l.id, l.term, l.start, i.expected
 ), written AS (
@@ -32,32 +39,44 @@ WITH input AS (
     SELECT m.id, m.expected + r.ordinal, m.term, r.nonce, r.data
     FROM unnest(%b::int8[], %b::int8[], %b::text[], %b::bytea[]) AS r (id, ordinal, nonce, data)
     JOIN moved m ON m.id = r.id
+)""",
+    "SELECT true, id::text, start FROM moved",
 )
-SELECT id, start FROM moved
-"""
-
-HEADS_BY_ID = "SELECT id, term, start, next FROM tidemill.logs WHERE id = ANY(%b::int8[])"
 
 # Parameters: keys, expected sequences, nonces, data.
-UPDATE_REGISTERS = """
-WITH input AS (
+UPDATE_REGISTERS = (
+    """updates AS (
     SELECT * FROM unnest(%b::text[], %b::int8[], %b::text[], %b::bytea[]) AS i (key, expected, nonce, data)
-), locked AS MATERIALIZED (
-    SELECT r.key FROM tidemill.registers r JOIN input i ON i.key = r.key ORDER BY r.key FOR NO KEY UPDATE OF r
+), locked_registers AS MATERIALIZED (
+    SELECT r.key FROM tidemill.registers r JOIN updates i ON i.key = r.key ORDER BY r.key FOR NO KEY UPDATE OF r
+), updated AS (
+    UPDATE tidemill.registers r SET seq = r.seq + 1, nonce = i.nonce, data = i.data
+    FROM updates i JOIN locked_registers k ON k.key = i.key
+    WHERE r.key = i.key AND r.seq = i.expected
+    RETURNING r.key
+)""",
+    "SELECT false, key, 0::int8 FROM updated",
 )
-UPDATE tidemill.registers r SET seq = r.seq + 1, nonce = i.nonce, data = i.data
-FROM input i JOIN locked k ON k.key = i.key
-WHERE r.key = i.key AND r.seq = i.expected
-RETURNING r.key
-"""
 
-CREATE_REGISTERS = """
-INSERT INTO tidemill.registers (key, seq, nonce, data)
-SELECT i.key, 1, i.nonce, i.data FROM unnest(%b::text[], %b::text[], %b::bytea[]) AS i (key, nonce, data)
-ORDER BY i.key COLLATE "C"
-ON CONFLICT (key) DO NOTHING
-RETURNING key
-"""
+# Parameters: keys, nonces, data.
+CREATE_REGISTERS = (
+    """created AS (
+    INSERT INTO tidemill.registers (key, seq, nonce, data)
+    SELECT i.key, 1, i.nonce, i.data FROM unnest(%b::text[], %b::text[], %b::bytea[]) AS i (key, nonce, data)
+    ORDER BY i.key COLLATE "C"
+    ON CONFLICT (key) DO NOTHING
+    RETURNING key
+)""",
+    "SELECT false, key, 0::int8 FROM created",
+)
+
+
+def group(parts: Sequence[tuple[str, str]]) -> str:
+    """One statement of some of the three, in this order."""
+    return f"WITH {', '.join(with_ for with_, _ in parts)} {' UNION ALL '.join(rows for _, rows in parts)}"
+
+
+HEADS_BY_ID = "SELECT id, term, start, next FROM tidemill.logs WHERE id = ANY(%b::int8[])"
 
 DROP = "DELETE FROM tidemill.registers WHERE key = %b::text AND seq = %b::int8 RETURNING key"
 
