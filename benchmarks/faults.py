@@ -3,10 +3,10 @@ seconds until `/readyz`, `why` and `status` name it, with the words.
 
 Method: real processes as `tidemill up` starts them: two nodes over S3 (moto, behind a proxy that fails) and PostgreSQL
 (consensus and three captured databases behind proxies, two of them with a standby), and one node over a small file
-system and SQLite. A producer and a writer in each database go on all the time, and `--burners` processes (2) keep the
-cores busy. One fault after another is thrown; from that moment on `/readyz` of the node that is asked, `why MARK` and
-`status` are asked again and again side by side, the commands within the process of this benchmark. Then the fault ends,
-and the next one waits until every node is ready and says nothing else.
+system and SQLite. A producer and a writer in each database run all the time, and `--burners` processes (2) use both
+cores. Faults are injected one after another. From that moment on `/readyz`, `why MARK` and `status` are polled
+concurrently, the two commands within the process of this benchmark. Then the fault ends, and the next one starts when
+every node is ready and reports nothing else.
 
 Holds when: each way names each fault within 5 s.
 """
@@ -65,7 +65,7 @@ class Faults:
         ready: int | None = None,
         get: Callable[[str], tuple[int, str]] | None = None,
     ) -> None:
-        """Note how long each way takes, one that never does as `inf`."""
+        """Record the seconds of each way; `inf` for a way that never names the fault."""
         try:
             found = named(
                 get or asked.get, asked.config, mark, words, ready=ready, since_s=since_s, within_s=WITHIN_S

@@ -1,4 +1,4 @@
-"""What `faults` breaks: two nodes over S3 and PostgreSQL, or one over a directory and SQLite, under a load."""
+"""Clusters for `faults`: two nodes over S3 and PostgreSQL, or one node over a directory and SQLite, under load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOPIC = "clicks"
 KEYS = "access_key_id=k&secret_access_key=s"
 PAUSE_S = 0.1
 SOON = {"reconnect.backoff.max.ms": 200, "retry.backoff.ms": 50, "retry.backoff.max.ms": 200}
-"""The load goes on as soon as a fault ends: at its defaults the producer rests for up to ten seconds."""
+"""Resume the load as soon as a fault ends: the default back-off of the producer is up to ten seconds."""
 
 
 class Leading(FaultyPostgres):
@@ -149,7 +149,7 @@ class Remote:
         return next((each for each in self.nodes if process == f"node:{each.name}"), self.nodes[0])
 
     def anywhere(self, path: str) -> tuple[int, str]:
-        """What both nodes answer: a capture may move to the other one while its database is away."""
+        """The answers of both nodes: a capture may move to the other node while its database is away."""
         found = [each.get(path) for each in self.nodes]
         return max(code for code, _ in found), "".join(body for _, body in found)
 

@@ -3,7 +3,9 @@ stream is live."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from shape_world import ShapeWorld, eventually, run
@@ -20,7 +22,7 @@ from tidemill.shapes.offsets import BASE_END
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.shape import ShapeDefinition, Source
 from tidemill.shapes.share import LoopShare, Turn
-from tidemill.shapes.sink import BacklogLimits, ShapeSink
+from tidemill.shapes.sink import ROUTED_AT_ONCE, BacklogLimits, ShapeSink
 
 STREAM = SimpleNamespace(flushed=lambda *_: None)
 WAL_END = 1_000
@@ -187,3 +189,21 @@ def test_a_backlog_that_outgrows_its_bytes_ends_the_shape_that_holds_most_and_no
     assert len(chunk.items) == 2
     assert world.sink.evaluated() == world.sink.taken
     assert world.sink.held_bytes == 0
+
+
+def test_no_fragment_that_comes_has_more_than_a_few_others_routed_in_the_turn_of_the_capture() -> None:
+    world = Backlog(BacklogLimits(size_bytes=200_000))
+    world.sink.begin(STREAM, 0, 5)  # type: ignore[arg-type]
+    routed = [0]
+    route = world.sink.router.route
+
+    def counted(changes: Sequence[Change]) -> Any:
+        routed[-1] += 1
+        return route(changes)
+
+    world.sink.router.route = counted  # type: ignore[method-assign]
+    while not world.of_table.shape.gone:
+        routed.append(0)
+        world.commit(TABLE)
+    assert len(routed) > 100 and max(routed) <= ROUTED_AT_ONCE
+    assert sum(routed) == len(routed) - 1, "all of it was routed before the shape ended"

@@ -56,9 +56,8 @@ MARK_PUBLISH_INTERVAL_S = 1.0
 MARK_BLIND_AFTER_MS = 8_000
 """A process that has not published its marks for this long is blind, and so are its marks."""
 NODE_BLIND_AFTER_MS = 3_500
-"""The same for a node as a process: it publishes whatever its tables and captures do, so its silence means something
-sooner. Three reports are missing, and an operator reads its name within five seconds. What it said counts until
-MARK_BLIND_AFTER_MS all the same: by then others have its partitions."""
+"""The same for a node as a process. It publishes independently of its tables and captures, so three missing reports
+are enough to name it. Its marks count until MARK_BLIND_AFTER_MS: other nodes have its partitions then."""
 
 LOOPBACK_ORIGINS = ("http://localhost:*", "http://127.0.0.1:*", "http://[::1]:*")
 """Pages that may read a node's answers in a browser unless the configuration says otherwise: those of this machine."""

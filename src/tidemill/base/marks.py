@@ -347,7 +347,7 @@ class Tracker:
         budget_ms = NOTICE_BUDGET_MS if notice and not trouble else None
         if trouble or notice:
             mark = self._marks.get(name)
-            if mark is not None and (mark.budget_ms == NOTICE_BUDGET_MS) != (budget_ms is not None):
+            if mark is None or (mark.budget_ms == NOTICE_BUDGET_MS) != (budget_ms is not None):
                 self.heal(name)  # trouble is not as old as the notice before it
                 self.set(name, 1, 1, now_ms=now_ms, budget_ms=budget_ms)
             self.fail(name, trouble or notice, now_ms=now_ms, held_by=held_by)

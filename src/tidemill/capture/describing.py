@@ -99,8 +99,8 @@ class Coming:
         learn: Callable[[Relation], None],
         outdated: set[int],
     ) -> None:
-        """`learn`: followers of the stream are to see this relation from now on, though no row came under it.
-        `outdated`: oids of relations that they see as of before the table's copy."""
+        """`learn` shows this relation to the followers of the stream before a row comes under it. `outdated`: oids of
+        relations that followers see as of before the table's copy."""
         self._desk = desk
         self._control = control
         self._flushed = flushed
@@ -164,7 +164,7 @@ class Coming:
         return ""
 
     async def _show(self, oid: int, columns: Sequence[CapturedColumn], version: int) -> None:
-        """Followers see these columns, if the table has them now."""
+        """Show these columns to followers, if the table still has them."""
         now = (await self._control.ask(lambda wire: describe(wire, [oid]))).get(oid)
         if now is not None and not against_catalogue(columns, now):
             self._learn(replace(now, version=version))

@@ -35,8 +35,8 @@ class Descriptions:
         self._keyless: dict[int, tuple[int, ...]] = {}
         """Relations whose identity in the stream lacks the key, and those that they are partitions of."""
         self.outdated: set[int] = set()
-        """Relations whose last description in the stream is older than their copy: followers see the columns of that
-        time, and it may be long until a row comes under the present ones (Coming.look)."""
+        """Oids of relations whose last description in the stream is older than their copy. Followers see its columns
+        until a row comes under the present description, or the watcher shows that (Coming.look)."""
 
     async def learn(self, seen: RelationSeen, control: Control) -> tuple[tuple[int, int], ...]:
         """The stream describes a table, at its first change and after every DDL on it. Where the table's shard cannot

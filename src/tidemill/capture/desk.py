@@ -98,7 +98,7 @@ class Desk:
         self._clock = clock
         self._tracker = tracker
         self.history = ("", 0)
-        """What a session found the database to have become since the one before it, and when (ms); "" = nothing."""
+        """A failover, or a return to an earlier state, found by the newest session, and the time (ms); "" = none."""
         self._on_park = on_park
         self._on_narrow: Callable[[int, str, frozenset[str]], bool] = lambda *_: False
         self.following = Following()
@@ -217,8 +217,8 @@ class Desk:
             raise CopiedAnew(f"a copied table is no state of the database where it would park: table={name}.")
 
     async def gone(self, name: str, reason: str, fix: str) -> None:
-        """A table that carries nothing is not there any more: a parked one's shard ends where it was parked. Its former
-        reason and the way to heal it are void."""
+        """Record that a table without a stream was dropped or is no longer wanted. The shard of a parked table ends
+        where it was parked. The former reason and its fix are void."""
 
         def ended(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.flows or found.state == "dropped":

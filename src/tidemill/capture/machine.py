@@ -39,7 +39,7 @@ from tidemill.topics.front import TopicLog
 MARK_INTERVAL_S = 0.5
 STALL_GRACE_MS = 60_000
 HISTORY_TOLD_MS = 60_000
-"""Nothing fails any more when a failover is noticed; for so long it is reported all the same."""
+"""The time for which a failover is reported."""
 SOUGHT_POLL_S = 0.05
 PATIENT_S = 20.0
 """A session that has lasted so long, and is owed no answer, waits for somebody in a database that this node reaches."""
@@ -335,12 +335,10 @@ class Capture:
                 self._tracker.heal(mark)
 
     def _tell_history(self) -> None:
-        """That the database failed over, or returned to an earlier state, is known only when it works again: it is a
-        notice for a while, for nothing fails by then."""
+        """A failover, or a return to an earlier state, is known only once the database works again, so it is a notice
+        for a while and no failure."""
         (said, at_ms), now_ms, name = self._desk.history, self._clock.now_ms(), f"{self.config.mark}/history"
         if said and now_ms - at_ms <= HISTORY_TOLD_MS:
-            if self._tracker.mark(name) is None:
-                self._tracker.works(name, "", now_ms=now_ms)
             self._tracker.works(name, "", now_ms=now_ms, notice=said)
         elif self._tracker.mark(name) is not None:
             self._tracker.heal(name)

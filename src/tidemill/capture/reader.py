@@ -1,6 +1,6 @@
-"""The reader of a session: what the stream brings, through the converter, to the collector in commit order.
+"""The reader of a session: messages of the stream go through the converter to the collector, in commit order.
 
-Not reading while the collector is full is the back-pressure; statuses have a task of their own.
+Back-pressure: nothing is read while the collector is full. Statuses have a task of their own.
 """
 
 from __future__ import annotations

@@ -413,7 +413,7 @@ class Session:
 
     # the stream -----------------------------------------------------------------------------------
     async def _learn(self, seen: RelationSeen) -> None:
-        """A relation is described: its rows follow."""
+        """Take in the description of a relation; its rows follow."""
         assert self._control is not None
         schemas = await self._descriptions.learn(seen, self._control)
         self._keep_wal()

@@ -1,7 +1,7 @@
 """What the desk says of a table that carries nothing just now, for those who ask for it. Pure.
 
 parked      its changes are in no stream until it is copied, by itself or when an operator asks for it
-refused     its capture names it and cannot take it in, until the cause is gone: no client has anything to change
+refused     its capture names it and cannot take it in until the cause is gone; a client has nothing to change
 passing     it is captured, but not among the relations that flow: it is just being parked, or taken in
 """
 

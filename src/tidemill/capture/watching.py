@@ -65,7 +65,7 @@ class Watching:
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
                 await self._look_closely(row.table, table)
         for row in [row for row in self._desk.rows.values() if not row.flows and row.state != "dropped"]:
-            # A copy that has begun refuses its table by itself. A set-up that found no table leaves a row behind.
+            # A copy in progress refuses its table itself. A set-up whose table was dropped meanwhile leaves a row.
             ended = row.state != "captured" or row.table not in self._desk.copying
             if ended and row.table not in wanted and row.table not in choice.refused:
                 await self._desk.gone(row.table, *gone(row, found))
@@ -121,6 +121,7 @@ class Watching:
         oids = {table.oid for table in found}
         for oid in self._digests.keys() - oids:
             del self._digests[oid]
+        self._coming.outdated.intersection_update(oids)
         self._mending.forget_but(oids)
         self._desk.following.forget_but(oids)
         noted = {oid for row in self._desk.rows.values() for oid in row.identities}

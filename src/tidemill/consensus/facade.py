@@ -54,8 +54,8 @@ class Facade(abc.ABC):
     """The server's, where commits may be lost between one and the next; what an earlier life accepted is in this one,
     too, as far as this client had seen it."""
     owner: Owner | None = None
-    """Asked before a write of a log or register is acknowledged, while it is stale (after a process was frozen). A
-    report is no such write: a process that must end says so."""
+    """While it is stale (after a process was frozen), it is asked before a write of a log or register is acknowledged.
+    Reports are exempt: a process that must end publishes the reason."""
 
     @abc.abstractmethod
     async def _submit(self, op: AnyOp) -> Any: ...

@@ -1,4 +1,4 @@
-"""The application of one set of routes: what no route serves is refused in words, as JSON, like all else."""
+"""The application of a set of routes. Requests that no route serves are refused as JSON, like all others."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def _refused(request: Request, error: Exception) -> Response:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    """Of a handler that raised; the error is raised again behind it, and logged."""
+    """The answer for a handler that raised. Starlette raises the error again, and the server logs it."""
     return JSONResponse({"message": "Internal error"}, 500, {"cache-control": "no-store"})

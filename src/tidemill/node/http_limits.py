@@ -7,10 +7,10 @@ body_bytes          of a request, 413 beyond
 address_connections connections of one address; what is beyond is closed within a second (http_crowds)
 per_address         requests of one address under way at once, 503 beyond, long polls and streams included
 
-A page that may read shapes may read why it does not: every answer under /v1/ that is no success carries the headers of
-CORS, whoever gives it, be it these limits, the guard, the routing or the router. Only hyper, the parser below, refuses
-by itself, with neither headers nor a body, and none of its bounds can be set but the last: 414 of a URL of 65,535 bytes
-or more, 431 of more than 100 headers or a head of more than HEAD_BYTES, 400 of what is no HTTP/1.1.
+Every refusal under /v1/ carries the headers of CORS, so that a page can read the reason: refusals of these limits, the
+guard, the routing and the router. The exception is hyper, the parser below. It refuses without headers and body: 414
+for a URL of 65,535 bytes or more, 431 for more than 100 headers or a head of more than HEAD_BYTES, 400 for bytes that
+are not HTTP/1.1. Only HEAD_BYTES can be set.
 """
 
 from __future__ import annotations

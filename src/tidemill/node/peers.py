@@ -1,7 +1,7 @@
-"""The other nodes that say nothing: a line each below "ready" of `/readyz`.
+"""Silent peers: a line for each, below "ready" of `/readyz`.
 
-A lease that is late makes a node suspect, and its report says whether it is silent. While every node renews its lease
-nothing is read. An answer that is older than FRESH_S proves nothing: consensus may be what does not answer.
+A late lease makes a node suspect. The age of its report decides whether it is silent. While every node renews its lease
+nothing is read. A report that was read more than FRESH_S ago proves nothing: consensus itself may not answer.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Peers:
         self._board = board
         self._clock = clock
         self._signs: dict[str, tuple[Report, float]] = {}
-        """Of each suspect its last report, and when that was read."""
+        """The last report of each suspect, and the time of that read."""
         self._gone: set[str] = set()
-        """Nodes that left a lease behind and no report: not asked about again before their lease is renewed."""
+        """Nodes with a late lease and no report: not looked at again before they renew it."""
 
     async def run(self) -> None:
         """Until cancelled. Raises Closed, as `Reporting.run`."""

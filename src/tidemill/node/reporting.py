@@ -28,9 +28,8 @@ LEAST_PAUSE_S = 0.1
 LEAVE_S = 2.0
 """The longest that a node which is stopped tells the others that it leaves, and the longest for its last report. Then
 its lease has to run out."""
-
 END_S = 10.0
-"""The same where the report is the only thing that says why a node is gone, and nobody waits for its lease."""
+"""The same for a node that ends for good: only its last report gives the reason, and its lease delays no other node."""
 
 Facts = Callable[[], dict[str, object]]
 
@@ -86,21 +85,19 @@ class Reporting:
     async def leave(self) -> None:
         """The node was stopped in order: its last report is published once more, as one that grows no older. Not what
         the marks are by now, for parts that have ended have none."""
-        if self._last is None:
-            return
-        try:
-            async with asyncio.timeout(LEAVE_S):
-                await self._board.publish(structs.replace(self._last, at_ms=self._clock.now_ms(), left=True))
-        except (TidemillError, TimeoutError) as error:
-            log.info("the last report is not published", error=sentence(error))
+        if self._last is not None:
+            await self._publish_last(structs.replace(self._last, at_ms=self._clock.now_ms(), left=True), LEAVE_S)
 
     async def end(self, why: str) -> None:
-        """The node ends for good: its last report fails with `why`."""
+        """Publish the last report of a node that ends for good: its mark fails with `why`."""
         now_ms = self._clock.now_ms()
         self._tracker.fail(self._process, why, now_ms=now_ms, parked=True)
+        await self._publish_last(self._tracker.report(self._process, now_ms, self._read()), END_S)
+
+    async def _publish_last(self, report: Report, within_s: float) -> None:
         try:
-            async with asyncio.timeout(END_S):
-                await self._board.publish(self._tracker.report(self._process, now_ms, self._read()))
+            async with asyncio.timeout(within_s):
+                await self._board.publish(report)
         except (TidemillError, TimeoutError) as error:
             log.info("the last report is not published", error=sentence(error))
 

@@ -1,11 +1,11 @@
-"""A node without a free file descriptor still says so: it keeps a few, and gives them up when none is left.
+"""A reserve of file descriptors, with which a node reports that none is left.
 
-    a descriptor can be had     the reserve is kept full
-    none can                    the reserve is given up: health, marks and commits go on with what it held, and the
-                                node is in trouble
+    descriptors are free        the reserve is full
+    none is free                the reserve is released: health, marks and commits use its descriptors, and the node
+                                reports trouble
     the reserve fills again     the trouble is over
 
-What leaks or takes all of them is named by the count; who it is, the system says (/proc/PID/fd).
+The report gives the count of open descriptors; /proc/PID/fd lists them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tidemill.base import descriptors
 
 LOOK_S = 0.5
 COUNT = 32
-"""Connections of whoever asks for health, a few files of the stores, clients of the sequencer."""
+"""Connections that ask for health, a few files of the stores, clients of the sequencer."""
 
 log = structlog.get_logger()
 
@@ -41,7 +41,7 @@ class Spare:
             self._reserve.close()
 
     def look(self) -> None:
-        """Fill the reserve, and one more: others need one, too. Plain: nobody of this loop is refused meanwhile."""
+        """Fill the reserve, and try one more descriptor for other users. Synchronous: no other task runs meanwhile."""
         self._reserve.fill()
         gone = len(self._reserve) < self._count or not _one_more()
         if gone:

@@ -1,4 +1,4 @@
-"""What does not match its checksum is read once more: a damaged answer is told from a damaged object.
+"""A second read after a checksum mismatch: it distinguishes a damaged answer from a damaged object.
 
     second read right    the store answered with flipped bits: the bytes are used, and the store has a notice
     second read wrong    the object is damaged, or every answer is: Corrupt, and the store has a notice
@@ -22,13 +22,13 @@ log = structlog.get_logger()
 
 @runtime_checkable
 class Noticing(Protocol):
-    """A store that tells of itself, or passes on to one that does."""
+    """A store with notices about itself, or a layer above one."""
 
     def notice(self, what: str) -> None: ...
 
 
 async def checked(objects: object, key: str, read: Callable[[], Awaitable[T]]) -> T:
-    """What `read` reads of the object and verifies. Raises Corrupt after two failures in a row, and as `read`."""
+    """Return the verified result of `read`. Raises Corrupt after two failures in a row, and as `read`."""
     try:
         return await read()
     except Corrupt as error:
@@ -76,5 +76,10 @@ def _at(key: str, reason: str) -> str:
 
 def _tell(objects: object, what: str) -> None:
     log.error(what)
+    pass_on(objects, what)
+
+
+def pass_on(objects: object, what: str) -> None:
+    """Hand a notice to the store, if it takes notices."""
     if isinstance(objects, Noticing):
         objects.notice(what)

@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from tidemill.base.portal import Portal
-from tidemill.objects.checked import Noticing
+from tidemill.objects.checked import pass_on
 from tidemill.objects.store import ObjectStore
 
 
@@ -24,9 +24,7 @@ class ObjectFile(io.RawIOBase):
         self._at = 0
 
     def notice(self, what: str) -> None:
-        """A reader found in a sentence what is wrong with the store."""
-        if isinstance(self._objects, Noticing):
-            self._objects.notice(what)
+        pass_on(self._objects, what)
 
     def readable(self) -> bool:
         return True

@@ -106,7 +106,7 @@ class ResilientObjects:
         return self._health.noticed()
 
     def notice(self, what: str) -> None:
-        """A reader found in a sentence what is wrong with the store though it works."""
+        """Record a fault that a reader found, in one sentence, though the store works."""
         self._health.notice(f"{what.removesuffix('.')} store={self._label}.")
 
     async def keep_proving(self) -> None:
@@ -162,7 +162,7 @@ class ResilientObjects:
                 async for meta in self._inner.list(prefix, start_after):
                     start_after = meta.key
                     self._health.ended(number, "read", None)
-                    number = 0  # whoever reads may stop here
+                    number = 0  # the caller may stop here
                     yield meta
                     retry = _Retry(self._clock, self._rand, self._budget_s)
                     number = self._health.began("read")

@@ -3,7 +3,7 @@
     take (capture's turn)        arrivals ──route──► inboxes of the consumers they can match ──evaluate──► logs
                                           (the pump: slices of LoopShare, consumers in turns of QUANTUM_S)
 
-K1  `take` only puts into a queue, whatever shapes have to do; where the queue is full it routes as well (K5). Where
+K1  `take` only puts into a queue, whatever shapes have to do; where that is half full it routes as well (K5). Where
     their logs are kept over a restart (`store`), each commit is owed: the LSN that is confirmed waits until it was
     evaluated and what came of it is durable, a second or so. K5 bounds the first; a disk that fails is given up
     (store.py, T3). Without a store nothing waits for shapes.
@@ -13,10 +13,10 @@ K3  `recent` names the transactions delivered lately, the one under way included
     shape that registered after them must see them all: their changes were never offered to it. The gap is
     real: a commit is decoded from the WAL before it becomes visible to new snapshots.
 K4  Whatever evaluation raises for one consumer, of whatever type, ends its shape and nothing else.
-K5  What is not evaluated is bounded: in bytes (the shapes that hold most of it end) and in age (the dearest of those
-    that are late end first). Clients of an ended shape refetch. A bound ends only the shapes that exceed it: all
-    fragments are routed before any shape ends for them, so a large transaction costs no shape of a table that it does
-    not touch, be it that such a shape holds an older change and waits for its turn.
+K5  The backlog is bounded in bytes (the shapes that hold most of it end) and in age (of the late shapes the most
+    expensive end first). Clients of an ended shape refetch. A bound ends only the shapes that exceed it: all fragments
+    are routed before any shape ends for them. So a large transaction costs no shape of a table that it does not touch,
+    not even one that holds an older change and waits for its turn.
 K7  Age counts only while the stream is live. It starts again when logs were restored, with each fragment of what had
     been written before the session began, and after a pause of the whole process.
 K6  Until the logs of an earlier life are restored nothing is routed, but kept (K5). What the stream says meanwhile
@@ -50,6 +50,10 @@ QUANTUM_S = 0.001
 CHANGE_BYTES = 600
 BYTES_FACTOR = 3
 """What a decoded change takes in memory: its dictionaries and objects, and its text as Python keeps it."""
+
+ROUTED_AT_ONCE = 2
+"""Fragments routed for each that comes to a backlog beyond half of its bound: none is left when the bound is reached,
+and no turn of the capture routes them all."""
 
 LAST_ORDINAL = (1 << 62) - 1
 """Behind every change of a transaction."""
@@ -204,6 +208,9 @@ class ShapeSink:
         if fragment.commit_lsn < self._catch_up_lsn:
             self._age_from_s = now_s
         self._keep(kept, now_s, before)
+        if 2 * self.held_bytes > self._limits.size_bytes and not self.restoring:
+            for _ in range(min(ROUTED_AT_ONCE, len(self._arrivals))):
+                self._route_next()
         if self.held_bytes > self._limits.size_bytes:
             self._shed()
         self._arrived.set()
@@ -426,7 +433,7 @@ class ShapeSink:
             self._works.popleft()
 
     def _shed(self) -> None:
-        """Route what arrived; then end the shapes that hold most of it, until what is left fits (K5)."""
+        """Route all arrivals, then end the shapes that hold most of the backlog, until the rest fits (K5)."""
         while self.held_bytes > self._limits.size_bytes and self._arrivals:
             if self.restoring:
                 self._leave_out()

@@ -147,7 +147,7 @@ class StreamingQuery:
         )
 
     def _sink_failed(self, source: str, error: BaseException) -> None:
-        """Told as the feed's own failure. Its thread is woken: it tries again, and heals it."""
+        """Report it as the failure of the feed, and wake its thread, which retries and heals it."""
         host = self._host
         log.warning("sink failed in a micro-batch", source=source, error=sentence(error))
         host.tracker.fail(feed_mark(host.settings.name, source), sentence(error), now_ms=host.stores.clock.now_ms())

@@ -67,8 +67,8 @@ log = structlog.get_logger()
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A feed: one past its newest binding (None = bindings cannot be read, so no table of it is at its target), whom
-    its tables wait for, and why. `fails`: the holder is this pipeline's own part."""
+    """A feed: one past its newest binding (None = bindings cannot be read, so no table of it is at its target), the
+    holder of its tables, and the reason. `fails`: the feed itself is the holder."""
 
     newest: int | None
     holder: str

@@ -24,15 +24,15 @@ class Ranges(Protocol):
 
 @runtime_checkable
 class Holding(Protocol):
-    """`Ranges` that hold what they read for others."""
+    """`Ranges` that share their reads with other readers."""
 
     def forget(self, key: str) -> None:
-        """Ask the store for what is read of this object from here on."""
+        """Read this object from the store from here on."""
         ...
 
 
 INLINE_BATCHES = 2_000
-"""The checksums of more are verified in a thread: of so many they take a millisecond or two."""
+"""More of one object are verified, and put together, in a thread: the checksums of so many take 1 to 2 ms."""
 
 
 def choose(sizes: Sequence[int], first: int, max_bytes: int, max_count: int, *, at_least_one: bool) -> tuple[int, int]:
@@ -61,8 +61,8 @@ async def read_batches(
 
     A group whose object cannot be read is the error instead; the others are not harmed.
 
-    What comes from a store is verified. A batch that does not match its checksum is read once more; one that its object
-    holds damaged is returned as it is, for consumers see it by the same checksum (F207).
+    Batches that a store returned are verified. One that does not match its checksum is read once more. One that is
+    damaged in its object is returned unchanged: consumers detect it by the same checksum (F207).
     """
     missing: dict[str, list[BatchRef]] = {}
     buffers: dict[tuple[str, int], Buffer] = {}
@@ -126,7 +126,7 @@ async def _damaged(key: str, refs: list[BatchRef], buffers: dict[tuple[str, int]
 async def _read_damaged(
     ranges_of: Ranges, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
 ) -> None:
-    """From the store itself: what is held for others is the damaged answer."""
+    """Read from the store itself: the shared copy is the damaged answer."""
     if isinstance(ranges_of, Holding):
         ranges_of.forget(key)
     await _read_object(ranges_of, key, refs, buffers)

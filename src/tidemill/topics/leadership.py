@@ -47,7 +47,7 @@ RENEWED_WITHIN_S = 1.0
 """So soon after consensus came back whoever lives has renewed its lease: the longest pause between two attempts of its
 client to reach it."""
 LATE_SHARE = 5 / 12
-"""Of its time to live: a lease that was not renewed for so long is late. Its node renews it within a third."""
+"""A lease that was not renewed for this share of its time to live is late. Its node renews it within a third."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
@@ -230,8 +230,8 @@ class Membership:
         return list(self._members)
 
     def late(self) -> tuple[str, ...]:
-        """Other nodes whose lease is late or ran out, as of the last look: dead, frozen or slow. None while all leases
-        may be late for want of consensus (N4); none that gave its lease up."""
+        """Other nodes whose lease is late or expired, as of the last look: dead, frozen or slow. Empty while consensus
+        may have kept all leases from being renewed (N4). A node that released its lease is not among them."""
         return self._late_names
 
     def leader_of(self, topic_id: str, partition: int) -> str:

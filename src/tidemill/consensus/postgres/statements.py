@@ -17,10 +17,10 @@ MAKE_LOGS = (
     " ON CONFLICT (name) DO NOTHING"
 )
 
-# What shares a commit is one statement. As two of one transaction they would be two messages, and a process that is
-# frozen between them would hold the row locks of the first, against every other process, until it runs again.
-# `UNION ALL` executes its branches in order, so heads are locked before registers, whatever a group has of them.
-# Each row says of which kind it is, the log's id or the register's key, and a log's start.
+# A group is one statement. Two statements of one transaction would be two messages: a process that is frozen between
+# them would hold the row locks of the first against every other process.
+# `UNION ALL` executes its branches in order, so every group locks heads before registers.
+# Columns of the result: whether the row is a log's, the log's id or the register's key, the log's start.
 
 # Parameters: per log id, term, expected next, record count; per record log id, ordinal, nonce, data.
 # `locked_logs` takes the row locks in id order before anything changes.

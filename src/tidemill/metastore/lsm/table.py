@@ -129,18 +129,8 @@ class Tables:
     async def _read_meta(self, file: FileMeta) -> TableMeta:
         self._flights[file] = None
         try:
-            data = await self.files.read(file, file.meta_start, file.size_bytes)
-            self.reads += 1
-            self.read_bytes += len(data)
-            try:
-                meta = decode_meta(data, file, self.files.key(file))
-            except Corrupt as error:
-
-                async def again() -> TableMeta:
-                    data = await self.files.read(file, file.meta_start, file.size_bytes)
-                    return decode_meta(data, file, self.files.key(file))
-
-                meta = await read_again(self.files.objects, self.files.key(file), error, again)
+            key = self.files.key(file)
+            meta = await checked(self.files.objects, key, partial(self._read_and_decode_meta, file, key))
         except BaseException as error:
             self._land(file, error)
             raise
@@ -148,6 +138,12 @@ class Tables:
         self.cache.put(file, meta)
         self._land(file, meta)
         return meta
+
+    async def _read_and_decode_meta(self, file: FileMeta, key: str) -> TableMeta:
+        data = await self.files.read(file, file.meta_start, file.size_bytes)
+        self.reads += 1
+        self.read_bytes += len(data)
+        return decode_meta(data, file, key)
 
     async def _read_blocks(
         self, file: FileMeta, meta: TableMeta, indexes: Sequence[int], fill_cache: bool

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.limits import COALESCE_GAP_BYTES, MIB, OBJECT_CONCURRENCY
 from tidemill.base.tasks import Tasks
-from tidemill.objects.checked import Noticing
+from tidemill.objects.checked import pass_on
 from tidemill.objects.store import Buffer, ObjectStore
 
 LIMIT_BYTES = 16 * MIB
@@ -73,13 +73,11 @@ class SharedReads:
         return found
 
     def forget(self, key: str) -> None:
-        """What is held of the object is not right: the next read asks the store."""
+        """Drop the object's bytes, which are damaged: the next read asks the store."""
         self.held_bytes -= _size(self._pieces.pop(key, []))
 
     def notice(self, what: str) -> None:
-        """A reader found in a sentence what is wrong with the store."""
-        if isinstance(self._objects, Noticing):
-            self._objects.notice(what)
+        pass_on(self._objects, what)
 
     def _ask(self, key: str, missing: Sequence[tuple[int, int]]) -> list[_Piece]:
         ranges: list[tuple[int, int]] = []

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from tidemill.base.errors import TidemillError
 from tidemill.base.limits import MIB
 from tidemill.base.tasks import Tasks
-from tidemill.objects.checked import Noticing
+from tidemill.objects.checked import pass_on
 from tidemill.objects.store import Buffer, ObjectStore
 
 LIMIT_BYTES = 64 * MIB
@@ -74,14 +74,12 @@ class ReadAhead:
         return [data for data in found if data is not None]
 
     def forget(self, key: str) -> None:
-        """What is held of the object is not right: the next read asks the store."""
+        """Drop the object's bytes, which are damaged: the next read asks the store."""
         for begin in list(self._begins.get(key, ())):
             self._forget(self._spans[key, begin])
 
     def notice(self, what: str) -> None:
-        """A reader found in a sentence what is wrong with the store."""
-        if isinstance(self._objects, Noticing):
-            self._objects.notice(what)
+        pass_on(self._objects, what)
 
     async def _held(self, key: str, begin: int, end: int) -> Buffer | None:
         parts: list[memoryview] = []

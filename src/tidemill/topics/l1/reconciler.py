@@ -26,7 +26,7 @@ from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.batch.header import CONTROL, parse_header
-from tidemill.topics.fetch import Ranges, read_batches
+from tidemill.topics.fetch import INLINE_BATCHES, Ranges, read_batches
 from tidemill.topics.l0.cache import ObjectCache
 from tidemill.topics.l0.lost import is_let_go
 from tidemill.topics.l1.builder import ObjectBuilder
@@ -36,9 +36,6 @@ from tidemill.topics.l1.schedule import PIECES, Piece, cut
 from tidemill.topics.l1.store import L1Rows, Place
 from tidemill.topics.partition.machine import LedPartition
 from tidemill.topics.settings import TopicSettings
-
-INLINE_BATCHES = 2_000
-"""Those of an object of more are put together in a thread."""
 
 PartitionKey = tuple[str, int]
 Taken = tuple[Piece, list[Buffer]]
