@@ -23,6 +23,9 @@ SCENARIO_S = 400.0 * SCALE
 """For a whole scenario of many waits; below pytest's own timeout."""
 
 
+PIECE_S = 0.005
+"""How long a piece of `slowness` takes on an idle machine of the slower kind."""
+
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.05
 """Between two looks, growing: a condition that holds soon is seen soon, and a long wait costs little."""
 
@@ -70,6 +73,16 @@ def run(scenario: Coroutine[Any, Any, T], within_s: float = SCENARIO_S) -> T:
             return await scenario
 
     return asyncio.run(bounded())
+
+
+def slowness() -> float:
+    """How many times longer a piece of Python takes now, by the clock on the wall, than on an idle machine; at least 1.
+    A limit that the product promises for an idle machine is multiplied by it: a busy machine is as slow with the
+    product as with this."""
+    began_s = time.monotonic()
+    for _ in range(20):
+        sum(range(200_000))
+    return max(1.0, (time.monotonic() - began_s) / 20 / PIECE_S)
 
 
 def _failure(within_s: float, result: object, otherwise: str | Callable[[], object]) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +239,15 @@ async def copied_aside(world: World, **settings: Any) -> None:
 
 @contextlib.contextmanager
 def append_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """(it is to be appended, it may be)."""
+    """(it is to be appended beside the stream, it may be). A session that begins meanwhile appends without waiting:
+    it does not stream before."""
     begins, may, to = asyncio.Event(), asyncio.Event(), Appending.to
 
-    async def waits(self: Appending, *args: Any) -> int:
-        begins.set()
-        await may.wait()
-        return await to(self, *args)
+    async def waits(self: Appending, offsets: Sequence[int], *moved: Callable[[int], None]) -> int:
+        if moved:
+            begins.set()
+            await may.wait()
+        return await to(self, offsets, *moved)
 
     with monkeypatch.context() as patch:
         patch.setattr(Appending, "to", waits)

@@ -77,10 +77,13 @@ def test_a_table_that_is_not_there_is_refused_by_one_look_for_all_who_ask(postgr
             await eventually(lambda: world.capture.streaming)
             await world.db.execute("CREATE TABLE keyless (v text)")
             looks = _count_looks(world)
-            names = [f"absent_{n}" for n in range(40)] + ["keyless"]
-            answers = await asyncio.gather(*(world.get(table=name, offset="-1") for name in names))
+            names = [f"absent_{n}" for n in range(40)]
+            *answers, keyless = await asyncio.gather(
+                *(world.get(table=name, offset="-1") for name in [*names, "keyless"])
+            )
             assert {answer.status for answer in answers} == {400}
             assert all(answer.json["errors"].keys() == {"table"} for answer in answers)
+            assert keyless.status == 503 and "no primary key" in keyless.body.decode(), keyless.body
             assert looks() < 20, "requests come over six threads, and whoever is in time shares a look"
 
     run(main(), 150)

@@ -283,7 +283,12 @@ def test_a_shape_beside_generated_columns_continues_while_these_and_other_column
     run(main(), 200)
 
 
-def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_set_aside(postgres_dsn: str) -> None:
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_set_aside(
+    postgres_dsn: str, given_up: bool
+) -> None:
+    """`given_up`: the stream breaks once the only table's copy is given up, so that nothing is copied or carried."""
+
     async def main() -> None:
         async with SetAside(postgres_dsn, ddl("dropped"), SETTINGS) as world:
             await eventually(lambda: world.capture.streaming)
@@ -311,6 +316,8 @@ def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_s
             await world.db.execute("ALTER TABLE dropped ADD COLUMN z int")
             await write(world, "dropped", 4)
             await follows(world, client, where)
+            if given_up:
+                await world.capture._session.desk.give_up("public.dropped")  # type: ignore[union-attr]
             await world.break_stream()
             await write(world, "dropped", 5)
             await follows(world, client, where)

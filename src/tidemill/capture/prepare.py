@@ -58,7 +58,7 @@ from tidemill.capture.publication import (
     published_tables,
     unpublished,
 )
-from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, slot_state, start_over
+from tidemill.capture.setup import ServerFacts, SlotState, check_slot, create_slot, is_good, slot_state, start_over
 from tidemill.capture.tables import Choice, NoTable, Refusal, TableInfo, describe, list_tables, resolve
 from tidemill.capture.timeline import Timeline
 from tidemill.capture.topic_writer import CapturedTable
@@ -145,10 +145,13 @@ async def prepare(
     published = await published_tables(wire, config.publication, manual=config.manual)
     state = await slot_state(wire, config.slot)
     latest = await remap.latest()
+    stands = False
+    """The stream goes on although no table is copied: shapes may follow a table whose copy was given up."""
     if row is not None:
         steps.phase("positions are compared")
         moved = await compare(config, row, rows, line, state, latest, catalogue, topics)
         rows, reason = await _still_good(wire, config, catalogue, rows, choice, published, state, latest, moved)
+        stands = bool(rows) and row.snapshot_done and not reason and published is not None and is_good(state)
         row, latest = await _recorded(own, remap, clock, line, latest, moved, reason)
         if reason or moved.fork_lsn is not None:
             lost_nothing = f"nothing that was captured is lost: timeline={line.number} fork={Lsn(moved.fork_lsn or 0)}."
@@ -161,7 +164,7 @@ async def prepare(
     steps.phase("topics of gone tables are deleted")
     desk.know(rows)
     await sweep(catalogue, desk)
-    if any(table.snapshot is not None or table.copy is not None for table in rows.values()):
+    if stands or any(table.snapshot is not None or table.copy is not None for table in rows.values()):
         assert row is not None
         slot = check_slot(config, await slot_state(wire, config.slot))
         if slot.active_pid is not None and any(row.aside is not None and row.aside.ends for row in rows.values()):

@@ -144,6 +144,11 @@ def start_over(config: CaptureConfig) -> str:
     return f"Run DROP PUBLICATION {identifier(config.publication)} in the database: all its tables are copied anew."
 
 
+def is_good(state: SlotState | None) -> bool:
+    """Whether the slot is there and still has what it was not told to let go of."""
+    return state is not None and state.wal_status != "lost" and bool(state.confirmed_lsn)
+
+
 def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
     """Raises SlotLost when a slot that must be there is gone or was invalidated."""
     if state is None:
@@ -151,7 +156,7 @@ def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
             f"the replication slot is gone: slot={config.slot}.",
             fix=f"Changes since are not in the stream. {start_over(config)}",
         )
-    if state.wal_status == "lost" or not state.confirmed_lsn:
+    if not is_good(state):
         why = f" reason={state.invalidated}" if state.invalidated else ""
         cure = _CURES.get(state.invalidated, "Raise max_slot_wal_keep_size.")
         raise SlotLost(
