@@ -83,7 +83,7 @@ def test_a_table_that_is_not_there_is_refused_by_one_look_for_all_who_ask(postgr
             )
             assert {answer.status for answer in answers} == {400}
             assert all(answer.json["errors"].keys() == {"table"} for answer in answers)
-            assert keyless.status == 503 and "no primary key" in keyless.body.decode(), keyless.body
+            assert keyless.status == 503 and "needs a primary key" in keyless.body.decode(), keyless.body
             assert looks() < 20, "requests come over six threads, and whoever is in time shares a look"
 
     run(main(), 150)
