@@ -128,7 +128,9 @@ class Shop:
             uppers = {shard["name"]: shard["upper"] for shard in found["shards"]}
             return all(uppers.get(table, 0) > now_ms for table in TABLES)
 
-        eventually(covered, lambda: f"the bucket covers the load: {found}")
+        eventually(
+            covered, lambda: f"the bucket covers the load at {now_ms}: {self.command('why').stdout[-3000:]} {found}"
+        )
         return found
 
     def lose_consensus(self) -> None:
