@@ -14,7 +14,7 @@ D6  A table that is to be parked before the stream has come to where its copy is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
 import structlog
@@ -258,6 +258,11 @@ class Desk:
             await self.change(name, refused)
         elif tried and known is not None:
             self._tell(known)
+
+    async def refuse_all(self, refused: Mapping[str, Refusal]) -> None:
+        """`refuse` each table of a choice, by its name."""
+        for name, why in refused.items():
+            await self.refuse(name, why)
 
     def _comes_further(self, row: CaptureTableRow) -> bool:
         """A try to go on with its copy ended: whether there is to be another one."""

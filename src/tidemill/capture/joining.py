@@ -217,9 +217,8 @@ class Joining:
         asked = {t.table for t in await self._catalogue.tables(self._config.name, fresh=False) if t.recopy}
         asked |= await self._again.due()
         choice = await self._beside.choice(found)
-        # Before `seeks` answers: a request finds the reason whether or not `compare` has recorded it yet.
-        for name, why in choice.refused.items():
-            await self._desk.refuse(name, why)
+        # Before `seeks` answers, so that a request finds the reason even if `compare` has not run yet.
+        await self._desk.refuse_all(choice.refused)
         for name in self._desk.cut_off.keys() - {table.name for table in choice.tables}:
             await self._desk.give_up(name)
         rows = self._desk.rows

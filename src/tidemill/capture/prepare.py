@@ -1,7 +1,8 @@
 """From a locked, checked database to something that can stream: publication, slot, topics, catalogue rows, snapshot.
 
-Where no table is there yet, all that can be taken are published, the slot is made and they are copied before the
-stream begins. Later what is fresh is copied beside it (joining.py), so one table keeps no other waiting.
+At the first session all tables that can be taken are published, the slot is made, and they are copied before the
+stream begins. Later a fresh table is copied beside the stream (joining.py), so one table keeps no other waiting. The
+slot is kept as long as it and the publication are good, even while no table is copied.
 
 Every step is idempotent, and a table's row is written before what it no longer vouches for is touched:
 
@@ -145,13 +146,13 @@ async def prepare(
     published = await published_tables(wire, config.publication, manual=config.manual)
     state = await slot_state(wire, config.slot)
     latest = await remap.latest()
-    stands = False
-    """The stream goes on although no table is copied: shapes may follow a table whose copy was given up."""
+    continues = False
     if row is not None:
         steps.phase("positions are compared")
         moved = await compare(config, row, rows, line, state, latest, catalogue, topics)
         rows, reason = await _still_good(wire, config, catalogue, rows, choice, published, state, latest, moved)
-        stands = bool(rows) and row.snapshot_done and not reason and published is not None and is_good(state)
+        # Even with no table copied: shapes may follow a table whose copy was given up, and a new slot would end them.
+        continues = bool(rows) and row.snapshot_done and not reason and published is not None and is_good(state)
         row, latest = await _recorded(own, remap, clock, line, latest, moved, reason)
         if reason or moved.fork_lsn is not None:
             lost_nothing = f"nothing that was captured is lost: timeline={line.number} fork={Lsn(moved.fork_lsn or 0)}."
@@ -164,7 +165,7 @@ async def prepare(
     steps.phase("topics of gone tables are deleted")
     desk.know(rows)
     await sweep(catalogue, desk)
-    if stands or any(table.snapshot is not None or table.copy is not None for table in rows.values()):
+    if continues or any(table.snapshot is not None or table.copy is not None for table in rows.values()):
         assert row is not None
         slot = check_slot(config, await slot_state(wire, config.slot))
         if slot.active_pid is not None and any(row.aside is not None and row.aside.ends for row in rows.values()):
@@ -245,8 +246,7 @@ async def _begin(
             await desk.refuse(table.name, refusal_of(failed[table.name]), table.oid)
         elif table.oid in relations:  # else it was dropped meanwhile
             taken.append(table)
-    for name, why in choice.refused.items():
-        await desk.refuse(name, why)
+    await desk.refuse_all(choice.refused)
     generation = row.generation + 1 if row is not None else 1
     # One that was dropped since is the maker's of the next one; "given" is never forgotten while it stands.
     given = config.manual or (row is not None and row.given_publication and published is not None)
@@ -310,8 +310,7 @@ async def _go_on(
                 described = f"its description changed: {said}"
                 way = accept(table.table)
                 await desk.park(table.table, wal_end, described, way, again=again, found=found_as)
-    for name, why in choice.refused.items():
-        await desk.refuse(name, why)
+    await desk.refuse_all(choice.refused)
     captured, relations = [], {}
     for number, table in enumerate(desk.rows.values(), 1):
         steps.step("topics are looked up", number, len(desk.rows))

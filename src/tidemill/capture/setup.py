@@ -145,7 +145,7 @@ def start_over(config: CaptureConfig) -> str:
 
 
 def is_good(state: SlotState | None) -> bool:
-    """Whether the slot is there and still has what it was not told to let go of."""
+    """Whether the slot exists and retains all WAL after its confirmed LSN."""
     return state is not None and state.wal_status != "lost" and bool(state.confirmed_lsn)
 
 

@@ -65,7 +65,7 @@ class Watching:
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
                 await self._look_closely(row.table, table)
         for row in [row for row in self._desk.rows.values() if not row.flows and row.state != "dropped"]:
-            # A copy in progress refuses its table itself. A set-up whose table was dropped meanwhile leaves a row.
+            # A copy in progress refuses its own table. The row of an interrupted set-up stays when its table is dropped.
             ended = row.state != "captured" or row.table not in self._desk.copying
             if ended and row.table not in wanted and row.table not in choice.refused:
                 await self._desk.gone(row.table, *gone(row, found))
@@ -85,8 +85,7 @@ class Watching:
         for row in [row for row in self._desk.rows.values() if row.aside is not None]:
             if row.table in wanted and altered(row, published):
                 await self._desk.give_up(row.table)  # what changes from here on is in no stream
-        for name, why in choice.refused.items():
-            await self._desk.refuse(name, why)
+        await self._desk.refuse_all(choice.refused)
         for info in found:
             await self._desk.identified(info)
         await self._prune(wanted, choice.refused, found)

@@ -31,7 +31,7 @@ class Peers:
         self._signs: dict[str, tuple[Report, float]] = {}
         """The last report of each suspect, and the time of that read."""
         self._gone: set[str] = set()
-        """Nodes with a late lease and no report: not looked at again before they renew it."""
+        """Nodes with a late lease and no report. Each is skipped until it renews its lease."""
 
     async def run(self) -> None:
         """Until cancelled. Raises Closed, as `Reporting.run`."""

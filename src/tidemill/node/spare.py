@@ -41,7 +41,7 @@ class Spare:
             self._reserve.close()
 
     def look(self) -> None:
-        """Fill the reserve, and try one more descriptor for other users. Synchronous: no other task runs meanwhile."""
+        """Fill the reserve, and test whether one more descriptor is free for others. Does not yield to the loop."""
         self._reserve.fill()
         gone = len(self._reserve) < self._count or not _one_more()
         if gone:

@@ -108,8 +108,8 @@ def is_patched(buffer: Buffer, at: int, base_offset: int) -> bool:
 
 
 def is_intact(batch: Buffer) -> bool:
-    """Whether the batch, which fills the buffer, matches its checksum. Base offset, length, leader epoch and magic are
-    not covered by that; the length and the magic are compared by themselves."""
+    """Whether the batch matches its checksum. The batch must fill the buffer. The checksum does not cover base offset,
+    length, leader epoch and magic; length and magic are checked separately."""
     view = memoryview(batch)
     if len(view) <= CRC_START or view[16] != 2 or _LENGTH.unpack_from(view, 8)[0] != len(view) - LENGTH_FIELD_END:
         return False
