@@ -65,7 +65,7 @@ class Watching:
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
                 await self._look_closely(row.table, table)
         for row in [row for row in self._desk.rows.values() if not row.flows and row.state != "dropped"]:
-            # A copy in progress refuses its own table. The row of an interrupted set-up stays when its table is dropped.
+            # A copy in progress refuses its own table. An interrupted set-up may leave a row without a table.
             ended = row.state != "captured" or row.table not in self._desk.copying
             if ended and row.table not in wanted and row.table not in choice.refused:
                 await self._desk.gone(row.table, *gone(row, found))
