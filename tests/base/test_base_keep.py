@@ -275,6 +275,21 @@ def test_a_thread_that_only_an_operator_can_mend_is_parked_and_its_end_is_not_wa
     assert not thread.is_alive()
 
 
+def test_a_failure_that_stands_when_all_ends_is_in_the_last_report() -> None:
+    """Once lost: the report that was made between the end of the thread and the next look at its table (f323)."""
+    tracker, ending = Tracker(), threading.Event()
+    tracker.set("shard:t", 3, 3, now_ms=0)
+
+    def body() -> None:
+        tracker.fail("shard:t", "its newest records are all dead letters", now_ms=1, of_data=True)
+        ending.set()
+
+    keep_thread("shard:t", body, tracker=tracker, clock=SystemClock(), ending=ending)
+    assert tracker.failure("shard:t") is not None
+    (mark,) = tracker.report("pipeline", 2, {}).marks
+    assert mark.name == "shard:t" and mark.error == "its newest records are all dead letters"
+
+
 def test_what_a_thread_raises_while_all_ends_is_nobodys_fault() -> None:
     tracker, ending = Tracker(), threading.Event()
 

@@ -6,6 +6,7 @@ The table has no history: what its topic folds to and what clients hold is compa
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -28,9 +29,10 @@ KINDS = {
 """In this order, each in a transaction of its own."""
 
 
-def transact(connection: psycopg.Connection[Any], kind: str) -> None:
+def transact(connection: psycopg.Connection[Any], kind: str, while_open: Callable[[], None]) -> None:
     done = connection.execute(KINDS[kind])
     assert done.rowcount == ROWS, f"{kind} of {done.rowcount} rows"
+    while_open()
     connection.commit()
 
 
