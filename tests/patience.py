@@ -30,16 +30,21 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.05
 """Between two looks, growing: a condition that holds soon is seen soon, and a long wait costs little."""
 
 
-def _pauses() -> Iterator[float]:
-    pause_s = FIRST_PAUSE_S
+def _pauses(pause_s: float = FIRST_PAUSE_S) -> Iterator[float]:
     while True:
         yield pause_s
-        pause_s = min(pause_s * 1.5, LAST_PAUSE_S)
+        pause_s = max(pause_s, min(pause_s * 1.5, LAST_PAUSE_S))
 
 
-def eventually(check: Callable[[], T], otherwise: str | Callable[[], object] = "", within_s: float = DEADLINE_S) -> T:
-    """The first true result of `check`. Fails after the deadline with the last result and with `otherwise`."""
-    until_s, pauses = time.monotonic() + within_s, _pauses()
+def eventually(
+    check: Callable[[], T],
+    otherwise: str | Callable[[], object] = "",
+    within_s: float = DEADLINE_S,
+    pause_s: float = FIRST_PAUSE_S,
+) -> T:
+    """The first true result of `check`. Fails after the deadline with the last result and with `otherwise`. `pause_s`:
+    the first pause between two looks, for looks that cost much."""
+    until_s, pauses = time.monotonic() + within_s, _pauses(pause_s)
     while not (result := check()):
         if time.monotonic() > until_s:
             raise AssertionError(_failure(within_s, result, otherwise))

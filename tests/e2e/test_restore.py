@@ -39,6 +39,10 @@ SETTINGS = {
 }
 
 
+LOOK_AGAIN_S = 1.0
+"""Each look reads the whole cluster, with the processor that the pipeline needs to get there."""
+
+
 class Shop:
     """Harbour Shop's world, whose processes this test starts and kills one by one."""
 
@@ -129,7 +133,9 @@ class Shop:
             return all(uppers.get(table, 0) > now_ms for table in TABLES)
 
         eventually(
-            covered, lambda: f"the bucket covers the load at {now_ms}: {self.command('why').stdout[-3000:]} {found}"
+            covered,
+            lambda: f"the bucket covers the load at {now_ms}: {self.command('why').stdout[-3000:]} {found}",
+            pause_s=LOOK_AGAIN_S,
         )
         return found
 
@@ -155,7 +161,9 @@ class Shop:
                 (v["missing"], v["extra"], v["different"]) == (0, 0, 0) and v["rows"] > 0 for v in found.values()
             )
 
-        eventually(clean, lambda: f"verify is clean: {self.command('verify', '--json').stdout[-3000:]}")
+        eventually(
+            clean, lambda: f"verify is clean: {self.command('verify', '--json').stdout[-3000:]}", pause_s=LOOK_AGAIN_S
+        )
 
     def consume(self, topic: str) -> list[tuple[int, int]]:
         """(partition, offset) of every record from offset 0, by a Kafka client."""

@@ -33,6 +33,8 @@ CONFIRM_S = 5.0
 """From when the last commit is durable, which it is when a consumer reads it, until PostgreSQL hears of it."""
 EXAMPLES = 3
 LEDGER = "public.ledger"
+Mark = tuple[int, str]
+"""A row of the ledger: (n, what). A promoted standby may give a lost row's `n` to another."""
 
 
 @dataclass
@@ -82,8 +84,8 @@ class Judge:
         self.settled_s: list[dict[str, float]] = []
         """Of each pause: how long each thing took to be as it must."""
 
-    def judge(self, mark: int, tables: Sequence[Table], shapes: Sequence[Shape], large: Sequence[Shape] = ()) -> None:
-        """`mark`: `n` of the ledger's last row; `large`: shapes over that table. Raises AssertionError with all that is
+    def judge(self, mark: Mark, tables: Sequence[Table], shapes: Sequence[Shape], large: Sequence[Shape] = ()) -> None:
+        """`mark`: the ledger's last row; `large`: shapes over that table. Raises AssertionError with all that is
         wrong."""
         began_s = time.monotonic()
         took_s = {"ledger": self._until(lambda: self._ledger(mark))}
@@ -104,7 +106,7 @@ class Judge:
         self.counts["pauses"] += 1
         self._moved, self.settle_s = {}, SETTLE_S
 
-    def captured(self, mark: int) -> None:
+    def captured(self, mark: Mark) -> None:
         """Wait until it is, with all that was committed before."""
         self._until(lambda: self._ledger(mark))
 
@@ -130,7 +132,7 @@ class Judge:
         return round(time.monotonic() - began_s, 1)
 
     # the capture -----------------------------------------------------------------------------------
-    def _ledger(self, mark: int) -> list[str]:
+    def _ledger(self, mark: Mark) -> list[str]:
         """The ledger's topic is its table; it says at which LSN each transaction is."""
         row = self._source.rows().get(LEDGER)
         if row is None or not row.flows:
@@ -138,12 +140,13 @@ class Judge:
         records = read_topic(self._source.brokers, row.topic)
         if self._source.rows().get(LEDGER) != row:
             return [f"{LEDGER} was copied again, or described, while its topic was read"]
+        if not any(r.value is not None and (int(r.value["n"]), r.value["what"]) == mark for r in records):
+            return [f"the topic of {LEDGER} has not the row {mark}"]
+        # Not before: until its copy is made, the topic has transactions that a failover lost, whose xids others have.
         for record in records:
             if record.value is not None:  # of what was copied again since, its commit is known from before
                 self._lsn_of.setdefault(int(record.value["xid"]), record.place[0])
         self._last_lsn = max((r.place[0] for r in records), default=0)
-        if not any(r.value is not None and int(r.value["n"]) == mark for r in records):
-            return [f"the topic of {LEDGER} has not the row {mark}"]
         wrong = [f"a place stands twice in the topic of {LEDGER}: {record}" for record in twice(records)]
         assert not wrong, wrong
         return []

@@ -272,9 +272,9 @@ class World:
             os.kill(pid, signal.SIGCONT)
 
     def _judge(self) -> None:
-        (mark,) = self._control.execute(LEDGER + " RETURNING n", ("mark",)).fetchone()  # type: ignore[misc]
+        mark: Any = self._control.execute(LEDGER + " RETURNING n, what", ("mark",)).fetchone()
         self.history.read_on(self._control)
-        self.judge.judge(int(mark), self.tables, self.shapes, self.large)
+        self.judge.judge(mark, self.tables, self.shapes, self.large)
         for worker in self.workers:
             worker.paused = False
 
@@ -310,9 +310,9 @@ class World:
             self.failover.cut(f"tidemill_{CAPTURE}")
         time.sleep(self.rand.uniform(0.3, 3))
         with self.gate.closed():
-            (mark,) = self._control.execute(LEDGER + " RETURNING n", ("lost",)).fetchone()  # type: ignore[misc]
+            mark: Any = self._control.execute(LEDGER + " RETURNING n, what", ("lost",)).fetchone()
             if captured := self.rand.random() < 0.7:
-                self.judge.captured(int(mark))
+                self.judge.captured(mark)
             self.history.read_lost(self._control)
             self.judge.moved([*self.shapes, *self.large], self.failover.cut_lsn)
             self.dsn = self.failover.over()
