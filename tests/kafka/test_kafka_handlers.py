@@ -553,3 +553,43 @@ def test_a_reading_of_the_catalogue_that_failed_fails_all_who_shared_it() -> Non
         assert catalogue.readings <= 2
 
     asyncio.run(scenario())
+
+
+def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_wait_and_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once ValueError, so UNKNOWN_SERVER_ERROR: the refresh under way had taken the waiting futures away."""
+    monkeypatch.setattr("tidemill.kafka.topic_cache.SETTLE_S", 0.05)
+
+    class Slow:
+        error: TidemillError | None = None
+
+        def __init__(self) -> None:
+            self.answer = asyncio.Event()
+
+        async def list(self, kind: Any) -> Any:
+            await self.answer.wait()
+            if self.error is not None:
+                raise self.error
+            return []
+
+    async def scenario() -> None:
+        catalogue = Slow()
+        cache = TopicCache(catalogue, SystemClock())  # type: ignore[arg-type]
+        refreshing = asyncio.create_task(cache.run(1000.0))
+        await cache.settle([("orders", 0)], is_id=False)
+        assert cache.resolve("orders", is_id=False) == errors.NOT_LEADER_OR_FOLLOWER, "nobody has looked yet"
+        left = asyncio.create_task(cache.settled())
+        await asyncio.sleep(0)
+        left.cancel()  # its client is gone
+        catalogue.error = Unavailable("away.")
+        catalogue.answer.set()
+        await asyncio.sleep(0.1)
+        assert not [future for future in cache._looking if not future.done()], "nobody waits"
+        catalogue.error = None
+        await cache.settle([("orders", 0)], is_id=False)
+        await cache.looked()
+        assert cache.resolve("orders", is_id=False) == errors.UNKNOWN_TOPIC_OR_PARTITION
+        refreshing.cancel()
+
+    asyncio.run(scenario())

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.errors import Corrupt, TidemillError, Unavailable
+from tidemill.shards.front import HistoryLost
 from tidemill.shards.remap import LogRemap
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.source import stream
@@ -17,6 +18,7 @@ from tidemill.spark.source.bindings import Bindings
 from tidemill.spark.source.options import Options
 from tidemill.spark.source.stream import PACE_MS, WAIT_S, FeedReader
 from tidemill.spark.source.times import TimesReader
+from tidemill.spark.stores import Stores, shared
 
 
 def reader_of(harbour: Any, **options: str) -> FeedReader:
@@ -106,14 +108,45 @@ def test_a_binding_that_is_there_and_cannot_be_read_is_asked_for_at_the_pace_of_
     harbour.produce(topic, [(b"k", b"v")])
     harbour.mint("topic/t", 50, topic)
 
-    async def damaged(self: Bindings, *given: Any) -> int:
-        raise Corrupt("a binding of it is damaged")
+    async def away(self: Bindings, *given: Any) -> int:
+        raise Unavailable("the object store is away")
 
-    monkeypatch.setattr(Bindings, "within", damaged)
+    monkeypatch.setattr(Bindings, "within", away)
     reader, start = times_of(harbour, pace_ms="300"), {"topic/t": 7}
     began_s = time.monotonic()
     assert latest_times(reader, start) == start
     assert time.monotonic() - began_s >= 0.3
+
+
+@pytest.mark.parametrize("method", ["within", "wait"])
+@pytest.mark.parametrize("error", [Corrupt("a binding is damaged"), HistoryLost("older than what is kept")])
+def test_what_time_does_not_heal_ends_a_stream_of_one_source(
+    harbour: Any, monkeypatch: pytest.MonkeyPatch, error: TidemillError, method: str
+) -> None:
+    topic = harbour.create_topic("t")
+    harbour.produce(topic, [(b"k", b"v")])
+    harbour.mint("topic/t", 50, topic)
+
+    async def fails(self: Bindings, *given: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(Bindings, method, fails)
+    with pytest.raises(type(error), match=str(error)):
+        latest_times(times_of(harbour, pace_ms="0"), {"topic/t": 7})
+
+
+def test_a_stream_reads_from_the_stores_that_its_process_opened_last(
+    harbour: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consensus moved back: the stores of before are closed, and every call of theirs raises MovedBack."""
+    topic = harbour.create_topic("t")
+    harbour.mint("topic/t", 50, topic)
+    reader = times_of(harbour, pace_ms="0")
+    assert latest_times(reader, {}) == {"topic/t": 51}
+    _, before = shared(reader._options.urls)
+    monkeypatch.setattr(Stores, "moved_back", property(lambda self: self is before))
+    harbour.mint("topic/t", 60, topic)
+    assert latest_times(reader, {"topic/t": 51}) == {"topic/t": 61}
 
 
 def test_an_error_of_a_wait_that_nobody_expected_ends_the_question(

@@ -161,9 +161,10 @@ class TopicCache:
     async def settled(self) -> None:
         """Wait for the next refresh, at most SETTLE_S: without a catalogue nothing is called unknown."""
         future = self.looked()
-        await asyncio.wait([future], timeout=SETTLE_S)
-        if not future.done():
-            self._looking.remove(future)
+        try:
+            await asyncio.wait([future], timeout=SETTLE_S)
+        finally:
+            future.cancel()  # the refresh under way may have taken it from the list
 
     def learn(self, row: TopicRow) -> None:
         old = self._by_name.get(row.name)
@@ -212,7 +213,7 @@ class TopicCache:
             rows = await self._catalogue.list(TopicRow)
         except BaseException:
             self._missed |= missed
-            self._looking += looking
+            self._looking += [future for future in looking if not future.done()]
             raise
         if rows is not self._read_last:
             self._replace(rows)

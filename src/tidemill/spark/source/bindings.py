@@ -16,6 +16,8 @@ class Bindings:
         self.source = source
         self._table = table
         self._remap: Remap | None = None
+        self._stores: Stores | None = None
+        """What `_remap` reads from. Consensus that moved back closes the stores of a process, and it opens others."""
 
     async def end(self, stores: Stores) -> int:
         """One past the newest binding, or 0."""
@@ -44,8 +46,8 @@ class Bindings:
         return await plan(stores.topics, remap, await self._topics(stores), start, end)
 
     async def _open(self, stores: Stores) -> Remap:
-        if self._remap is None:
-            self._remap = await stores.remap(self.source)
+        if self._remap is None or self._stores is not stores:
+            self._remap, self._stores = await stores.remap(self.source), stores
         return self._remap
 
     async def _topics(self, stores: Stores) -> list[tuple[str, str]]:

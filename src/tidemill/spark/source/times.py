@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+import structlog
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from tidemill.base.errors import TidemillError
-from tidemill.base.tasks import Tasks
+from tidemill.base.errors import TidemillError, Unavailable, Unknown
+from tidemill.base.tasks import Tasks, sentence
 from tidemill.shards.front import Column
 from tidemill.spark.source.bindings import Bindings
 from tidemill.spark.source.options import Options
@@ -36,6 +37,8 @@ DESCRIPTOR_COLUMNS = (
 
 Offset = dict[str, int]
 
+log = structlog.get_logger()
+
 
 class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: ignore[misc]
     def __init__(self, options: Options) -> None:
@@ -44,6 +47,8 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         self._target: Offset | None = None
         self._offered_ms = 0
         """When the newest batch was offered."""
+        self._logged: dict[str, str] = {}
+        """Source → the error that keeps it where it stands."""
 
     def initialOffset(self) -> Offset:
         """No source has a time in it: option start=MS is where all of them begin."""
@@ -57,7 +62,10 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
         """One past the newest binding of each source, or where it stands when there is none beyond, or none readable:
-        the others go on. A query that ends with what is there now must not take that for the end."""
+        the others go on. A query that ends with what is there now must not take that for the end.
+
+        Raises, where the stream has this source alone, any error that time does not heal: HistoryLost, Corrupt.
+        """
         portal, stores = shared(self._options.urls)
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         end = portal.call(self._latest(stores, start, most))
@@ -129,8 +137,9 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         async def wait(one: Bindings) -> None:
             try:
                 await one.wait(stores, self._at(start, one), WAIT_S)
-            except TidemillError:  # the others are waited for
-                await asyncio.sleep(WAIT_S)
+            except TidemillError as error:
+                self._stands(one, error)
+                await asyncio.sleep(WAIT_S)  # the others are waited for
 
         tasks = Tasks(lambda name, error: None)  # raised below: else the query would ask again without a pause
         waits = [tasks.spawn(wait(one), name=one.source) for one in self._sources]
@@ -143,8 +152,21 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
 
     async def _end(self, stores: Stores, one: Bindings, at: int, most: int | None) -> int:
         try:
-            return await one.within(stores, at, most, None if self._target is None else self._target[one.source])
-        except TidemillError:
+            end = await one.within(stores, at, most, None if self._target is None else self._target[one.source])
+        except TidemillError as error:
             if self._target is not None:
                 raise
+            self._stands(one, error)
             return at
+        self._logged.pop(one.source, None)
+        return end
+
+    def _stands(self, one: Bindings, error: TidemillError) -> None:
+        """The source cannot be read now: raises `error` unless it heals by itself, or other sources go on."""
+        if isinstance(error, Unavailable | Unknown):
+            return
+        if len(self._sources) == 1:
+            raise error
+        if self._logged.get(one.source) != sentence(error):
+            self._logged[one.source] = sentence(error)
+            log.warning("source stands still", source=one.source, error=sentence(error))
