@@ -143,9 +143,10 @@ class Judge:
         if not any(r.value is not None and (int(r.value["n"]), r.value["what"]) == mark for r in records):
             return [f"the topic of {LEDGER} has not the row {mark}"]
         # Not before: until its copy is made, the topic has transactions that a failover lost, whose xids others have.
+        copied_lsn = row.snapshot.lsn if row.snapshot is not None else 0
         for record in records:
             if record.value is not None:  # of what was copied again since, its commit is known from before
-                self._lsn_of.setdefault(int(record.value["xid"]), record.place[0])
+                self._lsn_of.setdefault(int(record.value["xid"]), record.place[0] or copied_lsn)
         self._last_lsn = max((r.place[0] for r in records), default=0)
         wrong = [f"a place stands twice in the topic of {LEDGER}: {record}" for record in twice(records)]
         assert not wrong, wrong

@@ -15,6 +15,24 @@ DEAD = "its newest records are all dead letters"
 _SHIFT = 20
 
 
+class Buried:
+    """The dead letters of one step, which may come in any number of pieces: none of them is held."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.last = ""
+        """Where the newest of them is, and why."""
+        self._newest: tuple[int, int] | None = None
+
+    def add(self, letters: pa.Table) -> None:
+        if not letters.num_rows:
+            return
+        self.records += int((int64s(letters, "last_offset") - int64s(letters, "offset") + 1).sum())
+        newest, last = _newest_of(letters)
+        if self._newest is None or newest >= self._newest:
+            self._newest, self.last = newest, last
+
+
 class DeadRun:
     """`count`: dead letters behind the newest good record; `last`: where the newest of them is, and why."""
 
@@ -22,13 +40,12 @@ class DeadRun:
         self.count = 0
         self.last = ""
 
-    def of_many(self, records: int, letters: pa.Table) -> None:
+    def of_many(self, records: int, buried: Buried) -> None:
         """A step whose commands were elsewhere: with fewer letters than records there was a good one."""
-        dead = int((int64s(letters, "last_offset") - int64s(letters, "offset") + 1).sum())
-        if dead < records:
+        if buried.records < records:
             self.count = 0
-        else:
-            self.passed(None, letters)
+        elif buried.records:
+            self.count, self.last = self.count + buried.records, buried.last
 
     def passed(self, commands: Commands | None, letters: pa.Table) -> None:
         """What one step came to, in order of time; `commands` None: no record of it was good."""
@@ -44,16 +61,22 @@ class DeadRun:
             behind = (times > good[0]) | ((times == good[0]) & (lasts > good[1]))
         self.count += int((lasts - int64s(letters, "offset") + 1)[behind].sum())
         if behind.any():
-            at = int(np.lexsort((lasts, times))[-1])
-            row = letters.slice(at, 1).select(["topic", "partition", "offset", "reason"]).to_pylist()[0]
-            place = f"topic={row['topic']} partition={row['partition']} offset={row['offset']}"
-            self.last = f"{place} reason=[{row['reason'][:200]}]"
+            _, self.last = _newest_of(letters)
 
     def sentence(self, empty: bool) -> str:
         """ "" while there is nothing to say. `empty`: the table holds no row."""
         if not self.count or (self.count < RECORDS and not empty):
             return ""
         return f"{DEAD}: count={self.count} {self.last}"
+
+
+def _newest_of(letters: pa.Table) -> tuple[tuple[int, int], str]:
+    """((time, last offset) of the newest letter, where it is and why)."""
+    times, lasts = int64s(letters, TIME), int64s(letters, "last_offset")
+    at = int(np.lexsort((lasts, times))[-1])
+    row = letters.slice(at, 1).select(["topic", "partition", "offset", "reason"]).to_pylist()[0]
+    place = f"topic={row['topic']} partition={row['partition']} offset={row['offset']}"
+    return (int(times[at]), int(lasts[at])), f"{place} reason=[{row['reason'][:200]}]"
 
 
 def _newest_good(commands: Commands, letters: pa.Table) -> tuple[int, int] | None:

@@ -33,8 +33,8 @@ from tidemill.shards.front import Remap
 from tidemill.spark.ahead import Ahead
 from tidemill.spark.bytasks import ByTasks
 from tidemill.spark.dead_letters import DeadLetters
+from tidemill.spark.dead_run import Buried
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.decode.letters import no_dead_letters
 from tidemill.spark.growing import Grown
 from tidemill.spark.large import LargeStep
 from tidemill.spark.lost import lost_letters
@@ -310,7 +310,9 @@ class FeedSink:
             if found.inline:
                 over.append(item)
             elif self.seats.alone(item.seat, partial(self._take_results, item, found)):
-                item.table.dead_run.of_many(item.step.records, found.dead)
+                buried = Buried()
+                buried.add(found.dead)
+                item.table.dead_run.of_many(item.step.records, buried)
                 self.seats.went_on(item.seat, item.step, item.step.records)
         self._inline(over)
 
@@ -340,15 +342,15 @@ class FeedSink:
         scratch = (self._scratch or table.mirror_dir.parent.parent) / "large" / seat.name
         table.progress.begin(step.records + step.to_go)
         large = LargeStep(self._stores, table, step, scratch, table.progress.add)
-        dead: list[pa.Table] = []
+        buried = Buried()
 
         def bury(letters: pa.Table) -> None:
             self._bury(letters)
-            dead.append(letters)
+            buried.add(letters)
 
         if not large.run(bury, self._stopping.is_set):
             return
-        table.dead_run.of_many(step.records, pa.concat_tables([no_dead_letters(), *dead]))
+        table.dead_run.of_many(step.records, buried)
         if large.stop is not None:
             large.upper = _before(large.stop, step.lower)
         if self._portal.call(table.append(step.lower, large.upper, large.parts)):
