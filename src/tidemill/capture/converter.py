@@ -315,11 +315,12 @@ def key_changed(change: Change) -> bool:
     return any(change.old[c.name] != change.new[c.name] for c in change.relation.key_columns)
 
 
-def merge_relation(message: RelationMessage, known: Relation | None) -> Relation:
+def merge_relation(message: RelationMessage, known: Relation | None, *, gone: bool = False) -> Relation:
     """The relation as the stream describes it, with what only the catalogue knows taken over by column name.
 
     Columns come from the stream, since that is what its tuples hold. Key, type names and NOT NULL come from
-    `known`; without it (the table is gone) every column is part of the key.
+    `known`; without it every column is part of the key. Of a table that is `gone` the catalogue cannot say whether its
+    key was deferrable: it counts as that wherever whole old rows allow it, which is right for any key.
     """
     by_name = {column.name: column for column in known.columns} if known else {}
     columns = []
@@ -336,7 +337,7 @@ def merge_relation(message: RelationMessage, known: Relation | None) -> Relation
                 not_null=old.not_null if old is not None else False,
             )
         )
-    deferrable = known is not None and known.deferrable
+    deferrable = message.identity == "f" if gone or known is None else known.deferrable
     return Relation(message.oid, message.schema, message.table, tuple(columns), deferrable=deferrable)
 
 

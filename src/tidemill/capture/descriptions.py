@@ -55,7 +55,7 @@ class Descriptions:
             found = await control.ask(lambda wire: attributes_of(wire, [message.oid]))
             self._desk.narrow(message.oid, found.get(message.oid))
         known = self._converter.relations.get(message.oid)
-        described = replace(merge_relation(message, now or known), version=version)
+        described = replace(merge_relation(message, now or known, gone=now is None), version=version)
         if not self.whole(message.oid):
             described = await self._as_is(message, described, control)
         await self._compare_aside(described, xid, lsn)

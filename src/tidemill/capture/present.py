@@ -12,7 +12,7 @@ LOCK_TIMEOUT_MS = 1_000
 
 
 async def rows_now(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
-    """One for each of `rows`, by its key; None where the table has none. Raises SqlError, Invalid or Missing when the
+    """One for each of `rows`, by its key; None where the table has none, or is gone. Raises SqlError, Invalid or Missing when the
     table cannot be read as `relation` describes it, or its lock cannot be had just now."""
     found: list[Row | None] = []
     for at in range(0, len(rows), ASKED_AT_ONCE):
@@ -31,6 +31,8 @@ async def _some(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row
     try:
         await wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
         kind = await wire.value(f"SELECT relkind FROM pg_class WHERE oid = {relation.oid}")
+        if kind is None:  # it is gone: an answer from the future (rivals.py, R2), whose end the stream brings
+            return [None] * len(rows)
         table = scope(relation.schema, relation.table, partitioned=kind == "p")
         answered = await wire.query(
             f"SELECT k.number, {columns} FROM (VALUES {asked})"
