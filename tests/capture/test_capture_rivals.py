@@ -417,9 +417,9 @@ def test_f486_rows_that_exchange_keys_before_their_table_is_dropped_are_in_its_t
         )  # fmt: skip
         async with world.capture():
             await world.caught_up()
+        await world.transaction("INSERT INTO d VALUES (9, 'x')", "DELETE FROM d WHERE id = 9")  # asks what stays
         await world.sql("UPDATE d SET id = id + 1")
         await world.sql("UPDATE d SET id = CASE id WHEN 3 THEN 4 ELSE 3 END WHERE id IN (3, 4)")
-        await world.transaction("INSERT INTO d VALUES (9, 'x')", "DELETE FROM d WHERE id = 9")  # asks what stays
         rows = [json.loads(row) for (row,) in await world.select("SELECT row_to_json(d)::text FROM d")]
         await world.catalogue.put(PipelineRow("p", {"d": f"capture:{world.name}:public.d"}))  # else its topic goes
         await world.sql("DROP TABLE d", "INSERT INTO good VALUES (1)")

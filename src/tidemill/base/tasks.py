@@ -232,7 +232,9 @@ def keep_thread(
 ) -> None:
     """The twin of `keep` for a unit that is a thread: run its `body` until it returns or `ending` is set.
 
-    A failure that stands when the process ends is kept: its last report hands it to the next process. Nobody cancels a thread, so whatever its body raises is its fault, also what a user's function raises to leave.
+    A failure that stands when the process ends is kept: its last report hands it to the next process.
+
+    Nobody cancels a thread, so whatever its body raises is its fault, also what a user's function raises to leave.
     Raises an error that ends the process (`ends_process`).
     """
     attempts = _of_a_unit(mark, tracker, clock, restarts)

@@ -67,8 +67,7 @@ class Derivation:
         self.waits_for = ""
         self.waits = False
         """For the input that `waits_for` names: it comes to where the others are readable by itself."""
-        self.left_out = ""
-        """Which rows of the last result have no key of their own."""
+        self._left_out = LeftOut(table.name, table.by_output if table.by else ())
         self.recomputed = 0
         self.took_s = 0.0
         """The last round that recomputed."""
@@ -88,6 +87,11 @@ class Derivation:
         """The table's own contents by group."""
         self._opened = True
         """Nothing was computed since `open`: the inputs are new."""
+
+    @property
+    def left_out(self) -> str:
+        """Which rows of the results have no key of their own, or ""."""
+        return self._left_out.sentence()
 
     @property
     def upper(self) -> int:
@@ -182,10 +186,10 @@ class Derivation:
             s = self._stores
             self._portal.call(advance_idle(s.catalogue, s.remap, slowest, end, newest - 1))
         before = self.writer.upper
-        self.writer.follow()
+        followed = self.writer.follow()
         lower = self.writer.upper
         if lower > before:
-            self.left_out = ""  # a peer was first, and tells
+            self._peer_was_first(followed)
         if end <= lower:
             return False
         for one in self._inputs:
@@ -207,14 +211,19 @@ class Derivation:
             self.recomputed += 1
             self.groups = None if groups is None else len(groups)
             self.whole_because = because
-            self.left_out = left_out
+            self._left_out.computed(groups, left_out)
             self._opened = False
             if self.recomputed == 1:
                 log.info("derived table is there", table=self.table.name, rows=len(pending.changes.hashes))
         else:
-            self.writer.follow()
-            self.left_out = ""
+            self._peer_was_first(self.writer.follow())
         return won
+
+    def _peer_was_first(self, rows: bool) -> None:
+        """It reports what it left out of a table that it computed whole. One that appended no rows may have computed
+        nothing."""
+        if rows and not self.table.by:
+            self._left_out.forget()
 
     async def _append(self, lower: int, upper: int, updates: pa.Table) -> bool:
         assert self.writer is not None
@@ -237,12 +246,12 @@ class Derivation:
             found = np.union1d(found, one.touched)
         return found, ""
 
-    def _whole(self, end: int) -> tuple[Commands, str]:
+    def _whole(self, end: int) -> tuple[Commands, Sifted | None]:
         assert self.writer is not None
         result = self._compute(end, None)
-        return commands_of(self.table.name, self.writer.schema, result, self.writer.operator.mirror, end - 1)
+        return commands_of(self.writer.schema, result, self.writer.operator.mirror, end - 1)
 
-    def _by_group(self, groups: U64, lower: int, end: int) -> tuple[Commands, str]:
+    def _by_group(self, groups: U64, lower: int, end: int) -> tuple[Commands, Sifted | None]:
         """Raises Invalid where the function does not keep to the groups."""
         assert self.writer is not None and self._output is not None
         schema = self.writer.schema
@@ -254,7 +263,7 @@ class Derivation:
             )
         self._output.move_to(lower - 1)
         here = Mirror.hydrate(schema, self._output.rows_of(groups), lower)
-        return commands_of(self.table.name, schema, result, here, end - 1)
+        return commands_of(schema, result, here, end - 1)
 
     def _compute(self, end: int, groups: U64 | None) -> pa.Table:
         """The function's rows at end - 1, made of the rows of these groups or of all; inputs are held until then."""

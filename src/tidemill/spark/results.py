@@ -1,22 +1,23 @@
 """What a derived function returned: all of its columns, or a refusal; its rows as commands, but for some. Pure.
 
 A row whose key is null, or is another row's too, ends nothing but itself: its key is absent, so that no old row stays
-as if it were current, and `left_out` says so until a result has no such row.
+as if it were current, and `LeftOut` says so until a result of its group has no such row.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Invalid
 from tidemill.shards.front import ShardSchema
-from tidemill.shards.hashing import hash_rows
+from tidemill.shards.hashing import U64, hash_rows
 from tidemill.shards.keys import normal_keys
 from tidemill.shards.rows import Mask, one_chunk, shown, to_mask
 from tidemill.shards.schema import conform, contents_schema
+from tidemill.spark.groups import groups_of
 from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.commands import Commands
 from tidemill.spark.upsert.contents import difference
@@ -49,17 +50,68 @@ def stored_rows(table: str, rows: pa.Table, schema: ShardSchema) -> pa.Table:
     return conform(rows, contents_schema(schema))
 
 
-def commands_of(table: str, schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int) -> tuple[Commands, str]:
-    """Commands that make the contents `now` equal to the rows at `time_ms`; and what was left out, or ""."""
+class LeftOut:
+    """The rows of a table's results that have no key of their own, by group: a round that computes some of the groups
+    says nothing of the others. A table without groups is one."""
+
+    def __init__(self, table: str, by: tuple[str, ...] = ()) -> None:
+        self._table = table
+        self._by = by
+        self._of: dict[int, tuple[int, int, str]] = {}
+        """Group → (rows without a key, rows of a key that comes twice, one such key)."""
+
+    def computed(self, groups: U64 | None, left_out: Sifted | None) -> None:
+        """A round computed `groups` (None = all) and left that out of its result."""
+        if groups is None:
+            self._of.clear()
+        for group in () if groups is None else groups.tolist():
+            self._of.pop(group, None)
+        if left_out is None:
+            return
+        for at, rows in enumerate((left_out.null, left_out.twice)):
+            found, firsts, counts = np.unique(self._groups(rows), return_index=True, return_counts=True)
+            for group, first, count in zip(found.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+                null, twice, _ = self._of.get(group, (0, 0, ""))
+                self._of[group] = (count, twice, "") if at == 0 else (null, count, left_out.shown(first))
+
+    def _groups(self, rows: pa.Table) -> U64:
+        return groups_of(rows, self._by) if self._by else np.zeros(rows.num_rows, dtype=np.uint64)
+
+    def forget(self) -> None:
+        self._of.clear()
+
+    def sentence(self) -> str:
+        """ "" while every row has a key of its own."""
+        if not self._of:
+            return ""
+        null, twice = (sum(found[at] for found in self._of.values()) for at in (0, 1))
+        example = next((shown for _, _, shown in self._of.values() if shown), "")
+        return f"{LEFT_OUT}: table={self._table} null={null} twice={twice}{example}"
+
+class Sifted(NamedTuple):
+    """What was left out of a result, and its key."""
+
+    null: pa.Table
+    twice: pa.Table
+    key: tuple[str, ...]
+
+    def shown(self, at: int) -> str:
+        return "".join(f" {name}={shown(self.twice.column(name)[at]):.100}" for name in self.key)
+
+
+def commands_of(
+    schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int
+) -> tuple[Commands, Sifted | None]:
+    """Commands that make the contents `now` equal to the rows at `time_ms`; and what was left out, if anything."""
     try:
-        return difference(schema, wanted, now, time_ms), ""
+        return difference(schema, wanted, now, time_ms), None
     except Invalid:
-        good, left_out = _sifted(table, schema, wanted)
+        good, left_out = _sifted(schema, wanted)
         return difference(schema, good, now, time_ms), left_out
 
 
-def _sifted(table: str, schema: ShardSchema, rows: pa.Table) -> tuple[pa.Table, str]:
-    """The rows that have a key of their own, and one sentence on the others."""
+def _sifted(schema: ShardSchema, rows: pa.Table) -> tuple[pa.Table, Sifted]:
+    """The rows that have a key of their own, and the others."""
     null: Mask = np.zeros(rows.num_rows, dtype=bool)
     for name in schema.key:
         null |= to_mask(rows.column(name).is_null())
@@ -68,8 +120,5 @@ def _sifted(table: str, schema: ShardSchema, rows: pa.Table) -> tuple[pa.Table, 
     groups = np.cumsum(starts) - 1
     twice = np.zeros(len(order), dtype=bool)
     twice[order] = np.bincount(groups, minlength=1)[groups] > 1
-    said = f"{LEFT_OUT}: table={table} null={int(null.sum())} twice={int(twice.sum())}"
-    if twice.any():
-        at = int(np.flatnonzero(twice)[0])
-        said += "".join(f" {name}={shown(keyed.column(name)[at]):.100}" for name in schema.key)
-    return keyed.filter(pa.array(~twice)), said
+    left_out = Sifted(rows.filter(pa.array(null)), keyed.filter(pa.array(twice)), schema.key)
+    return keyed.filter(pa.array(~twice)), left_out

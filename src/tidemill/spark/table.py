@@ -84,12 +84,12 @@ class TableWriter:
         self.operator.mirror.sweep()  # what an earlier life left: it may have been cut off again and again
         self.follow()
 
-    def follow(self) -> None:
-        """Apply what the shard accepted since the mirror's upper, whoever wrote it."""
+    def follow(self) -> bool:
+        """Apply what the shard accepted since the mirror's upper, whoever wrote it; whether it had rows."""
         _, upper = self.portal.call(self.shard.frontiers())
         at = self.operator.upper
         if upper == at:
-            return
+            return False
         if upper < at:
             raise Corrupt(
                 f"the shard's upper went back: shard={self.name} mirror={at} upper={upper}.",
@@ -102,7 +102,8 @@ class TableWriter:
             batches = None
         if batches is None:
             self._start_over()
-            return
+            return True
+        had_rows = False
         try:
             for batch in batches:
                 if batch.upper <= self.operator.upper:
@@ -112,9 +113,12 @@ class TableWriter:
                 self.operator.feedback(rows, lower, batch.upper)
                 self._forget_merged()
                 if rows.num_rows:
+                    had_rows = True
                     self.dead_run = DeadRun()  # a peer met good records, and tells what came after them
         except HistoryLost:
             self._start_over()
+            return True
+        return had_rows
 
     def _start_over(self) -> None:
         """A new mirror from the shard's contents: what changed since the old one can no longer be told."""
