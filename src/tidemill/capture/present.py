@@ -12,8 +12,8 @@ LOCK_TIMEOUT_MS = 1_000
 
 
 async def rows_now(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
-    """One for each of `rows`, by its key; None where the table has none, or is gone. Raises SqlError, Invalid or Missing when the
-    table cannot be read as `relation` describes it, or its lock cannot be had just now."""
+    """One for each of `rows`, by its key; None where the table has none, or is gone. Raises SqlError, Invalid or
+    Missing when the table cannot be read as `relation` describes it, or its lock cannot be had just now."""
     found: list[Row | None] = []
     for at in range(0, len(rows), ASKED_AT_ONCE):
         found += await _some(wire, relation, rows[at : at + ASKED_AT_ONCE])

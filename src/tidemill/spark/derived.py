@@ -36,7 +36,7 @@ from tidemill.spark.advance import LAG_MS, advance_idle
 from tidemill.spark.groups import NO_GROUPS, groups_of
 from tidemill.spark.inputs import GroupedInput, Input
 from tidemill.spark.pipeline import DerivedTable
-from tidemill.spark.results import commands_of, is_frame, no_frame, stored_rows
+from tidemill.spark.results import LeftOut, Sifted, commands_of, is_frame, no_frame, stored_rows
 from tidemill.spark.stores import Stores
 from tidemill.spark.table import TableWriter
 from tidemill.spark.types import columns_of, spark_schema

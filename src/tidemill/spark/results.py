@@ -50,6 +50,14 @@ def stored_rows(table: str, rows: pa.Table, schema: ShardSchema) -> pa.Table:
     return conform(rows, contents_schema(schema))
 
 
+class _Counts(NamedTuple):
+    """Rows without a key, rows of a key that comes twice, and one such key."""
+
+    null: int
+    twice: int = 0
+    example: str = ""
+
+
 class LeftOut:
     """The rows of a table's results that have no key of their own, by group: a round that computes some of the groups
     says nothing of the others. A table without groups is one."""
@@ -57,8 +65,7 @@ class LeftOut:
     def __init__(self, table: str, by: tuple[str, ...] = ()) -> None:
         self._table = table
         self._by = by
-        self._of: dict[int, tuple[int, int, str]] = {}
-        """Group → (rows without a key, rows of a key that comes twice, one such key)."""
+        self._of: dict[int, _Counts] = {}
 
     def computed(self, groups: U64 | None, left_out: Sifted | None) -> None:
         """A round computed `groups` (None = all) and left that out of its result."""
@@ -71,8 +78,8 @@ class LeftOut:
         for at, rows in enumerate((left_out.null, left_out.twice)):
             found, firsts, counts = np.unique(self._groups(rows), return_index=True, return_counts=True)
             for group, first, count in zip(found.tolist(), firsts.tolist(), counts.tolist(), strict=True):
-                null, twice, _ = self._of.get(group, (0, 0, ""))
-                self._of[group] = (count, twice, "") if at == 0 else (null, count, left_out.shown(first))
+                null = self._of[group].null if group in self._of else 0
+                self._of[group] = _Counts(count) if at == 0 else _Counts(null, count, left_out.shown(first))
 
     def _groups(self, rows: pa.Table) -> U64:
         return groups_of(rows, self._by) if self._by else np.zeros(rows.num_rows, dtype=np.uint64)
@@ -84,9 +91,11 @@ class LeftOut:
         """ "" while every row has a key of its own."""
         if not self._of:
             return ""
-        null, twice = (sum(found[at] for found in self._of.values()) for at in (0, 1))
-        example = next((shown for _, _, shown in self._of.values() if shown), "")
+        found = self._of.values()
+        null, twice = sum(one.null for one in found), sum(one.twice for one in found)
+        example = next((one.example for one in found if one.example), "")
         return f"{LEFT_OUT}: table={self._table} null={null} twice={twice}{example}"
+
 
 class Sifted(NamedTuple):
     """What was left out of a result, and its key."""
@@ -99,9 +108,7 @@ class Sifted(NamedTuple):
         return "".join(f" {name}={shown(self.twice.column(name)[at]):.100}" for name in self.key)
 
 
-def commands_of(
-    schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int
-) -> tuple[Commands, Sifted | None]:
+def commands_of(schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int) -> tuple[Commands, Sifted | None]:
     """Commands that make the contents `now` equal to the rows at `time_ms`; and what was left out, if anything."""
     try:
         return difference(schema, wanted, now, time_ms), None
