@@ -16,7 +16,8 @@ from test_spark_whole import Clicks as Numbers
 
 from tidemill.base.chain import verdict
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.marks import Tracker, derive_all
 from tidemill.base.tasks import keep_thread
 from tidemill.cli.verify.derived import Recomputed
@@ -26,6 +27,7 @@ from tidemill.spark.derived import Derivation
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.query import StreamingQuery
 from tidemill.spark.results import LEFT_OUT
+from tidemill.spark.runner import Runner
 from tidemill.spark.source import register
 
 pytestmark = pytest.mark.spark
@@ -150,6 +152,20 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
 
         return bool(until(healthy))
 
+    def opened_again(runner: Runner) -> None:
+        """The table fails, leaves its seat and is opened again: no record came meanwhile."""
+        (unit,) = runner.feeds[0].units
+        before = unit.writer
+        unit._told(Unavailable("The store is away."), True)
+        until(lambda: unit.writer is not before and unit.seated)
+        opened_ms = harbour.stores.clock.now_ms()
+        until(lambda: reported_ms() > opened_ms + 1000 * MARK_PUBLISH_INTERVAL_S)  # a whole look later
+        found = mark(harbour, "shard:clicks")
+        assert found is not None and "count=10" in found.error and "away" not in found.error
+
+    def reported_ms() -> int:
+        return max(r.at_ms for r in harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports()))
+
     runner, stopping, thread = started(harbour, tmp_path, DERIVED)
     runner.spark = FakeSpark()
     runner.session_ready.set()
@@ -161,6 +177,7 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
         assert well("clicks") and well("counts") and exit_code(harbour, "shard:clicks") == 0
         say(b'{"click_id":"b","product_id":"x"}')
         told("clicks", "count=10 topic=clicks partition=0 offset=11 reason=[Expected `int")
+        opened_again(runner)
     finally:
         stopping.set()
         thread.join(30)
@@ -172,6 +189,7 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
         until(lambda: runner.tables())
         told("clicks", "count=10")
         assert exit_code(harbour, "shard:clicks") > 0
+        opened_again(runner)
         say(b'{"click_id":"c"}')
         told("counts", LEFT_OUT)
         assert well("clicks") and exit_code(harbour, "shard:counts") > 0 and counts(harbour) == {1: 1}

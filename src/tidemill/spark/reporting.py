@@ -225,13 +225,16 @@ class Reporter:
         target = upper + 1 if seen.newest is None else seen.newest
         held_by = "" if upper < target and not seen.fails else seen.holder
         reason = seen.trouble or progress.sentence()
-        self._set(f"shard:{unit.name}", upper, target, held_by, reason, progress.read, unit.upstream)
-        dead = unit.writer.dead_run.sentence(unit.writer.operator.mirror.empty)
-        if not progress.read:  # as this driver's predecessor knew it: no record came since
-            dead = dead or self._dead_before.get(f"shard:{unit.name}", "")
-        if seen.newest is not None and unit.seated and 0 < target <= upper and not dead:
-            self._tracker.heal(f"shard:{unit.name}")  # it failed where it stands now, and nothing is left there to do
-        self._flawed(f"shard:{unit.name}", dead, DEAD)
+        mark = f"shard:{unit.name}"
+        self._set(mark, upper, target, held_by, reason, progress.read, unit.upstream)
+        if progress.read:
+            self._dead_before.pop(mark, None)  # what this driver's predecessor knew: records came since
+        dead = unit.writer.dead_run.sentence(unit.writer.operator.mirror.empty) or self._dead_before.get(mark, "")
+        failure = self._tracker.failure(mark)
+        told = failure is not None and bool(dead) and failure.error.startswith(DEAD)
+        if seen.newest is not None and unit.seated and 0 < target <= upper and not told:
+            self._tracker.heal(mark)  # it failed where it stands now, and nothing is left there to do
+        self._flawed(mark, dead, DEAD)
         return upper, target
 
     def _flawed(self, mark: str, said: str, kind: str) -> None:

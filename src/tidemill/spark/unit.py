@@ -17,6 +17,7 @@ from contextlib import suppress
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.tasks import Restarts, keep_thread, sentence
 from tidemill.shards.front import Evolved
+from tidemill.spark.dead_run import DeadRun
 from tidemill.spark.feeds import NotReady, TopicFeed
 from tidemill.spark.growing import LOOK_S as LOOK_GROWN_S
 from tidemill.spark.growing import Grown
@@ -63,6 +64,9 @@ class TableUnit:
         self._seat_in = seat_in
         self._left = threading.Event()
         self._failure: BaseException | None = None
+        self._dead_run: tuple[tuple[str, str, int], DeadRun] | None = None
+        """Of the seat before: (shard, topic, upper), and its dead letters. Where nobody wrote since, they still are the
+        newest records."""
 
     def run(self) -> None:
         host = self._host
@@ -103,6 +107,8 @@ class TableUnit:
         self.reason = ""
         self._failure = None
         self._left.clear()
+        if self._dead_run is not None and self._dead_run[0] == (writer.shard.shard_id, feed.topic_id, writer.upper):
+            writer.dead_run = self._dead_run[1]
         self.writer = writer
         sink.seats.attach(writer, self._told)
         self.seated = True
@@ -113,6 +119,7 @@ class TableUnit:
             raise
         finally:
             self.seated = False
+            self._dead_run = ((writer.shard.shard_id, feed.topic_id, writer.upper), writer.dead_run)
             if not self._host.ending.is_set():  # at the end it keeps its seat: its mirror is still to be saved
                 sink.seats.detach(self.name)
                 self._host.portal.call(writer.shard.aclose())
