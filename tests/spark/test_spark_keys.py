@@ -19,7 +19,7 @@ from test_spark_write import write
 from tidemill.base.errors import Invalid
 from tidemill.base.histogram import Stages
 from tidemill.shards.front import Column
-from tidemill.shards.keys import normal_keys
+from tidemill.shards.keys import normal_keys, spelled_otherwise
 from tidemill.shards.open import open_remap
 from tidemill.spark.decode import objects as objects_module
 from tidemill.spark.decode.ddl import stream_schema
@@ -80,6 +80,29 @@ def test_a_key_of_several_columns_is_one_where_its_floats_are(harbour: Any, tmp_
     harbour.mint("topic/ratios", 1_000, topic)
     sink.process(sink.latest())
     assert [(row["k"], row["v"]) for row in harbour.contents("ratios")] == [("a", 2)]
+
+
+def test_a_table_with_a_key_that_no_record_spells_any_more_is_refused(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written by an earlier release: a record of the key would be its second row, and no tombstone would delete it."""
+    topic = harbour.create_topic("ratios")
+    sink = ratios_sink(harbour, tmp_path / "before", "r double, v double", "r")
+    with monkeypatch.context() as earlier:
+        earlier.setattr("tidemill.spark.decode.build.normal_keys", lambda rows, key: rows)
+        harbour.produce(topic, [(b"", b'{"r":-0.0,"v":1}'), (b"", b'{"r":2,"v":1}')])
+        harbour.mint("topic/ratios", 1_000, topic)
+        sink.process(sink.latest())
+    assert bits([row["r"] for row in harbour.contents("ratios")]) == bits([-0.0, 2.0])
+    with pytest.raises(Invalid, match=r"an earlier release wrote, .*shard=ratios.*tidemill shard drop ratios"):
+        ratios_sink(harbour, tmp_path / "now", "r double, v double", "r")
+
+
+@pytest.mark.parametrize("old", [-0.0, OTHER_NAN])
+def test_keys_of_another_spelling_are_told_apart(old: float) -> None:
+    rows = pa.table({"r": pa.array([1.5, old, None]), "k": ["a", "b", "c"]})
+    assert spelled_otherwise(rows, ("k", "r")) and not spelled_otherwise(rows, ("k",))
+    assert not spelled_otherwise(normal_keys(rows, ("r",)), ("r",))
 
 
 class Rows(Table):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
 import random
 from pathlib import Path
 
@@ -179,6 +181,24 @@ def test_a_merge_of_a_damaged_run_is_corrupt_and_names_the_file(tmp_path: Path) 
     flipped(run, 2000)
     with pytest.raises(Corrupt, match=run.name):
         until_merged(mirror)
+
+
+def test_f332_a_run_that_rots_after_it_was_opened_is_not_opened_again(tmp_path: Path) -> None:
+    """A flipped bit changes no time of the file, by which a run that was verified before is known."""
+    mirror = Mirror(SCHEMA, directory=tmp_path)
+    mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)
+    mirror.save("shard-1", "boot-1")
+    (run,) = tmp_path.glob("run-*.arrow")
+    opened = Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1")
+    assert opened is not None
+    with run.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+        before = run.stat()
+        data[2000] ^= 4
+        data.flush()
+    os.utime(run, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(Corrupt, match=run.name):
+        until_merged(opened)
+    assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is None, "it is built again from the table"
 
 
 def until_merged(mirror: Mirror) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pyarrow as pa
 
 from tidemill.base.entered import Entered
-from tidemill.base.errors import Conflict, Corrupt, Unavailable
+from tidemill.base.errors import Conflict, Corrupt, Invalid, Unavailable
 from tidemill.base.portal import Portal
 from tidemill.objects.store import Buffer
 from tidemill.shards.front import HistoryLost, Part, ShardSchema
 from tidemill.shards.handle import LogShard
+from tidemill.shards.keys import spelled_otherwise
 from tidemill.spark.dead_run import DeadRun
 from tidemill.spark.facts import Progress
 from tidemill.spark.feeds import TopicFeed
@@ -77,12 +78,21 @@ class TableWriter:
 
     # following --------------------------------------------------------------------------------------
     def hydrate(self) -> None:
-        """Bring the mirror to the shard's upper: from the cache on disk if there is one to trust, else anew."""
+        """Bring the mirror to the shard's upper: from the cache on disk if there is one to trust, else anew.
+
+        Raises Invalid where the shard has keys in a spelling that no record has any more: each would have a second row.
+        """
         saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, saved_under(self.stores.life))
         if saved is not None:
             self.operator = Upsert(self.schema, saved, fault=self._fault)
         self.operator.mirror.sweep()  # what an earlier life left: it may have been cut off again and again
         self.follow()
+        key = self.schema.key
+        if any(spelled_otherwise(run.rows, key) for run in self.operator.mirror.runs):
+            raise Invalid(
+                f"the shard has keys that an earlier release wrote, -0.0 or a NaN of other bits: shard={self.name}.",
+                fix=f"Drop it, and the pipeline makes it anew: tidemill shard drop {self.name}",
+            )
 
     def follow(self) -> bool:
         """Apply what the shard accepted since the mirror's upper, whoever wrote it; whether it had rows."""

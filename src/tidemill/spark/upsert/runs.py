@@ -209,6 +209,11 @@ def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> 
     return open_run(schema, into)
 
 
+_verified: OrderedDict[tuple[str, int, int], None] = OrderedDict()
+"""Path, inode and time of files that this process has verified: a task opens the same mirror at every step."""
+VERIFIED_MAX = 1024
+
+
 def verify_run(path: Path) -> None:
     """Raises Corrupt unless the file holds what was written. Reads all of it."""
     try:
@@ -217,14 +222,11 @@ def verify_run(path: Path) -> None:
     except (OSError, struct.error, pa.ArrowException) as error:
         raise Corrupt(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error
     if (computed := checksum(data[: -_END.size])) != crc:
+        for identity in [known for known in list(_verified) if known[0] == str(path)]:
+            del _verified[identity]
         raise Corrupt(
             f"mirror run is damaged: path={path} stored_crc32c={crc:08x} computed_crc32c={computed:08x}.", fix=FIX
         )
-
-
-_verified: OrderedDict[tuple[str, int, int], None] = OrderedDict()
-"""Path, inode and time of files that this process has verified: a task opens the same mirror at every step."""
-VERIFIED_MAX = 1024
 
 
 def _verify_once(path: Path) -> None:
