@@ -99,7 +99,8 @@ class Database:
         """A request was refused for what it says of this relation. Raises Outdated where the database describes it
         otherwise since a moment ago: the capture is told, and the request is right once that has looked."""
         known = frozenset(column.name for column in relation.columns)
-        if await self.source.columns(relation) == known:
+        columns = await self.source.columns(relation)
+        if {name for name, generated in columns.items() if not generated} <= known <= columns.keys():
             self._unlike.pop(relation, None)
         elif now_s < self._unlike.setdefault(relation, now_s) + UNLIKE_S:
             self._look()

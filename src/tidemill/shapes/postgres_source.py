@@ -117,15 +117,16 @@ class PostgresSource:
             except Missing as error:
                 raise Outdated(error.message) from error
 
-    async def columns(self, relation: Relation) -> frozenset[str]:
-        """Names of the table's columns, but for generated ones, which the stream need not carry. Raises Unavailable."""
+    async def columns(self, relation: Relation) -> dict[str, bool]:
+        """Names of the table's columns, and of each whether it is generated: the stream need not carry those, and does
+        where they are stored and published. Raises Unavailable."""
         async with self._connection(self._lookups) as connection:
             cursor = await connection.execute(
-                "SELECT attname::text FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped"
-                " AND attgenerated = ''",
+                "SELECT attname::text, attgenerated <> '' FROM pg_attribute"
+                " WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped",
                 (relation.oid,),
             )
-            return frozenset(str(name) for (name,) in await cursor.fetchall())
+            return {str(name): bool(generated) for name, generated in await cursor.fetchall()}
 
     async def says_old_rows(self, relation: Relation) -> bool:
         """Whether the stream says whole old rows of a table (old_rows.py). Raises Outdated, Unavailable."""
