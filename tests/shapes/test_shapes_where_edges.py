@@ -231,6 +231,17 @@ c_float4 = 16777217 | c_int8::float4 = c_float4 | '[2:3]={1,2}'::int[] = ARRAY[1
 c_date::timestamp > '2024-01-01' | c_date > '2024-01-01'::timestamp
 """
 
+PADDED = """
+c_text LIKE c_bpchar | c_text NOT LIKE c_bpchar | c_text ILIKE c_bpchar | c_text NOT ILIKE c_bpchar
+c_bpchar LIKE c_bpchar | c_bpchar LIKE c_text | c_bpchar LIKE 'a   ' | c_bpchar LIKE 'a' | c_varchar LIKE c_bpchar
+c_text LIKE 'a  '::bpchar | c_text NOT LIKE 'a  '::bpchar | 'a' LIKE c_bpchar | 'a   ' LIKE c_bpchar
+c_text LIKE 'b\\  '::bpchar | c_bpchar ILIKE c_bpchar | "like"(c_text, c_bpchar) | c_text LIKE upper(c_bpchar)
+array_to_string(a_text, c_bpchar) = array_to_string(a_text, c_bpchar::text)
+array_to_string('{x,y}'::text[], c_bpchar) = 'xay' | array_to_string('{x,y}'::text[], c_bpchar) = 'xa   y'
+array_to_string('{x,NULL}'::text[], ',', c_bpchar) = 'x,a' | array_to_string('{x,y}'::text[], '  '::bpchar) = 'xy'
+string_to_array(c_text, c_bpchar) = '{"",""}' | array_to_string('{1,2}'::int[], c_bpchar, 'z'::bpchar) = '1a2'
+"""
+
 SERVED = """
 a_int4 @> '{1}' | a_int4 <@ '{1,0,-1}' | a_int4 && '{1,12}' | a_float8 @> '{NaN}' | a_text @> ARRAY['a']
 a_bpchar @> '{a}' | a_varchar && a_varchar | '{1}' <@ a_int8 | a_int4 @> ARRAY[NULL]::int[] | a_mood @> '{ok}'
@@ -362,7 +373,7 @@ REFUSED_LIST = listed(REFUSED)
 
 
 def test_clauses_that_once_disagreed_with_select_agree(edges: Edges) -> None:
-    found, _, refused = edges.wrong([*listed(NAMED), *listed(CUT)])
+    found, _, refused = edges.wrong([*listed(NAMED), *listed(PADDED), *listed(CUT)])
     assert (found, refused) == ([], {})
 
 
@@ -388,7 +399,7 @@ def test_a_list_of_numbers_of_several_types_is_still_found_by_value(edges: Edges
 
 
 def test_what_is_printed_of_them_means_the_same(edges: Edges) -> None:
-    clauses = [*listed(NAMED), *listed(SERVED), *listed(SCALED), *listed(ARRAYS)]
+    clauses = [*listed(NAMED), *listed(PADDED), *listed(SERVED), *listed(SCALED), *listed(ARRAYS)]
     printed = [compile_where(clause, (), edges.types, table="e", schema="public").sql for clause in clauses]
     assert edges.truth(printed) == edges.truth(clauses)
 

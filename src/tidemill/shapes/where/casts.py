@@ -59,6 +59,7 @@ def _to_text(expression: Expression, location: str) -> Expression:
         return Expression(
             expression.type.like("text"),
             strict(lambda text: text.rstrip(" "), expression),
+            constant=expression.constant,
             collated=expression.collated,
         )
     if kind == "bool":
