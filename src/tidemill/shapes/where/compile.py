@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from tidemill.base.pgtext import INTEGER_DIGITS, INTEGERS, read_numeric
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.shapes.where import (
@@ -48,6 +50,7 @@ from tidemill.shapes.where.expressions import (
 from tidemill.shapes.where.parsing import guarded, parse_clause
 from tidemill.shapes.where.printing import sql_of
 from tidemill.shapes.where.types import (
+    CHAR_BYTES,
     CUT,
     EvaluationError,
     Type,
@@ -252,7 +255,9 @@ class TreeCompiler:
         operand = resolve(self.visit(node.arg, depth), TEXT)
         if operand.type.array or operand.type.name not in ("text", "bpchar"):
             raise WhereError(f"{_at(node)}collations are not supported by type {operand.type}")
-        type_ = Type(operand.type.name, False, True, "ascii")
+        if operand.type.most_bytes == CHAR_BYTES:
+            raise WhereError(f'{_at(node)}collations are not supported by type "char"')
+        type_ = msgspec.structs.replace(operand.type, ordered=True, folding="ascii")
         return Expression(type_, operand.evaluate, constant=operand.constant, collated=True)
 
     def _visit_bool_expr(self, node: Any, depth: int) -> Expression:
