@@ -56,6 +56,33 @@ def test_enums_are_ordered_by_their_labels_also_by_one_that_came_later(postgres_
     run(main())
 
 
+LETTERS = """
+CREATE SCHEMA "Odd";
+CREATE COLLATION "Odd"."Own" (provider = libc, locale = 'C');
+CREATE TABLE letter (id int PRIMARY KEY, n numeric, a text COLLATE "C", b varchar(9) COLLATE "Odd"."Own", c text,
+                     d name);
+"""
+
+
+def test_a_question_is_asked_of_columns_with_their_own_collations(postgres_dsn: str) -> None:
+    """In C letters beyond ASCII have one case; in that of the database they have two."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, LETTERS, ShapeSettings(long_poll_s=5)) as world:
+            for column in "abcd":
+                where = f"n * 1e9000 > 10 AND lower({column}) = 'É' OR id = 2"
+                client = await world.sync(table="letter", where=where)
+                await world.db.execute("INSERT INTO letter VALUES (1, 1e9000, 'É', 'É', 'É', 'É')")
+                await world.db.execute("INSERT INTO letter VALUES (2, 1, 'x', 'x', 'x', 'x')")
+                wanted = {row[0] for row in await world.select("letter", where)}
+                assert wanted == ({"1", "2"} if column != "c" else {"2"})
+                await client.follow_until(lambda client=client: '"public"."letter"/"2"' in client.rows)
+                assert {row["id"] for row in client.rows.values()} == wanted, column
+                await world.db.execute("DELETE FROM letter")
+
+    run(main())
+
+
 def test_a_shape_whose_question_the_database_answers_with_an_error_ends(postgres_dsn: str) -> None:
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=20)) as world:

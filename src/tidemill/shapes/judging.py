@@ -27,6 +27,18 @@ if TYPE_CHECKING:
 _log = structlog.get_logger()
 
 RETRY_S = 0.5
+TYPES_SQL = """
+SELECT format_type(c.type, c.mod),
+       CASE WHEN l.oid IS NULL THEN '' ELSE format(' COLLATE %%I.%%I', s.nspname, l.collname) END
+FROM unnest(%s::text[], %s::oid[], %s::int[]) WITH ORDINALITY AS c(name, type, mod, place)
+LEFT JOIN pg_type t ON t.oid = c.type
+LEFT JOIN pg_attribute a ON a.attrelid = %s AND a.attname = c.name AND NOT a.attisdropped
+     AND t.typcollation <> 0 AND a.attcollation <> t.typcollation
+LEFT JOIN pg_collation l ON l.oid = a.attcollation
+LEFT JOIN pg_namespace s ON s.oid = l.collnamespace
+ORDER BY c.place
+"""
+"""Of each column its type and, where that is not the type's own, its collation: a clause is of the column's."""
 Verdict = bool | EvaluationError
 
 
@@ -82,15 +94,17 @@ async def judge(connection: psycopg.AsyncConnection[tuple[object, ...]], questio
 
     await connection.execute("SET search_path = pg_catalog")
     columns = [column for column in question.relation.columns if column.name in question.where.columns]
+    names = [column.name for column in columns]
     cursor = await connection.execute(
-        "SELECT format_type(o, m) FROM unnest(%s::oid[], %s::int[]) WITH ORDINALITY AS c(o, m, n) ORDER BY n",
-        ([column.type_oid for column in columns], [column.type_mod for column in columns]),
-    )
-    types = [str(name) for (name,) in await cursor.fetchall()]
+        TYPES_SQL,
+        (names, [column.type_oid for column in columns], [column.type_mod for column in columns],
+         question.relation.oid),
+    )  # fmt: skip
+    types = await cursor.fetchall()
     params = question.where.params
     values = [
-        f"CAST(${number} AS {type_}) AS {identifier(column.name)}"
-        for number, (column, type_) in enumerate(zip(columns, types, strict=True), len(params) + 1)
+        f"CAST(${number} AS {type_}){collation} AS {identifier(column.name)}"
+        for number, (column, (type_, collation)) in enumerate(zip(columns, types, strict=True), len(params) + 1)
     ]
     query = f"SELECT coalesce(({question.where.sql}), false) FROM (SELECT {', '.join(values)}) AS asked"
     found: list[Verdict] = []
