@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import psycopg
 import pytest
 from shape_world import ShapeWorld, eventually, run
 
-from tidemill.shapes import ShapeSettings
+from tidemill.shapes import ShapeSettings, judging
 
 pytestmark = pytest.mark.postgres
 
@@ -52,6 +54,68 @@ def test_enums_are_ordered_by_their_labels_also_by_one_that_came_later(postgres_
             cursor = await world.db.execute("SELECT id::text FROM item WHERE size >= 'large'")
             assert {row["id"] for row in client.rows.values()} == {id for (id,) in await cursor.fetchall()}
             assert len(client.rows) == 4
+
+    run(main())
+
+
+def test_a_shape_starts_over_with_the_labels_that_an_enum_has_got_and_asks_no_more(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[judging.Question] = []
+
+    async def counted(connection: Any, question: judging.Question) -> list[judging.Verdict]:
+        asked.append(question)
+        return await judge(connection, question)
+
+    judge = judging.judge
+    monkeypatch.setattr(judging, "judge", counted)
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
+            where = "size >= 'large' OR weight * 1e9000 < 0"
+            client, other = await world.sync(table="item", where=where), await world.sync(table="item")
+            await world.db.execute("ALTER TYPE size ADD VALUE 'medium' BEFORE 'large'")
+            await world.db.execute("ALTER TYPE size ADD VALUE 'huge'")
+            for id_ in range(2, 12):
+                size = "medium" if id_ % 2 else "huge"
+                await world.db.execute(f"INSERT INTO item VALUES ({id_}, 1, '{size}')")
+            await client.follow_until(lambda: '"public"."item"/"10"' in client.rows)
+            assert client.refetches == 1
+            for id_ in range(12, 22):
+                await world.db.execute(f"INSERT INTO item VALUES ({id_}, 1, 'huge')")
+            await client.follow_until(lambda: '"public"."item"/"21"' in client.rows)
+            assert {row["id"] for row in client.rows.values()} == {
+                row[0] for row in await world.select("item", "size >= 'large'")
+            }
+            assert asked == [], "the look came first"
+            await world.db.execute("INSERT INTO item VALUES (22, -1e9000, 'small'), (23, 1, 'large')")
+            await client.follow_until(lambda: '"public"."item"/"23"' in client.rows)
+            assert '"public"."item"/"22"' in client.rows
+            assert len(asked) == 1 and client.refetches == 1, "no label is missing, so the shape stays"
+            await other.catch_up()
+            assert other.refetches == 0
+
+    run(main())
+
+
+def test_questions_that_come_one_after_the_other_share_a_connection(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
+            client = await world.sync(table="item", where="item.weight * 1e9000 > 10")
+            connect, opened = psycopg.AsyncConnection.connect, list[str]()
+
+            async def counted(*args: Any, **named: Any) -> Any:
+                opened.append(named.get("application_name", ""))
+                return await connect(*args, **named)
+
+            monkeypatch.setattr(psycopg.AsyncConnection, "connect", counted)
+            for id_ in range(2, 22):
+                await world.db.execute(f"INSERT INTO item VALUES ({id_}, 1e9000)")
+                await client.follow_until(lambda id_=id_: f'"public"."item"/"{id_}"' in client.rows)
+            assert set(opened) == {"tidemill shapes"}
+            assert len(opened) <= 5, "more than one where a second passes between two rows"
 
     run(main())
 

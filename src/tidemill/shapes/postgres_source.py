@@ -31,7 +31,6 @@ from tidemill.capture.wire.connection import (
 )
 from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
 from tidemill.shapes.held import HeldRows
-from tidemill.shapes.judging import Question, Verdict, judge
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.share import LoopShare, Turn
@@ -110,12 +109,7 @@ class PostgresSource:
     async def describe(self, relation: Relation) -> TableColumns:
         """Raises Outdated, Unavailable."""
         async with self._connection(self._lookups) as connection:
-            cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
-            rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
-            try:
-                return table_columns(relation, rows)
-            except Missing as error:
-                raise Outdated(error.message) from error
+            return await describe(connection, relation)
 
     async def columns(self, relation: Relation) -> dict[str, bool]:
         """Names of the table's columns, and of each whether it is generated: the stream need not carry those, and does
@@ -139,10 +133,11 @@ class PostgresSource:
                 raise Outdated(f"the table is gone: table={relation.name}.")
         return bool(row[0])
 
-    async def judge(self, question: Question) -> list[Verdict]:
-        """What the clause says of each row. Raises Unavailable or Invalid."""
+    @asynccontextmanager
+    async def judging(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
+        """A connection for `judge`. Raises Unavailable or Invalid, also for what is asked on it."""
         async with self._connection(self._lookups) as connection:
-            return await judge(connection, question)
+            yield connection
 
     async def load(
         self,
@@ -196,6 +191,16 @@ class PostgresSource:
                 await share.work(_Rendering(take, result, shown, writer).step)
             await connection.execute("COMMIT")
         return snapshot, lsn
+
+
+async def describe(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> TableColumns:
+    """Raises Outdated."""
+    cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
+    rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
+    try:
+        return table_columns(relation, rows)
+    except Missing as error:
+        raise Outdated(error.message) from error
 
 
 async def _open_snapshot(
