@@ -9,7 +9,10 @@ import psycopg
 import pytest
 from shape_world import ShapeWorld, eventually, run
 
+from tidemill.base.errors import Unavailable
+from tidemill.capture.changes import Relation
 from tidemill.shapes import ShapeSettings, judging
+from tidemill.shapes.postgres_source import LOOKUPS_AT_ONCE, Outdated
 
 pytestmark = pytest.mark.postgres
 
@@ -158,5 +161,62 @@ def test_a_shape_whose_question_the_database_answers_with_an_error_ends(postgres
             answer = await poll
             assert answer.status == 400, answer.body
             assert "division by zero" in answer.json["errors"]["where"][0]
+
+    run(main())
+
+
+def test_a_question_that_the_database_does_not_answer_holds_up_no_other(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do look-ups of the catalogue."""
+    judge, blocked, answered = judging.judge, list[str](), list[str]()
+
+    async def picky(connection: Any, question: judging.Question) -> list[judging.Verdict]:
+        if question.where.sql in (blocked or [question.where.sql]):
+            blocked.append(question.where.sql)
+            raise Unavailable("it takes too long.")
+        answered.append(question.where.sql)
+        return await judge(connection, question)
+
+    monkeypatch.setattr(judging, "judge", picky)
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
+            for most in (100, 200, 300):
+                await world.sync(table="item", where=f"item.weight * 1e9000 > 10 AND id < {most}")
+            lookups = world.service._tables._databases["main"].source._lookups
+            for _ in range(LOOKUPS_AT_ONCE):
+                await lookups.acquire()
+            await world.db.execute("INSERT INTO item VALUES (2, 1e9000)")
+            await eventually(lambda: len(answered) == 2)
+            assert blocked[0] not in answered
+
+    run(main())
+
+
+def test_refusals_that_come_at_once_share_a_look_that_began_after_them(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            database = world.service._tables._databases["main"]
+            (relation,) = world.relations.values()
+            columns, looks, going = database.source.columns, list[int](), asyncio.Event()
+
+            async def slow(of: Relation) -> dict[str, bool]:
+                found = await columns(of)
+                looks.append(len(found))
+                await going.wait()
+                return found
+
+            database.source.columns = slow  # type: ignore[method-assign]
+            first = asyncio.ensure_future(database.check_described(relation, 0.0))
+            await eventually(lambda: looks == [4])
+            await world.db.execute("ALTER TABLE item ADD COLUMN later int")
+            checks = [asyncio.ensure_future(database.check_described(relation, 0.0)) for _ in range(40)]
+            await asyncio.sleep(0)
+            going.set()
+            await first
+            found = await asyncio.gather(*checks, return_exceptions=True)
+            assert {type(each) for each in found} == {Outdated}
+            assert looks == [4, 5]
 
     run(main())

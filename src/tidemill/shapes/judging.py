@@ -86,6 +86,7 @@ async def answer(sink: ShapeSink, source: PostgresSource, look: Look) -> None:
             except Unavailable as error:
                 handle = sink.asking[0].shape.handle if sink.asking else ""
                 _log.warning("a row cannot be asked of the database", handle=handle, why=str(error))
+                sink.asking.rotate(-1)  # one that takes too long lets the others be asked first
                 await asyncio.sleep(RETRY_S)
             except Invalid as error:
                 question = sink.asking[0].question

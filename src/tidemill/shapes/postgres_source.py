@@ -58,7 +58,8 @@ SNAPSHOTS_AT_ONCE = 4
 SUBSETS_AT_ONCE = 4
 """They do not wait for shapes that load, which takes much longer."""
 LOOKUPS_AT_ONCE = 2
-"""Of the catalogue; they do not wait for snapshots."""
+"""Of the catalogue; they do not wait for snapshots. Questions about rows, which the stream waits for, wait for neither:
+one is asked at a time."""
 
 
 class Passing(Unavailable):
@@ -79,6 +80,7 @@ class PostgresSource:
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._subsets = asyncio.Semaphore(SUBSETS_AT_ONCE)
+        self._questions = asyncio.Semaphore(1)
 
     @asynccontextmanager
     async def _connection(self, slots: asyncio.Semaphore) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
@@ -136,7 +138,7 @@ class PostgresSource:
     @asynccontextmanager
     async def judging(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
         """A connection for `judge`. Raises Unavailable or Invalid, also for what is asked on it."""
-        async with self._connection(self._lookups) as connection:
+        async with self._connection(self._questions) as connection:
             yield connection
 
     async def load(
