@@ -41,7 +41,14 @@ def row(key: int, name: str | None = "n", is_open: bool = True) -> dict[str, str
 class Bench:
     """One shape behind one sink; `commit` delivers a transaction in fragments of the given sizes, evaluated at once."""
 
-    def __init__(self, where: str = "", replica: Replica = "default", open_now: bool = True, log_bytes: int = 1 << 20):
+    def __init__(
+        self,
+        where: str = "",
+        replica: Replica = "default",
+        open_now: bool = True,
+        log_bytes: int = 1 << 20,
+        asks: bool = False,
+    ) -> None:
         self.sink = ShapeSink(CLOCK, LoopShare(CLOCK))
         definition = ShapeDefinition(Source("table", "main", "public", "t"), where, replica=replica)
         self.shape = LiveShape("h", definition, b"{}", MemoryLog(LogLimits(log_bytes=log_bytes)))
@@ -49,7 +56,7 @@ class Bench:
         types = {"id": Type("int4"), "name": Type("text"), "open": Type("bool")}
         compiled = compile_where(where, (), types) if where else None
         writer = RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"], replica)
-        self.consumer = TableConsumer(self.shape, TABLE, compiled, writer)
+        self.consumer = TableConsumer(self.shape, TABLE, compiled, writer, asks=asks)
         self.sink.add(self.consumer)
         if open_now:
             self.open(NOTHING_SEEN)
@@ -63,6 +70,14 @@ class Bench:
 
     def take(self, fragment: Fragment) -> None:
         self.sink.take(fragment)
+        while self.sink.step(ENDLESS):
+            pass
+
+    def answer(self, *verdicts: bool) -> None:
+        """What PostgreSQL says of the rows that are asked about."""
+        assert self.consumer.question is not None
+        self.consumer.answered(verdicts)
+        self.sink.resume(self.consumer)
         while self.sink.step(ENDLESS):
             pass
 
@@ -333,3 +348,15 @@ def test_a_shape_that_needs_old_rows_ends_at_the_first_that_is_not_whole(
     assert len(bench.items) == 2 and not bench.shape.gone
     bench.commit(6, ("insert", None, row(2), AS_IS), (op, old, row(1) if op == "update" else None, AS_IS))
     assert bench.shape.gone
+
+
+def test_a_verdict_on_a_row_that_the_snapshot_had_seen_is_not_taken_for_the_next_row() -> None:
+    bench = Bench("1 / (id - 1) > 0", open_now=False, asks=True)
+    bench.commit(5, ("insert", None, row(1)))
+    bench.open(PgSnapshot(6, 6, frozenset()))
+    bench.answer(True)
+    assert bench.operations == []
+    bench.commit(7, ("insert", None, row(1)))
+    assert not bench.shape.gone, bench.shape.end_reason
+    bench.answer(True)
+    assert bench.operations == ["insert 1"]

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from real_world import RealWorld
 from shape_world import Client, ShapeWorld, eventually, run
@@ -114,6 +115,33 @@ def test_a_table_made_anew_under_its_name_is_409_to_who_has_the_old_rows_and_nev
             ) == 1
 
     run(main(), 150)
+
+
+MADE = "CREATE TABLE made (id int PRIMARY KEY, g int GENERATED ALWAYS AS (id * 2) STORED)"
+
+
+@pytest.mark.parametrize("carried", [True, False])
+def test_a_mistake_is_400_beside_generated_columns_and_a_column_that_was_just_added_503(
+    carried: bool, postgres_dsn: str
+) -> None:
+    """Stored ones are carried where they are published, by PostgreSQL 18 and later."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, MADE) as world:
+            if not carried:
+                world.relations = {
+                    oid: msgspec.structs.replace(each, columns=tuple(c for c in each.columns if c.name != "g"))
+                    for oid, each in world.relations.items()
+                }
+            for _ in range(2):
+                answer = await world.get(table="made", where="nope = 1", offset="-1")
+                assert answer.status == 400, answer.body
+            await world.db.execute("ALTER TABLE made ADD COLUMN extra int")
+            assert (await world.get(table="made", where="extra = 1", offset="-1")).status == 503
+            world.learn()
+            assert (await world.get(table="made", where="extra = 1", offset="-1")).status == 200
+
+    run(main())
 
 
 class Eager(RealWorld):

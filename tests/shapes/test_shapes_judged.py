@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import psycopg
 import pytest
 from shape_world import ShapeWorld, eventually, run
 
-from tidemill.shapes import ShapeSettings
+from tidemill.base.errors import Unavailable
+from tidemill.capture.changes import Relation
+from tidemill.shapes import ShapeSettings, judging
+from tidemill.shapes.postgres_source import LOOKUPS_AT_ONCE, Outdated
 
 pytestmark = pytest.mark.postgres
 
@@ -56,6 +61,95 @@ def test_enums_are_ordered_by_their_labels_also_by_one_that_came_later(postgres_
     run(main())
 
 
+def test_a_shape_starts_over_with_the_labels_that_an_enum_has_got_and_asks_no_more(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[judging.Question] = []
+
+    async def counted(connection: Any, question: judging.Question) -> list[judging.Verdict]:
+        asked.append(question)
+        return await judge(connection, question)
+
+    judge = judging.judge
+    monkeypatch.setattr(judging, "judge", counted)
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
+            where = "size >= 'large' OR weight * 1e9000 < 0"
+            client, other = await world.sync(table="item", where=where), await world.sync(table="item")
+            await world.db.execute("ALTER TYPE size ADD VALUE 'medium' BEFORE 'large'")
+            await world.db.execute("ALTER TYPE size ADD VALUE 'huge'")
+            for id_ in range(2, 12):
+                size = "medium" if id_ % 2 else "huge"
+                await world.db.execute(f"INSERT INTO item VALUES ({id_}, 1, '{size}')")
+            await client.follow_until(lambda: '"public"."item"/"10"' in client.rows)
+            assert client.refetches == 1
+            for id_ in range(12, 22):
+                await world.db.execute(f"INSERT INTO item VALUES ({id_}, 1, 'huge')")
+            await client.follow_until(lambda: '"public"."item"/"21"' in client.rows)
+            assert {row["id"] for row in client.rows.values()} == {
+                row[0] for row in await world.select("item", "size >= 'large'")
+            }
+            assert asked == [], "the look came first"
+            await world.db.execute("INSERT INTO item VALUES (22, -1e9000, 'small'), (23, 1, 'large')")
+            await client.follow_until(lambda: '"public"."item"/"23"' in client.rows)
+            assert '"public"."item"/"22"' in client.rows
+            assert len(asked) == 1 and client.refetches == 1, "no label is missing, so the shape stays"
+            await other.catch_up()
+            assert other.refetches == 0
+
+    run(main())
+
+
+def test_questions_that_come_one_after_the_other_share_a_connection(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
+            client = await world.sync(table="item", where="item.weight * 1e9000 > 10")
+            connect, opened = psycopg.AsyncConnection.connect, list[str]()
+
+            async def counted(*args: Any, **named: Any) -> Any:
+                opened.append(named.get("application_name", ""))
+                return await connect(*args, **named)
+
+            monkeypatch.setattr(psycopg.AsyncConnection, "connect", counted)
+            for id_ in range(2, 22):
+                await world.db.execute(f"INSERT INTO item VALUES ({id_}, 1e9000)")
+                await client.follow_until(lambda id_=id_: f'"public"."item"/"{id_}"' in client.rows)
+            assert set(opened) == {"tidemill shapes"}
+            assert len(opened) <= 5, "more than one where a second passes between two rows"
+
+    run(main())
+
+
+LETTERS = """
+CREATE SCHEMA "Odd";
+CREATE COLLATION "Odd"."Own" (provider = libc, locale = 'C');
+CREATE TABLE letter (id int PRIMARY KEY, n numeric, a text COLLATE "C", b varchar(9) COLLATE "Odd"."Own", c text,
+                     d name);
+"""
+
+
+def test_a_question_is_asked_of_columns_with_their_own_collations(postgres_dsn: str) -> None:
+    """In C letters beyond ASCII have one case; in that of the database they have two."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, LETTERS, ShapeSettings(long_poll_s=5)) as world:
+            for column in "abcd":
+                where = f"n * 1e9000 > 10 AND lower({column}) = 'É' OR id = 2"
+                client = await world.sync(table="letter", where=where)
+                await world.db.execute("INSERT INTO letter VALUES (1, 1e9000, 'É', 'É', 'É', 'É')")
+                await world.db.execute("INSERT INTO letter VALUES (2, 1, 'x', 'x', 'x', 'x')")
+                wanted = {row[0] for row in await world.select("letter", where)}
+                assert wanted == ({"1", "2"} if column != "c" else {"2"})
+                await client.follow_until(lambda client=client: '"public"."letter"/"2"' in client.rows)
+                assert {row["id"] for row in client.rows.values()} == wanted, column
+                await world.db.execute("DELETE FROM letter")
+
+    run(main())
+
+
 def test_a_shape_whose_question_the_database_answers_with_an_error_ends(postgres_dsn: str) -> None:
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=20)) as world:
@@ -67,5 +161,62 @@ def test_a_shape_whose_question_the_database_answers_with_an_error_ends(postgres
             answer = await poll
             assert answer.status == 400, answer.body
             assert "division by zero" in answer.json["errors"]["where"][0]
+
+    run(main())
+
+
+def test_a_question_that_the_database_does_not_answer_holds_up_no_other(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do look-ups of the catalogue."""
+    judge, blocked, answered = judging.judge, list[str](), list[str]()
+
+    async def picky(connection: Any, question: judging.Question) -> list[judging.Verdict]:
+        if question.where.sql in (blocked or [question.where.sql]):
+            blocked.append(question.where.sql)
+            raise Unavailable("it takes too long.")
+        answered.append(question.where.sql)
+        return await judge(connection, question)
+
+    monkeypatch.setattr(judging, "judge", picky)
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
+            for most in (100, 200, 300):
+                await world.sync(table="item", where=f"item.weight * 1e9000 > 10 AND id < {most}")
+            lookups = world.service._tables._databases["main"].source._lookups
+            for _ in range(LOOKUPS_AT_ONCE):
+                await lookups.acquire()
+            await world.db.execute("INSERT INTO item VALUES (2, 1e9000)")
+            await eventually(lambda: len(answered) == 2)
+            assert blocked[0] not in answered
+
+    run(main())
+
+
+def test_refusals_that_come_at_once_share_a_look_that_began_after_them(postgres_dsn: str) -> None:
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            database = world.service._tables._databases["main"]
+            (relation,) = world.relations.values()
+            columns, looks, going = database.source.columns, list[int](), asyncio.Event()
+
+            async def slow(of: Relation) -> dict[str, bool]:
+                found = await columns(of)
+                looks.append(len(found))
+                await going.wait()
+                return found
+
+            database.source.columns = slow  # type: ignore[method-assign]
+            first = asyncio.ensure_future(database.check_described(relation, 0.0))
+            await eventually(lambda: looks == [4])
+            await world.db.execute("ALTER TABLE item ADD COLUMN later int")
+            checks = [asyncio.ensure_future(database.check_described(relation, 0.0)) for _ in range(40)]
+            await asyncio.sleep(0)
+            going.set()
+            await first
+            found = await asyncio.gather(*checks, return_exceptions=True)
+            assert {type(each) for each in found} == {Outdated}
+            assert looks == [4, 5]
 
     run(main())

@@ -37,6 +37,33 @@ async def subset(world: ShapeWorld, method: str, shape: dict[str, str], **wanted
     return await world.get(**shape, **{f"subset__{name}": value for name, value in texts.items()})
 
 
+TWICE = """
+CREATE TABLE twice (id int PRIMARY KEY, n numeric, r real, s real);
+INSERT INTO twice VALUES (1, 0.1, 9, 1), (2, 9, 0.1, 1), (3, 9, 9, 1), (4, 0.1, 0.1, 0.2), (5, 0.2, 0.1, 3)
+"""
+
+
+def test_a_parameter_that_is_used_twice_means_the_same_to_shape_stream_and_subset(postgres_dsn: str) -> None:
+    """At each place what a literal would mean there, though PostgreSQL gives a parameter one type."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, TWICE) as world:
+            shape = {"table": "twice", "where": "n = $1 OR r = $1", "params[1]": "0.1"}
+            client = await world.sync(**shape)
+            assert {row["id"] for row in client.rows.values()} == {"1", "2", "4", "5"}
+            await world.db.execute("UPDATE twice SET s = 1")
+            await world.db.execute("INSERT INTO twice VALUES (6, 9, 0.1, 0.2), (7, 0.2, 9, 0.2)")
+            await client.follow_until(lambda: '"public"."twice"/"6"' in client.rows)
+            assert sorted(row["id"] for row in client.rows.values()) == ["1", "2", "4", "5", "6"]
+            answer = await subset(
+                world, "POST", shape | {"offset": "now", "log": "changes_only"},
+                where="n = $2 OR s = $2 OR id = $1", params={"1": "2", "2": "0.2"}, order_by="id",
+            )  # fmt: skip
+            assert ids(answer) == [2, 5, 6]
+
+    run(main())
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_subset_is_filtered_ordered_cut_and_marked(postgres_dsn: str, method: str) -> None:
     async def main() -> None:

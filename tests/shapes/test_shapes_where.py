@@ -311,6 +311,29 @@ def test_parameters_take_the_type_that_the_database_gives_them(
     assert ours(expression, database.rows, params) == database.ask(expression, params)
 
 
+def test_a_parameter_takes_a_type_at_each_of_its_places(database: Database) -> None:
+    """As the same literal would there. One $n has a single type in PostgreSQL, by its first use in the statement."""
+    for expression, param in [
+        ("n = $1 OR r = $1", "0.1"), ("r = $1 OR n = $1", "0.1"), ("tz > $1 OR ts > $1", "2024-01-31 10:20:30.4+02"),
+        ("ts < $1 AND tz < $1", "2024-01-31 10:20:30.5+02"), ("c = $1 OR t = $1", "ab "), ("t = $1 OR c = $1", "ab "),
+        ("n = $1 OR $1 IS NULL", "0.1"), ("$1 IS NOT NULL AND m = $1", "ok"), ("$1 IS NULL", "ok"),
+        ("$1 IS DISTINCT FROM NULL AND id = $1", "3"), ("NULL IS NOT DISTINCT FROM $1 OR id = $1", "3"),
+        ("$1 COLLATE \"C\" IS NOT NULL AND $1 = id", "3"), ("t LIKE $1 OR coalesce($1, NULL) = t", "abc"),
+        ("id IN ($1, 2) OR big BETWEEN $1 AND $1 OR ta @> ARRAY[$1]", "3"), ("CASE $1 WHEN t THEN true END", "abc"),
+    ]:  # fmt: skip
+        where = compile_where(expression, (param,), TYPES, table="w", schema="public", first_param=1)
+        assert where.given == (param,)
+        asked = database.ask(expression.replace("$1", f"'{param}'"))
+        assert database.ask(where.sql, where.params) == asked, where.sql
+        assert ours(expression, database.rows, (param,)) == asked, expression
+
+
+def test_parameters_are_sent_in_the_order_of_their_places_and_known_as_they_were_given() -> None:
+    where = compile_where("t = $2 OR id = $1 OR t = $2", ("1", "a"), TYPES, first_param=4)
+    assert (where.params, where.given) == (("a", "1", "a"), ("1", "a"))
+    assert [where.sql.count(f"${number}") for number in range(1, 8)] == [0, 0, 0, 1, 1, 1, 0]
+
+
 def test_parameters_must_be_numbered_without_gaps() -> None:
     with pytest.raises(WhereError, match="sequentially"):
         compile_where("id = $2", ("1", "2"), TYPES)

@@ -314,6 +314,8 @@ class TableConsumer:
         self.shape.log.budget.give(item.size_bytes)
 
     def _convert(self, current: _Delivery, change: Change) -> None:
+        # Taken here, used or not: while a change was asked about, the snapshot may have come, which had seen it.
+        verdicts, self._verdicts = self._verdicts, []
         if current.failure:
             return
         if self._following and not self._admits(current):
@@ -323,15 +325,14 @@ class TableConsumer:
             return
         made: list[LogItem] = []
         try:
-            if self._verdicts:
-                self._judged(change, current.transaction.headers, made)
+            if verdicts:
+                self._judged(verdicts, change, current.transaction.headers, made)
             else:
                 self._items_of(change, current.transaction.headers, made)
         except EvaluationError as error:
-            if self._asks and not self._verdicts:
+            if self._asks and not verdicts:
                 self._ask(change)
                 return
-            self._verdicts.clear()
             current.failure = f"the where clause failed on a row: {error}"
             current.error = failed_on_a_row(self.shape.definition.where, error)
             return
@@ -354,15 +355,16 @@ class TableConsumer:
                     failing.append(row)
         self.question = Question(change.relation, where, tuple(failing))
 
-    def _judged(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
+    def _judged(
+        self, verdicts: Sequence[tuple[Row, Verdict]], change: Change, headers: Headers, items: list[LogItem]
+    ) -> None:
         where = self._where
         assert isinstance(where, Where)
-        self._where = Judged(where, self._verdicts)
+        self._where = Judged(where, verdicts)
         try:
             self._items_of(change, headers, items)
         finally:
             self._where = where
-        self._verdicts.clear()
 
     def _wait(self, current: _Delivery, item: LogItem) -> None:
         try:

@@ -3,24 +3,32 @@ tables that are not among them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tidemill.capture.changes import Relation
 from tidemill.capture.standing import Standing
 from tidemill.shapes.consumer import same_layout
 from tidemill.shapes.describe import TableColumns
 from tidemill.shapes.old_rows import OldRows
-from tidemill.shapes.postgres_source import Outdated, PostgresSource
+from tidemill.shapes.postgres_source import Outdated, PostgresSource, describe
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.shape import Replica
 from tidemill.shapes.sink import ShapeSink
 from tidemill.shapes.store.store import ShapeStore
 
+if TYPE_CHECKING:
+    from tidemill.shapes.judging import Connection
+
 Relations = Callable[[], Iterable[Relation]]
 
 UNLIKE_S = 30.0
 """A capture finds out within so long that a table has other columns; one that does not carries some of them only."""
+
+LOOK_S = 1.0
+"""What the catalogue says of a table is read again once in this time, however many of its rows are asked about."""
 
 SHOWN_KEPT = 1_000
 """Ways in which shapes show their tables, of one database, that those which come find made."""
@@ -56,6 +64,15 @@ class Shown(NamedTuple):
     writer: RowWriter
 
 
+class _ColumnsLook:
+    """The newest that was answered, at the tick at which it `began`."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.began = 0
+        self.columns: Mapping[str, bool] = {}
+
+
 class Database:
     def __init__(
         self,
@@ -75,6 +92,10 @@ class Database:
         self.infos: dict[Relation, TableColumns] = {}
         """Of relations captured now; one that is not any more goes at the next look."""
         self.looked_at: Mapping[int, Relation] = {}
+        self._ticks = count(1)
+        self._looks: dict[Relation, _ColumnsLook] = {}
+        self._looked_s: dict[Relation, float] = {}
+        """When what the catalogue says was read again."""
         self._unlike: dict[Relation, float] = {}
         """Relations that the database describes otherwise, and since when that is known."""
         self._indexed: Iterable[Relation] = ()
@@ -99,11 +120,37 @@ class Database:
         """A request was refused for what it says of this relation. Raises Outdated where the database describes it
         otherwise since a moment ago: the capture is told, and the request is right once that has looked."""
         known = frozenset(column.name for column in relation.columns)
-        if await self.source.columns(relation) == known:
+        columns = await self._columns(relation)
+        if {name for name, generated in columns.items() if not generated} <= known <= columns.keys():
             self._unlike.pop(relation, None)
         elif now_s < self._unlike.setdefault(relation, now_s) + UNLIKE_S:
             self._look()
             raise Outdated(f"the table is described anew: table={relation.name}.")
+
+    async def _columns(self, relation: Relation) -> Mapping[str, bool]:
+        """The source's columns, of a look that began after this was called: an older one may not have what was added
+        before the request. All who come during one share the next, so that refusals never take more than one place
+        a relation from who describes tables."""
+        asked, look = next(self._ticks), self._looks.setdefault(relation, _ColumnsLook())
+        async with look.turn:
+            if look.began < asked:
+                began = next(self._ticks)
+                look.columns = await self.source.columns(relation)
+                look.began = began
+            return look.columns
+
+    async def look_again(self, connection: Connection, oid: int, now_s: float) -> TableColumns | None:
+        """What the catalogue says of a table now that PostgreSQL has to be asked about a row of it: an enum gets
+        labels, and its relation stays the same. None while it is not captured. Raises Outdated."""
+        relation = self.captured().get(oid)
+        if relation is None:
+            return None
+        if now_s >= self._looked_s.get(relation, -LOOK_S) + LOOK_S:
+            self._looked_s[relation] = now_s
+            info = await describe(connection, relation)
+            if info != self.infos.get(relation):
+                self.infos[relation] = info
+        return self.infos.get(relation)
 
     def shown(self, info: TableColumns, columns: tuple[str, ...], replica: Replica) -> Shown:
         """`columns` () = all."""
@@ -144,5 +191,7 @@ class Database:
 
     def forget_others(self, relations: list[Relation]) -> None:
         self._unlike = {relation: since_s for relation, since_s in self._unlike.items() if relation in relations}
+        self._looks = {relation: look for relation, look in self._looks.items() if relation in relations}
+        self._looked_s = {relation: at_s for relation, at_s in self._looked_s.items() if relation in relations}
         if len(self.infos) > len(relations):
             self.infos = {relation: info for relation, info in self.infos.items() if relation in relations}

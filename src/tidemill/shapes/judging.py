@@ -8,7 +8,7 @@ not evaluated, and the bounds of the backlog count for it as for any other.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
@@ -21,12 +21,29 @@ from tidemill.shapes.where import EvaluationError, Where
 if TYPE_CHECKING:
     import psycopg
 
+    from tidemill.shapes.consumer import TableConsumer
     from tidemill.shapes.postgres_source import PostgresSource
     from tidemill.shapes.sink import ShapeSink
+
+    Connection = psycopg.AsyncConnection[tuple[object, ...]]
 
 _log = structlog.get_logger()
 
 RETRY_S = 0.5
+KEPT_S = 1.0
+"""A connection waits so long for the next question: a row with a new label seldom comes alone."""
+TYPES_SQL = """
+SELECT format_type(c.type, c.mod),
+       CASE WHEN l.oid IS NULL THEN '' ELSE format(' COLLATE %%I.%%I', s.nspname, l.collname) END
+FROM unnest(%s::text[], %s::oid[], %s::int[]) WITH ORDINALITY AS c(name, type, mod, place)
+LEFT JOIN pg_type t ON t.oid = c.type
+LEFT JOIN pg_attribute a ON a.attrelid = %s AND a.attname = c.name AND NOT a.attisdropped
+     AND t.typcollation <> 0 AND a.attcollation <> t.typcollation
+LEFT JOIN pg_collation l ON l.oid = a.attcollation
+LEFT JOIN pg_namespace s ON s.oid = l.collnamespace
+ORDER BY c.place
+"""
+"""Of each column its type and, where that is not the type's own, its collation: a clause is of the column's."""
 Verdict = bool | EvaluationError
 
 
@@ -53,44 +70,78 @@ class Judged:
         return self._where.matches(row)
 
 
-async def answer(sink: ShapeSink, source: PostgresSource) -> None:
-    """Answer what the sink's consumers ask, for ever. While the database does not answer they wait."""
+Look = Callable[["Connection", "TableConsumer", Question], Awaitable[None]]
+
+
+async def answer(sink: ShapeSink, source: PostgresSource, look: Look) -> None:
+    """Answer what the sink's consumers ask, for ever. While the database does not answer they wait. One connection is
+    kept for as long as questions come. `look` is called before each, and may end the shape."""
     while True:
         await sink.asked.wait()
-        sink.asked.clear()
         while sink.asking:
-            consumer = sink.asking[0]
-            question = consumer.question
-            if question is not None and not consumer.shape.gone:
-                try:
-                    verdicts = await source.judge(question)
-                except Unavailable as error:
-                    _log.warning("a row cannot be asked of the database", handle=consumer.shape.handle, why=str(error))
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                except Invalid as error:
-                    verdicts = [EvaluationError(error.message)] * len(question.rows)
-                if consumer.question is question:
-                    consumer.answered(verdicts)
-                    sink.resume(consumer)
-            sink.asking.popleft()
+            try:
+                async with source.judging() as connection:
+                    while await _asked(sink):
+                        await _answer_first(sink, connection, look)
+            except Unavailable as error:
+                handle = sink.asking[0].shape.handle if sink.asking else ""
+                _log.warning("a row cannot be asked of the database", handle=handle, why=str(error))
+                sink.asking.rotate(-1)  # one that takes too long lets the others be asked first
+                await asyncio.sleep(RETRY_S)
+            except Invalid as error:
+                question = sink.asking[0].question
+                _answered(sink, question, [EvaluationError(error.message)] * len(question.rows if question else ()))
 
 
-async def judge(connection: psycopg.AsyncConnection[tuple[object, ...]], question: Question) -> list[Verdict]:
+async def _asked(sink: ShapeSink) -> bool:
+    """Whether there is a question, or comes within KEPT_S."""
+    sink.asked.clear()
+    if not sink.asking:
+        try:
+            async with asyncio.timeout(KEPT_S):
+                await sink.asked.wait()
+        except TimeoutError:
+            return False
+    return True
+
+
+async def _answer_first(sink: ShapeSink, connection: Connection, look: Look) -> None:
+    """Until it is answered the question stays the first: whatever is raised is about it."""
+    consumer = sink.asking[0]
+    question = consumer.question
+    if question is not None and not consumer.shape.gone:
+        await look(connection, consumer, question)
+    if question is None or consumer.shape.gone:
+        sink.asking.popleft()
+        return
+    _answered(sink, question, await judge(connection, question))
+
+
+def _answered(sink: ShapeSink, question: Question | None, verdicts: Sequence[Verdict]) -> None:
+    """The first of those that ask is told, unless it asks no more."""
+    consumer = sink.asking.popleft()
+    if question is not None and consumer.question is question:
+        consumer.answered(verdicts)
+        sink.resume(consumer)
+
+
+async def judge(connection: Connection, question: Question) -> list[Verdict]:
     """On a connection of its own. Raises psycopg.Error for what is no fault of a row."""
     import psycopg
 
     await connection.execute("SET search_path = pg_catalog")
     columns = [column for column in question.relation.columns if column.name in question.where.columns]
+    names = [column.name for column in columns]
     cursor = await connection.execute(
-        "SELECT format_type(o, m) FROM unnest(%s::oid[], %s::int[]) WITH ORDINALITY AS c(o, m, n) ORDER BY n",
-        ([column.type_oid for column in columns], [column.type_mod for column in columns]),
-    )
-    types = [str(name) for (name,) in await cursor.fetchall()]
+        TYPES_SQL,
+        (names, [column.type_oid for column in columns], [column.type_mod for column in columns],
+         question.relation.oid),
+    )  # fmt: skip
+    types = await cursor.fetchall()
     params = question.where.params
     values = [
-        f"CAST(${number} AS {type_}) AS {identifier(column.name)}"
-        for number, (column, type_) in enumerate(zip(columns, types, strict=True), len(params) + 1)
+        f"CAST(${number} AS {type_}){collation} AS {identifier(column.name)}"
+        for number, (column, (type_, collation)) in enumerate(zip(columns, types, strict=True), len(params) + 1)
     ]
     query = f"SELECT coalesce(({question.where.sql}), false) FROM (SELECT {', '.join(values)}) AS asked"
     found: list[Verdict] = []

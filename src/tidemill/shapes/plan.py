@@ -57,7 +57,7 @@ def definition_of(
     return ShapeDefinition(
         source,
         request.where,
-        where.params if where else (),
+        where.given if where else (),
         columns,
         request.replica,
         request.log_mode,

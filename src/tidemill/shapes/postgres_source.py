@@ -31,7 +31,6 @@ from tidemill.capture.wire.connection import (
 )
 from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
 from tidemill.shapes.held import HeldRows
-from tidemill.shapes.judging import Question, Verdict, judge
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.share import LoopShare, Turn
@@ -59,7 +58,8 @@ SNAPSHOTS_AT_ONCE = 4
 SUBSETS_AT_ONCE = 4
 """They do not wait for shapes that load, which takes much longer."""
 LOOKUPS_AT_ONCE = 2
-"""Of the catalogue; they do not wait for snapshots."""
+"""Of the catalogue; they do not wait for snapshots. Questions about rows, which the stream waits for, wait for neither:
+one is asked at a time."""
 
 
 class Passing(Unavailable):
@@ -80,6 +80,7 @@ class PostgresSource:
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
         self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
         self._subsets = asyncio.Semaphore(SUBSETS_AT_ONCE)
+        self._questions = asyncio.Semaphore(1)
 
     @asynccontextmanager
     async def _connection(self, slots: asyncio.Semaphore) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
@@ -110,22 +111,18 @@ class PostgresSource:
     async def describe(self, relation: Relation) -> TableColumns:
         """Raises Outdated, Unavailable."""
         async with self._connection(self._lookups) as connection:
-            cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
-            rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
-            try:
-                return table_columns(relation, rows)
-            except Missing as error:
-                raise Outdated(error.message) from error
+            return await describe(connection, relation)
 
-    async def columns(self, relation: Relation) -> frozenset[str]:
-        """Names of the table's columns, but for generated ones, which the stream need not carry. Raises Unavailable."""
+    async def columns(self, relation: Relation) -> dict[str, bool]:
+        """Names of the table's columns, and of each whether it is generated: the stream need not carry those, and does
+        where they are stored and published. Raises Unavailable."""
         async with self._connection(self._lookups) as connection:
             cursor = await connection.execute(
-                "SELECT attname::text FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped"
-                " AND attgenerated = ''",
+                "SELECT attname::text, attgenerated <> '' FROM pg_attribute"
+                " WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped",
                 (relation.oid,),
             )
-            return frozenset(str(name) for (name,) in await cursor.fetchall())
+            return {str(name): bool(generated) for name, generated in await cursor.fetchall()}
 
     async def says_old_rows(self, relation: Relation) -> bool:
         """Whether the stream says whole old rows of a table (old_rows.py). Raises Outdated, Unavailable."""
@@ -138,10 +135,11 @@ class PostgresSource:
                 raise Outdated(f"the table is gone: table={relation.name}.")
         return bool(row[0])
 
-    async def judge(self, question: Question) -> list[Verdict]:
-        """What the clause says of each row. Raises Unavailable or Invalid."""
-        async with self._connection(self._lookups) as connection:
-            return await judge(connection, question)
+    @asynccontextmanager
+    async def judging(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
+        """A connection for `judge`. Raises Unavailable or Invalid, also for what is asked on it."""
+        async with self._connection(self._questions) as connection:
+            yield connection
 
     async def load(
         self,
@@ -195,6 +193,16 @@ class PostgresSource:
                 await share.work(_Rendering(take, result, shown, writer).step)
             await connection.execute("COMMIT")
         return snapshot, lsn
+
+
+async def describe(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> TableColumns:
+    """Raises Outdated."""
+    cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
+    rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
+    try:
+        return table_columns(relation, rows)
+    except Missing as error:
+        raise Outdated(error.message) from error
 
 
 async def _open_snapshot(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 from msgspec.structs import replace
@@ -25,7 +25,7 @@ from tidemill.shapes.database import Database, Relations, Seeker
 from tidemill.shapes.describe import TableColumns
 from tidemill.shapes.held import HeldRows
 from tidemill.shapes.items import snapshot_end
-from tidemill.shapes.judging import answer
+from tidemill.shapes.judging import Question, answer
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import LogLimits, LogStorage, MemoryLog
 from tidemill.shapes.old_rows import needs_old_rows
@@ -49,6 +49,9 @@ from tidemill.shapes.store.store import ShapeStore
 from tidemill.shapes.subset import Metadata, SubsetRequest
 from tidemill.shapes.table_subsets import subset_reader
 from tidemill.shapes.where import Type, Where
+
+if TYPE_CHECKING:
+    from tidemill.shapes.judging import Connection
 
 _log = structlog.get_logger()
 
@@ -401,9 +404,21 @@ class TableShapes:
             database.store.record(shape.log, shape.handle, kept.encode(), str(snapshot))
 
     async def answer(self, name: str) -> None:
-        """Take the questions of the database's shapes to it, for ever."""
+        """Take the questions of the database's shapes to it, for ever. A shape whose columns the catalogue describes
+        otherwise by now ends: compiled anew it knows what it would else ask about again and again."""
         database = self._databases[name]
-        await answer(database.sink, database.source)
+
+        async def look(connection: Connection, consumer: TableConsumer, question: Question) -> None:
+            info = await database.look_again(connection, consumer.oid, self._clock.monotonic_s())
+            registered = self._consumers.get(consumer.shape.handle)
+            if info is None or registered is None:
+                return
+            now, then = info.where_types(), registered.info.where_types()
+            if any(now.get(column) != then.get(column) for column in question.where.columns):
+                consumer.shape.drop("the types of its columns changed")
+                database.sink.remove(consumer)
+
+        await answer(database.sink, database.source, look)
 
     # -- after a restart ---------------------------------------------------------------------------------------
 

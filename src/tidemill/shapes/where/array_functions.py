@@ -51,7 +51,11 @@ def call(name: str, operands: Sequence[Expression], location: str) -> Expression
     if element is None or any(not _same_labels(operands[place].type, element) for place in shared):
         raise refused
     operands = [
-        _of_type(operand, kind, element, location) if kind in _POLYMORPHIC else operand
+        _of_type(operand, kind, element, location)
+        if kind in _POLYMORPHIC
+        else coerce(operand, TEXT, location)
+        if kind == "text"
+        else operand
         for operand, kind in zip(operands, signature, strict=True)
     ]
     result, function = _FUNCTIONS[name](element, operands, refused)

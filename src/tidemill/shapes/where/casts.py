@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 
+import msgspec
+
 from tidemill.base.pgtext import DAY_US, INTEGERS, MOMENTS, check_integer, nearest_float4, to_float4
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, Row, resolve, strict
 from tidemill.shapes.where.types import (
@@ -32,9 +34,9 @@ def cast(expression: Expression, target: Type, location: str) -> Expression:
         return resolve(expression, target, location)
     source = expression.type
     if source.name == target.name and source.array == target.array:
-        return expression
+        return as_kind(expression, target)
     if target.name == "text" and not target.array and not source.array:
-        return _to_text(expression, location)
+        return as_kind(_to_text(expression, location), target)
     if source.array or target.array:
         raise _refused(source, target, location)
     if source.name == "text":
@@ -48,6 +50,15 @@ def cast(expression: Expression, target: Type, location: str) -> Expression:
     return Expression(target, strict(function, expression), constant=expression.constant)
 
 
+def as_kind(expression: Expression, target: Type) -> Expression:
+    """Text as the kind of text that `target` is: what is read beside it is cut and padded as that is."""
+    type_ = expression.type
+    if (type_.varying, type_.most_bytes) == (target.varying, target.most_bytes):
+        return expression
+    type_ = msgspec.structs.replace(type_, varying=target.varying, most_bytes=target.most_bytes)
+    return msgspec.structs.replace(expression, type=type_)
+
+
 def _refused(source: Type, target: Type, location: str) -> WhereError:
     return WhereError(f"{location}cannot cast type {source} to {target} in a where clause.")
 
@@ -59,6 +70,7 @@ def _to_text(expression: Expression, location: str) -> Expression:
         return Expression(
             expression.type.like("text"),
             strict(lambda text: text.rstrip(" "), expression),
+            constant=expression.constant,
             collated=expression.collated,
         )
     if kind == "bool":

@@ -10,7 +10,7 @@ from tidemill.base.pgtext import INTEGERS
 from tidemill.shapes.where import operators
 from tidemill.shapes.where.common import alike, coerce
 from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Evaluate, Expression, Row, resolve
-from tidemill.shapes.where.types import NUMBERS, Type, Value, WhereError, canonical
+from tidemill.shapes.where.types import CHAR_BYTES, NUMBERS, TEXTS, Type, Value, WhereError, canonical
 
 
 def coalesce(parts: Sequence[Expression], location: str) -> Expression:
@@ -64,6 +64,8 @@ def _compared_as(left: Type, right: Type) -> Type:
         return Type("float8") if b.startswith("float") else Type("numeric")
     if a == "bpchar" and b == "text" and not right.varying:
         return left.like("text")
+    if left.most_bytes == CHAR_BYTES and right.most_bytes != CHAR_BYTES and {a, b} <= TEXTS:  # name = text there is
+        return msgspec.structs.replace(left, most_bytes=0)
     return left.like("bpchar") if left.varying and b == "bpchar" else left
 
 

@@ -11,12 +11,26 @@ from collections.abc import Sequence
 import msgspec
 
 from tidemill.shapes.where import casts
-from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, resolve
+from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, resolve, strict
 from tidemill.shapes.where.folding import folding_of
-from tidemill.shapes.where.types import MOMENTS, NUMBERS, Type, WhereError
+from tidemill.shapes.where.types import MOMENTS, NAME_BYTES, NUMBERS, Type, WhereError, cut
 
-_TEXT_CASTS = frozenset({"text", "bpchar"})
+_TEXT_CASTS = {
+    "char": {"text"},
+    "name": {"text"},
+    "text": {"name", "varchar", "bpchar"},
+    "varchar": {"name", "text", "bpchar"},
+    "bpchar": {"name", "text", "varchar"},
+}
+"""Implicit ones, between the kinds of text."""
 _PREFERRED = frozenset({"text", "float8", "timestamptz", "bool", "interval"})
+
+
+def _kind(type_: Type) -> str:
+    """PostgreSQL's name of the type, where it is text of any kind."""
+    if type_.most_bytes:
+        return "name" if type_.most_bytes == NAME_BYTES else "char"
+    return "varchar" if type_.varying else type_.name
 
 
 def _casts(source: str, target: str) -> bool:
@@ -25,7 +39,7 @@ def _casts(source: str, target: str) -> bool:
         return NUMBERS[source] <= NUMBERS[target]
     if source in MOMENTS and target in MOMENTS:
         return MOMENTS[source] <= MOMENTS[target]
-    return source in _TEXT_CASTS and target in _TEXT_CASTS
+    return target in _TEXT_CASTS.get(source, ())
 
 
 def common_type(parts: Sequence[Expression]) -> Type | None:
@@ -37,16 +51,21 @@ def common_type(parts: Sequence[Expression]) -> Type | None:
             continue
         if chosen is None:
             chosen = type_
-        elif (chosen.name, chosen.array) != (type_.name, type_.array):
-            if chosen.array or type_.array or not (_casts(chosen.name, type_.name) or _casts(type_.name, chosen.name)):
+            continue
+        known, new = _kind(chosen), _kind(type_)
+        if chosen.array or type_.array:
+            if (chosen.name, chosen.array, chosen.most_bytes) != (type_.name, type_.array, type_.most_bytes):
                 return None
-            if chosen.name not in _PREFERRED and not _casts(type_.name, chosen.name):
+        elif known != new:
+            if "char" in (known, new) or not (_casts(known, new) or _casts(new, known)):
+                return None
+            if known not in _PREFERRED and not _casts(new, known):
                 chosen = type_
     if chosen is None:
         chosen = TEXT
-    known = [part for part in parts if part.type != UNKNOWN]
-    ordered = all(part.type.ordered for part in known)
-    collated = any(part.collated for part in known)
+    typed = [part for part in parts if part.type != UNKNOWN]
+    ordered = all(part.type.ordered for part in typed)
+    collated = any(part.collated for part in typed)
     return msgspec.structs.replace(chosen, ordered=ordered or collated, folding=folding_of(*parts))
 
 
@@ -61,8 +80,15 @@ def alike(parts: Sequence[Expression], what: str, location: str) -> tuple[Type, 
 
 def coerce(expression: Expression, target: Type, location: str) -> Expression:
     """By an implicit cast, which must exist."""
-    if expression.type == UNKNOWN:
+    source = expression.type
+    if source == UNKNOWN:
         return resolve(expression, target, location)
-    if expression.type.name == target.name:
-        return expression
-    return casts.cast(expression, target, location)
+    same = expression if source.name == target.name else casts.cast(expression, target, location)
+    if target.most_bytes not in (0, source.most_bytes):
+
+        def to_name(text: str) -> str:
+            found = cut(target.most_bytes, text)
+            return found.rstrip(" ") if source.name == "bpchar" else found
+
+        same = msgspec.structs.replace(same, evaluate=strict(to_name, same), column="")
+    return casts.as_kind(same, target)

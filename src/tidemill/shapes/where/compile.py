@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from tidemill.base.pgtext import INTEGER_DIGITS, INTEGERS, read_numeric
 from tidemill.base.tasks import is_fault, sentence
 from tidemill.shapes.where import (
@@ -48,6 +50,7 @@ from tidemill.shapes.where.expressions import (
 from tidemill.shapes.where.parsing import guarded, parse_clause
 from tidemill.shapes.where.printing import sql_of
 from tidemill.shapes.where.types import (
+    CHAR_BYTES,
     CUT,
     EvaluationError,
     Type,
@@ -77,7 +80,9 @@ class Where:
     """A compiled filter.
 
     sql       the clause printed from the checked tree; safe to embed in a query
-    params    values for the $n in `sql`
+    params    values for the $n in `sql`, in which each number is used once: PostgreSQL gives a parameter one type, by
+              its first use in the statement, and a literal would take one at each place, as it does here
+    given     values of the $n as the client numbers them
     columns   names of the columns it reads
     equality  what a row must have to match, where the clause says so; see `Equality`
     may_fail  it may raise on a row (a division, an overflow, a cast), which tells something of that row
@@ -90,12 +95,14 @@ class Where:
         columns: frozenset[str],
         expression: Expression,
         *,
+        given: tuple[str, ...],
         may_fail: bool = False,
     ) -> None:
         self.may_fail = may_fail
         self.equality = expression.equality
         self.sql = sql
         self.params = params
+        self.given = given
         self.columns = columns
         self._evaluate = expression.evaluate
 
@@ -123,7 +130,8 @@ def compile_where(
 ) -> Where:
     """Compile a where clause over `columns` (name → type). Raises WhereError with the exact reason.
 
-    `first_param`: the number that `$1` has in `sql`, where the clause is printed behind others with values of theirs.
+    `first_param`: the number of the first parameter in `sql`, where the clause is printed behind others with values of
+    theirs.
     """
     return guarded(lambda: _compile(text, params, columns, schema, table, first_param))
 
@@ -139,13 +147,16 @@ def _compile(
     used = compiler.used_params
     if used != set(range(1, len(used) + 1)):
         raise WhereError("parameters must be numbered sequentially from $1.")
+    sent: list[str] = []
     for node in compiler.param_nodes.values():
-        node.number += first_param - 1
+        sent.append(params[node.number - 1])
+        node.number = first_param - 1 + len(sent)
     return Where(
         sql_of(select.where_clause),
-        tuple(params[: len(used)]),
+        tuple(sent),
         frozenset(compiler.used_columns),
         expression,
+        given=tuple(params[: len(used)]),
         may_fail=compiler.may_fail,
     )
 
@@ -252,7 +263,9 @@ class TreeCompiler:
         operand = resolve(self.visit(node.arg, depth), TEXT)
         if operand.type.array or operand.type.name not in ("text", "bpchar"):
             raise WhereError(f"{_at(node)}collations are not supported by type {operand.type}")
-        type_ = Type(operand.type.name, False, True, "ascii")
+        if operand.type.most_bytes == CHAR_BYTES:
+            raise WhereError(f'{_at(node)}collations are not supported by type "char"')
+        type_ = msgspec.structs.replace(operand.type, ordered=True, folding="ascii")
         return Expression(type_, operand.evaluate, constant=operand.constant, collated=True)
 
     def _visit_bool_expr(self, node: Any, depth: int) -> Expression:

@@ -24,6 +24,7 @@ def both(outer: Where, inner: Where) -> Where:
         (*outer.params, *inner.params),
         outer.columns | inner.columns,
         Expression(BOOL, evaluate, equality=narrower(outer.equality, inner.equality)),
+        given=(*outer.given, *inner.given),
         may_fail=outer.may_fail or inner.may_fail,
     )
 

@@ -82,10 +82,22 @@ def _bool(node: Any) -> str:
     return "(" + (" AND " if node.boolop == pb.AND_EXPR else " OR ").join(parts) + ")"
 
 
+def _untyped(node: Any) -> bool:
+    """Whether nothing in it gives a type to a parameter that it is."""
+    while node.WhichOneof("node") == "collate_clause":
+        node = node.collate_clause.arg
+    return bool(node.WhichOneof("node") == "param_ref")
+
+
+def _known(node: Any) -> str:
+    """With a type, where what stands beside it gives none: PostgreSQL refuses a parameter that has none."""
+    return f'CAST({sql_of(node)} AS pg_catalog."text")' if _untyped(node) else sql_of(node)
+
+
 def _null_test(node: Any) -> str:
     pb = _names()
 
-    return f"({sql_of(node.arg)} IS {'' if node.nulltesttype == pb.IS_NULL else 'NOT '}NULL)"
+    return f"({_known(node.arg)} IS {'' if node.nulltesttype == pb.IS_NULL else 'NOT '}NULL)"
 
 
 def _boolean_test(node: Any) -> str:
@@ -125,6 +137,8 @@ def _operation(node: Any) -> str:
         low, high = node.rexpr.list.items
         return f"({left} {_between()[kind]} {sql_of(low)} AND {sql_of(high)})"
     if kind in (pb.AEXPR_DISTINCT, pb.AEXPR_NOT_DISTINCT):
+        if "NULL" in (left, right):  # a test for NULL, to PostgreSQL
+            left, right = _known(node.lexpr), _known(node.rexpr)
         return f"({left} IS {'' if kind == pb.AEXPR_DISTINCT else 'NOT '}DISTINCT FROM {right})"
     if kind == pb.AEXPR_NULLIF:
         return f"NULLIF({left}, {right})"

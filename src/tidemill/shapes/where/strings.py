@@ -155,16 +155,17 @@ def _pieces(pattern: str) -> tuple[list[list[str | None]], bool]:
 
 def unfinished(pattern: Expression) -> bool:
     """Whether a constant pattern ends with an escape character, so that comparing with it may fail."""
-    text = pattern.evaluate({})
+    text = _as_text(pattern).evaluate({})
     return text is not None and LikePattern(str(text)).unfinished
 
 
 def like(name: str, left: Expression, right: Expression, location: str) -> Expression:
-    """`name` is ~~, !~~, ~~* or !~~*."""
+    """`name` is ~~, !~~, ~~* or !~~*. Padded text is matched with its padding, and is a pattern without it."""
     left, right = resolve(left, TEXT, location), resolve(right, TEXT, location)
     for side in (left, right):
         if side.type.array or side.type.name not in ("text", "bpchar"):
             raise no_operator(name, left.type, right.type, location)
+    right = _as_text(right)
     wanted = not name.startswith("!")
     fold = lower(folding_of(left, right), location) if name.endswith("*") else str
     known = right.evaluate({}) if right.constant else None

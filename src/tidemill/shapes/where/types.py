@@ -79,14 +79,16 @@ class Type(msgspec.Struct, frozen=True):
 
     def like(self, name: str, *, array: bool = False) -> Type:
         """Another type, whose text is of the same collation."""
-        varying = self.varying and name == self.name
-        return msgspec.structs.replace(self, name=name, array=array, varying=varying)
+        varying, most_bytes = (self.varying, self.most_bytes) if name == self.name else (False, 0)
+        return msgspec.structs.replace(self, name=name, array=array, varying=varying, most_bytes=most_bytes)
 
 
 ALIASES = {"varchar": "text", "name": "text", "char": "text"}
 """Types that compare like another."""
 
-CUT = {"name": 63, "char": 1}
+NAME_BYTES = 63
+CHAR_BYTES = 1
+CUT = {"name": NAME_BYTES, "char": CHAR_BYTES}
 """Bytes of the types that cut longer text."""
 
 
@@ -133,12 +135,12 @@ def reader(type_: Type) -> Callable[[str], Value]:
     if read is None:
         raise WhereError(f"type {type_} is not supported in a where clause.", fix="Cast the column to text.")
     if type_.most_bytes:
-        read = partial(_cut, type_.most_bytes)
+        read = partial(cut, type_.most_bytes)
     return (lambda text: read_array(text, read)) if type_.array else read
 
 
-def _cut(most_bytes: int, text: str) -> str:
-    """Raises EvaluationError for the bytes and escapes that "char" has beyond ASCII."""
-    if most_bytes == 1 and (not text[:1].isascii() or (text[:1] == "\\" and len(text) > 1)):
+def cut(most_bytes: int, text: str) -> str:
+    """As name and "char" cut it. Raises EvaluationError for the bytes and escapes that "char" has beyond ASCII."""
+    if most_bytes == CHAR_BYTES and (not text[:1].isascii() or (text[:1] == "\\" and len(text) > 1)):
         raise EvaluationError(f'the text is not read as "char" in a where clause: "{text}"')
     return text if len(text) * 4 <= most_bytes else text.encode()[:most_bytes].decode(errors="ignore")
