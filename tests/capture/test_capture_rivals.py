@@ -21,13 +21,14 @@ from test_capture_tables import in_world
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.capture import rivals
+from tidemill.capture import present, rivals, watch
 from tidemill.capture.avro_schemas import schemas_of
 from tidemill.capture.changes import Column, Fragment, Relation, Row
 from tidemill.capture.events import Source
 from tidemill.capture.rivals import Rivals
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.wire.connection import Wire
 from tidemill.capture.wire.errors import SqlError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shapes.consumer import Backlog, Entry, TableConsumer, Transaction, Work
@@ -431,5 +432,35 @@ def test_f486_a_table_whose_rows_cannot_be_asked_for_is_parked_alone_and_copied_
                 await as_selected(world, "good")
             await world.flowing("d2")
             await as_selected(world, "d2", "good")
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.postgres
+def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_question_not_for_all_of_them(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the session ends, and the next one is told the same transaction and asks the same."""
+    some, slices = present._some, list[int]()
+
+    async def slowly(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+        slices.append(len(rows))
+        await asyncio.sleep(0.5)
+        return await some(wire, relation, rows)
+
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE d2 (id int PRIMARY KEY DEFERRABLE)", "ALTER TABLE d2 REPLICA IDENTITY FULL",
+            "INSERT INTO d2 SELECT g FROM generate_series(1, 101) g",
+        )  # fmt: skip
+        async with world.capture() as capture:
+            await world.flowing("d2")
+            session = capture._session
+            monkeypatch.setattr(present, "ASKED_AT_ONCE", 10)
+            monkeypatch.setattr(present, "_some", slowly)
+            monkeypatch.setattr(watch, "ANSWER_DEADLINE_S", 3.0)
+            await world.sql("UPDATE d2 SET id = id + 1")
+            await as_selected(world, "d2")
+            assert capture._session is session and slices == [10] * 10
 
     in_world(postgres_dsn, scenario)

@@ -344,7 +344,7 @@ async def _nobody(wire: ServerWire, *_: object) -> None:
     await wire.server.asked()
 
 
-async def _rows_now(wire: ServerWire, *_: object) -> None:
+async def _rows_now(*_: object) -> None:
     raise AssertionError("rows of this world have different contents")
 
 
