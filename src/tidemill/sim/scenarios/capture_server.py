@@ -434,7 +434,7 @@ async def _describe(wire: ServerWire, oids: Sequence[int]) -> dict[int, Relation
     return {oid: wire.server.db.relations[oid] for oid in oids}
 
 
-async def _describe_after(wire: ServerWire, xid: int, oid: int) -> Relation | None:
+async def _describe_after(wire: ServerWire, xid: int, oid: int, *, whole: bool) -> Relation | None:
     await wire.server.asked()
     return wire.server.db.relations.get(oid)
 
