@@ -191,7 +191,18 @@ async def begin_era(
     if latest.era > era and latest.lsn <= lsn:
         return latest.era, latest  # by a session that was cut off before it recorded the history
     era = max(era, latest.era) + 1
+    return era, await _bind(remap, clock, lsn, era)
+
+
+async def bind_confirmed(remap: Remap, clock: Clock, slot: SlotState, latest: Binding) -> Binding | None:
+    """M1: of a version that recorded no history, and confirmed WAL without a change before it was bound. Once the
+    history is there a slot beyond the newest binding was moved. Raises as Minter.mint."""
+    return await _bind(remap, clock, slot.confirmed_lsn - 1, latest.era) if beyond(slot, latest.lsn) else latest
+
+
+async def _bind(remap: Remap, clock: Clock, lsn: int, era: int) -> Binding | None:
+    """The offsets of the newest binding once more."""
     minter = Minter(remap, clock, interval_ms=0)
     await minter.open()
     await minter.mint(Binding(0, {}, lsn, era=era))
-    return era, minter.latest
+    return minter.latest
