@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import psycopg
 import pytest
 from capture_world import World, until
+from msgspec.structs import replace
 from test_capture_tables import GOOD, good_flows, in_world
 
 from tidemill.capture import poison
@@ -96,6 +97,43 @@ def test_f487_bytes_that_are_not_utf8_cost_the_table_that_has_them_and_no_other(
             await good_flows(world)
         async with world.capture(tables=("*", "*.*")):
             await good_flows(world)
+
+    in_world(unchecked_dsn, scenario)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("identity", ["full", "as-is"])
+def test_an_index_or_a_partition_of_a_captured_table_that_gets_a_name_that_is_not_utf8_costs_that_table_alone(
+    unchecked_dsn: str, identity: str
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*GOOD, *plain("indexed"))
+        await world.sql("CREATE TABLE parted (id int PRIMARY KEY) PARTITION BY RANGE (id)")
+        settings = {"identity": identity, "table_poll_s": 0.1}
+        async with world.capture(**settings) as capture:
+            await world.flowing("good", "indexed", "parted")
+            await raw(
+                world,
+                b'CREATE UNIQUE INDEX "caf\xe9s" ON indexed (id)',
+                b'ALTER TABLE indexed REPLICA IDENTITY USING INDEX "caf\xe9s"',
+                b'CREATE TABLE "part\xe9" PARTITION OF parted FOR VALUES FROM (0) TO (9)',
+            )
+            await world.parked("parted", "a name is not UTF-8")
+            row = await world.parked("indexed", "a name is not UTF-8")
+            session = capture._session
+            await told(world)
+            await good_flows(world)
+            assert capture._session is session and world.tracker.failure(capture.config.mark) is None
+        async with world.capture(**settings):
+            await good_flows(world)
+            assert await world.table("public.indexed") == replace(row, identity='USING INDEX "caf\\xe9s"')
+
+    async def told(world: World) -> None:
+        async def holds() -> bool:
+            row = await world.table("public.indexed")
+            return row is not None and row.identity == 'USING INDEX "caf\\xe9s"'
+
+        await until(holds, "the identity is told")
 
     in_world(unchecked_dsn, scenario)
 

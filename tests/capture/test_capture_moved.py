@@ -11,15 +11,19 @@ from typing import Any
 import psycopg
 import pytest
 from capture_world import World, until
+from msgspec.structs import replace
 from proxy import Proxy
 from standbys import copied_files, cut_off, primary, promote, signalled, standby
+from test_capture_chunks import SMALL, as_folded, copy_of
 from test_capture_tables import in_world
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import Corrupt, Invalid, Unavailable
 from tidemill.capture import machine
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
+from tidemill.capture.prepare import Prepared
 from tidemill.capture.rights import check_capture
+from tidemill.capture.session import Session
 from tidemill.capture.timeline import fork, parse_history
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
@@ -333,6 +337,110 @@ def test_idle_wal_is_confirmed_only_once_it_is_bound_so_that_a_slot_beyond_was_m
         async with world.capture(tables=("t",)):
             await world.caught_up()
             assert await world.topic_id("t") == topic
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.postgres
+def test_a_copy_on_a_slot_that_the_capture_made_anew_goes_on_after_its_session_broke(postgres_dsn: str) -> None:
+    """The newest binding is that of the tables before, for as long as the copy takes."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE a (id int PRIMARY KEY, v int, w text)",
+            "INSERT INTO a SELECT g, g, repeat('w', 100) FROM generate_series(1, 3000) g",
+        )
+        async with world.capture(**SMALL):
+            await world.caught_up()
+            before = await world.topic_id("a")
+        latest = await world.remap().latest()
+        await world.sql(f"DROP PUBLICATION tidemill_{world.name}", "UPDATE a SET v = -v WHERE id % 100 = 1")
+        async with world.capture(wait=False, copy_rows_per_s=2000, **SMALL):
+            await until(lambda: copied_partly(world), "chunks are told to be done")
+        begun, topic = await copy_of(world), await world.topic_id("a")
+        assert begun is not None and begun.done and topic != before
+        assert latest is not None and await world.confirmed() - 1 > latest.lsn, "the slot is a new one"
+        async with world.capture(**SMALL):
+            await world.flowing("a")
+            await world.sql("INSERT INTO a VALUES (9999, 1, 'x')")
+            await world.caught_up()
+        row = await world.table("public.a")
+        assert await world.topic_id("a") == topic, "what was copied is kept"
+        assert row is not None and row.snapshot is not None and row.snapshot.lsn == begun.lsn
+        assert "the publication is gone" in (await world.row()).recopied
+        assert await world.folded("a") == await as_folded(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+async def copied_partly(world: World) -> bool:
+    return await copy_of(world) is not None
+
+
+@pytest.mark.postgres
+def test_a_table_that_is_parked_for_the_operator_stays_so_while_wal_is_confirmed_that_nobody_binds(
+    postgres_dsn: str,
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*ONE, "CREATE TABLE other (id int)")
+        settings: dict[str, Any] = {"tables": ("t",), "table_poll_s": 0.2}
+        async with world.capture(**settings) as capture:
+            await world.caught_up()
+            topic = await world.topic_id("t")
+            await world.sql("ALTER TABLE t DROP COLUMN v", "INSERT INTO t VALUES (2)")
+            parked = await world.parked("t", "its description changed")
+            await until(lambda: passed(world, parked.parked_lsn), "the WAL up to there is confirmed")
+        for _ in range(2):  # the second one begins where the first one has confirmed WAL that no binding has
+            async with world.capture(**settings) as capture:
+                await world.sql("INSERT INTO other VALUES (1)")
+                end = await world.wal_end()
+                await until(lambda end=end: passed(world, end), "WAL is confirmed")  # type: ignore[misc]
+                assert capture.streaming
+        assert await world.table("public.t") == parked, "nobody asked to copy it"
+        assert await world.topic_id("t") == topic and (await world.row()).recopied == ""
+        latest = await world.remap().latest()
+        assert latest is not None and await world.confirmed() - 1 > latest.lsn
+
+    in_world(postgres_dsn, scenario)
+
+
+async def passed(world: World, lsn: int) -> bool:
+    return await world.confirmed() >= lsn
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("cut_off", [False, True], ids=["at once", "after a session that was cut off"])
+def test_idle_wal_that_an_older_version_confirmed_before_it_was_bound_is_no_slot_that_was_moved(
+    postgres_dsn: str, cut_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a version recorded no history. This one does, before anything else of its own is bound."""
+    open_writer, sessions = Session._open_writer, list[Session]()
+
+    async def opened(self: Session, prepared: Prepared) -> None:
+        sessions.append(self)
+        if cut_off and len(sessions) == 1:
+            raise Unavailable("cut off.")
+        await open_writer(self, prepared)
+
+    async def scenario(world: World) -> None:
+        await world.sql(*ONE, "CREATE TABLE other (id int)")
+        async with world.capture(tables=("t",)):
+            await world.caught_up()
+            topic = await world.topic_id("t")
+        await world.sql("INSERT INTO other SELECT g FROM generate_series(1, 100) g")
+        slot = f"tidemill_{world.name}"
+        await world.sql(f"SELECT pg_replication_slot_advance('{slot}', pg_current_wal_flush_lsn())")
+        await world.catalogue.put(replace(await world.row(), history=()))
+        before = await world.remap().latest()
+        assert before is not None and await world.confirmed() - 1 > before.lsn
+        await world.sql("INSERT INTO t VALUES (2, 2)", "UPDATE t SET v = 5 WHERE id = 1")
+        monkeypatch.setattr(Session, "_open_writer", opened)
+        async with world.capture(tables=("t",)) as capture:
+            assert (await world.row()).history
+            await world.caught_up()
+            assert capture._session is sessions[-1] and len(sessions) == 1 + cut_off
+        assert await world.topic_id("t") == topic and (await world.row()).recopied == ""
+        assert len(await world.records("t")) == 3 and await select_is(world, "t")()
 
     in_world(postgres_dsn, scenario)
 

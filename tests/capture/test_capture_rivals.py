@@ -21,13 +21,14 @@ from test_capture_tables import in_world
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.capture import rivals
+from tidemill.capture import present, rivals, watch
 from tidemill.capture.avro_schemas import schemas_of
 from tidemill.capture.changes import Column, Fragment, Relation, Row
 from tidemill.capture.events import Source
 from tidemill.capture.rivals import Rivals
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.wire.connection import Wire
 from tidemill.capture.wire.errors import SqlError
 from tidemill.metastore.catalogue import PipelineRow, TopicRow
 from tidemill.shapes.consumer import Backlog, Entry, TableConsumer, Transaction, Work
@@ -458,5 +459,94 @@ def test_f486_a_table_whose_rows_cannot_be_asked_for_is_parked_alone_and_copied_
                 await as_selected(world, "good")
             await world.flowing("d2")
             await as_selected(world, "d2", "good")
+
+    in_world(postgres_dsn, scenario)
+
+
+REKEYED = "ALTER TABLE {0} DROP CONSTRAINT {0}_pkey, ADD PRIMARY KEY (id) {1}"
+
+
+@pytest.mark.postgres
+def test_keys_that_were_deferrable_when_they_moved_are_told_apart_though_the_catalogue_says_otherwise_now(
+    postgres_dsn: str,
+) -> None:
+    async def scenario(world: World) -> None:
+        for table in ("d", "late"):
+            await world.sql(
+                f"CREATE TABLE {table} (id int PRIMARY KEY, v text)", f"ALTER TABLE {table} REPLICA IDENTITY FULL",
+                f"INSERT INTO {table} SELECT g, 'v' || g FROM generate_series(1, 5) g",
+            )  # fmt: skip
+        async with world.capture() as capture:
+            await world.flowing("d", "late")
+            await world.transaction(
+                REKEYED.format("d", "DEFERRABLE"), "UPDATE d SET id = id + 1", REKEYED.format("d", "")
+            )
+            await as_selected(world, "d")
+            await world.sql("UPDATE d SET v = 'new' WHERE id = 3", "DELETE FROM d WHERE id = 2")
+            await as_selected(world, "d")
+            assert not capture._session._converter.relations[await oid(world, "d")].deferrable, "only for as long"
+        await world.sql(  # told once the key is another one, made by a later transaction
+            REKEYED.format("late", "DEFERRABLE"), "UPDATE late SET id = id + 1", REKEYED.format("late", "")
+        )
+        async with world.capture():
+            await as_selected(world, "late")
+            for table in ("d", "late"):
+                row = await world.table(f"public.{table}")
+                assert row is not None and row.flows and row.generation == 0
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.postgres
+def test_a_key_that_was_made_anew_is_no_deferrable_one_where_the_stream_says_only_keys_of_old_rows(
+    postgres_dsn: str,
+) -> None:
+    """Rivals cannot be told apart by these; the identity itself says whether the key is one that may be deferred."""
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE d (id int PRIMARY KEY, v text)", "INSERT INTO d VALUES (1, 'a'), (2, 'b')")
+        async with world.capture(identity="as-is"):
+            await world.flowing("d")
+            await world.transaction(
+                REKEYED.format("d", ""), "INSERT INTO d VALUES (3, 'c')", "UPDATE d SET v = 'd' WHERE id = 3",
+                "DELETE FROM d WHERE id = 3", "UPDATE d SET id = 9 WHERE id = 1",
+            )  # fmt: skip
+            await as_selected(world, "d")
+            row = await world.table("public.d")
+            assert row is not None and row.flows
+
+    in_world(postgres_dsn, scenario)
+
+
+async def oid(world: World, table: str) -> int:
+    return int((await world.select(f"SELECT '{table}'::regclass::oid::bigint"))[0][0])
+
+
+@pytest.mark.postgres
+def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_question_not_for_all_of_them(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the session ends, and the next one is told the same transaction and asks the same."""
+    some, slices = present._some, list[int]()
+
+    async def slowly(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+        slices.append(len(rows))
+        await asyncio.sleep(0.5)
+        return await some(wire, relation, rows)
+
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE d2 (id int PRIMARY KEY DEFERRABLE)", "ALTER TABLE d2 REPLICA IDENTITY FULL",
+            "INSERT INTO d2 SELECT g FROM generate_series(1, 101) g",
+        )  # fmt: skip
+        async with world.capture() as capture:
+            await world.flowing("d2")
+            session = capture._session
+            monkeypatch.setattr(present, "ASKED_AT_ONCE", 10)
+            monkeypatch.setattr(present, "_some", slowly)
+            monkeypatch.setattr(watch, "ANSWER_DEADLINE_S", 3.0)
+            await world.sql("UPDATE d2 SET id = id + 1")
+            await as_selected(world, "d2")
+            assert capture._session is session and slices == [10] * 10
 
     in_world(postgres_dsn, scenario)

@@ -46,8 +46,8 @@ class Descriptions:
         (CaptureTableRow), () = none.
         """
         message = seen.message
-        xid = self._converter.xid
-        now = await control.ask(lambda wire: describe_after(wire, xid, message.oid))
+        xid, whole = self._converter.xid, message.identity == "f"
+        now = await control.ask(lambda wire: describe_after(wire, xid, message.oid, whole=whole))
         lsn = self._converter.commit_lsn
         async with self._parking:
             version = await follow(self._desk, control, message, now, xid, lsn)

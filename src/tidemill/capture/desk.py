@@ -297,14 +297,15 @@ class Desk:
 
     async def identified(self, table: TableInfo) -> None:
         """What the database says of a table's REPLICA IDENTITY now, for whoever lists the tables."""
+        identity = readable(table.identity)  # a name of an index in it need not be UTF-8, and the catalogue's is
 
         def known(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.oid != table.oid:
                 return found
-            return replace(found, identity=table.identity)
+            return replace(found, identity=identity)
 
         row = self.rows.get(table.name)
-        if row is not None and row.oid == table.oid and row.identity != table.identity:
+        if row is not None and row.oid == table.oid and row.identity != identity:
             await self.change(table.name, known)
 
     async def hand_over(self, row: CaptureTableRow) -> bool:

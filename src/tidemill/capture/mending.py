@@ -17,6 +17,7 @@ from tidemill.base.errors import Unavailable
 from tidemill.capture.beside import Beside
 from tidemill.capture.desk import recopy
 from tidemill.capture.looking import Kept
+from tidemill.capture.naming import odd
 from tidemill.capture.others import Objections
 from tidemill.capture.publication import not_full, publish, unpublish
 from tidemill.capture.tables import Hazard, Refusal, TableInfo, hazards
@@ -57,8 +58,11 @@ class Mending:
             if row is not None and not hazard.virtual and config.whole and objection is None:
                 # Noted before the connection is asked to alter it: what consensus takes is no silence of PostgreSQL's.
                 earlier = await self._control.ask(lambda wire, oid=hazard.oid: not_full(wire, oid))  # type: ignore[misc]
-                await self._desk.note(row.table, earlier)
-                mended = await self._control.ask(lambda wire, table=hazard.table: self._full(wire, table))  # type: ignore[misc]
+                mended = False
+                # What cannot be noted is left as it is: the table is parked for the name that is not UTF-8 (tables.py).
+                if not any(odd(name) for noted in earlier.values() for name in noted):
+                    await self._desk.note(row.table, earlier)
+                    mended = await self._control.ask(lambda wire, table=hazard.table: self._full(wire, table))  # type: ignore[misc]
                 if mended or not hazard.breaks:
                     continue
             if hazard.virtual or hazard.breaks:

@@ -3,7 +3,8 @@
     what moved                               the sign                                       copied again
     the database: failover to a standby      another history, or a WAL that ends below      tables with records or
     that is behind, point-in-time recovery   the newest binding                             state beyond the fork
-    the slot: made again, or advanced        it is confirmed beyond the newest binding      all tables
+    the slot: made again, or advanced        it is confirmed beyond the newest binding,     all tables
+                                             and a table goes on from that (M4)
     the publication of a table               other rows than at its copy (publication.py)   that table
 
 M1  The signs that are compared were durable before anything was built on them: history and publication are in the rows
@@ -12,11 +13,14 @@ M2  Tables that start over are written first, then the binding that begins the e
     cut off in between is repeated by the next one, with the same result.
 M3  A binding of the new era repeats the offsets of the newest one at the last LSN that is common to both histories. So
     every position that is compared from then on is one of this history (docs/rfcs/0010-histories-that-fork.md).
+M4  The slot may be beyond the newest binding by this capture's own doing, while no table goes on from that binding: one
+    that begins anew makes its slot before it binds what it copies, and one whose tables are all parked confirms WAL and
+    binds nothing. Tables that no binding has are judged by their own copies (prepare.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -48,7 +52,7 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 def beyond(slot: SlotState, bound_lsn: int) -> bool:
-    """The slot is confirmed beyond what is bound, which no session of this capture tells it. Pure."""
+    """The slot is confirmed beyond what is bound, which no session tells it that writes a table (M4). Pure."""
     return slot.confirmed_lsn - 1 > bound_lsn
 
 
@@ -64,6 +68,24 @@ def unaccounted(slot: SlotState | None, table: CapturedTable, latest: Binding | 
     if latest is not None and table.topic.topic_id in latest.offsets:
         return beyond(slot, latest.lsn)
     return let_go(slot, table.snapshot.told_from_lsn)
+
+
+async def _ahead(
+    slot: SlotState, rows: Iterable[CaptureTableRow], latest: Binding | None, catalogue: Catalogue
+) -> bool:
+    """M4: what follows the newest binding was to come from the slot, for some table or what is set aside of it, and is
+    confirmed."""
+    if latest is None or not beyond(slot, latest.lsn):
+        return False
+    for table in rows:
+        if table.aside is not None and table.aside.topic_id in latest.offsets:
+            return True
+        if table.snapshot is None or 0 < table.parked_lsn <= latest.lsn + 1:
+            continue
+        topic = await catalogue.get(TopicRow, table.topic)
+        if topic is not None and topic.topic_id in latest.offsets:
+            return True
+    return False
 
 
 async def compare(
@@ -87,7 +109,7 @@ async def compare(
     if row.restored and (slot is None or beyond(slot, bound_lsn)):
         reason = f"the slot is ahead of what was restored: slot={config.slot} bound={Lsn(max(0, bound_lsn))}."
         return Moved(None, reason, True)
-    if row.history and latest is not None and slot is not None and beyond(slot, bound_lsn):
+    if row.history and slot is not None and await _ahead(slot, rows.values(), latest, catalogue):
         reason = (
             f"the replication slot was made again or advanced by another client: slot={config.slot}"
             f" confirmed={Lsn(slot.confirmed_lsn)} bound={Lsn(bound_lsn)}."
@@ -114,7 +136,8 @@ async def _forked(
     facts = f"timeline={line.number} fork={Lsn(fork_lsn)} {captured}"
     if slot is None or slot.wal_status == "lost" or not slot.confirmed_lsn:
         return Moved(fork_lsn, f"the captured database is on another timeline and its slot is gone: {facts}.", True)
-    if latest is not None and beyond(slot, min(bound_lsn, fork_lsn - 1)):
+    beyond_fork = latest is not None and beyond(slot, fork_lsn - 1)
+    if beyond_fork or await _ahead(slot, rows.values(), latest, catalogue):
         said = "the captured database is on another timeline and its slot is ahead of the fork"
         return Moved(fork_lsn, f"{said}: {facts} confirmed={Lsn(slot.confirmed_lsn)}.", True)
     names = {
@@ -168,7 +191,18 @@ async def begin_era(
     if latest.era > era and latest.lsn <= lsn:
         return latest.era, latest  # by a session that was cut off before it recorded the history
     era = max(era, latest.era) + 1
+    return era, await _bind(remap, clock, lsn, era)
+
+
+async def bind_confirmed(remap: Remap, clock: Clock, slot: SlotState, latest: Binding) -> Binding | None:
+    """M1: of a version that recorded no history, and confirmed WAL without a change before it was bound. Once the
+    history is there a slot beyond the newest binding was moved. Raises as Minter.mint."""
+    return await _bind(remap, clock, slot.confirmed_lsn - 1, latest.era) if beyond(slot, latest.lsn) else latest
+
+
+async def _bind(remap: Remap, clock: Clock, lsn: int, era: int) -> Binding | None:
+    """The offsets of the newest binding once more."""
     minter = Minter(remap, clock, interval_ms=0)
     await minter.open()
     await minter.mint(Binding(0, {}, lsn, era=era))
-    return era, minter.latest
+    return minter.latest

@@ -47,7 +47,7 @@ from tidemill.capture.entry import (
     without_taken,
 )
 from tidemill.capture.evolution import next_version, targets_of
-from tidemill.capture.moved import Moved, begin_era, compare, let_go
+from tidemill.capture.moved import Moved, begin_era, bind_confirmed, compare, let_go
 from tidemill.capture.others import objections
 from tidemill.capture.own_row import OwnRow
 from tidemill.capture.progress import Steps
@@ -145,6 +145,8 @@ async def prepare(
     steps.phase("the slot is read")
     published = await published_tables(wire, config.publication, manual=config.manual)
     state = await slot_state(wire, config.slot)
+    if row is not None and not row.history and state is not None and state.active_pid is not None:
+        state = await _once_free(wire, config)  # idle WAL that an older version told of last may be on its way
     latest = await remap.latest()
     continues = False
     if row is not None:
@@ -153,7 +155,7 @@ async def prepare(
         rows, reason = await _still_good(wire, config, catalogue, rows, choice, published, state, latest, moved)
         # Even with no table copied: shapes may follow a table whose copy was given up, and a new slot would end them.
         continues = bool(rows) and row.snapshot_done and not reason and published is not None and is_good(state)
-        row, latest = await _recorded(own, remap, clock, line, latest, moved, reason)
+        row, latest = await _recorded(own, remap, clock, line, state, latest, moved, reason)
         if reason or moved.fork_lsn is not None:
             lost_nothing = f"nothing that was captured is lost: timeline={line.number} fork={Lsn(moved.fork_lsn or 0)}."
             desk.history = (
@@ -407,7 +409,14 @@ async def _still_good(
 
 
 async def _recorded(
-    own: OwnRow, remap: Remap, clock: Clock, line: Timeline, latest: Binding | None, moved: Moved, reason: str
+    own: OwnRow,
+    remap: Remap,
+    clock: Clock,
+    line: Timeline,
+    slot: SlotState | None,
+    latest: Binding | None,
+    moved: Moved,
+    reason: str,
 ) -> tuple[CaptureRow, Binding | None]:
     """The capture's row and its newest binding, as of this session's history (moved.py, M2)."""
     row = own.now
@@ -416,6 +425,8 @@ async def _recorded(
         log.warning("the captured database is on another timeline", capture=row.name, fork=str(Lsn(moved.fork_lsn)))
         era, latest = await begin_era(remap, clock, row.era, latest, moved.fork_lsn)
         wanted = replace(wanted, era=era, taps=())
+    elif not row.history and not moved.reason and slot is not None and latest is not None:
+        latest = await bind_confirmed(remap, clock, slot, latest)
     if reason:
         wanted = replace(wanted, recopied=reason, recopied_ms=clock.now_ms())
     if wanted != row:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tidemill.capture.changes import Relation, Row
+from tidemill.capture.watch import Control
 from tidemill.capture.wire.connection import SqlRow, Wire, identifier, literal, scope
 
 ASKED_AT_ONCE = 500
 LOCK_TIMEOUT_MS = 1_000
 
 
-async def rows_now(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
-    """One for each of `rows`, by its key; None where the table has none, or is gone. Raises SqlError, Invalid or
-    Missing when the table cannot be read as `relation` describes it, or its lock cannot be had just now."""
+async def rows_now(control: Control, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+    """One for each of `rows`, by its key; None where the table has none, or is gone. So many at once are one question: each has its
+    own time to be answered in (watch.py, Q2), however many rows a transaction moved.
+
+    Raises SqlError, Invalid or Missing when the table cannot be read as `relation` describes it, or its lock cannot be
+    had just now; Unavailable when no answer comes."""
     found: list[Row | None] = []
     for at in range(0, len(rows), ASKED_AT_ONCE):
-        found += await _some(wire, relation, rows[at : at + ASKED_AT_ONCE])
+        asked = rows[at : at + ASKED_AT_ONCE]
+        found += await control.ask(lambda wire, asked=asked: _some(wire, relation, asked))  # type: ignore[misc]
     return found
 
 

@@ -422,7 +422,7 @@ class Session:
 
     async def _rows_now(self, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
         assert self._control is not None
-        return await self._control.ask(lambda wire: rows_now(wire, relation, rows))
+        return await rows_now(self._control, relation, rows)
 
     def _carry_no_more(self, oid: int, lsn: int, columns: frozenset[str]) -> bool:
         """The desk parks a table: nothing that comes, nor what is under way, is carried at or above `lsn`."""

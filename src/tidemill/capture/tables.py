@@ -23,6 +23,7 @@ from tidemill.capture.changes import Column, Relation
 from tidemill.capture.depended import FIRST_OWN, HASH
 from tidemill.capture.naming import odd, readable, table_name
 from tidemill.capture.others import Objections
+from tidemill.capture.setup import since
 from tidemill.capture.wire.connection import Wire, literal, qualified
 
 GENERATED_PUBLISHED = 180_000
@@ -136,7 +137,8 @@ SELECT t.root, {_GIVES_KEY} FROM tree t JOIN pg_class m USING (oid) WHERE {_LACK
 
 _COLUMNS = """
 SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
-       format_type(a.atttypid, a.atttypmod), coalesce(k.place - 1, -1), a.attnotnull, NOT coalesce(i.indimmediate, true)
+       format_type(a.atttypid, a.atttypmod), coalesce(k.place - 1, -1), a.attnotnull,
+       NOT coalesce(i.indimmediate, true) OR coalesce({made_since}, false)
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
   JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
   LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisprimary
@@ -411,8 +413,12 @@ async def came_with_rows(wire: Wire, partition: int) -> str:
     return table_name(schema, table) if old == "t" else ""
 
 
-async def describe_after(wire: Wire, xid: int, oid: int) -> Relation | None:
+async def describe_after(wire: Wire, xid: int, oid: int, *, whole: bool) -> Relation | None:
     """A table as PostgreSQL describes it once transaction `xid` of the stream is visible; None when it is gone.
+
+    `whole`: the stream says whole old rows, so its key counts as deferrable where it may have been one that was: it was
+    made by this transaction or a later one, and nothing says what was before. That costs time alone (rivals.py). Where
+    old rows are less, rivals cannot be told apart, and it counts as what it is now.
 
     A commit is decoded as soon as it is flushed, before new snapshots see it: the catalogue asked too early is still
     that from before its DDL. A transaction gives its lock on its own id up only after it has become visible.
@@ -423,16 +429,18 @@ async def describe_after(wire: Wire, xid: int, oid: int) -> Relation | None:
     )
     while True:
         if await wire.value(running) != "t":
-            return (await describe(wire, [oid])).get(oid)
+            return (await describe(wire, [oid], made_since=since("i.xmin", str(xid)) if whole else "false")).get(oid)
         await asyncio.sleep(VISIBLE_POLL_S)
 
 
-async def describe(wire: Wire, oids: Sequence[int]) -> dict[int, Relation]:
-    """Columns and keys of tables by oid, as the stream carries them; a table that is gone is absent."""
+async def describe(wire: Wire, oids: Sequence[int], *, made_since: str = "false") -> dict[int, Relation]:
+    """Columns and keys of tables by oid, as the stream carries them; a table that is gone is absent. `made_since`: the
+    condition on a primary key's row i of pg_index that has it count as deferrable, whatever it is."""
     if not oids:
         return {}
     kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
-    rows = await wire.query(_COLUMNS.format(kinds=kinds, oids=", ".join(str(int(oid)) for oid in oids)))
+    listed = ", ".join(str(int(oid)) for oid in oids)
+    rows = await wire.query(_COLUMNS.format(kinds=kinds, oids=listed, made_since=made_since))
     names: dict[int, tuple[str, str]] = {}
     columns: dict[int, list[Column]] = {}
     deferrable: set[int] = set()

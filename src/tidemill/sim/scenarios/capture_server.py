@@ -344,7 +344,7 @@ async def _nobody(wire: ServerWire, *_: object) -> None:
     await wire.server.asked()
 
 
-async def _rows_now(wire: ServerWire, *_: object) -> None:
+async def _rows_now(*_: object) -> None:
     raise AssertionError("rows of this world have different contents")
 
 
@@ -434,7 +434,7 @@ async def _describe(wire: ServerWire, oids: Sequence[int]) -> dict[int, Relation
     return {oid: wire.server.db.relations[oid] for oid in oids}
 
 
-async def _describe_after(wire: ServerWire, xid: int, oid: int) -> Relation | None:
+async def _describe_after(wire: ServerWire, xid: int, oid: int, *, whole: bool) -> Relation | None:
     await wire.server.asked()
     return wire.server.db.relations.get(oid)
 
