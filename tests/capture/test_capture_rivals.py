@@ -434,6 +434,29 @@ def test_f486_rows_that_exchange_keys_before_their_table_is_dropped_are_in_its_t
 
 
 @pytest.mark.postgres
+def test_f486_rows_are_asked_for_under_a_type_that_the_catalogue_describes_otherwise_by_now(postgres_dsn: str) -> None:
+    """Found by the oracle: the type had no name then, and the table was parked."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(
+            "CREATE TABLE d (id int PRIMARY KEY DEFERRABLE, v varchar(10))", "ALTER TABLE d REPLICA IDENTITY FULL",
+            "INSERT INTO d SELECT g, 'same' FROM generate_series(1, 5) g",
+        )  # fmt: skip
+        async with world.capture():
+            await world.flowing("d")
+        await world.sql(
+            "ALTER TABLE d ALTER v TYPE varchar(20)", "UPDATE d SET id = id + 1",
+            "ALTER TABLE d ALTER v TYPE varchar(40)", "UPDATE d SET id = 9 - id",
+        )  # fmt: skip
+        async with world.capture(copy_again=False):
+            await as_selected(world, "d")
+            row = await world.table("public.d")
+            assert row is not None and row.flows
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.postgres
 def test_f486_a_table_whose_rows_cannot_be_asked_for_is_parked_alone_and_copied_again(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(

@@ -350,8 +350,9 @@ class Judge:
 
 
 def _waits_for_a_person(name: str, mark: Mapping[str, Any]) -> bool:
-    """A shard whose table was copied under another description than it has, and may be gone since."""
-    return name.startswith("shard:") and bool(mark.get("parked")) and "with another schema" in mark["error"]
+    """A shard whose table was copied under another description than it has, and may be gone since, or was before."""
+    said = ("with another schema", "captured database has no such table")
+    return name.startswith("shard:") and bool(mark.get("parked")) and any(each in mark["error"] for each in said)
 
 
 def different(

@@ -13,8 +13,8 @@ LOCK_TIMEOUT_MS = 1_000
 
 
 async def rows_now(control: Control, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
-    """One for each of `rows`, by its key; None where the table has none, or is gone. So many at once are one question: each has its
-    own time to be answered in (watch.py, Q2), however many rows a transaction moved.
+    """One for each of `rows`, by its key; None where the table has none, or is gone. So many at once are one question:
+    each has its own time to be answered in (watch.py, Q2), however many rows a transaction moved.
 
     Raises SqlError, Invalid or Missing when the table cannot be read as `relation` describes it, or its lock cannot be
     had just now; Unavailable when no answer comes."""
@@ -30,14 +30,15 @@ async def _some(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row
     asked = ", ".join(
         f"({number}, {', '.join(literal(row[c.name] or '') for c in keys)})" for number, row in enumerate(rows)
     )
-    columns = ", ".join(f"t.{identifier(c.name)}::{c.type_name}" for c in relation.columns)
-    same = " AND ".join(f"t.{identifier(c.name)} = k.k{n}::{c.type_name}" for n, c in enumerate(keys))
     await wire.query("BEGIN READ ONLY")
     try:
         await wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
         kind = await wire.value(f"SELECT relkind FROM pg_class WHERE oid = {relation.oid}")
         if kind is None:  # it is gone: an answer from the future (rivals.py, R2), whose end the stream brings
             return [None] * len(rows)
+        types = await _type_names(wire, relation)
+        columns = ", ".join(f"t.{identifier(c.name)}::{types[c.name]}" for c in relation.columns)
+        same = " AND ".join(f"t.{identifier(c.name)} = k.k{n}::{types[c.name]}" for n, c in enumerate(keys))
         table = scope(relation.schema, relation.table, partitioned=kind == "p")
         answered = await wire.query(
             f"SELECT k.number, {columns} FROM (VALUES {asked})"
@@ -49,3 +50,11 @@ async def _some(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row
     return [
         dict(zip(names, by_number[number], strict=True)) if number in by_number else None for number in range(len(rows))
     ]
+
+
+async def _type_names(wire: Wire, relation: Relation) -> dict[str, str]:
+    """By column. A relation may lack the name of a type that the catalogue did not have any more when the stream
+    described it, and a type may have another name since."""
+    typed = ", ".join(f"({at}, {c.type_oid}::oid, {c.type_mod})" for at, c in enumerate(relation.columns))
+    found = await wire.query(f"SELECT at, format_type(type, mod) FROM (VALUES {typed}) AS c(at, type, mod)")
+    return {relation.columns[int(at or 0)].name: name or "" for at, name in found}
