@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import struct
 from decimal import Decimal
 from typing import Any
@@ -155,6 +156,20 @@ def test_keys_that_an_engine_takes_for_one_stay_two(world: World, pair: str) -> 
     with duckdb.connect() as connection:
         view = world.cluster.table("t").to_duckdb(connection)
         assert sorted(n for _, n in view.fetchall()) == [1, 3]
+
+
+def test_filters_and_aggregates_over_a_key_that_is_nan_answer_as_over_a_copy(world: World) -> None:
+    """A part's statistics leave NaN out, which is the greatest value of a column."""
+    _fill(world, 10, "k", "float64", [(float(n), n, 1) for n in range(3000)] + [(math.nan, 9, 1)])
+    world.merge(9, "t")
+    with duckdb.connect() as connection:
+        world.cluster.table("t").to_duckdb(connection, "t")
+        connection.execute("CREATE TEMP TABLE copied AS SELECT * FROM t")
+        for asked in ("count(*) FROM {} WHERE k > 1e9", "max(k) FROM {}", "count(*) FROM {} WHERE k < 5",
+                      "count(*) FROM {} WHERE k = 'nan'::DOUBLE", "count(*) FROM {} WHERE isnan(k)"):  # fmt: skip
+            here, there = (connection.sql(f"SELECT {asked.format(name)}").fetchall() for name in ("t", "copied"))
+            assert str(here) == str(there), asked
+        assert connection.sql("SELECT count(*) FROM t WHERE k > 1e9").fetchall() == [(1,)]
 
 
 def _fill(world: World, upper: int, key: str, kind: str, rows: list[tuple[Any, int, int]]) -> None:

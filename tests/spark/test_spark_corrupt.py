@@ -16,7 +16,7 @@ from tidemill.spark.source.corrupt import Corrupted
 from tidemill.spark.source.options import Options
 from tidemill.spark.source.stream import FeedReader, row_columns
 from tidemill.spark.types import spark_schema
-from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, command_schema
+from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
 
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "string")), ("k",))
 
@@ -83,3 +83,19 @@ def test_a_reader_gives_what_its_schema_says(harbour: Any) -> None:
     rows = [row for batch in reader.read(partition) for row in batch.to_pylist()]
     assert [(r["k"], r["_corrupt_record"], r["bad"]) for r in rows] == [(1, "mine", None), (None, None, b"bad")]
     assert list(rows[0]) == spark_schema(row_columns(options)).fieldNames()
+
+
+def test_an_update_that_leaves_values_out_is_a_row_of_the_declared_schema_that_says_so() -> None:
+    """Once a column more than Spark was told of, which failed the query for ever."""
+    good = commands([1, 2])
+    left = pa.array([None, b'["v","w"]'], pa.binary())
+    given = good.append_column(UNCHANGED, left).append_column(RECORD_KEY, pa.nulls(2, pa.binary()))
+    none = letter_table([])
+    found = Corrupted().rows(given, none)
+    assert found.schema.names == Corrupted().rows(good, none).schema.names
+    assert found.column("_corrupt_record_reason").to_pylist() == [None, "left as they were: v,w"]
+    assert Corrupted("DROPMALFORMED").rows(given, none) == good.slice(0, 1)
+    with pytest.raises(Invalid, match=r"columns=v,w partition=0 offset=2\. Capture the table with whole rows"):
+        Corrupted("FAILFAST").rows(given, none)
+    whole = given.set_column(given.num_columns - 2, UNCHANGED, pa.nulls(2, pa.binary()))
+    assert Corrupted("FAILFAST").rows(whole, none) == good

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from patience import eventually as until
 from tidemill.base.errors import Unavailable
 from tidemill.base.histogram import Stages
 from tidemill.metastore.catalogue import TopicRow
@@ -76,6 +77,35 @@ def test_a_table_that_gets_nothing_moves_its_upper_at_its_pace_and_one_that_does
     harbour.mint("topic/clicks", 6000, topic)
     sink.process(sink.latest())
     assert harbour.upper("clicks") == 6001
+
+
+def test_a_step_that_failed_and_is_read_again_up_to_less_loses_nothing(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A micro-batch that was planned before the failed step began comes after it. Once it appended an interval that
+    ended where the failed step did, with its own records alone."""
+    topic = harbour.create_topic("clicks")
+    sink = clicks_sink(harbour, tmp_path / "s")
+    harbour.produce(topic, [(b"a", {"click_id": "a", "product_id": 1})])
+    harbour.mint("topic/clicks", 1000, topic)
+    planned = sink.latest()
+    harbour.produce(topic, [(b"b", {"click_id": "b", "product_id": 2})])
+    harbour.mint("topic/clicks", 2000, topic)
+    (table,) = sink.seats.tables
+
+    async def away(updates: pa.Table) -> Any:
+        raise Unavailable("The bucket is away.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(table, "write", away)
+        sink.forward()
+    (seat,) = sink.seats._seats.values()
+    assert harbour.upper("clicks") == 0 and seat.table.operator.source_frontier == 2001
+    until(lambda: sink.due_in_s == 0)
+    sink.time_comes(planned)
+    assert harbour.upper("clicks") == 1001
+    sink.forward()
+    assert harbour.upper("clicks") == 2001 and [row["click_id"] for row in harbour.contents("clicks")] == ["a", "b"]
 
 
 def test_whoever_watches_is_woken_by_a_new_time_by_the_end_of_every_round_and_of_a_large_step(

@@ -29,7 +29,7 @@ from tidemill.shards.evolution import under
 from tidemill.shards.front import DIFF, HASH, TIME, Part, ShardSchema, part_key
 from tidemill.shards.hashing import hash_rows
 from tidemill.shards.rows import cuts_of, rows_at, sizes_of
-from tidemill.shards.schema import conform, hash_columns, part_schema, update_schema
+from tidemill.shards.schema import FLOATS, conform, hash_columns, part_schema, update_schema
 
 Codec = Literal["lz4", "zstd"]
 
@@ -94,13 +94,15 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
     table = pa.Table.from_arrays([*updates.columns, pa.array(hashes, pa.uint64())], schema=part_schema(schema))
     sink = pa.BufferOutputStream()
     cuts = cuts_of(sizes_of(table), ROW_GROUP_BYTES, ROW_GROUP_ROWS)
+    # A float's statistics leave NaN out, the greatest of its values to most engines, which skip row groups by them.
+    compared = [c.name for c in schema.columns if c.name in schema.key and c.type not in FLOATS]
     with pq.ParquetWriter(
         sink,
         table.schema,
         compression=codec,
         # Keys and values rarely repeat enough to pay for a dictionary when fresh; times and diffs always do.
         use_dictionary=[TIME, DIFF] if codec == "lz4" else True,
-        write_statistics=[TIME, HASH, *schema.key],
+        write_statistics=[TIME, HASH, *compared],
         store_schema=True,
         write_page_checksum=True,
     ) as writer:

@@ -27,6 +27,8 @@ from tidemill.base.errors import Invalid
 from tidemill.shards.decimals import rescaled
 from tidemill.shards.front import DIFF, HASH, TIME, Column, ShardSchema
 
+FLOATS = ("float32", "float64")
+
 _PLAIN: dict[str, pa.DataType] = {
     "bool": pa.bool_(),
     "int16": pa.int16(),

@@ -5,6 +5,9 @@ PERMISSIVE     (default) a row of its own: the record's bytes in `_corrupt_recor
                row nor a deletion
 FAILFAST       the query fails, naming the record
 DROPMALFORMED  they are left out
+
+An update of a captured table that leaves out values which it did not change (tm.unchanged) is such a record, too: its
+row has what it has, and the reason names the columns that are null for want of a value.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from tidemill.shards.front import TIME, Column
 from tidemill.shards.rows import int64s
 from tidemill.shards.schema import arrow_type
 from tidemill.spark.source.options import Options
-from tidemill.spark.upsert.commands import ORDER, PARTITION
+from tidemill.spark.upsert.commands import ORDER, PARTITION, RECORD_KEY, UNCHANGED
 
 MODES = ("PERMISSIVE", "FAILFAST", "DROPMALFORMED")
 COLUMN = "_corrupt_record"
+LACKING = "left as they were"
 
 
 class Corrupted(msgspec.Struct, frozen=True):
@@ -50,6 +54,16 @@ class Corrupted(msgspec.Struct, frozen=True):
     def rows(self, rows: pa.Table, dead: pa.Table) -> pa.Table:
         """Rows of a stream and, in this mode's way, what could not be read (updates of DEAD_LETTERS). Raises Invalid
         where the first of it fails the query."""
+        rows, lacking = _apart(rows)
+        if self.mode == "FAILFAST" and lacking is not None and lacking.null_count < len(lacking):
+            at = int(np.flatnonzero(lacking.is_valid().to_numpy())[0])
+            raise Invalid(
+                f"an update says nothing of columns that it left as they were: columns={_names(lacking[at].as_py())}"
+                f" partition={rows.column(PARTITION)[at]} offset={rows.column(ORDER)[at]}.",
+                fix="Capture the table with whole rows (REPLICA IDENTITY FULL), or read it with another mode.",
+            )
+        if self.mode == "DROPMALFORMED" and lacking is not None:
+            rows = rows.filter(lacking.is_null())
         if self.mode == "FAILFAST" and dead.num_rows:
             said = " ".join(f"{name}={dead.column(name)[0].as_py()}" for name in ("topic", "partition", "offset"))
             raise Invalid(
@@ -58,6 +72,9 @@ class Corrupted(msgspec.Struct, frozen=True):
             )
         for column in self.columns:
             rows = rows.append_column(column.name, pa.nulls(rows.num_rows, arrow_type(column.type)))
+        if self.mode == "PERMISSIVE" and lacking is not None:
+            why = [None if names is None else f"{LACKING}: {_names(names)}" for names in lacking.to_pylist()]
+            rows = rows.set_column(rows.num_columns - 1, rows.schema.field(-1), pa.array(why, pa.string()))
         if self.mode != "PERMISSIVE" or not dead.num_rows:
             return rows
         said_of = dict(zip((c.name for c in self.columns), (dead.column("bytes"), _reasons(dead)), strict=True))
@@ -66,6 +83,17 @@ class Corrupted(msgspec.Struct, frozen=True):
         }  # fmt: skip
         arrays = [found.get(f.name, pa.nulls(dead.num_rows, f.type)) for f in rows.schema]
         return pa.concat_tables([rows, pa.Table.from_arrays(arrays, schema=rows.schema)])
+
+
+def _apart(rows: pa.Table) -> tuple[pa.Table, Any]:
+    """The rows without the columns that say what a record leaves out; and which it does (null = none), or None."""
+    if UNCHANGED not in rows.column_names:
+        return rows, None
+    return rows.drop_columns([UNCHANGED, RECORD_KEY]), rows.column(UNCHANGED)
+
+
+def _names(unchanged: bytes) -> str:
+    return ",".join(msgspec.json.decode(unchanged, type=list[str]))
 
 
 def _reasons(dead: pa.Table) -> Any:

@@ -64,7 +64,9 @@ class Upsert:
 
     def begin(self, commands: Commands) -> None:
         """Take every command that the source has for times from the upper on, up to where it is complete: what was
-        taken in before is among them, so that a step which cannot be appended and is read again is held once."""
+        taken in before is among them, so that a step which cannot be appended and is read again is held once. It may be
+        read again up to less: what is complete now is for `advance` to say."""
+        self.source_frontier = self.mirror.upper
         self._stash = self._without_below(commands)
 
     def advance(self, source_frontier: int) -> None:
