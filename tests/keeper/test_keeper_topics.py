@@ -29,6 +29,7 @@ from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
 from tidemill.topics.partition.replay import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.restore import restore_partition
 from tidemill.topics.settings import TopicSettings
 
 T = TypeVar("T")
@@ -414,6 +415,41 @@ def test_replaced_rollups_go_and_a_log_whose_truncation_was_cut_off_is_truncated
         (left,) = world.stored("rollup/topic/") - {coming}
         assert left != standing
         await catch_up(world.consensus, world.objects, log, PartitionState())
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_the_rollup_of_a_log_that_a_restore_replaced_goes_and_its_log_is_not_searched() -> None:
+    """It lies beyond the end of the log that is there now."""
+
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 1)
+        log = partition_log(row.topic_id, 0)
+        await restore_partition(
+            world.consensus, world.objects, world.rand, row.topic_id, 0, PartitionState(), "attempt"
+        )
+        await world.send(world.node(), row, 0)
+        (standing,) = world.stored("rollup/topic/")
+        head = await world.consensus.log_head(log)
+        folder = standing.rpartition("/")[0]
+        old, coming = (f"{folder}/{p:020d}-{'f' * 32}" for p in (head.next + 1, head.next))
+        await world.objects.put(old, b"x")
+        asked: list[int] = []
+        read = world.consensus.read
+
+        async def watched(name: str, position: int, **limits: Any) -> Any:
+            asked.append(position)
+            return await read(name, position, **limits)
+
+        world.consensus.read = watched  # type: ignore[method-assign]
+        await world.rollups.run(Budget(world.clock, 1))
+        assert world.stored("rollup/topic/") == {standing}
+        assert asked == [head.start], "which one it names, and nothing else"
+        await world.objects.put(coming, b"x")
+        await world.rollups.run(Budget(world.clock, 1))
+        assert world.stored("rollup/topic/") == {standing, coming}
         await world.aclose()
 
     run(scenario())
