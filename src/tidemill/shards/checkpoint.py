@@ -111,13 +111,14 @@ def shard_changes(
     state: ShardState,
     same: Callable[[Batch], bool],
 ) -> list[ShardGroup]:
-    """From rows (`old` header, batch rows by lower → upper) to `state`. Pure.
+    """From rows (`old` header, batch rows by lower → upper) to `state`. Pure. The rows are of this shard, or of the one
+    that it was restored from.
 
     Raises Corrupt when the state is older than the rows: another life of the shard, whose rows may be all that is
     left of this one.
     """
     header = header_of(state)
-    if old is not None and old.shard_id == state.shard_id and (state.upper < old.upper or state.since < old.since):
+    if old is not None and (state.upper < old.upper or state.since < old.since):
         raise Corrupt(
             f"a shard's log holds less than its rows: shard={state.name} upper={state.upper} row={old.upper}.",
             fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
@@ -139,8 +140,7 @@ def shard_changes(
     if not changed and not stray and old == header:
         return []
     first: list[ShardGroup] = []
-    moved = old is not None and (header.since != old.since or header.schema != old.schema)
-    if old is not None and old.shard_id == state.shard_id and moved and groups:
+    if old is not None and groups and (header.since != old.since or header.schema != old.schema):
         # The old tokens with it: a token says that its append is there, and it may not be yet. A newer schema reads
         # every older batch, an older one no newer batch. No batch below the old upper has times moved beyond its own.
         since = max(old.since, min(header.since, old.upper - 1))
