@@ -15,9 +15,10 @@ from tidemill.keeper.grounds import Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.topic_compaction import TopicCompaction
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.metastore.rows import ABORTED, L1_CLEANED, L1_EXTENTS
+from tidemill.metastore.rows import ABORTED, L1_CLEANED, L1_EXTENTS, PARTITIONS
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.batch.control import transactional
+from tidemill.topics.batch.control import commits, transactional
+from tidemill.topics.batch.header import CONTROL, HEADER_BYTES, parse_header
 from tidemill.topics.checkpoint import PartitionsStage
 from tidemill.topics.front import FetchRead, InvalidRecords, Marker, Within
 from tidemill.topics.retention import no_holds
@@ -101,6 +102,21 @@ class World(L1World):
                 assert start == answer.high_watermark, "who reads on arrives at the end"
                 return found
             start = following
+
+    async def abort_markers(self) -> list[int]:
+        """Offsets of those that a client may still fetch."""
+        found, start = list[int](), 0
+        while True:
+            [answer] = await self.topics.fetch(
+                [FetchRead(self.topic.topic_id, 0, start, 1 << 20)], max_wait_s=0, min_bytes=1, max_bytes=1 << 20
+            )
+            for batch in answer.batches:
+                header = parse_header(batch)
+                if header.attributes & CONTROL and not commits(batch[HEADER_BYTES:]):
+                    found.append(header.base_offset)
+                start = header.next_offset
+            if not answer.batches:
+                return found
 
     def newest(self, rows: list[Row] | None = None) -> list[Row]:
         """Of each key, but for those of the last batch, which stays anyway."""
@@ -337,13 +353,20 @@ def test_what_was_aborted_is_forgotten_once_compaction_took_it_and_nobody_reads_
             assert shown[-2:] == sorted(kept.values())
             assert not any((value or b"").startswith(b"aborted") for _, _, value in shown)
             remembered.append(len(state.aborted))
+            restored = await world.metastore.get(PARTITIONS, world.topic.topic_id, 0)
+            rows = await world.metastore.rows(ABORTED, world.topic.topic_id, 0)
+            named = {row.last_offset for row in rows if restored and row.last_offset >= restored.aborted_start}
+            assert named <= set(await world.abort_markers()), "what a restore would name has its marker"
         await world.move()
         rows = await world.metastore.rows(ABORTED, world.topic.topic_id, 0)
         assert [row.last_offset for row in rows] == list(state.aborted.lasts)
+        markers = await world.abort_markers()
         if collect_after_s:
+            assert len(markers) == 24
             assert remembered == list(range(2, 26, 2)) and not state.aborted_start
         else:
             assert max(remembered) <= 8 and state.aborted_start > 60, "of the last passes alone"
+            assert len(markers) <= 8 and set(state.aborted.lasts) <= set(markers), "so are the markers"
         for start in range(0, state.high_watermark, 5):
             assert all(not (value or b"").startswith(b"ab") for _, _, value in await world.read(start, committed=True))
         assert await world.problems() == []

@@ -380,3 +380,31 @@ def test_a_checkpoint_row_does_not_grow_with_what_waits_for_deletion() -> None:
         assert contents(await again.snapshot(again.state.upper - 1)) == world.at(again.state.upper - 1)
 
     run(scenario())
+
+
+def test_a_restored_shard_is_tended_though_its_keeper_s_lease_begins_at_the_first_term_again() -> None:
+    async def scenario() -> None:
+        world = World()
+        shard = await world.open()
+        for term in (1, 57):
+            for _ in range(20):
+                world.clock.advance(10_000)
+                await world.write(shard, KEYS)
+                await world.upkeep.run(Budget(world.clock, term))
+        await shard.frontiers()
+        assert {hold.epoch for hold in shard.state.holds} == {57}
+        restored = assemble(decode_header(encode_header(shard.state)), shard.state.batches)
+        fresh = World()
+        fresh.clock.advance(world.clock.now_ms() - fresh.clock.now_ms())
+        fresh.objects._objects, fresh.objects._keys = world.objects._objects, world.objects._keys
+        await restore_shard(fresh.consensus(), fresh.rand, restored, "attempt")
+        again = await fresh.open()
+        for _ in range(20):
+            fresh.clock.advance(10_000)
+            await fresh.write(again, KEYS)
+            await fresh.upkeep.run(Budget(fresh.clock, 1))
+        await again.frontiers()
+        assert again.state.since > restored.since + 100_000
+        assert fresh.upkeep.facts()["failing"] == 0
+
+    run(scenario())

@@ -29,6 +29,7 @@ from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
 from tidemill.topics.partition.replay import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.restore import restore_partition
 from tidemill.topics.settings import TopicSettings
 
 T = TypeVar("T")
@@ -69,9 +70,9 @@ class World:
         self.nodes.append(node)
         return node
 
-    async def send(self, node: LocalTopics, row: TopicRow, *partitions: int) -> None:
+    async def send(self, node: LocalTopics, row: TopicRow, *partitions: int, **producer: int) -> None:
         """One batch into each of the partitions, in one object."""
-        data = [bytearray(encode_batch([Record(None, b"v" * 50, timestamp_ms=1000)])) for _ in partitions]
+        data = [bytearray(encode_batch([Record(None, b"v" * 50, timestamp_ms=1000)], **producer)) for _ in partitions]
         sent = [node.produce_nowait(row.topic_id, p, d) for p, d in zip(partitions, data, strict=True)]
         while not all(future.done() for future in sent):
             self.clock.advance(1)  # by this clock the writer waits for those whom it answered a moment ago
@@ -203,6 +204,58 @@ def test_what_a_dead_writer_uploaded_and_never_placed_goes_and_the_partition_is_
         # A leader paused all the while is refused when it comes back with it.
         head = await world.consensus.log_head(partition_log(row.topic_id, 0))
         assert head.term > led._appender.term
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_an_object_of_a_writer_that_goes_on_writing_goes_and_nobody_is_made_to_say_so() -> None:
+    """The partition that it once led is another's, and that one's word is older than the writer's newest object."""
+
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 2)
+        node, other = world.node(), world.node()
+        await world.send(node, row, 0)
+        await world.send(node, row, 1)
+        before = world.stored()
+        await world.send(node, row, 0, 1)
+        (shared,) = world.stored() - before
+        await world.send(other, row, 1)
+        for partition, led_by in ((0, node), (1, other)):
+            await world.forget(led_by, row, partition)
+        for _ in range(20):
+            await world.send(node, row, 0)
+            await world.forget(node, row, 0)
+            await world.send(other, row, 1)
+            await world.forget(other, row, 1)
+            await world.keep(10)
+        assert shared not in world.stored()
+        assert world.keeper.facts()["settled"] == 0
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_what_an_idle_partition_decided_once_is_not_asked_again_while_its_leader_writes_elsewhere() -> None:
+    """A retry is uploaded and never placed. Its partition's next word comes when the keeper asks for it: once."""
+
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 2)
+        node = world.node()
+        await world.send(node, row, 0)
+        await world.send(node, row, 1, producer_id=7, producer_epoch=0, base_sequence=0)
+        await world.forget(node, row, 1)
+        before = world.stored()
+        await world.send(node, row, 1, producer_id=7, producer_epoch=0, base_sequence=0)
+        (retried,) = world.stored() - before
+        for _ in range(40):
+            await world.send(node, row, 0)
+            await world.forget(node, row, 0)
+            await world.keep(10)
+        assert retried not in world.stored()
+        assert world.keeper.facts()["settled"] == 1
         await world.aclose()
 
     run(scenario())
@@ -362,6 +415,41 @@ def test_replaced_rollups_go_and_a_log_whose_truncation_was_cut_off_is_truncated
         (left,) = world.stored("rollup/topic/") - {coming}
         assert left != standing
         await catch_up(world.consensus, world.objects, log, PartitionState())
+        await world.aclose()
+
+    run(scenario())
+
+
+def test_the_rollup_of_a_log_that_a_restore_replaced_goes_and_its_log_is_not_searched() -> None:
+    """It lies beyond the end of the log that is there now."""
+
+    async def scenario() -> None:
+        world = World()
+        row = await world.catalogue.create_topic("t", 1)
+        log = partition_log(row.topic_id, 0)
+        await restore_partition(
+            world.consensus, world.objects, world.rand, row.topic_id, 0, PartitionState(), "attempt"
+        )
+        await world.send(world.node(), row, 0)
+        (standing,) = world.stored("rollup/topic/")
+        head = await world.consensus.log_head(log)
+        folder = standing.rpartition("/")[0]
+        old, coming = (f"{folder}/{p:020d}-{'f' * 32}" for p in (head.next + 1, head.next))
+        await world.objects.put(old, b"x")
+        asked: list[int] = []
+        read = world.consensus.read
+
+        async def watched(name: str, position: int, **limits: Any) -> Any:
+            asked.append(position)
+            return await read(name, position, **limits)
+
+        world.consensus.read = watched  # type: ignore[method-assign]
+        await world.rollups.run(Budget(world.clock, 1))
+        assert world.stored("rollup/topic/") == {standing}
+        assert asked == [head.start], "which one it names, and nothing else"
+        await world.objects.put(coming, b"x")
+        await world.rollups.run(Budget(world.clock, 1))
+        assert world.stored("rollup/topic/") == {standing, coming}
         await world.aclose()
 
     run(scenario())

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
-from checkpoint_world import Restored, Rows, World, family_rows, rows_of
+from checkpoint_world import SCHEMA, Restored, Rows, World, family_rows, rows_of
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
@@ -17,8 +18,12 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore import checkpoint
 from tidemill.metastore.checkpoint import Checkpointer, Group, packed, slot_of
 from tidemill.metastore.cluster import domain_of
-from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, PARTITIONS, SHARD_BATCHES
+from tidemill.metastore.restore import ATTEMPT_REGISTER, Attempt
+from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS
 from tidemill.shards.compaction import compact_once
+from tidemill.shards.open import open_shard
+from tidemill.shards.remap import encode_binding
+from tidemill.shards.restore import restore_bindings, restore_shard
 from tidemill.topics.checkpoint import PartitionFollower
 from tidemill.topics.partition.replay import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
@@ -441,6 +446,51 @@ def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -
         assert again.high_watermark == 19
         live, _ = await catch_up(world.consensus, world.objects, partition_log(topic_id, 0), PartitionState())
         same_partition(again, live)
+
+    run(body)
+
+
+def test_the_rows_of_a_shard_that_was_restored_stay_until_those_of_the_restored_one_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has another id. A manifest may be cut anywhere in the first checkpoint, and be all there is of it again."""
+    monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 300)
+    monkeypatch.setattr(checkpoint, "UNIT_BYTES", 300)
+
+    async def body(world: World) -> None:
+        for _ in range(12):
+            await world.step()
+        await world.keeper().round()
+        before = Restored(rows_of(world.shared[0]))
+        fresh = MemoryConsensus(world.clock)
+        attempt = Attempt("a1", "uuid", "key", (), 1)
+        await fresh.cas(ATTEMPT_REGISTER, 0, msgspec.msgpack.encode(attempt), attempt.nonce)
+        for (topic_id, partition), state in before.partitions.items():
+            await restore_partition(fresh, world.objects, world.rand, topic_id, partition, state, attempt.nonce)
+        for source, bindings in before.bindings.items():
+            await restore_bindings(fresh, source, [encode_binding(each) for each in bindings], attempt.nonce)
+        ids = {each.name: await restore_shard(fresh, world.rand, each, "a1") for each in before.shards.values()}
+        old, world.consensus = [world.table, world.derived], fresh
+        world.table, world.derived = [
+            await open_shard(fresh, world.objects, world.clock, world.rand, shard.name, SCHEMA) for shard in old
+        ]
+        for shard in old:
+            await shard.aclose()
+        upper = (await world.table.frontiers())[1]
+        await world.table.downgrade_since("test", 1, upper - 1)
+        assert await compact_once(world.table, world.objects, world.rand) is not None
+
+        recorder = Recorder(world)
+        await world.keeper("n2").round()
+        assert len(recorder.moments) > 3
+        for rows in recorder.moments:
+            found = Restored(rows).shards
+            assert {name: (each.upper, each.rows) for name, each in found.items()} in (
+                {name: (each.upper, each.rows) for name, each in before.shards.items()},
+                {shard.name: (shard.state.upper, shard.state.rows) for shard in (world.table, world.derived)},
+            )
+        assert {row.name: row.shard_id for row in family_rows(SHARDS, rows_of(world.shared[0]))} == ids
+        assert Restored(rows_of(world.shared[0])).shards["table"].batches == world.table.state.batches
 
     run(body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -147,6 +148,16 @@ def test_what_cannot_be_read_stays_as_it_is_and_its_neighbours_are_cleaned() -> 
 def test_a_marker_of_a_commit_goes_and_one_of_an_abort_stays() -> None:
     known, _ = stored([([Record(b"a", b"1", (), 1000)], "none", kind) for kind in ("committed", "aborted", "plain")])
     assert [b.base_offset for b in clean(known, rules(known, 105)).batches] == [103, 104]
+
+
+def test_a_marker_of_an_abort_goes_when_no_fetch_names_any_more_what_it_ended() -> None:
+    known, _ = stored([([Record(b"a", b"1", (), 1000)], "none", kind) for kind in ("aborted", "aborted", "plain")])
+    known = [(msgspec.structs.replace(ref, aborted=()), data) for ref, data in known[1::2] + known[4:]]
+    for below, kept in ((101, [101, 103, 104]), (103, [103, 104]), (200, [104])):
+        done = clean(known, msgspec.structs.replace(rules(known, 105), markers_below=below))
+        assert [b.base_offset for b in done.batches] == kept and done.changed == (len(kept) < 3)
+    done = clean(known, msgspec.structs.replace(rules(known, 103), markers_below=200))
+    assert [b.base_offset for b in done.batches] == [103, 104], "what the pass does not reach stays"
 
 
 def test_the_hash_of_a_key_depends_on_it_alone() -> None:

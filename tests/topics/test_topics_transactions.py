@@ -504,6 +504,10 @@ def test_rows_bring_back_what_was_decided_and_abort_what_was_open(some: list[Ste
     assert kept == [state.aborted[at] for at in range(len(state.aborted))]
     ended = {back.aborted[at].producer_id for at in range(len(state.aborted), len(back.aborted))}
     assert ended == set(state.transactions)
+    for index in range(len(back)):
+        producer, offset, _ = model.records[back.bases[index]]
+        if producer in state.transactions and offset >= state.transactions[producer].first_offset:
+            assert producer in back.committed_ref(index).aborted
 
 
 def test_records_written_before_there_were_transactions_are_read() -> None:

@@ -17,6 +17,7 @@ from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.keeper.checkpoint_registers import RegistersStage
 from tidemill.metastore.checkpoint import Checkpointer, Group, Unit, each_readable
 from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.restore import attempt_of
 from tidemill.metastore.rows import BINDINGS, CAPTURES, PIPELINES, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.metastore.rows.bindings import BindingRow
 from tidemill.metastore.rows.pipelines import PipelineRow, source_of
@@ -33,6 +34,7 @@ from tidemill.shards.checkpoint import (
 from tidemill.shards.commands import Create
 from tidemill.shards.open import all_registered
 from tidemill.shards.remap import LOG_PREFIX, decode_stored
+from tidemill.shards.restore import restored_id
 from tidemill.topics.checkpoint import PartitionsStage
 
 BINDINGS_A_GROUP = 256
@@ -167,13 +169,15 @@ class ShardsStage:
         self._followers: dict[str, tuple[str, ShardFollower]] = {}
         """name → (shard id, follower): a name that was dropped and made again is another shard"""
         self._rows: dict[str, str] = {}
-        """name → id of the shard that the name's rows are of"""
+        """name → id of the shard that the name's rows are of, or of the one that was restored from it"""
+        self._attempt = ""
         self._gone: set[str] = set()
         self._pipelines: list[PipelineRow] = []
         self.unreadable: dict[str, TidemillError] = {}
 
     async def load(self) -> None:
         self._followers.clear()
+        self._attempt = await attempt_of(self._consensus)
         self._rows = {row.name: row.shard_id for row in await self._metastore.rows(SHARDS)}
 
     async def gather(self) -> dict[str, Unit]:
@@ -241,8 +245,10 @@ class ShardsStage:
 
     async def _follower(self, name: str, shard_id: str) -> ShardFollower:
         row = await self._metastore.get(SHARDS, name, fresh=False)
-        if row is None or row.shard_id != shard_id:
+        if row is None or shard_id not in (row.shard_id, restored_id(row.shard_id, self._attempt)):
             return ShardFollower(self._consensus, shard_id)
+        # A restored shard goes on from the rows of the old one: they are all there is of it until its own are written.
+        self._rows[name] = shard_id
         batches = {
             batch.lower: (batch.upper, batch.batch)
             for batch in await self._metastore.rows(SHARD_BATCHES, name, fresh=False)

@@ -47,7 +47,7 @@ TRIES = 8
 class Bounds(msgspec.Struct, frozen=True):
     """`cleaned`, as of `seqno`: how far it is clean. No batch that reaches beyond `below` is touched, nor the first one
     with a record later than `younger_ms` and what follows it. Tombstones below `delete_below` go. What was replaced
-    below `settled`, nobody reads any more."""
+    below `settled`, nobody reads any more. `markers_below`: see clean.Pass."""
 
     cleaned: L1CleanedRow
     seqno: int
@@ -56,6 +56,7 @@ class Bounds(msgspec.Struct, frozen=True):
     delete_below: int
     settled: int
     aborted: AbortedIndex
+    markers_below: int = 0
 
 
 class CompactionPass:
@@ -180,7 +181,10 @@ class CompactionPass:
         index, data = await self._reader.index(extent), await self._reader.data(extent)
         entries = self._bounds.cleaned.tombstones
         counted_from = entries[-1][0] if entries else 0
-        rules = Pass(self._keys, self._hash, self._clean_to, self._bounds.delete_below, counted_from, self._captured)
+        rules = Pass(
+            self._keys, self._hash, self._clean_to, self._bounds.delete_below, counted_from, self._captured,
+            self._bounds.markers_below,
+        )  # fmt: skip
         return await self._g.cpu(partial(_clean, extent, index, memoryview(data), self._bounds.aborted, rules))
 
     async def _replaced(self, build: ObjectBuilder, epoch: int) -> bool:

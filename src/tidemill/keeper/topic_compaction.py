@@ -8,6 +8,9 @@ TC1  One pass at a time: its map and the object it makes are the job's whole mem
 TC2  A partition that cannot be compacted is told, left for a while, and keeps no other one waiting.
 TC3  What a pass replaced may be read for as long as its objects stay (`collect_after_s`), and is told apart by what was
      aborted. A pass that begins later says so (`settled`), and the partition's log forgets what was aborted there.
+TC4  The marker of an abort goes when the log has forgotten what it ended and the checkpoint's row says so too. No fetch
+     names it then, nor would one after a restore; whoever is told of it and meets no marker passes over the producer's
+     later records.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from tidemill.base.limits import L1_OBJECT_BYTES
 from tidemill.keeper.compaction_pass import Bounds, CompactionPass
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
-from tidemill.metastore.rows import L1_PARTITIONS, TOPICS
+from tidemill.metastore.rows import L1_PARTITIONS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1PartitionRow
 from tidemill.topics.configs import TopicConfig, stored_config
 from tidemill.topics.l1.reading import L1Reader
@@ -215,10 +218,13 @@ class TopicCompaction:
         topic_id, partition = bounds.cleaned.topic_id, bounds.cleaned.partition
         log = partition_log(topic_id, partition)
         state, _ = await catch_up(self._g.consensus, self._g.objects, log, PartitionState())
+        # TC4: as the checkpoint has it. The log is further, and what the pass writes comes after this row.
+        stored = await self._g.metastore.get(PARTITIONS, topic_id, partition)
         held = 0 if holds is None else holds.get(partition, bounds.below)
         return msgspec.structs.replace(
             bounds,
             below=min(bounds.below, held, state.last_stable),
             delete_below=min(bounds.delete_below, held),
             aborted=AbortedIndex() if self._fault == "aborted-supersedes" else state.aborted,
+            markers_below=stored.aborted_start if stored is not None else 0,
         )

@@ -56,6 +56,8 @@ class _Garbage(msgspec.Struct):
     meta: ObjectMeta
     places: tuple[Place, ...]
     seen_s: float
+    at: dict[Place, int]
+    """Where the logs ended, at least, when it was first found that nothing names it."""
     passed: dict[Place, int] | None = None
     """Where the hot states began when none of them named it any more, or ever will."""
     ready_s: float | None = None
@@ -63,7 +65,8 @@ class _Garbage(msgspec.Struct):
 
 
 class _Seen(msgspec.Struct):
-    """How far the logs were, at least, after the writer's newest listed object had been listed."""
+    """How far the logs were, at least, after the writer's newest listed object had been listed: of a writer that has
+    stopped, older than when its objects became garbage. Of one that goes on it moves on with every round."""
 
     number: int
     at: dict[Place, int]
@@ -205,7 +208,8 @@ class TopicObjects:
                 if state is not None and meta.key in state.live_objects():
                     continue
                 places = places[:1]
-            self._garbage[meta.key] = _Garbage(meta, places, self._g.clock.monotonic_s())
+            at = {place: self._states[place].applied for place in places if place in self._states}
+            self._garbage[meta.key] = _Garbage(meta, places, self._g.clock.monotonic_s(), at)
         return False
 
     async def _places(self, meta: ObjectMeta) -> tuple[Place, ...]:
@@ -235,7 +239,9 @@ class TopicObjects:
             state = self._states.get(place)
             if state is None:
                 continue  # deleted: nobody reads it, whatever is still placed
-            if seen is None or place not in seen.at or not state.settled.covers(writer, number, seen.at[place]):
+            # Both were read after the object had been listed, so the lesser decides.
+            known = [at[place] for at in (garbage.at, seen.at if seen is not None else {}) if place in at]
+            if not known or not state.settled.covers(writer, number, min(known)):
                 waits.append(place)
         return waits
 

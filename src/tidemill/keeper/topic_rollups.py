@@ -6,6 +6,7 @@ A key holds the position p of the state that was copied; the record that names i
     p before the log's start          replaced, or never named: whoever copied so early is not going to: deleted
     p inside the log                  its record may be on its way: it stays. If a record names it, the truncation was
                                       cut off: the log is truncated to the newest such record, and the rest goes later
+    p beyond the log's end            of a log that a restore replaced, for the end is read after the listing: deleted
     of a topic that is gone           deleted, after its log
 
 A deleted topic's log is ended when its rows are gone, and again where somebody who had not heard of it, and took it
@@ -88,9 +89,10 @@ class TopicRollups:
         head = await self._g.consensus.log_head(log)
         first = (await self._g.consensus.read(log, head.start, limit_records=1)).records
         named = _names(first[0].data) if first else ""
-        if any(position >= head.start and key != named for position, key in found):
+        others = [(position, key) for position, key in found if key != named]
+        if any(head.start <= position <= head.next for position, _ in others):
             await self._truncate(log, head)
-        await self._delete([key for position, key in found if position < head.start and key != named])
+        await self._delete([key for position, key in others if not head.start <= position <= head.next])
 
     async def _truncate(self, log: str, head: LogHead) -> None:
         newest, at = head.start, head.start

@@ -46,6 +46,12 @@ class Attempt(msgspec.Struct, frozen=True):
     started_ms: int
 
 
+async def attempt_of(consensus: Consensus) -> str:
+    """The nonce of the restore that made this cluster; "" of one that was never restored."""
+    claimed = await consensus.head(ATTEMPT_REGISTER)
+    return msgspec.msgpack.decode(claimed.data, type=Attempt).nonce if claimed is not None and claimed.data else ""
+
+
 async def read_attempt(consensus: Consensus) -> Attempt | None:
     """The attempt that has claimed this consensus and not finished; None when it is empty.
 

@@ -3,9 +3,10 @@
 A shard is a header (its state without batches) and one row a batch, named by its lower bound. Groups are written in
 order, each at once, and after every one of them the rows are a state that can be restored:
 
-    header with the new since, the old upper      merged batches hold times only from the new since on
+    header with the new since, the old upper      merged batches hold times only from the new since on; since < upper
     a batch, and the deletions of what it covers  compaction put it in the place of several
-    header with the new upper                     counts only batches that are there
+    header with the new upper                     counts only batches that are there; with it the batch that passes the
+                                                  old upper, whose times may all have been moved beyond that
 
 Rows past the header's upper are left out when a shard is put together again.
 """
@@ -110,13 +111,14 @@ def shard_changes(
     state: ShardState,
     same: Callable[[Batch], bool],
 ) -> list[ShardGroup]:
-    """From rows (`old` header, batch rows by lower → upper) to `state`. Pure.
+    """From rows (`old` header, batch rows by lower → upper) to `state`. Pure. The rows are of this shard, or of the one
+    that it was restored from.
 
     Raises Corrupt when the state is older than the rows: another life of the shard, whose rows may be all that is
     left of this one.
     """
     header = header_of(state)
-    if old is not None and old.shard_id == state.shard_id and (state.upper < old.upper or state.since < old.since):
+    if old is not None and (state.upper < old.upper or state.since < old.since):
         raise Corrupt(
             f"a shard's log holds less than its rows: shard={state.name} upper={state.upper} row={old.upper}.",
             fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
@@ -125,21 +127,25 @@ def shard_changes(
     left = sorted(old_uppers)
     covered: set[int] = set()
     groups: list[ShardGroup] = []
+    last = ShardGroup(header)
     for batch in changed:
         inside = [lower for lower in _between(left, batch.lower, batch.upper) if lower != batch.lower]
         covered.update(inside)
-        groups.append(ShardGroup(None, (batch_bytes(batch),), tuple(inside)))
+        if old is not None and batch.lower < old.upper < batch.upper:
+            last = ShardGroup(header, (batch_bytes(batch),), tuple(inside))
+        else:
+            groups.append(ShardGroup(None, (batch_bytes(batch),), tuple(inside)))
     standing = {batch.lower for batch in state.batches}
     stray = tuple(lower for lower in left if lower not in standing and lower not in covered)
-    if not groups and not stray and old == header:
+    if not changed and not stray and old == header:
         return []
     first: list[ShardGroup] = []
-    moved = old is not None and (header.since != old.since or header.schema != old.schema)
-    if old is not None and old.shard_id == state.shard_id and moved and groups:
+    if old is not None and groups and (header.since != old.since or header.schema != old.schema):
         # The old tokens with it: a token says that its append is there, and it may not be yet. A newer schema reads
-        # every older batch, an older one no newer batch.
-        first = [ShardGroup(replace(old, since=header.since, schema=header.schema, versions=header.versions))]
-    return [*first, *groups, ShardGroup(header, (), stray)]
+        # every older batch, an older one no newer batch. No batch below the old upper has times moved beyond its own.
+        since = max(old.since, min(header.since, old.upper - 1))
+        first = [ShardGroup(replace(old, since=since, schema=header.schema, versions=header.versions))]
+    return [*first, *groups, last._replace(removed=(*last.removed, *stray))]
 
 
 def batch_bytes(batch: Batch) -> BatchBytes:

@@ -39,7 +39,9 @@ def restored_id(shard_id: str, attempt: str) -> str:
 async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, attempt: str) -> str:
     """Returns the new id. Raises Invalid when the name has a shard that this attempt did not make."""
     shard_id = restored_id(state.shard_id, attempt)
-    state = replace(state, shard_id=shard_id)
+    # A hold's epoch is the term of a lease of the old consensus: in an empty one it would fence every owner to come.
+    holds = tuple(replace(hold, epoch=0) for hold in state.holds)
+    state = replace(state, shard_id=shard_id, holds=holds)
     create = encode_command(Create(state.name, shard_id, state.schema))
     log = shard_log(shard_id)
     head = await consensus.log_head(log)

@@ -218,10 +218,13 @@ class PartitionFollower:
         )
         if replace(new, log_position=row.log_position) == row:
             return []
-        groups = await self._sweep(scan, row.next_offset, {group[0][0] for group in written}) if fresh else []
+        # What a restore ended, the row tells of as open; it ended at the row's last offset, without a marker.
+        aborted_from = row.next_offset - 1 if row.transactions else row.next_offset
+        aborted = aborted_rows(self._state, self.topic_id, self.partition, aborted_from)
+        written += _sliced([ABORTED.encode(each) for each in aborted])
+        standing = {key for group in written for key, _ in group}
+        groups = await self._sweep(scan, row.next_offset, standing) if fresh else []
         groups += written
-        aborted = aborted_rows(self._state, self.topic_id, self.partition, row.next_offset)
-        groups += _sliced([ABORTED.encode(each) for each in aborted])
         self._next_swept = self._swept or bool(fresh)
         remembered, before = (max(each.log_start, each.aborted_start) for each in (new, row))
         if new.hot_start > row.hot_start or remembered > before:
@@ -242,20 +245,20 @@ class PartitionFollower:
         _forget_batches(self._state)
 
     async def _sweep(self, scan: Scan, next_offset: int, standing: Container[bytes]) -> list[Group]:
-        """Deletions of extents past the partition row, once, before the row reaches them.
+        """Deletions of what lies past the partition row, once, before the row reaches it.
 
-        In one life of a log they are only written again (K2). But a manifest may hold extents without their partition
-        row, and the log that was restored from it goes on with other batches.
+        In one life of a log it is only written again (K2). But a manifest may hold extents and aborted transactions
+        without their partition row, and the log that was restored from it goes on with other batches.
         """
         if self._swept:
             return []
         stale: Group = []
-        async for keys, values in scan(EXTENTS.prefix(self.topic_id, self.partition), reverse=True):
-            for key, value in zip(keys, values, strict=True):
-                if EXTENTS.decode(key, value).base_offset < next_offset:
-                    return _sliced(stale)
-                if key not in standing:
-                    stale.append((key, b""))
+        for family in (EXTENTS, ABORTED):
+            async for keys, _ in scan(family.prefix(self.topic_id, self.partition), reverse=True):
+                past = [key for key in keys if key >= family.key(self.topic_id, self.partition, next_offset)]
+                stale += [(key, b"") for key in past if key not in standing]
+                if len(past) < len(keys):
+                    break
         return _sliced(stale)
 
     async def _forgotten(self, scan: Scan, start: int) -> list[ExtentRow]:

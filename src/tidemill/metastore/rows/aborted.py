@@ -1,9 +1,10 @@
 """Aborted transactions of a partition: which records of which producer nobody may take for committed.
 
     aborted    12 | topic_id text | partition u32 | last_offset u64
-               producer_id, first_offset, stable
+               producer_id, first_offset, stable, others array of [producer_id, first_offset, stable]
 
 `last_offset` is that of the marker that ended it; every transaction that was aborted later begins at or after `stable`.
+`others`, in order, ended there too: a restore ends all that was open where its rows end, without markers.
 Rows past the partition row's next offset wait for it, and mean nothing before.
 """
 
@@ -22,6 +23,7 @@ class AbortedRow(msgspec.Struct, frozen=True):
     producer_id: int
     first_offset: int
     stable: int
+    others: tuple[tuple[int, int, int], ...] = ()
 
 
 ABORTED = Family(

@@ -41,15 +41,26 @@ def encode_marker(marker: Marker, at_ms: int) -> bytes:
 
 
 def commits(records: Buffer) -> bool:
-    """Is the one record of a control batch the marker of a commit? No byte of it is taken on trust."""
+    """Is the one record of a control batch the marker of a commit?"""
+    return _key_of(records) == (0, 1)
+
+
+def aborts(records: Buffer) -> bool:
+    """Is the one record of a control batch the marker of an abort?"""
+    return _key_of(records) == (0, 0)
+
+
+def _key_of(records: Buffer) -> tuple[int, int] | None:
+    """(version, type). No byte of it is taken on trust."""
     data = memoryview(records)
     try:
         at = varint(data, 0)[1] + 1  # past the length and the attributes
         at = varint(data, varint(data, at)[1])[1]
         size, at = varint(data, at)
-        return size == _KEY.size and _KEY.unpack_from(data, at) == (0, 1)
+        version, kind = _KEY.unpack_from(data, at)
+        return (version, kind) if size == _KEY.size else None
     except (IndexError, ValueError, struct.error):
-        return False
+        return None
 
 
 def transactional(batch: bytes) -> bytes:

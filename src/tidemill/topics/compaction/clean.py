@@ -6,7 +6,8 @@ CL1  A record goes when a newer one of its key is in the map, when it has no key
 CL2  A batch keeps its first and last offset, its producer, epoch and sequence, and its codec; its records keep their
      bytes. One without records any more goes whole: what is known of producers is in the partition's state.
 CL3  A batch of an aborted transaction has no records for anybody, and goes; so does the marker of a commit, which
-     nobody asks for. The marker of an abort stays: as long as fetches name the transaction, a client ends it there.
+     nobody asks for. The marker of an abort stays as long as fetches may name the transaction, for a client ends it
+     there: until it lies below `markers_below`.
 CL4  What cannot be read stays as it is.
 """
 
@@ -21,7 +22,7 @@ import numpy as np
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch.codecs import compress
 from tidemill.topics.batch.columns import Columns, Int64s
-from tidemill.topics.batch.control import commits
+from tidemill.topics.batch.control import aborts, commits
 from tidemill.topics.batch.decode import GROUP_BYTES, Opened, has_records, open_batch, scan_opened
 from tidemill.topics.batch.header import APPEND_TIME, CONTROL, CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END
 from tidemill.topics.batch.scan import CHUNK_RECORDS
@@ -34,7 +35,8 @@ Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 class Pass(msgspec.Struct, frozen=True):
     """What is known of a partition's keys below `end`, and which tombstones may go: those below `tombstones_below`.
-    `tombstones_from`: those that stay are counted from there on. `captured`: the topic is a captured table's."""
+    `tombstones_from`: those that stay are counted from there on. `captured`: the topic is a captured table's. No fetch
+    names, and none will, what was aborted wholly below `markers_below`."""
 
     keys: KeyMap
     key_hash: KeyHash
@@ -42,6 +44,7 @@ class Pass(msgspec.Struct, frozen=True):
     tombstones_below: int
     tombstones_from: int
     captured: bool = False
+    markers_below: int = 0
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -95,7 +98,7 @@ def clean(batches: Sequence[Stored], rules: Pass) -> Cleaned:
     tombstones = 0
     changed = False
     within = [each for each in batches if each[0].base_offset < rules.end]
-    for group in _groups(_opened(ref, data) for ref, data in within):
+    for group in _groups(_opened(ref, data, rules.markers_below) for ref, data in within):
         for each in group:
             if isinstance(each, Batch):
                 stays.append(each)
@@ -129,14 +132,15 @@ def _deletes(columns: Columns, rules: Pass) -> Mask:
     return (columns.value_bytes < 0) | ((columns.key_bytes < 0) & rules.captured)
 
 
-def _opened(ref: BatchRef, data: Buffer) -> Opened | Batch | None:
+def _opened(ref: BatchRef, data: Buffer, markers_below: int = 0) -> Opened | Batch | None:
     """To be looked into; to stay as it is; to go."""
     try:
         opened = open_batch(data, ref)
     except BadBatch:
         return Batch(data, ref.base_offset, ref.base_offset + ref.record_count, ref.max_timestamp_ms)
     if opened.header.attributes & CONTROL:
-        return None if commits(opened.body) else _as_it_is(opened)
+        ended = aborts(opened.body) and ref.base_offset < markers_below
+        return None if ended or commits(opened.body) else _as_it_is(opened)
     return opened if has_records(opened.header, ref) else None
 
 

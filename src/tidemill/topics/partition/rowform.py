@@ -1,7 +1,7 @@
 """A partition's state as rows of the metastore, and back. Pure.
 
 One partition row (counters, leader epochs, producers, open transactions), one extent row for every run of batches that
-lie back to back in one object, and one row for every aborted transaction.
+lie back to back in one object, and one row for every offset at which transactions were aborted.
 
 K1  A partition row never counts an offset that no extent row holds.
 K2  Extents are cut the same way whenever they begin at the same offset: writing them again replaces them.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import attrgetter
 from typing import TypeVar
 
 import msgspec
@@ -104,10 +106,14 @@ def _extent(state: PartitionState, topic_id: str, partition: int, first: int, en
 
 
 def aborted_rows(state: PartitionState, topic_id: str, partition: int, start: int) -> list[AbortedRow]:
-    """The transactions that were aborted by a marker at `start` or after it."""
+    """The transactions that were aborted at `start` or after it."""
     index = state.aborted
     found = (index[at] for at in range(index.from_offset(start), len(index)))
-    return [AbortedRow(topic_id, partition, a.last_offset, a.producer_id, a.first_offset, a.stable) for a in found]
+    rows: list[AbortedRow] = []
+    for last_offset, ended in groupby(found, key=attrgetter("last_offset")):
+        first, *others = ((each.producer_id, each.first_offset, each.stable) for each in ended)
+        rows.append(AbortedRow(topic_id, partition, last_offset, *first, tuple(others)))
+    return rows
 
 
 def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Iterable[AbortedRow] = ()) -> PartitionState:
@@ -159,10 +165,14 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Itera
             fix="Restore from an older manifest.",
         )
     state.high_watermark = row.next_offset
+    opened = {producer_id: Open(0, first_offset, 0) for producer_id, first_offset in transactions_of(row).items()}
     for each in aborted:
         if max(row.log_start, row.aborted_start) <= each.last_offset < row.next_offset:
-            state.aborted.add(Aborted(each.producer_id, each.first_offset, each.last_offset, each.stable))
-    opened = {producer_id: Open(0, first_offset, 0) for producer_id, first_offset in transactions_of(row).items()}
+            for producer_id, first_offset, stable in ((each.producer_id, each.first_offset, each.stable), *each.others):
+                state.aborted.add(Aborted(producer_id, first_offset, each.last_offset, stable))
+                # One that an earlier restore ended, while the row of before tells of it as open.
+                if producer_id in opened and opened[producer_id].first_offset == first_offset:
+                    del opened[producer_id]
     end_all(opened, state.aborted, row.next_offset)
     return state
 

@@ -200,6 +200,7 @@ def first_open(transactions: Mapping[int, Open]) -> int | None:
 
 def end_all(transactions: dict[int, Open], aborted: AbortedIndex, end: int) -> None:
     """What was open when a log was cut at `end` is aborted, without a marker: its coordinator is of another life."""
-    for producer_id, opened in transactions.items():
-        aborted.add(Aborted(producer_id, opened.first_offset, end - 1, end))
-    transactions.clear()
+    for producer_id, opened in list(transactions.items()):
+        del transactions[producer_id]
+        following = first_open(transactions)  # it ends at the same offset: whoever looks for one must meet all of them
+        aborted.add(Aborted(producer_id, opened.first_offset, end - 1, end if following is None else following))
