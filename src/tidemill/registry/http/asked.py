@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,6 +24,8 @@ NOT_SERVED = ("metadata", "ruleSet", "schemaTagsToAdd", "schemaTagsToRemove")
 NOT_SERVED_CONFIG = (
     "alias", "compatibilityGroup", "defaultMetadata", "overrideMetadata", "defaultRuleSet", "overrideRuleSet",
 )  # fmt: skip
+BODY_S = 20.0
+"""For the body of a request to come: who sends the half of it holds a connection and one of its address's places."""
 LIST_MOST = 1_000
 """Schemas of one answer; more by `offset`."""
 
@@ -85,11 +88,16 @@ async def body_of(request: Request) -> dict[str, Any]:
     if not kind.startswith(TAKEN):
         raise Refused(415, "HTTP 415 Unsupported Media Type")
     try:
-        found = orjson.loads(await request.body())
-    except orjson.JSONDecodeError as error:
-        raise Refused(400, f"The body is not JSON: {error}") from error
+        async with asyncio.timeout(BODY_S):
+            body = await request.body()
+    except TimeoutError as error:
+        raise Refused(408, "The body did not come in time.") from error
     except ClientDisconnect as error:
         raise Refused(413, "The body is too large, or ended early.") from error
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"The body is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise Refused(422, "The body must be a JSON object.")
     return found
