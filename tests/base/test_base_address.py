@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tidemill.base.address import Address
+from tidemill.base.address import Address, plain_host
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,21 @@ def test_wildcards_and_loopback_are_known_in_both_families() -> None:
     assert not Address.parse("[::1]:1").is_wildcard and not Address.parse("localhost:1").is_wildcard
     assert all(Address.parse(text).is_loopback for text in ("[::1]:1", "127.0.0.9:1", "localhost:1"))
     assert not Address.parse("[2001:db8::1]:1").is_loopback
+
+
+@pytest.mark.parametrize(
+    ("host", "plain"),
+    [
+        ("::ffff:10.0.0.5", "10.0.0.5"),
+        ("::FFFF:a00:5", "10.0.0.5"),
+        ("::ffff:nothing", "::ffff:nothing"),
+        ("::ffff:0:10.0.0.5", "::ffff:0:10.0.0.5"),
+        ("::1", "::1"),
+        ("fe80::1%eth0", "fe80::1%eth0"),
+        ("10.0.0.5", "10.0.0.5"),
+        ("*", "*"),
+        ("", ""),
+    ],
+)
+def test_an_address_of_ipv4_within_one_of_ipv6_is_that_of_ipv4(host: str, plain: str) -> None:
+    assert plain_host(host) == plain

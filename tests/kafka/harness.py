@@ -250,8 +250,10 @@ class FakeBroker:
         delay_s: float = 0.0,
         gate: GateOf = None,
         super_users: tuple[str, ...] | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.super_users = super_users
+        self.host = host
         self.settings = settings or KafkaSettings()
         self.gate = gate
         self.tracker = Tracker()
@@ -284,6 +286,7 @@ class FakeBroker:
             rand=Rand(),
             name="n1",
             node_id=1,
+            host=self.host,
             port=self.port,
             settings=self.settings,
             gate=self.gate(self.users) if callable(self.gate) else self.gate,

@@ -63,9 +63,10 @@ def allow(
     name: str,
     pattern: Pattern = Pattern.LITERAL,
     permission: Permission = Permission.ALLOW,
+    host: str = "*",
 ) -> Callable[[], None]:
     assert broker.rulebook is not None
-    found = Rule(int(resource), int(pattern), name, f"User:{user}", "*", int(operation), int(permission))
+    found = Rule(int(resource), int(pattern), name, f"User:{user}", host, int(operation), int(permission))
     broker.portal.call(broker.rulebook.add([found]))
     return lambda: broker.portal.call(broker.rulebook.delete([found]))  # type: ignore[union-attr]
 
@@ -105,6 +106,21 @@ def test_a_super_user_is_refused_nothing(shared: FakeBroker, key: int) -> None:
     with as_user(shared, "root") as client:
         client.ask(3, 1, b"\xff\xff\xff\xff")
         assert code(client.ask(key, version, example(key, version, f"s{key}", uuid.UUID(row.topic_id)))) not in DENIALS
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::ffff:127.0.0.1"])
+def test_a_rule_for_a_host_counts_also_where_one_socket_listens_for_both_kinds_of_addresses(host: str) -> None:
+    broker = FakeBroker(gate=gate(), super_users=("User:root",), host="::")
+    try:
+        add(broker, "alice")
+        broker.create_topic("t", 1)
+        allow(broker, "alice", Operation.DESCRIBE, Resource.TOPIC, "t")
+        with as_user(broker, "alice") as client:
+            assert [int(t.error_code) for t in ask_metadata(client, ["t"]).topics] == [0]
+            allow(broker, "alice", Operation.DESCRIBE, Resource.TOPIC, "t", permission=Permission.DENY, host=host)
+            assert [int(t.error_code) for t in ask_metadata(client, ["t"]).topics] == [29]
+    finally:
+        broker.close()
 
 
 def ask_metadata(client: RawClient, topics: list[str] | None, *, create: bool = False, version: int = 9) -> Any:

@@ -63,7 +63,13 @@ def test_a_topic_is_altered_whole_or_not_at_all(world: World) -> None:
     world.run("alter", "t", "--partitions", "4", "--set", "retention.ms=5", "--set", "segment.ms=9")
     assert (world.row("t").partitions, world.row("t").config) == (4, {"retention.ms": "5", "segment.ms": "9"})
     world.run("alter", "t", "--unset", "segment.ms")
-    for wrong in (["--partitions", "3"], ["--set", "preallocate=perhaps"], ["--set", "retention.ms"], []):
+    for wrong in (
+        ["--partitions", "3"],
+        ["--set", "preallocate=perhaps"],
+        ["--unset", "no.such"],
+        ["--set", "retention.ms"],
+        [],
+    ):
         told = world.run("alter", "t", "--set", "retention.ms=6", *wrong, code=2) if wrong else ""
         told = told or world.run("alter", "t", code=2)
         assert len(told.strip().splitlines()) == 1

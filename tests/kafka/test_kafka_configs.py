@@ -69,9 +69,26 @@ def test_configs_are_set_deleted_and_their_lists_grow_and_shrink(fake_broker: Fa
     assert config_of(fake_broker) == {}
 
 
+def test_deleting_a_config_that_is_not_set_changes_nothing_whatever_its_name(fake_broker: FakeBroker) -> None:
+    """As MirrorMaker 2 does with every default of a source, which may be of an older Kafka."""
+    fake_broker.create_topic("t", 1, config={"segment.ms": "9"})
+    deleted: list[tuple[str, int, str | None]] = [
+        (name, DELETE, None)
+        for name in ("message.format.version", "message.downconversion.enable", "no.such", "retention.ms")
+    ]
+    for validate_only in (True, False):
+        assert alter(fake_broker, [("max.message.bytes", SET, "5000"), *deleted], validate_only=validate_only) == 0
+    assert config_of(fake_broker) == {"segment.ms": "9", "max.message.bytes": "5000"}
+    for name in ("1", ""):
+        assert alter(fake_broker, deleted, kind=BROKER, name=name) == 0
+        changes = [*deleted, ("num.partitions", SET, "9")]
+        assert alter(fake_broker, changes, kind=BROKER, name=name) == errors.INVALID_REQUEST
+
+
 REFUSED: list[tuple[list[tuple[str, int, str | None]], int]] = [
     ([("no.such", SET, "1")], errors.INVALID_CONFIG),
-    ([("no.such", DELETE, None)], errors.INVALID_CONFIG),
+    ([("no.such", DELETE, None), ("no.such", SET, "1")], errors.INVALID_REQUEST),
+    ([("no.such", DELETE, None), ("no.other", SET, "1")], errors.INVALID_CONFIG),
     ([("no.such", APPEND, "1")], errors.INVALID_CONFIG),
     ([("retention.ms", APPEND, "1")], errors.INVALID_CONFIG),
     ([("remote.storage.enable", SET, "true")], errors.INVALID_CONFIG),

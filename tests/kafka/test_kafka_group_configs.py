@@ -91,7 +91,12 @@ def test_a_group_has_configs_of_its_own_over_the_node_s_also_before_it_is_there(
     assert not found.read_only and "fenced" in found.documentation
     assert change(broker, "early", [(HEARTBEAT, Op.SET, "300")], key=33, version=2) == 0
     assert shown(broker, "early") == {HEARTBEAT: ("300", 8), SESSION: ("60000", 4)}, "the named ones are all there are"
-    assert change(broker, "early", [(HEARTBEAT, Op.DELETE, None), (SESSION, Op.DELETE, None)]) == 0
+    assert (
+        change(
+            broker, "early", [(HEARTBEAT, Op.DELETE, None), (SESSION, Op.DELETE, None), ("no.such", Op.DELETE, None)]
+        )
+        == 0
+    )
     assert shown(broker, "early") == {HEARTBEAT: ("200", 4), SESSION: ("60000", 4)}
     assert broker.portal.call(broker.catalogue.group_configs()) == []
 
@@ -110,7 +115,7 @@ REFUSED: list[tuple[Changes, int]] = [
     ([("share.session.timeout.ms", Op.SET, "45000")], errors.INVALID_CONFIG),
     ([("streams.num.standby.replicas", Op.SET, "1")], errors.INVALID_CONFIG),
     ([("retention.ms", Op.SET, "45000")], errors.INVALID_CONFIG),
-    ([("no.such", Op.DELETE, None)], errors.INVALID_CONFIG),
+    ([("no.such", Op.DELETE, None), ("no.other", Op.SET, "1")], errors.INVALID_CONFIG),
     ([(SESSION, Op.SET, "2000"), ("no.such", Op.SET, "1")], errors.INVALID_CONFIG),
     ([(SESSION, Op.SET, None)], errors.INVALID_REQUEST),
     ([(SESSION, Op.SET, "2000"), (SESSION, Op.SET, "3000")], errors.INVALID_REQUEST),

@@ -11,6 +11,7 @@ import pytest
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.base.limits import METASTORE_BATCH_BYTES
 from tidemill.base.marks import Tracker
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka import errors
@@ -19,7 +20,7 @@ from tidemill.kafka.groups.consumer_state import Beat, Topic
 from tidemill.kafka.groups.coordinator import Coordinator, Refused
 from tidemill.kafka.groups.led import LedGroup
 from tidemill.kafka.groups.registers import carry_over
-from tidemill.kafka.groups.state import GroupLimits, Join, Phase, Sync
+from tidemill.kafka.groups.state import GroupLimits, Join, Phase, Sync, SyncAnswer
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.open import metastore_on
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
@@ -276,6 +277,74 @@ def test_f231_a_group_that_cannot_be_written_ends_here_and_nothing_else_does(mon
             assert not other.is_over
             again = await node.get("g")
             assert again.heartbeat(member, None, 1) == 0, "what was durable goes on"
+
+    run(body)
+
+
+def noted(partition: int, count: int, letters: int = 4_096) -> list[tuple[bytes, bytes]]:
+    """Offsets with long metadata."""
+    rows = [GroupOffsetRow("g", "t", partition + n, 5, -1, "n" * letters) for n in range(count)]
+    return [GROUP_OFFSETS.encode(row) for row in rows]
+
+
+async def syncing(led: LedGroup) -> asyncio.Future[SyncAnswer]:
+    """Its membership is about to be written."""
+    answer = await led.join(ask())
+    return led.sync(Sync(answer.member_id, None, answer.generation, assignments=((answer.member_id, b"a" * 1_000),)))
+
+
+def test_commits_that_come_together_are_no_more_than_one_write_may_hold_and_each_is_taken() -> None:
+    async def body(world: World) -> None:
+        led = await world.node().get("g")
+        commit, sizes = world.metastore.commit, []
+
+        async def counted(rows: Any, **more: Any) -> int:
+            sizes.append(sum(len(key) + len(value) for key, value in rows))
+            return await commit(rows, **more)
+
+        world.metastore.commit = counted  # type: ignore[method-assign, assignment]
+        synced = await syncing(led)
+        writes = [asyncio.ensure_future(led.write(noted(n * 100, 100))) for n in range(20)]
+        assert {await write for write in writes} == {0}
+        assert (await synced).error == 0
+        assert max(sizes) <= led_module.WRITE_BYTES and sum(sizes) > METASTORE_BATCH_BYTES
+        assert len(sizes) < 10, "what fits is written together"
+        assert len(await world.offsets()) == 2_000
+
+    run(body)
+
+
+def test_a_commit_that_is_refused_is_refused_alone() -> None:
+    async def body(world: World) -> None:
+        led = await world.node().get("g")
+        synced = await syncing(led)
+        parts = [noted(0, 1), noted(1, 1, 300 << 10), noted(2, 1)]
+        codes = await asyncio.gather(*(led.write(part) for part in parts))
+        assert codes == [0, errors.INVALID_REQUEST, 0]
+        assert (await synced).assignment == b"a" * 1_000
+        assert await world.offsets() == [5, 5]
+        assert await led.write(committed(7)) == 0, "the group goes on"
+
+    run(body)
+
+
+def test_a_membership_that_keeps_changing_does_not_keep_offsets_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(led_module, "WRITE_BYTES", 0)
+
+    async def body(world: World) -> None:
+        led = await world.node().get("g")
+        commit, written = world.metastore.commit, []
+
+        async def changing(rows: Any, **more: Any) -> int:
+            written.append(any(key == GROUPS.key("g") for key, _ in rows))
+            led.group.unstored = len(written) < 20
+            return await commit(rows, **more)
+
+        world.metastore.commit = changing  # type: ignore[method-assign, assignment]
+        synced = await syncing(led)
+        assert await led.write(committed(7)) == 0
+        assert len(written) <= 3 and True in written
+        assert (await synced).error == 0
 
     run(body)
 

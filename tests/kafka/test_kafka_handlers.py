@@ -7,11 +7,13 @@ import struct
 import uuid
 from typing import Any
 
+import msgspec
 import pytest
 from harness import FakeBroker
 from kio.index import load_request_schema
 from raw import ZERO, RawClient, batch, decode, encode, example, fetch_body, fields, nested, produce_body, request_frame
 
+from patience import DEADLINE_S
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
 from tidemill.kafka import KafkaSettings, errors
@@ -20,6 +22,8 @@ from tidemill.kafka.handlers import APIS, k01_fetch
 from tidemill.kafka.schema import compiled
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.metastore.rows import GROUP_OFFSETS
+from tidemill.metastore.rows.groups import GroupOffsetRow
 
 ALL_TOPICS = b"\xff\xff\xff\xff"
 
@@ -242,7 +246,7 @@ def test_while_consensus_is_down_known_topics_are_served_and_the_rest_is_retriab
         body = encode(load_request_schema(22, 1)(transactional_id=None, transaction_timeout=ZERO))
         assert code(client.ask(22, 1, body)) == errors.COORDINATOR_NOT_AVAILABLE
         fetch = struct.pack(">h", 1) + b"g" + struct.pack(">ih", 1, 5) + b"known" + struct.pack(">ii", 1, 0)
-        assert code(client.ask(9, 1, fetch)) == errors.COORDINATOR_NOT_AVAILABLE
+        assert code(client.ask(9, 1, fetch)) == errors.COORDINATOR_LOAD_IN_PROGRESS
         fake_broker.consensus.down = False
         assert code(client.ask(22, 1, body)) == 0
 
@@ -400,6 +404,72 @@ def test_offset_commits_of_members_are_refused_and_simple_ones_kept(fake_broker:
             (0, 5, "note"),
             (1, 6, ""),
         ]
+
+
+def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_none(
+    fake_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """−1 without an error would make a consumer begin where auto.offset.reset says."""
+    monkeypatch.setattr("tidemill.kafka.topic_cache.SETTLE_S", 0.05)
+    whole = fake_broker.catalogue.list
+
+    async def away(kind: Any, **more: Any) -> Any:
+        raise Unavailable("the catalogue is away.")
+
+    def asked(topic: str, version: int, partition: int, topic_id: str = "") -> bytes:
+        schema = load_request_schema(9, version)
+        group = nested(schema, "groups") if version >= 8 else schema
+        named = {"topic_id": uuid.UUID(topic_id)} if version >= 10 else {"name": topic}
+        topics = (nested(group, "topics")(**named, partition_indexes=(partition,)),)
+        if version < 8:
+            return encode(schema(group_id="g", topics=topics, **({"require_stable": False} if version == 7 else {})))
+        member = {"member_id": None, "member_epoch": -1} if version >= 9 else {}
+        return encode(schema(groups=(group(group_id="g", topics=topics, **member),), require_stable=False))
+
+    def found(client: RawClient, topic: str, version: int, partition: int, topic_id: str = "") -> tuple[int, int]:
+        answer = client.ask(9, version, asked(topic, version, partition, topic_id))
+        answer = answer.groups[0] if version >= 8 else answer
+        (part,) = answer.topics[0].partitions
+        assert version == 1 or int(part.error_code) == int(answer.error_code), "both are looked at"
+        return int(part.error_code), int(part.committed_offset)
+
+    fake_broker.create_topic("grows", 1)
+    with RawClient(fake_broker.port) as client:
+        client.ask(3, 1, ALL_TOPICS)
+        monkeypatch.setattr(fake_broker.catalogue, "list", away)
+        new = fake_broker.create_topic("new", 1)
+        grown = fake_broker.portal.call(
+            fake_broker.catalogue.change_topic("grows", lambda row: msgspec.structs.replace(row, partitions=3))
+        )
+        places = {("new", 0): new, ("grows", 2): grown}
+        rows = [GROUP_OFFSETS.encode(GroupOffsetRow("g", row.topic_id, p, 7)) for (_, p), row in places.items()]
+        fake_broker.portal.call(fake_broker.metastore.commit(rows))
+        for version in (1, 5, 7, 8, 10):
+            for (name, partition), row in places.items():
+                told = found(client, name, version, partition, row.topic_id)
+                assert told == (errors.COORDINATOR_LOAD_IN_PROGRESS, -1), (name, version)
+        topic = nested(load_request_schema(8, 7), "topics")
+        part = nested(topic, "partitions")
+        commit = encode(
+            load_request_schema(8, 7)(
+                group_id="g", generation_id_or_member_epoch=-1, member_id="", group_instance_id=None,
+                topics=tuple(
+                    topic(name=name, partitions=(
+                        part(partition_index=p, committed_offset=8, committed_leader_epoch=-1, committed_metadata=""),
+                    ))
+                    for name, p in places
+                ),
+            )
+        )  # fmt: skip
+        told = [int(p.error_code) for t in client.ask(8, 7, commit).topics for p in t.partitions]
+        assert told == [errors.COORDINATOR_LOAD_IN_PROGRESS] * 2
+        monkeypatch.setattr(fake_broker.catalogue, "list", whole)
+        monkeypatch.setattr("tidemill.kafka.topic_cache.SETTLE_S", DEADLINE_S)
+        for version in (1, 5, 7, 8, 10):
+            for (name, partition), row in places.items():
+                assert found(client, name, version, partition, row.topic_id) == (0, 7), (name, version)
+        assert found(client, "nowhere", 7, 0) == (0, -1), "as Kafka says of what is not there"
+        assert found(client, "grows", 7, 3) == (0, -1)
 
 
 def test_f213_a_topic_in_use_is_not_deleted_by_a_client(fake_broker: FakeBroker) -> None:

@@ -35,7 +35,7 @@ from raw import request_frame
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from tidemill.access.failures import Failures
 from tidemill.access.sasl import MECHANISMS, Authenticator
-from tidemill.access.scram import NAMES, SCRAM_SHA_256, ScramServer, made_of
+from tidemill.access.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, ScramServer, made_of
 from tidemill.access.tokens import Tokens, TokenSettings
 from tidemill.access.users import Users
 from tidemill.base.clock import Rand, SystemClock
@@ -221,6 +221,40 @@ def test_the_admin_client_writes_and_describes_credentials(plain: FakeBroker) ->
         admin.alter_user_scram_credentials([gone])["bob"].result(20)
     assert absent.value.args[0].code() == ck.KafkaError.RESOURCE_NOT_FOUND
     assert plain.portal.call(plain.users.credential("bob", SCRAM_SHA_256)) is None
+
+
+def test_a_users_credentials_change_together_or_not_at_all(plain: FakeBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    admin = AdminClient({**confluent(plain, None, "SCRAM-SHA-512")})  # type: ignore[arg-type]
+    both = (ScramMechanism.SCRAM_SHA_256, ScramMechanism.SCRAM_SHA_512)
+
+    def alter(*changes: UserScramCredentialUpsertion | UserScramCredentialDeletion) -> None:
+        admin.alter_user_scram_credentials(list(changes))["dora"].result(20)
+
+    def put(mechanism: ScramMechanism) -> UserScramCredentialUpsertion:
+        return UserScramCredentialUpsertion("dora", ScramCredentialInfo(mechanism, 8192), b"doras", b"salty salt")
+
+    def mechanisms() -> set[int]:
+        return {each.mechanism for each in plain.portal.call(plain.users.list()) if each.user == "dora"}
+
+    there = len(plain.portal.call(plain.users.list()))
+    with monkeypatch.context() as patched:
+        patched.setattr("tidemill.access.users.USERS_MAX", there + 1)
+        with pytest.raises(ck.KafkaException, match="too many users"):
+            alter(*map(put, both))
+        assert mechanisms() == set()
+        alter(put(both[0]))
+    commit, written = plain.metastore.commit, []
+
+    async def counted(rows: Any, **more: Any) -> int:
+        written.append(len(rows))
+        return await commit(rows, **more)
+
+    monkeypatch.setattr(plain.metastore, "commit", counted)
+    alter(put(both[1]), UserScramCredentialDeletion("dora", both[0]))
+    assert written == [2], "nobody sees the one without the other"
+    assert mechanisms() == {SCRAM_SHA_512}
+    alter(UserScramCredentialDeletion("dora", both[1]))
+    assert mechanisms() == set()
 
 
 # by hand -----------------------------------------------------------------------------------------------------

@@ -12,10 +12,13 @@ from collections.abc import Callable, Coroutine
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from joserfc import jwt
 from joserfc.jwk import OctKey
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from tidemill.access.rulebook import Rulebook
@@ -31,6 +34,8 @@ from tidemill.metastore.open import metastore_on
 from tidemill.node.http import HttpServer
 from tidemill.node.http_access import Guard, Need, Parties, needs
 from tidemill.objects.memory import MemoryObjects
+from tidemill.registry.http.asked import subject_of
+from tidemill.registry.http.routes import Rest
 
 sys.path.append(str(Path(__file__).parents[1] / "kafka"))
 from authority import Authority
@@ -232,6 +237,7 @@ def test_what_is_known_of_proofs_is_bounded() -> None:
         ("POST", "/subjects/orders-value", Need(OP.DESCRIBE, R.TOPIC, "orders")),
         ("GET", "/subjects/orders-key/versions/latest", Need(OP.DESCRIBE, R.TOPIC, "orders")),
         ("DELETE", "/subjects/orders-key/versions/1", Need(OP.DELETE, R.TOPIC, "orders")),
+        ("DELETE", "/subjects/%3A.%3Asecret-value", Need(OP.DELETE, R.TOPIC, "secret")),
         ("DELETE", "/subjects/a%2Fversions", Need(OP.DELETE, R.TOPIC, "a/versions")),
         ("POST", "/compatibility/subjects/plain/versions/1", Need(OP.DESCRIBE, R.TOPIC, "plain")),
         ("GET", "/config", Need(OP.DESCRIBE_CONFIGS, R.CLUSTER, CLUSTER_NAME)),
@@ -244,6 +250,36 @@ def test_what_is_known_of_proofs_is_bounded() -> None:
 )
 def test_what_a_path_needs(method: str, path: str, wanted: Need | None) -> None:
     assert needs(method, path, path.encode(), []) == ([] if wanted is None else [wanted])
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        ":.:secret-value", "%3A.%3Asecret-value", "%3a%2E%3asecret%2Dvalue", "secret-value/", "/secret-value",
+        "%253A.%253Asecret-value", ":.::.:secret-value", ":other:secret-value", ":*:secret-value", ":.:", ":.:%2F",
+        "Secret-value", " secret-value", "secret-value%2F", "secret-value%3Fx", "secret%00-value", "%FF:.:secret-value",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("around", ["/subjects/{}", "/config/{}", "/mode/{}", "/compatibility/subjects/{}/versions"])
+def test_the_subject_that_is_judged_is_the_one_that_is_served(spelled: str, around: str) -> None:
+    raw = around.format(spelled).encode()
+    served: list[str] = []
+
+    class Noting(Rest):
+        def __init__(self) -> None:
+            super().__init__(None)  # type: ignore[arg-type]
+            self._table = [(m, p, self.note) for m, p, _ in self._table if "*" in p and p[0] != "schemas"]
+
+        async def note(self, _: Request, subject: str, *rest: str) -> Response:
+            served.append(subject_of(subject))
+            return Response()
+
+    method = "POST" if "compat" in around else "DELETE"
+    scope = {"type": "http", "method": method, "path": unquote(raw.decode()), "raw_path": raw, "headers": []}
+    asyncio.run(Noting().serve(Request(scope)))
+    for subject in served:
+        (need,) = needs(method, scope["path"], raw, [])
+        assert (need.resource, need.name) == (R.TOPIC, subject.removesuffix("-value"))
 
 
 def test_who_ends_a_shape_by_its_handle_alone_may_change_the_cluster() -> None:

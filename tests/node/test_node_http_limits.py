@@ -16,6 +16,7 @@ from tidemill.node.http import HttpServer
 from tidemill.node.http_app import application
 from tidemill.node.http_limits import HttpLimits
 from tidemill.shapes.http import sending
+from tidemill.shapes.http.grants import host_of
 from tidemill.shapes.http.sending import ItemsResponse, pieces
 
 
@@ -90,6 +91,19 @@ def test_a_long_head_or_url_or_body_is_refused() -> None:
             answer = await ask(port, f"POST {path} HTTP/1.1\r\ntransfer-encoding: chunked", chunked.encode())
             assert answer[9:12] == b"413" and answer.endswith(b'too large."}'), "whatever the application says to it"
         assert (await ask(port)).endswith(b"hello")
+        await server.aclose()
+
+    run(main())
+
+
+def test_a_client_of_a_socket_for_both_kinds_of_addresses_is_known_by_its_own() -> None:
+    async def main() -> None:
+        async def who(request: Request) -> Response:
+            return PlainTextResponse(f"{host_of(request.scope)} {list(server.bounded.under_way)}")
+
+        server = HttpServer(application([Route("/who", who)]), "::", on_failure=lambda *_: None)
+        port = await server.start()
+        assert (await ask(port, "GET /who HTTP/1.1")).endswith(b"127.0.0.1 ['127.0.0.1']")
         await server.aclose()
 
     run(main())

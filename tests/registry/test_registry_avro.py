@@ -124,6 +124,42 @@ def test_types_of_other_schemas_are_known_by_their_full_names() -> None:
         understand(Given("AVRO", '"int"', references), {("inner", 1): SchemaRow(1, "JSON", "{}")})
 
 
+def test_a_name_that_is_not_in_the_namespace_is_the_one_without_a_namespace_as_in_java() -> None:
+    places = {("common", 1): SchemaRow(1, "AVRO", record("x:int", name="Common"))}
+    references = (Reference("Common", "common", 1),)
+    text = record("c:Common", 'l:{"type":"array","items":"Common"}', 'u:["null","Common"]=null', name="com.x.Order")
+    plain = understand(Given("AVRO", text, references), places)
+    normal = understand(Given("AVRO", text, references, normalize=True), places)
+    assert "com.x.Common" not in normal.text + plain.text
+    for found in (plain, normal):
+        again = understand(Given("AVRO", found.text, references, normalize=True), places)
+        assert (again.text, again.digest) == (normal.text, normal.digest)
+    wider = {("common", 2): SchemaRow(2, "AVRO", record("x:long", name="Common"))}
+    new = understand(Given("AVRO", text, (Reference("Common", "common", 2),)), wider)
+    assert problems("BACKWARD", new, plain, Steps()) == []
+    assert problems("FORWARD", new, plain, Steps()) != []
+    # Of a schema that refers to this one its own names are known.
+    order = SchemaRow(3, "AVRO", text, references=references)
+    outer = record("o:Order", "c:Common", name="com.x.Outer")
+    places |= {("order", 1): order}
+    understand(Given("AVRO", outer, (*references, Reference("com.x.Order", "order", 1))), places)
+    with pytest.raises(Refused, match="unknown type"):
+        understand(Given("AVRO", text), {})
+    # One of the namespace comes first.
+    own = record(f"o:{record('y:string', name='Common')}", "c:Common", name="com.x.Order")
+    found = understand(Given("AVRO", own, references, normalize=True), places)
+    assert found.text.count("com.x.Common") == 2
+
+
+def test_a_type_without_a_namespace_keeps_it_in_the_normal_form() -> None:
+    bare = '{"type":"record","name":"Common","namespace":"","fields":[{"name":"x","type":"int"}]}'
+    text = record(f"a:{bare}", "b:Common", name="com.x.Order")
+    normal = understand(Given("AVRO", text, normalize=True), {})
+    assert "com.x.Common" not in normal.text
+    assert understand(Given("AVRO", normal.text, normalize=True), {}).text == normal.text
+    assert problems("FULL", avro(text), avro(normal.text), Steps()) == []
+
+
 def test_levels_name_versions_and_directions() -> None:
     assert list(compared_with("BACKWARD", [1, 2, 5])) == [5]
     assert list(compared_with("FULL_TRANSITIVE", [1, 2, 5])) == [5, 2, 1]

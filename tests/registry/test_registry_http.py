@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import socket
+from http.client import HTTPResponse
 
 import pytest
 from registry_world import STRING, Rest, record
 
+from patience import DEADLINE_S, eventually
 from tidemill.base.errors import Unavailable, Unknown
+from tidemill.registry.http import asked
 from tidemill.registry.settings import RegistrySettings
 
 A = record("a:int")
@@ -58,6 +62,18 @@ def test_a_subject_may_have_any_name(rest: Rest, subject: str) -> None:
     assert rest.ask("DELETE", f"/subjects/{path}") == (200, [1])
     assert rest.ask("DELETE", f"/subjects/{path}?permanent=true") == (200, [1])
     assert rest.ask("GET", "/subjects?deleted=true") == (200, [])
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(rest: Rest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "BODY_S", 0.1)
+    head = "POST /subjects/s/versions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", rest.port), timeout=DEADLINE_S) as client:
+        client.sendall(f"{head}content-length: 1000\r\n\r\n{{".encode())
+        found = HTTPResponse(client)
+        found.begin()
+        assert (found.status, json.loads(found.read())["error_code"]) == (408, 408)
+    eventually(lambda: not rest._server.bounded.under_way)
+    assert rest.register("s", A) == 1
 
 
 def test_errors_of_what_is_not_there(rest: Rest) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Coroutine, Sequence
 import pytest
 from topics_world import World, batch, eventually, fetch, run, values_of
 
+from patience import DEADLINE_S
 from tidemill.base.errors import Corrupt, Invalid, Missing
 from tidemill.base.limits import OBJECT_CONCURRENCY
+from tidemill.topics import serve
 from tidemill.topics.batch.header import patch
 from tidemill.topics.fetch import read_batches
 from tidemill.topics.front import BatchRef, FetchRead, NotLeader, OffsetOutOfRange
@@ -45,6 +47,36 @@ def test_a_long_poll_wakes_when_records_arrive() -> None:
         assert not waiting.done()
         await topics.produce_nowait(topic_id, 0, batch("new"))
         assert values_of((await waiting).batches) == [(2, "new")]
+
+    in_world(scenario(), world)
+
+
+@pytest.mark.parametrize("limit", ["of the partition", "of the answer", "batches", "cold objects"])
+def test_who_is_given_all_that_an_answer_may_have_does_not_wait_for_more(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    monkeypatch.setattr(serve, "BATCHES_MAX", 2 if limit == "batches" else 4_096)
+    monkeypatch.setattr(serve, "COLD_OBJECTS_MAX", 2 if limit == "cold objects" else 64)
+
+    async def scenario() -> None:
+        topics, topic_id = await filled(world, 3)
+        size = len(batch("0a", "0b"))
+        two = 2 * size + 1
+        most = two if limit == "of the partition" else 1 << 20
+        whole = two if limit == "of the answer" else 1 << 20
+        reader = world.node() if limit == "cold objects" else topics
+        read = FetchRead(topic_id, 0, 0, most)
+        async with asyncio.timeout(DEADLINE_S):
+            found = await reader.fetch([read], max_wait_s=10 * DEADLINE_S, min_bytes=1 << 20, max_bytes=whole)
+        assert len(found[0].batches) == 2
+        # Of the others nothing is left out: they wait for more.
+        read = FetchRead(topic_id, 0, 2, most)
+        waiting = asyncio.ensure_future(reader.fetch([read], max_wait_s=600.0, min_bytes=2 * size + 1, max_bytes=whole))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await reader.produce_nowait(topic_id, 0, batch("new"))
+        assert len((await waiting)[0].batches) >= 2
 
     in_world(scenario(), world)
 

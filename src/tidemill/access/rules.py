@@ -8,6 +8,7 @@ RU1  A super user may do everything. Otherwise a rule that denies wins over ever
 RU2  READ, WRITE, DELETE and ALTER each allow DESCRIBE too; ALTER_CONFIGS allows DESCRIBE_CONFIGS. Nothing is implied
      by what is denied but itself; ALL stands for every operation.
 RU3  `*` as a literal name, as a host, or as `User:*` stands for every one.
+RU4  A host is as `plain_host` has it: who asks by it is told apart by nothing but its address.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Final
 import msgspec
 
 from tidemill.access.principals import NAME_CHARS_MAX
+from tidemill.base.address import plain_host
 from tidemill.base.errors import Invalid
 
 
@@ -238,7 +240,7 @@ def bits(operations: Iterable[Operation]) -> int:
 
 
 def _is_of(rule: Rule, principal: str, host: str) -> bool:
-    return rule.principal in (principal, EVERYBODY) and rule.host in (host, EVERY)
+    return rule.principal in (principal, EVERYBODY) and plain_host(rule.host) in (host, EVERY)
 
 
 def _covers(denial: Rule, rule: Rule) -> bool:

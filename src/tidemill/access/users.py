@@ -56,21 +56,30 @@ class Users:
 
     async def put(self, credential: Credential) -> None:
         """Create or replace. Raises Invalid for a bad name, too many users."""
-        check_user(credential.user)
-        check_iterations(credential.iterations)
-        if credential.mechanism not in NAMES:
-            raise Invalid(f"no such mechanism: mechanism={credential.mechanism}.")
-        if await self.credential(credential.user, credential.mechanism) is None and len(await self.list()) >= USERS_MAX:
-            raise Invalid(f"too many users: limit={USERS_MAX}.", fix="Delete users that nobody uses.")
-        c = credential
-        row = UserRow(c.user, c.mechanism, c.salt, c.stored_key, c.server_key, c.iterations, self._clock.now_ms())
-        await self._commit([USERS.encode(row)])
+        await self.change(credential.user, [credential], [])
 
     async def delete(self, user: str, mechanisms: Sequence[int]) -> None:
         """What is not there is left alone."""
-        await self._commit([(USERS.key(user, mechanism), b"") for mechanism in mechanisms])
+        await self.change(user, [], mechanisms)
 
-    async def _commit(self, rows: Sequence[tuple[bytes, bytes]]) -> None:
+    async def change(self, user: str, put: Sequence[Credential], deleted: Sequence[int]) -> None:
+        """All of it or nothing, of one user: credentials to create or replace, mechanisms to delete those of. Raises
+        Invalid as `put`."""
+        new = 0
+        for credential in put:
+            check_user(credential.user)
+            check_iterations(credential.iterations)
+            if credential.mechanism not in NAMES:
+                raise Invalid(f"no such mechanism: mechanism={credential.mechanism}.")
+            new += await self.credential(credential.user, credential.mechanism) is None
+        if new and len(await self.list()) + new > USERS_MAX:
+            raise Invalid(f"too many users: limit={USERS_MAX}.", fix="Delete users that nobody uses.")
+        now_ms = self._clock.now_ms()
+        rows = [
+            USERS.encode(UserRow(c.user, c.mechanism, c.salt, c.stored_key, c.server_key, c.iterations, now_ms))
+            for c in put
+        ]
+        rows += [(USERS.key(user, mechanism), b"") for mechanism in deleted]
         await write(self._metastore, self._clock, rows, _FIX)
 
 

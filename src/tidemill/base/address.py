@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import NamedTuple
 
 PORT_MAX = 65535
+_MAPPED = "::ffff:"
 
 
 class Address(NamedTuple):
@@ -58,3 +59,15 @@ def bracketed(host: str) -> str:
 def bare(host: str) -> str:
     """A host that may be written in brackets, without them."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def plain_host(host: str) -> str:
+    """The address of a peer as everything else names it: one of IPv4 is ::ffff:10.0.0.5 at a socket that listens for
+    both (RFC 4291, 2.5.5.2), and 10.0.0.5 at every other. Anything else as it is."""
+    if host[: len(_MAPPED)].lower() != _MAPPED:
+        return host
+    try:
+        mapped = IPv6Address(host).ipv4_mapped
+    except ValueError:
+        return host
+    return str(mapped) if mapped is not None else host

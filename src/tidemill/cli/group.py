@@ -77,7 +77,7 @@ def alter(
         raise Invalid(f"bad group name: group={name!r}.")
     with stores(config) as opened:
         configs = GroupConfigs(opened.catalogue, kafka_settings(opened.config).group_limits)
-        change = configs.change(name, lambda own: altered(own, changes, GROUP), validate_only=dry_run)
+        change = configs.change(name, lambda own: altered(own, changes, GROUP, typed=True), validate_only=dry_run)
         found = {"group": name, "configs": opened.portal.call(change)}
     if as_json:
         print_json(found)

@@ -69,7 +69,7 @@ def alter(
     def changed(row: TopicRow) -> TopicRow:
         if row.kind == "capture":
             raise Invalid(f"a captured table's topic keeps its partitions and configs: topic={name}.")
-        row = replace(row, config=altered(row.config, changes))
+        row = replace(row, config=altered(row.config, changes, typed=True))
         return row if partitions is None else grown(row, partitions)
 
     with stores(config) as opened:

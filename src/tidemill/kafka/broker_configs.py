@@ -113,7 +113,7 @@ THROTTLES: Final = (
     "follower.replication.throttled.rate",
     "replica.alter.log.dirs.io.max.bytes.per.second",
 )
-"""Dynamic configs of a broker that kafka-reassign-partitions sets, and deletes where it has not set them (KIP-73)."""
+"""Dynamic configs of a broker that kafka-reassign-partitions sets (KIP-73)."""
 
 DEFAULT_BROKER: Final = ""
 """The resource name of what is the same for all brokers."""
@@ -123,15 +123,12 @@ def is_own(context: Context, resource_name: str) -> bool:
     return resource_name == str(context.own.node_id)
 
 
-def refuse_change(context: Context, resource_name: str, names: Sequence[str], deleted: Sequence[str] = ()) -> None:
-    """Raises BadRequest, or Invalid for a config that does not exist; nothing to change is fine. Deleting a config
-    that a client could have set, as Kafka's tools do with throttles of replication, succeeds and changes nothing."""
+def refuse_change(context: Context, resource_name: str, names: Sequence[str]) -> None:
+    """`names`: what is to be set. Raises BadRequest, or Invalid for a config that does not exist; nothing to change is
+    fine. So is deleting: none is ever set, and Kafka's tools delete throttles of replication that they have not set."""
     if resource_name != DEFAULT_BROKER and not is_own(context, resource_name):
         raise BadRequest(f"another broker's configs: asked={resource_name!r} this={context.own.node_id}.")
     known = {config.name: config for config in broker_configs(context)}
-    for name in deleted:
-        if name not in known and name not in THROTTLES:
-            raise Invalid(f"unknown broker config: name={name}.")
     for name in names:
         if name in THROTTLES:
             raise BadRequest(f"no replica follows another, so there is nothing to throttle: name={name}.")

@@ -23,7 +23,7 @@ from tidemill.access.quotabook import Quotabook
 from tidemill.access.rulebook import Rulebook
 from tidemill.access.tls import Certificates
 from tidemill.access.users import Users
-from tidemill.base.address import Address
+from tidemill.base.address import Address, plain_host
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.marks import Tracker
 from tidemill.base.memory import Budget as Memory
@@ -340,7 +340,7 @@ class KafkaServer:
                 sock.close()
 
     def _enter(self, sock: socket.socket, peer: tuple[str, int], context: Context, gate: Gate) -> None:
-        address = peer[0]
+        address = plain_host(peer[0])
         if not self._door.enter(address, self._clock.monotonic_s()):
             sock.close()
             return

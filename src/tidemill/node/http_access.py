@@ -24,7 +24,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import Final, NamedTuple
-from urllib.parse import unquote
 
 from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,6 +36,7 @@ from tidemill.access.sasl import Authenticator
 from tidemill.access.scram import Refused
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
+from tidemill.registry.http.asked import parts_of, plain_subject
 from tidemill.shapes.http.grants import ASKER, NAME, Grants, host_of, is_signed
 from tidemill.shapes.http.params import BadRequest
 from tidemill.shapes.rights import Asker, Denied
@@ -243,8 +243,7 @@ def needs(method: str, path: str, raw_path: bytes, topics: Sequence[str]) -> lis
         return [Need(Operation.DELETE, Resource.TOPIC, topic) for topic in topics] or [_cluster(Operation.ALTER)]
     if path == SHAPE and (reads or method == "POST"):  # a POST reads a subset
         return [Need(Operation.READ, Resource.TOPIC, topic) for topic in topics] or [_cluster()]
-    # As the registry takes a path apart: a subject may hold a slash.
-    parts = [unquote(part) for part in raw_path.decode("latin-1").partition("?")[0].strip("/").split("/")]
+    parts = parts_of(raw_path)
     if parts[0] in ("subjects", "compatibility", "config", "mode", "schemas", "contexts"):
         return _registry(method, parts, reads=reads)
     return [_cluster() if reads else _cluster(Operation.ALTER)]
@@ -266,7 +265,9 @@ def _registry(method: str, parts: list[str], *, reads: bool) -> list[Need]:
         operation = Operation.WRITE if subject else Operation.ALTER
     else:
         operation = Operation.DELETE if subject and method == "DELETE" else Operation.ALTER
-    return [Need(operation, Resource.TOPIC, _topic_of(name)) for name in subject] or [_cluster(operation)]
+    return [Need(operation, Resource.TOPIC, _topic_of(plain_subject(name))) for name in subject] or [
+        _cluster(operation)
+    ]
 
 
 def _topic_of(subject: str) -> str:

@@ -21,6 +21,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.base import descriptors
+from tidemill.base.address import plain_host
 from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.shapes.http.origins import Origins
 from tidemill.shapes.http.respond import EXPOSED
@@ -44,7 +45,8 @@ class HttpLimits(msgspec.Struct, frozen=True):
 
 
 class Bounded:
-    """ASGI middleware, the outermost: `header_bytes`, `per_address` and `body_bytes`, and CORS of what is refused."""
+    """ASGI middleware, the outermost: `header_bytes`, `per_address` and `body_bytes`, and CORS of what is refused. Who
+    is within it is told the client's address as rules name it."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits, origins: Sequence[str] = LOOPBACK_ORIGINS) -> None:
         self._app = app
@@ -70,7 +72,9 @@ class Bounded:
             await _too_large(send)
             return
         client = scope.get("client")
-        address = str(client[0]) if client else ""
+        address = plain_host(str(client[0])) if client else ""
+        if client and address != client[0]:
+            scope = {**scope, "client": (address, *client[1:])}
         if self.under_way.get(address, 0) >= self._limits.per_address:
             self.refused += 1
             await _refuse(send, 503, b'{"message":"Too many requests of this address are under way."}')

@@ -36,16 +36,22 @@ class Kind(NamedTuple):
 TOPIC: Final = Kind(SETTINGS, topic_config)
 
 
-def altered(config: Mapping[str, str], changes: Sequence[Change], kind: Kind = TOPIC) -> dict[str, str]:
+def altered(
+    config: Mapping[str, str], changes: Sequence[Change], kind: Kind = TOPIC, *, typed: bool = False
+) -> dict[str, str]:
     """The config after all changes. Raises BadRequest, or Invalid for a config that is not served so; a config that
-    stands and is not touched is not judged: it may be older than the checks."""
+    stands and is not touched is not judged: it may be older than the checks.
+
+    To delete what is not set changes nothing, as in Kafka, also where nobody knows the name: who copies the configs of
+    another cluster deletes what has its default there. `typed`: by a person, who is told of an unknown name.
+    """
     twice = [name for name, count in Counter(name for name, _, _ in changes).items() if count > 1]
     if twice:
         raise BadRequest(f"a config is named twice: name={twice[0]}.")
     new = dict(config)
     for name, op, value in changes:
         if op == Op.DELETE:
-            if name not in kind.settings and name not in config:
+            if typed and name not in kind.settings and name not in config:
                 kind.check({name: ""})
             new.pop(name, None)
             continue

@@ -145,7 +145,7 @@ class LocalFollowing:
             for each, at in zip(due, led, strict=True):
                 if each in self._due:
                     each.watch(at)
-            plans, total, failed = await plan_fetch(
+            plans, total, at_once = await plan_fetch(
                 reads, led, max_bytes, serving.pace, serving.l1, serving.cache, serving.l0
             )
             asked: list[int] = []
@@ -157,7 +157,7 @@ class LocalFollowing:
                 if serving.pace.due:
                     await serving.pace.rest()
             remaining_s = until_s - loop.time()
-            waits = not failed and total < min_bytes and remaining_s > 0 and not self._closed
+            waits = not at_once and total < min_bytes and remaining_s > 0 and not self._closed
             if waits and await _woken(self._woken, remaining_s):
                 continue
             found = await materialise(

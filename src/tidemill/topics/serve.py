@@ -60,12 +60,15 @@ async def plan_fetch(
     cache: ObjectCache,
     shared: AtHand,
 ) -> tuple[list[Plan], int, bool]:
-    """(batches or error for each read, bytes in all, whether any failed). At least one batch if there is any."""
+    """(batches or error for each read, bytes in all, whether to answer at once). At least one batch if there is any.
+
+    Nothing is gained by waiting for more bytes where a read failed, or where there are more than an answer may have:
+    what is left out by a limit now would be left out then."""
     cold = _Cold(cache, shared)
     plans: list[Plan] = []
     total = 0
     left = BATCHES_MAX
-    failed = False
+    at_once = False
     if l1 is not None:
         await l1.warm(
             [(r.topic_id, r.partition, r.offset) for r, each in zip(reads, led, strict=True) if _past(each, r)]
@@ -88,14 +91,21 @@ async def plan_fetch(
                     refs, size = within, sum(ref.size_bytes for ref in within)
         except TidemillError as error:
             plans.append(error)
-            failed = True
+            at_once = True
         else:
             plans.append(refs)
             total += size
             left -= len(refs)
+            at_once = at_once or (total > 0 and _leaves_some(each, read, refs))
         if pace.due:
             await pace.rest()
-    return plans, total, failed
+    return plans, total, at_once
+
+
+def _leaves_some(led: LedPartition, read: FetchRead, refs: list[BatchRef]) -> bool:
+    """Is there more for its reader behind what is planned?"""
+    offset = refs[-1].base_offset + refs[-1].record_count if refs else read.offset
+    return offset < (led.state.last_stable if read.committed else led.state.high_watermark)
 
 
 def _past(led: Led, read: FetchRead) -> bool:

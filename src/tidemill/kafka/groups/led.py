@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import islice
 
 import structlog
 
@@ -34,18 +36,24 @@ RETRY_PAUSE_S = 0.1
 PART_ROWS = 5_000
 PART_BYTES = 1 << 20
 """What goes into one write of offsets; the metastore takes some times as much at once."""
+WRITE_BYTES = 2 << 20
+"""What is put together into one write. A membership at its largest (`GroupLimits.bytes`) is little above it and goes
+alone, so every write is far below what the metastore takes (METASTORE_BATCH_BYTES)."""
 IDLE_S = 60.0
 """A group in which nobody is stays in memory for so long after its last request."""
 
 
 class _Part:
-    """Some offsets of one commit."""
+    """Rows that become durable together, and who is told the code of it. `members`: of the group's membership, who is
+    in it; None: some offsets of one commit."""
 
-    __slots__ = ("done", "rows")
+    __slots__ = ("members", "rows", "size_bytes", "told")
 
-    def __init__(self, rows: Rows, done: asyncio.Future[int]) -> None:
+    def __init__(self, rows: Rows, told: Callable[[int], None], members: set[str] | None = None) -> None:
         self.rows = rows
-        self.done = done
+        self.size_bytes = sum(len(key) + len(value) for key, value in rows)
+        self.told = told
+        self.members = members
 
 
 class LedGroup:
@@ -70,6 +78,8 @@ class LedGroup:
         self._seqno = taken.seqno
         self._stored = set(self.group.members)
         self._parts: deque[_Part] = deque()
+        self._offsets_wait = False
+        """The membership was written without them, which were there: it is their turn, however often it changes."""
         self._writing = False
         self._deleting = False
         self._timer: asyncio.TimerHandle | None = None
@@ -178,20 +188,21 @@ class LedGroup:
         return await self._append(rows)
 
     async def _append(self, rows: Rows) -> int:
-        parts: list[_Part] = []
+        several: list[Rows] = []
         some: Rows = []
         size_bytes = 0
         for key, value in rows:
             if some and (len(some) >= PART_ROWS or size_bytes > PART_BYTES):
-                parts.append(_Part(some, self._loop.create_future()))
+                several.append(some)
                 some, size_bytes = [], 0
             some.append((key, value))
             size_bytes += len(key) + len(value)
-        parts.append(_Part(some, self._loop.create_future()))
-        self._parts += parts
+        several.append(some)
+        waiting: list[asyncio.Future[int]] = [self._loop.create_future() for _ in several]
+        self._parts += [_Part(some, partial(_end, done)) for some, done in zip(several, waiting, strict=True)]
         self._used_s = self._clock.monotonic_s()
         self._nudge()
-        codes = [await part.done for part in parts]
+        codes = [await done for done in waiting]
         return next((code for code in codes if code), 0)
 
     async def delete(self, let_go: Callable[[], Awaitable[None]]) -> int:
@@ -267,48 +278,72 @@ class LedGroup:
             self._writing = False
 
     async def _write_some(self) -> None:
-        """One write: the membership if it changed, and the offsets that came meanwhile."""
+        """One write: the membership if it changed, and the offsets that came meanwhile. Where it is refused, each of
+        them by itself: nobody is told that what is theirs is refused for what was put beside it."""
         group = self.group
-        rows: dict[bytes, bytes] = {}
-        stored: Callable[[int], None] | None = None
-        members: set[str] = set()
-        if group.unstored:
-            members = set(group.members)
-            written, stored = self._begin_store(group)
-            rows.update(written)
-            if "early-assignment" in self._rows.faults:
-                stored(0)
-                _answer(group)
-        parts: list[_Part] = []
-        while self._parts and (not parts or len(rows) + len(self._parts[0].rows) <= PART_ROWS):
-            parts.append(self._parts.popleft())
-            rows.update(parts[-1].rows)
-        code = 0
+        parts = deque(self._begin_write(group))
+        together, is_lost = len(parts), False
         try:
-            seqno = await self._durable(list(rows.items())) if rows else self._seqno
-        except Invalid as error:
-            # Too large for one batch, by whatever was not bounded before: told, and nothing was written.
-            log.error("kafka.group_write_refused", group=group.name, error=str(error))
-            code = errors.INVALID_REQUEST
+            while parts:
+                some = list(islice(parts, together))
+                code = await self._written(some)
+                if code and len(some) > 1:
+                    together = 1
+                    continue
+                for part in some:
+                    parts.popleft().told(code)
+                    is_lost = is_lost or (code != 0 and part.members is not None)
         except BaseException as error:
-            code = _code_of(error)
             for part in parts:
-                _end(part, code)
-            if stored is not None:
-                stored(code)
-                _answer(group)
+                part.told(_code_of(error))
             raise
-        if stored is not None:
-            if not code:
-                self._seqno, self._stored = seqno, members
-            stored(code)
-            _answer(group)
-        for part in parts:
-            _end(part, code)
         self._settle()
-        if code and stored is not None and isinstance(group, ConsumerGroup):
+        if is_lost and isinstance(group, ConsumerGroup):
             # What its members were to be told is not durable: it goes on from what is.
             self.end(errors.COORDINATOR_NOT_AVAILABLE)
+
+    def _begin_write(self, group: Group | ConsumerGroup) -> list[_Part]:
+        """What is written next, together if it can be: at least one part, and no more than WRITE_BYTES of several."""
+        parts: list[_Part] = []
+        if group.unstored and not (self._offsets_wait and self._parts):
+            parts.append(self._begin_membership(group))
+        rows, size_bytes = (len(parts[0].rows), parts[0].size_bytes) if parts else (0, 0)
+        while self._parts:
+            rows += len(self._parts[0].rows)
+            size_bytes += self._parts[0].size_bytes
+            if parts and (rows > PART_ROWS or size_bytes > WRITE_BYTES):
+                break
+            parts.append(self._parts.popleft())
+        self._offsets_wait = bool(self._parts) and len(parts) == 1 and parts[0].members is not None
+        return parts
+
+    def _begin_membership(self, group: Group | ConsumerGroup) -> _Part:
+        members = set(group.members)
+        rows, stored = self._begin_store(group)
+        if "early-assignment" in self._rows.faults:
+            stored(0)
+            _answer(group)
+
+        def told(code: int) -> None:
+            stored(code)
+            _answer(group)
+
+        return _Part(rows, told, members)
+
+    async def _written(self, parts: Sequence[_Part]) -> int:
+        """0, or the code of a write that would never be taken: then none of it was. Raises as `_durable`."""
+        rows = {key: value for part in parts for key, value in part.rows}
+        if not rows:
+            return 0
+        try:
+            seqno = await self._durable(list(rows.items()))
+        except Invalid as error:
+            log.error("kafka.group_write_refused", group=self.group.name, parts=len(parts), error=str(error))
+            return errors.INVALID_REQUEST
+        for part in parts:
+            if part.members is not None:
+                self._seqno, self._stored = seqno, part.members
+        return 0
 
     def _begin_store(self, group: Group | ConsumerGroup) -> tuple[Rows, Callable[[int], None]]:
         """The rows of the group as it is now, and what is to be called with the error code of having written them."""
@@ -344,7 +379,7 @@ class LedGroup:
         if self._timer is not None:
             self._timer.cancel()
         for part in self._parts:
-            _end(part, code)
+            part.told(code)
         self._parts.clear()
         self._settle()
         self._ended(self, fault)
@@ -360,9 +395,9 @@ def _answer(group: Group | ConsumerGroup) -> None:
             waiter.set_result(answer)
 
 
-def _end(part: _Part, code: int) -> None:
-    if not part.done.done():
-        part.done.set_result(code)
+def _end(done: asyncio.Future[int], code: int) -> None:
+    if not done.done():
+        done.set_result(code)
 
 
 def _code_of(error: BaseException) -> int:

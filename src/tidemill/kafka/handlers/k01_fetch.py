@@ -1,8 +1,9 @@
 """Fetch (1), versions 4 to 17.
 
 What is asked for is followed (`fetches.interest`): the answer waits, event-driven, for min_bytes or max_wait. A
-partition that fails ends the wait, if it is not refused for good. Batches are whole, the first one holds the asked
-offset (clients skip forward), at least one is returned where any is, and their bytes go out as `topics` gave them.
+partition that fails ends the wait, if it is not refused for good, and so does a limit that leaves records out. Batches
+are whole, the first one holds the asked offset (clients skip forward), at least one is returned where any is, and their
+bytes go out as `topics` gave them.
 
 Fetch sessions (v7) as KIP-227 has them: `fetches.sessions`. In the answer of one are the partitions that have records
 or an error, or of which an offset (high watermark, last stable, log start) changed since they were told. Of clients

@@ -14,6 +14,7 @@ from tidemill.kafka.groups.consumer_state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import Refused
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 
@@ -44,7 +45,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             if isinstance(row, int):
                 answer["error_code"] = row
             elif not 0 <= index < row.partitions:
-                answer["error_code"] = errors.UNKNOWN_TOPIC_OR_PARTITION
+                answer["error_code"] = no_partition(context, row, index)
             elif len(metadata) > METADATA_CHARS_MAX:
                 answer["error_code"] = errors.OFFSET_METADATA_TOO_LARGE
             else:
@@ -80,16 +81,24 @@ async def _commit(context: Context, version: int, group: str, body: Body, rows: 
 
 
 async def look_for(context: Context, topics: list[Body], *, by_id: bool) -> None:
-    """Wait for one shared refresh of the topics if one of them is missing here and was not looked for."""
-    await context.cache.settle(((topic["topic_id"] if by_id else topic["name"], 0) for topic in topics), is_id=by_id)
+    """Wait for one shared refresh of the topics if one of them, or a partition of it, is missing here and was not
+    looked for."""
+    key = "topic_id" if by_id else "name"
+    places = [(topic[key], max((p["partition_index"] for p in topic["partitions"]), default=0)) for topic in topics]
+    await context.cache.settle(places, is_id=by_id)
 
 
 def find(context: Context, topic: Body, *, by_id: bool) -> Any:
-    """The topic's row or an error code."""
-    row = context.cache.by_id(topic["topic_id"]) if by_id else context.cache.by_name(topic["name"])
-    if row is not None:
-        return row
-    return errors.UNKNOWN_TOPIC_ID if by_id else errors.UNKNOWN_TOPIC_OR_PARTITION
+    """The topic's row or an error code: COORDINATOR_LOAD_IN_PROGRESS while nobody has looked (C1), which every client
+    retries at a group's coordinator."""
+    row = context.cache.find(topic["topic_id"] if by_id else topic["name"], is_id=by_id)
+    return errors.COORDINATOR_LOAD_IN_PROGRESS if row is None else row
+
+
+def no_partition(context: Context, row: TopicRow, index: int) -> int:
+    """As `find`, of a partition that `row` does not have."""
+    looked = index < 0 or context.cache.grown(row) is not None
+    return errors.UNKNOWN_TOPIC_OR_PARTITION if looked else errors.COORDINATOR_LOAD_IN_PROGRESS
 
 
 def failed(body: Body, code: int) -> Body:

@@ -1,18 +1,22 @@
 """OffsetFetch (9), versions 1 to 10: what OffsetCommit stored; −1 where nothing is.
 
 One group up to v7, several from v8. Topics null (v2) asks for all of the group's. Rows are read after a barrier, so
-any node answers with everything that was acknowledged before. With `require_stable` (v7, KIP-447), an offset that an
-open or prepared transaction may come to commit is UNSTABLE_OFFSET_COMMIT: its reader asks again.
+any node answers with everything that was acknowledged before. While a topic cannot be looked up, nobody knows what was
+committed of it: the answer is COORDINATOR_LOAD_IN_PROGRESS, the one code that Java clients of every version retry here.
+With `require_stable` (v7, KIP-447), an offset that an open or prepared transaction may come to commit is
+UNSTABLE_OFFSET_COMMIT: its reader asks again.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.handlers.k08_offset_commit import find, look_for
+from tidemill.kafka.handlers.k08_offset_commit import find, no_partition
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
 from tidemill.metastore.rows.groups import GroupOffsetRow
@@ -28,12 +32,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         stable = body["require_stable"]
         return {"groups": [await _checked(context, g, by_id=by_id, stable=stable) for g in body["groups"]]}
     stable = body.get("require_stable", False)
-    answer = await _group(context, body["group_id"] or "", body["topics"], by_id=False, stable=stable)
-    if request.version == 1 and answer["error_code"]:
-        for topic in answer["topics"]:
-            for partition in topic["partitions"]:
-                partition["error_code"] = answer["error_code"]
-    return answer
+    return await _group(context, body["group_id"] or "", body["topics"], by_id=False, stable=stable)
 
 
 async def _checked(context: Context, asked: Body, *, by_id: bool, stable: bool) -> Body:
@@ -51,7 +50,8 @@ async def _checked(context: Context, asked: Body, *, by_id: bool, stable: bool) 
 
 
 async def _group(context: Context, group: str, topics: list[Body] | None, *, by_id: bool, stable: bool) -> Body:
-    code, offsets = 0, Found()
+    code, offsets, found = 0, Found(), list[Any]()
+    """`found`: of each topic its row or an error code, looked up once: one that comes meanwhile has not been read."""
     undecided: set[tuple[str, int]] = set()
     try:
         if stable:
@@ -61,19 +61,40 @@ async def _group(context: Context, group: str, topics: list[Body] | None, *, by_
             rows = await context.groups.rows.offsets(group)
             offsets = {(row.topic_id, row.partition): row for row in rows}
             topics = _all(context, rows)
+            found = [find(context, topic, by_id=by_id) for topic in topics]
         else:
-            await look_for(context, topics, by_id=by_id)
-            offsets = await context.groups.rows.offsets_of(group, _places(context, topics, by_id=by_id))
+            places = [(topic["topic_id" if by_id else "name"], _highest(topic)) for topic in topics]
+            await context.cache.settle(places, is_id=by_id)
+            found = [find(context, topic, by_id=by_id) for topic in topics]
+            if not all(_is_looked_up(context, row, topic) for row, topic in zip(found, topics, strict=True)):
+                code = errors.COORDINATOR_LOAD_IN_PROGRESS
+            else:
+                offsets = await context.groups.rows.offsets_of(group, _places(found, topics))
     except TidemillError:
-        code = errors.COORDINATOR_NOT_AVAILABLE
-    answers = [await _topic(context, offsets, undecided, topic, by_id=by_id) for topic in topics or ()]
+        code = errors.COORDINATOR_LOAD_IN_PROGRESS
+    topics = topics or []
+    if code:
+        found = [code for _ in topics]
+    answers = [await _topic(context, offsets, undecided, topic, row) for row, topic in zip(found, topics, strict=True)]
     return {"group_id": group, "error_code": code, "topics": answers}
 
 
-def _places(context: Context, topics: list[Body], *, by_id: bool) -> list[tuple[str, int]]:
+def _highest(topic: Body) -> int:
+    return max(topic["partition_indexes"], default=0)
+
+
+def _is_looked_up(context: Context, row: Any, topic: Body) -> bool:
+    """Is it known of everything that is named whether it exists?"""
+    code = row
+    if not isinstance(row, int):
+        highest = _highest(topic)
+        code = 0 if highest < row.partitions else no_partition(context, row, highest)
+    return bool(code != errors.COORDINATOR_LOAD_IN_PROGRESS)
+
+
+def _places(found: list[Any], topics: list[Body]) -> list[tuple[str, int]]:
     places: list[tuple[str, int]] = []
-    for topic in topics:
-        row = find(context, topic, by_id=by_id)
+    for row, topic in zip(found, topics, strict=True):
         if not isinstance(row, int):
             places += [(row.topic_id, index) for index in topic["partition_indexes"] if 0 <= index < row.partitions]
     return places
@@ -92,11 +113,9 @@ def _all(context: Context, rows: list[GroupOffsetRow]) -> list[Body]:
     ]
 
 
-async def _topic(
-    context: Context, offsets: Found, undecided: set[tuple[str, int]], asked: Body, *, by_id: bool
-) -> Body:
-    row = find(context, asked, by_id=by_id)
-    unknown = row if by_id and isinstance(row, int) else 0
+async def _topic(context: Context, offsets: Found, undecided: set[tuple[str, int]], asked: Body, row: Any) -> Body:
+    # A name that is no topic's has no offsets, which is no error.
+    unknown = row if isinstance(row, int) and row != errors.UNKNOWN_TOPIC_OR_PARTITION else 0
     partitions = []
     for index in asked["partition_indexes"]:
         if context.pace.due:

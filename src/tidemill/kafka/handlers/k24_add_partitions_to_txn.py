@@ -10,7 +10,7 @@ from typing import Final
 
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
-from tidemill.kafka.handlers.k08_offset_commit import look_for
+from tidemill.kafka.handlers.k08_offset_commit import find, no_partition
 from tidemill.kafka.handlers.transactional import coded, fenced, refusal
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
@@ -19,12 +19,13 @@ FIRST_WITH_FENCED: Final = 2
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
-    await look_for(context, body["v3_and_below_topics"], by_id=False)
+    topics = body["v3_and_below_topics"]
+    await context.cache.settle(((t["name"], max(t["partitions"], default=0)) for t in topics), is_id=False)
     transactional_id = body["v3_and_below_transactional_id"]
     places: dict[str, tuple[int, ...]] = {}
     codes: dict[tuple[str, int], int] = {}
     for topic in body["v3_and_below_topics"]:
-        row = context.cache.resolve(topic["name"], is_id=False)
+        row = find(context, topic, by_id=False)
         for partition in topic["partitions"]:
             if context.pace.due:
                 await context.pace.rest()
@@ -33,7 +34,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             elif row.kind == "capture":
                 codes[topic["name"], partition] = errors.TOPIC_AUTHORIZATION_FAILED
             elif not 0 <= partition < row.partitions:
-                codes[topic["name"], partition] = errors.UNKNOWN_TOPIC_OR_PARTITION
+                codes[topic["name"], partition] = no_partition(context, row, partition)
             else:
                 places[row.topic_id] = (*places.get(row.topic_id, ()), partition)
     code = refusal(context, transactional_id)

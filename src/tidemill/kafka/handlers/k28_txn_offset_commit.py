@@ -11,7 +11,7 @@ from typing import Final
 
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
-from tidemill.kafka.handlers.k08_offset_commit import METADATA_CHARS_MAX, look_for
+from tidemill.kafka.handlers.k08_offset_commit import METADATA_CHARS_MAX, find, look_for, no_partition
 from tidemill.kafka.handlers.transactional import coded
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
@@ -27,7 +27,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     answers: list[Body] = []
     accepted: list[Body] = []
     for topic in body["topics"]:
-        row = context.cache.resolve(topic["name"], is_id=False)
+        row = find(context, topic, by_id=False)
         partitions: list[Body] = []
         for asked in topic["partitions"]:
             if context.pace.due:
@@ -35,7 +35,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             index, metadata = asked["partition_index"], asked.get("committed_metadata") or ""
             answer: Body = {"partition_index": index, "error_code": 0}
             if isinstance(row, int) or not 0 <= index < row.partitions:
-                answer["error_code"] = row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION
+                answer["error_code"] = row if isinstance(row, int) else no_partition(context, row, index)
             elif len(metadata) > METADATA_CHARS_MAX:
                 answer["error_code"] = errors.OFFSET_METADATA_TOO_LARGE
             else:

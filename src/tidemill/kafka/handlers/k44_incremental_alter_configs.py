@@ -1,9 +1,9 @@
 """IncrementalAlterConfigs (44), versions 0 and 1: SET, DELETE, APPEND and SUBTRACT of configs of topics and groups.
 
 All changes of one topic or group are made together or not at all, in one write of its row. This node follows them
-before it answers, the others within two seconds. A broker's configs are those of its file: INVALID_REQUEST, with the
-key to set there. Of a captured table's topic none is changed (POLICY_VIOLATION): its writer relies on them. Other
-resources: INVALID_REQUEST.
+before it answers, the others within two seconds. To DELETE what is not set succeeds, whatever its name. A broker's
+configs are those of its file: INVALID_REQUEST, with the key to set there. Of a captured table's topic none is changed
+(POLICY_VIOLATION): its writer relies on them. Other resources: INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ async def _alter(
         if named[kind, name] > 1:
             raise BadRequest("the request names this resource twice.")
         if kind == BROKER:
-            deleted = [c["name"] for c in asked["configs"] if c.get("config_operation") == Op.DELETE]
-            refuse_change(context, name, [c["name"] for c in asked["configs"] if c["name"] not in deleted], deleted)
+            kept = [c["name"] for c in asked["configs"] if c.get("config_operation") != Op.DELETE]
+            refuse_change(context, name, kept)
         elif kind not in (TOPIC, GROUP) or not name:
             raise BadRequest(
                 f"only configs of topics, groups and brokers are served: resource_type={kind} name={name!r}."

@@ -11,7 +11,7 @@ from tidemill.kafka.context import Context
 from tidemill.kafka.groups.coordinator import Refused
 from tidemill.kafka.groups.led import LedGroup
 from tidemill.kafka.groups.subscriptions import CONSUMER, subscribed_to
-from tidemill.kafka.handlers.k08_offset_commit import find, look_for
+from tidemill.kafka.handlers.k08_offset_commit import find, look_for, no_partition
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
 from tidemill.metastore.rows import GROUP_OFFSETS
@@ -41,7 +41,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             index = asked["partition_index"]
             answer: Body = {"partition_index": index, "error_code": 0}
             if isinstance(row, int) or not 0 <= index < row.partitions:
-                answer["error_code"] = errors.UNKNOWN_TOPIC_OR_PARTITION
+                answer["error_code"] = row if isinstance(row, int) else no_partition(context, row, index)
             elif used:
                 answer["error_code"] = errors.GROUP_SUBSCRIBED_TO_TOPIC
             else:

@@ -60,11 +60,11 @@ async def _change(
             return errors.UNSUPPORTED_SASL_MECHANISM, f"Known are {', '.join(NAMES.values())}."
         if await context.users.credential(name, each["mechanism"]) is None:
             return errors.RESOURCE_NOT_FOUND, "There is no such credential."
-    for each in upsertions:
-        salted, salt = bytes(each["salted_password"]), bytes(each["salt"])
-        await context.users.put(credential_of(name, each["mechanism"], salted, salt, each["iterations"]))
-    if deletions:
-        await context.users.delete(name, [each["mechanism"] for each in deletions])
+    put = [
+        credential_of(name, each["mechanism"], bytes(each["salted_password"]), bytes(each["salt"]), each["iterations"])
+        for each in upsertions
+    ]
+    await context.users.change(name, put, [each["mechanism"] for each in deletions])
     context.audit.changed(
         "kafka.credentials_changed",
         by=request.visitor.principal,

@@ -1,6 +1,7 @@
 """An Avro schema's text → its canonical text and its model.
 
-fastavro says whether it is an Avro schema; the model is what `compat` needs of it, with names resolved.
+The model is what `compat` needs of it, with names resolved as Java's Avro does; of all but names fastavro says whether
+it is an Avro schema.
 
 canonical    attributes in the order type, name, namespace, doc, fields, … , others after them as they come; no
              white space; `{"type": "string"}` without more is `"string"`
@@ -10,7 +11,7 @@ normalized   besides: full names, and other attributes sorted
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import orjson
@@ -62,23 +63,21 @@ def parse(text: str, references: Sequence[Reference], resolved: Sequence[Resolve
         if found.parsed.kind != "AVRO":
             raise bad_schema(f"it refers to a schema that is not Avro: {shown(found.name)}")
         known |= found.parsed.model.named
-    _validated(tree, [orjson.loads(found.parsed.text) for found in resolved])
     builder = _Builder(dict(known))
     root = builder.build(tree, "")
-    canonical = orjson.dumps(_canonical(tree, "", normalize)).decode()
+    _validated(tree, [*known, *builder.bare])
+    canonical = orjson.dumps(_canonical(tree, "", normalize, builder.bare)).decode()
     own = {name: node for name, node in builder.named.items() if name not in known}
     model = Avro(root, own)
     return Parsed("AVRO", canonical, tuple(references), model, digest_of("AVRO", canonical.encode(), references))
 
 
-def _validated(tree: Any, before: list[Any]) -> None:
+def _validated(tree: Any, names: Sequence[str]) -> None:
+    """`names`: those that it refers to and does not define. What they stand for does not matter to fastavro."""
     from fastavro.schema import SchemaParseException, UnknownType, parse_schema
 
-    names: dict[str, Any] = {}
     try:
-        for earlier in before:
-            parse_schema(earlier, named_schemas=names)
-        parse_schema(tree, named_schemas=names)
+        parse_schema(tree, named_schemas={name: {} for name in names})
     except UnknownType as error:
         raise bad_schema(f"unknown type {shown(error.name)}") from error
     except SchemaParseException as error:
@@ -89,10 +88,13 @@ def _validated(tree: Any, before: list[Any]) -> None:
 
 
 class _Builder:
-    """Names as the specification resolves them: a dot makes a full name, else the enclosing namespace counts."""
+    """Names as the specification resolves them: a dot makes a full name, else the enclosing namespace counts, and where
+    it has no such name, the one without a namespace."""
 
     def __init__(self, named: dict[str, Any]) -> None:
         self.named = named
+        self.bare: set[str] = set()
+        """Full names that were referred to, and are nobody's: the name without a namespace was meant."""
 
     def build(self, node: Any, space: str) -> Any:
         if isinstance(node, str):
@@ -100,7 +102,8 @@ class _Builder:
                 return Primitive(node)
             full = full_name(node, space)
             if full not in self.named and node in self.named:
-                full = node  # a name without a namespace
+                self.bare.add(full)
+                full = node
             if full not in self.named:
                 raise bad_schema(f"unknown type {shown(node)}")
             return self.named[full]
@@ -145,6 +148,8 @@ class _Builder:
         if not isinstance(node.get("fields"), list):
             raise bad_schema(f"the record {shown(full)} has no fields")
         for field in node["fields"]:
+            if not isinstance(field, dict) or "name" not in field or "type" not in field:
+                raise bad_schema(f"a field of {shown(full)} is no object with a name and a type: {shown(field)}")
             if not isinstance(field["name"], str) or not _NAME.fullmatch(field["name"]):
                 raise bad_schema(f"not a field's name: {shown(field['name'])}")
             kind_of = self.build(field["type"], inner)
@@ -178,11 +183,13 @@ def _texts(value: Any, what: str) -> Sequence[str]:
     return value
 
 
-def _canonical(node: Any, space: str, normalize: bool) -> Any:
+def _canonical(node: Any, space: str, normalize: bool, bare: Set[str]) -> Any:
+    """`bare` as of `_Builder`."""
     if isinstance(node, list):
-        return [_canonical(branch, space, normalize) for branch in node]
+        return [_canonical(branch, space, normalize, bare) for branch in node]
     if isinstance(node, str):
-        return full_name(node, space) if normalize and node not in PRIMITIVES else node
+        full = full_name(node, space)
+        return full if normalize and node not in PRIMITIVES and full not in bare else node
     if not isinstance(node, dict):
         return node
     found = dict(node)
@@ -196,22 +203,24 @@ def _canonical(node: Any, space: str, normalize: bool) -> Any:
         if normalize:
             found["name"] = full
             found.pop("namespace", None)
+            if space and not inner:
+                found["namespace"] = ""  # without it, this would be a name of the enclosing namespace
             if "aliases" in found:
                 found["aliases"] = sorted(full_name(alias, inner) for alias in found["aliases"])
     elif not isinstance(kind, str) or kind not in ("array", "map"):
-        found["type"] = _canonical(kind, space, normalize)
+        found["type"] = _canonical(kind, space, normalize, bare)
     for part in ("items", "values"):
         if part in found and kind in ("array", "map"):
-            found[part] = _canonical(found[part], space, normalize)
+            found[part] = _canonical(found[part], space, normalize, bare)
     if named and isinstance(found.get("fields"), list):
-        found["fields"] = [_field(field, inner, normalize) for field in found["fields"]]
+        found["fields"] = [_field(field, inner, normalize, bare) for field in found["fields"]]
     if set(found) == {"type"} and not named:
         return found["type"]
     return _ordered(found, normalize)
 
 
-def _field(field: dict[str, Any], space: str, normalize: bool) -> dict[str, Any]:
-    found = {**field, "type": _canonical(field["type"], space, normalize)}
+def _field(field: dict[str, Any], space: str, normalize: bool, bare: Set[str]) -> dict[str, Any]:
+    found = {**field, "type": _canonical(field["type"], space, normalize, bare)}
     if normalize:
         if found.get("order") == "ascending":
             del found["order"]

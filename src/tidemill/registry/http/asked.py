@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,14 +24,21 @@ NOT_SERVED = ("metadata", "ruleSet", "schemaTagsToAdd", "schemaTagsToRemove")
 NOT_SERVED_CONFIG = (
     "alias", "compatibilityGroup", "defaultMetadata", "overrideMetadata", "defaultRuleSet", "overrideRuleSet",
 )  # fmt: skip
+BODY_S = 20.0
+"""For the body of a request to come: who sends the half of it holds a connection and one of its address's places."""
 LIST_MOST = 1_000
 """Schemas of one answer; more by `offset`."""
 
 
-def parts_of(request: Request) -> list[str]:
-    """The path's parts, each decoded by itself: a subject may hold a slash."""
-    raw = request.scope.get("raw_path") or request.scope["path"].encode()
-    return [unquote(part) for part in raw.decode("latin-1").partition("?")[0].strip("/").split("/")]
+def parts_of(raw_path: bytes) -> list[str]:
+    """The path's parts, each decoded by itself: a subject may hold a slash. Whoever judges a request before it is
+    served takes its path apart by this, and names its subject by `plain_subject`."""
+    return [unquote(part) for part in raw_path.decode("latin-1").partition("?")[0].strip("/").split("/")]
+
+
+def plain_subject(text: str) -> str:
+    """The one name of a subject, which may be spelled with the default context. Pure."""
+    return text.removeprefix(":.:")
 
 
 def flag(request: Request, name: str) -> bool:
@@ -54,7 +62,7 @@ def page(request: Request, found: list[Any], most: int = 2**31) -> list[Any]:
 
 def subject_of(text: str) -> str:
     """Raises Refused(42208)."""
-    text = text.removeprefix(":.:")  # the default context, named
+    text = plain_subject(text)
     size = len(text.encode(errors="replace"))
     odd = any(ord(letter) < 32 or 0xD800 <= ord(letter) < 0xE000 for letter in text)
     if not text.strip() or text.startswith(":") or odd or size > SUBJECT_BYTES or text in ("__GLOBAL", "__EMPTY"):
@@ -80,11 +88,16 @@ async def body_of(request: Request) -> dict[str, Any]:
     if not kind.startswith(TAKEN):
         raise Refused(415, "HTTP 415 Unsupported Media Type")
     try:
-        found = orjson.loads(await request.body())
-    except orjson.JSONDecodeError as error:
-        raise Refused(400, f"The body is not JSON: {error}") from error
+        async with asyncio.timeout(BODY_S):
+            body = await request.body()
+    except TimeoutError as error:
+        raise Refused(408, "The body did not come in time.") from error
     except ClientDisconnect as error:
         raise Refused(413, "The body is too large, or ended early.") from error
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, f"The body is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise Refused(422, "The body must be a JSON object.")
     return found

@@ -92,7 +92,7 @@ class Rest:
 
     async def serve(self, request: Request) -> Response:
         try:
-            parts = parts_of(request)
+            parts = parts_of(request.scope.get("raw_path") or request.scope["path"].encode())
             fitting = [(method, pattern, handler) for method, pattern, handler in self._table if _fits(pattern, parts)]
             if not fitting:
                 raise Refused(404, "HTTP 404 Not Found")
