@@ -499,3 +499,20 @@ TestReplicatedDomain = Replicated.TestCase
 TestReplicatedDomain.settings = settings(
     max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_a_leader_that_was_deposed_unawares_flushes_what_another_committed_since() -> None:
+    """Found by the model above. The old leader has nothing to flush, and does not know that there is anything."""
+    state = Replicated()
+    small = Options(write_buffer_bytes=1000, block_bytes=40, file_bytes=200, cache_bytes=0)
+    state.start(0, small, persist_interval_s=0.2, volatile_bytes=2_000, rollup_after_records=3, restored=False)
+    try:
+        for _ in range(12):
+            state.depose()
+        state.kill(slot=1)
+        state.depose()
+        state.fail_over_amid_commits(data=[[(b"a", b"")]], how="depose", turns=0)
+        assert state.node(0).domain.leading and state.node(0).domain.term < state.node(1).domain.term
+        state.flush(slot=0)
+    finally:
+        state.teardown()
