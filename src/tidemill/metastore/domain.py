@@ -192,9 +192,10 @@ class Domain(Reading):
         return await self._ask(lambda: self._requester.commit(rows, expects))
 
     async def flush(self, timeout_s: float | None = None) -> int:
-        """Everything committed so far into the bucket, wherever the leader is; the highest seqno that is there. Raises as
-        `commit`."""
-        await self.sync()  # a leader that was deposed unawares would find nothing to do for what others committed since
+        """Everything committed so far into the bucket, wherever the leader is; the highest seqno that is there.
+
+        Raises as `commit` does."""
+        await self.sync()  # a leader that was deposed unawares has nothing to flush of what another committed since
         leader = self._leader
         if leader is not None and not leader.ended:
             return await leader.flush(timeout_s)
