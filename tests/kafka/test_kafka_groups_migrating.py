@@ -422,5 +422,20 @@ class Groups(RuleBasedStateMachine):
         assert len(world.group.members) == len(self.made)
 
 
+def test_what_a_cooperative_member_has_not_let_go_of_yet_is_given_to_nobody_when_the_group_changes_its_protocol() -> (
+    None
+):
+    """MI3. Found by the model above: its answer is on the way, and until then it uses what it had."""
+    groups = Groups()
+    groups.begin(kinds=[(False, True), (False, False), (True, False)], protocol=COOPERATIVE, rounds=8)
+    classic, _, modern = groups.made
+    assert classic.waits is not None and len(classic.uses) == 4  # type: ignore[attr-defined]
+    for _ in range(4):
+        groups.interleave(order=[2, 2])
+    assert modern.generation and not modern.uses, "all is somebody's"
+    groups.interleave(order=[0] * 8 + [2] * 8)
+    groups.teardown()
+
+
 Groups.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestGroups = Groups.TestCase

@@ -48,7 +48,7 @@ def heartbeat(group: AnyGroup, now: int, member_id: str, instance_id: str | None
 
 def beat(group: AnyGroup, now: int, ask: Beat, waiter: Waiter, seen: Seen) -> AnyGroup:
     """Of the consumer protocol."""
-    made = group if isinstance(group, ConsumerGroup) else _upgraded(group, ask, seen)
+    made = group if isinstance(group, ConsumerGroup) else _upgraded(group, now, ask, seen)
     said = made if isinstance(made, BeatAnswer) else consumer.heartbeat(made, now, ask, seen)
     if isinstance(made, BeatAnswer) or said.error:
         group.outbox.append((waiter, said))
@@ -57,12 +57,12 @@ def beat(group: AnyGroup, now: int, ask: Beat, waiter: Waiter, seen: Seen) -> An
     return migrating.settled(made, now)
 
 
-def _upgraded(group: Group, ask: Beat, seen: Seen) -> ConsumerGroup | BeatAnswer:
+def _upgraded(group: Group, now: int, ask: Beat, seen: Seen) -> ConsumerGroup | BeatAnswer:
     if ask.epoch != 0:
         return BeatAnswer(errors.UNKNOWN_MEMBER_ID, "The member is not in the group.")
     if not group.members:
         return BeatAnswer(errors.COORDINATOR_LOAD_IN_PROGRESS, "Members are leaving it.")
-    return migrating.upgraded(group, seen)
+    return migrating.upgraded(group, now, seen)
 
 
 def leave(group: AnyGroup, now: int, member_id: str, instance_id: str | None) -> int:

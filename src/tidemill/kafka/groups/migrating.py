@@ -7,6 +7,8 @@ MI1  A group becomes one of the consumer protocol only while its generation is s
      then, its assignments say what its members may hold, and CS1 goes on from there.
 MI2  Back in the classic protocol its generation is the newest epoch that any member was told, so what those who are up
      to date commit on the way into the rebalance is taken; and that the rebalance is owed is durable with it.
+MI3  What a member owned when it joined that generation, and is not to have in it, is its own: it may not have seen
+     its assignment yet. It is free once the member has joined again without it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from tidemill.kafka.groups.subscriptions import CONSUMER, assignment_of, subscri
 from tidemill.kafka.schema.wire import BadFrame
 
 
-def upgraded(group: Group, seen: Seen) -> ConsumerGroup | BeatAnswer:
+def upgraded(group: Group, now: int, seen: Seen) -> ConsumerGroup | BeatAnswer:
     """The same members in the consumer protocol, or what to tell who wants to join them in it. `group` stays."""
     if not group.limits.upgrades:
         return _refused("online upgrades are disabled (group.consumer.migration.policy)")
@@ -44,7 +46,22 @@ def upgraded(group: Group, seen: Seen) -> ConsumerGroup | BeatAnswer:
         made.changed.add(found.member_id)
         if found.instance_id is not None:
             made.instances[found.instance_id] = found.member_id
+    for consumer in made.members.values():
+        _keep_owned(made, now, consumer, seen)
     return made
+
+
+def _keep_owned(group: ConsumerGroup, now: int, member: Consumer, seen: Seen) -> None:
+    """MI3. What is assigned to anybody was free when it was."""
+    assert member.classic is not None
+    owned = mixed.by_id(subscription_of(member.classic.protocols[0][1]).owned, seen)
+    for place in places(owned):
+        if place not in group.owners:
+            group.owners[place] = member.member_id
+            topic, partition = place
+            for kept in (member.held, member.revoking):
+                kept[topic] = kept.get(topic, frozenset()) | {partition}
+            member.revoke_until_ms = now + member.rebalance_ms
 
 
 def _refused(why: str) -> BeatAnswer:
