@@ -20,7 +20,7 @@ from oracle_shards import PIPELINE, UNTIL_S, found_of, shard_of, unlike, wanted_
 from oracle_stock import StockClient, quoted_array
 from oracle_tables import Table
 from oracle_topics import alike, read_topic, table_of, twice
-from psycopg import ProgrammingError
+from psycopg import DataError, ProgrammingError
 
 from tidemill.base.errors import TidemillError
 from tidemill.capture.naming import table_name
@@ -309,7 +309,7 @@ class Judge:
             return None
         try:
             return {values: True for values in self._source.select(shape.table.select(names, shape.where))}
-        except ProgrammingError:
+        except (ProgrammingError, DataError):  # a column of the clause is gone, or has another type
             if not shape.over:
                 raise
             return None
