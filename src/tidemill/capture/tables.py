@@ -18,13 +18,13 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import Invalid, Missing
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.depended import FIRST_OWN, HASH
 from tidemill.capture.naming import odd, readable, table_name
 from tidemill.capture.others import Objections
 from tidemill.capture.setup import since
-from tidemill.capture.wire.connection import Wire, literal, qualified
+from tidemill.capture.wire.connection import Wire, identifier, literal, qualified
 
 GENERATED_PUBLISHED = 180_000
 """From this version on stored generated columns can be published, and unpublished ones break REPLICA IDENTITY FULL."""
@@ -85,9 +85,10 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
        || CASE WHEN EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
                                AND a.atttypid >= {FIRST_OWN}) THEN {HASH} ELSE '' END
        || CASE WHEN c.relkind = 'p' THEN coalesce((
-           WITH RECURSIVE tree(oid) AS (SELECT i.inhrelid FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
-                SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
-           SELECT md5(string_agg(concat_ws(' ', oid, k.relfilenode), ' ' ORDER BY oid))
+           WITH RECURSIVE tree(oid, attached) AS (
+                SELECT i.inhrelid, i.xmin FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
+                SELECT i.inhrelid, i.xmin FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
+           SELECT md5(string_agg(concat_ws(' ', oid, k.relfilenode, attached), ' ' ORDER BY oid))
              FROM tree JOIN pg_class k USING (oid)), '') ELSE '' END,
        w.lacking
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -156,8 +157,8 @@ class TableInfo(msgspec.Struct, frozen=True):
     odd             what of its names is not UTF-8, "" = none
     generated       kinds of its generated columns: s stored, v virtual
     odd_partition   a partition that has no WAL, "" = none
-    digest          of its columns, their types, its key, partitions and the files of its rows: another one means to
-                    look closely
+    digest          of its columns, their types, its key, partitions, their attachments and the files of its rows:
+                    another one means to look closely
     """
 
     oid: int
@@ -369,14 +370,17 @@ def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool =
     return None
 
 
-async def list_partitions(wire: Wire, oid: int) -> tuple[int, ...]:
-    """Of a partitioned table, at all levels; none of any other."""
+async def list_partitions(wire: Wire, oid: int) -> dict[int, int]:
+    """Of a partitioned table, at all levels, each with the transaction that attached it, in the order of their oids;
+    none of any other. One that is being detached (CONCURRENTLY) is none any more: what changes in it is no change of
+    the table."""
     rows = await wire.query(
-        f"WITH RECURSIVE tree(oid) AS (SELECT {oid}::oid UNION ALL SELECT i.inhrelid FROM tree t"
-        " JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p' JOIN pg_inherits i ON i.inhparent = t.oid)"
-        f" SELECT oid FROM tree WHERE oid <> {oid} ORDER BY oid"
+        f"WITH RECURSIVE tree(oid, attached) AS (SELECT {oid}::oid, NULL::xid UNION ALL SELECT i.inhrelid, i.xmin"
+        " FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'"
+        " JOIN pg_inherits i ON i.inhparent = t.oid AND NOT i.inhdetachpending)"
+        f" SELECT oid, attached FROM tree WHERE oid <> {oid} ORDER BY oid"
     )
-    return tuple(int(found or 0) for (found,) in rows)
+    return {int(found or 0): int(attached or 0) for found, attached in rows}
 
 
 async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
@@ -391,7 +395,11 @@ async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
 
 async def came_with_rows(wire: Wire, partition: int) -> str:
     """The name of a partition that holds a row at least as old as its attachment, else "". Such rows were in no change
-    of the root. Raises SqlError when its lock cannot be had just now."""
+    of the root. Raises SqlError when its lock cannot be had just now or it takes too long, and Invalid when the role
+    may not read it: a right to the root is none to the partition alone. Whether it is empty is seen without one.
+
+    A row of more than 2^31 transactions ago has a negative age (setup.since): only what has one in between is younger.
+    """
     names = await wire.query(
         "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
         f" WHERE c.oid = {partition} AND c.relkind = 'r'"
@@ -403,10 +411,21 @@ async def came_with_rows(wire: Wire, partition: int) -> str:
     try:
         await wire.query(f"SET LOCAL lock_timeout = {LOOK_TIMEOUT_MS}")
         await wire.query(f"SET LOCAL statement_timeout = {LOOK_TIMEOUT_MS * 20}")
+        ((size, allowed, role),) = await wire.query(
+            f"SELECT pg_relation_size(oid), has_schema_privilege(relnamespace, 'USAGE') AND"
+            f" has_table_privilege(oid, 'SELECT'), current_user FROM pg_class WHERE oid = {partition}"
+        ) or [("0", "t", "")]
+        if size == "0":
+            return ""
+        if allowed != "t":
+            raise Invalid(
+                f"the role may not read it: partition={table_name(schema, table)} role={role}.",
+                fix=f"Run GRANT SELECT ON {qualified(schema, table)} TO {identifier(role or '')};",
+            )
         old = await wire.value(
-            f"SELECT EXISTS (SELECT FROM ONLY {qualified(schema, table)} r WHERE age(r.xmin) >="
-            " (SELECT min(age(i.xmin)) FROM pg_inherits i"
-            f" WHERE i.inhrelid IN (SELECT relid FROM pg_partition_ancestors({partition}))))"
+            f"SELECT EXISTS (SELECT FROM ONLY {qualified(schema, table)} r"
+            " WHERE NOT (age(r.xmin) >= 0 AND age(r.xmin) < (SELECT min(age(i.xmin)) FROM pg_inherits i"
+            f" WHERE i.inhrelid IN (SELECT relid FROM pg_partition_ancestors({partition})))))"
         )
     finally:
         await wire.query("ROLLBACK")
