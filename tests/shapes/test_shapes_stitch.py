@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+from shape_world import ShapeWorld, run
+
+from tidemill.base.errors import Invalid
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes.stitch import FAR_BEYOND, SnapshotFilter
 
@@ -11,19 +15,53 @@ EPOCH = 1 << 32
 def test_a_transaction_that_is_seen_may_come_after_one_that_is_not() -> None:
     """Two commits at once: 112 is first in the WAL, 105 is first to become visible. The snapshot has 105 only."""
     stitched = SnapshotFilter(PgSnapshot(100, 110, frozenset()))
-    assert stitched.admits(112)
-    assert not stitched.admits(105)
+    assert stitched.admits(112, 1)
+    assert not stitched.admits(105, 1)
 
 
 def test_once_a_transaction_that_began_after_the_snapshot_was_seen_nothing_is_skipped_any_more() -> None:
     """Two billion transactions later the widening would be ambiguous; by then the filter has ended."""
     stitched = SnapshotFilter(PgSnapshot(100, 110, frozenset({101})))
-    assert not stitched.admits(99)
-    assert stitched.admits(101)
-    assert not stitched.admits(105)
-    assert stitched.admits(110)
+    assert not stitched.admits(99, 1)
+    assert stitched.admits(101, 1)
+    assert not stitched.admits(105, 1)
+    assert stitched.admits(110, 1)
     assert not stitched.passed
-    assert stitched.admits(110 + FAR_BEYOND)
+    assert stitched.admits(110 + FAR_BEYOND, 1)
     assert stitched.passed
-    assert stitched.admits((110 + (1 << 31) + 5) % EPOCH)
-    assert stitched.admits(99)
+    assert stitched.admits((110 + (1 << 31) + 5) % EPOCH, 1)
+    assert stitched.admits(99, 1)
+
+
+@pytest.mark.parametrize("later", [5, FAR_BEYOND, 1 << 31, 3 << 30, EPOCH - 10])
+def test_behind_the_end_of_the_wal_of_its_snapshot_nothing_is_skipped_however_long_it_was_quiet(later: int) -> None:
+    stitched = SnapshotFilter(PgSnapshot(100, 110, frozenset(), lsn=1000))
+    assert not stitched.admits(99, 999)
+    assert stitched.admits(110, 999)
+    assert not stitched.passed
+    assert stitched.admits((110 + later) % EPOCH, 1000)
+    assert stitched.passed
+
+
+def test_a_snapshot_is_read_back_as_it_was_kept_also_from_before_the_lsn_was() -> None:
+    for snapshot in (PgSnapshot(100, 110, frozenset({101, 105}), lsn=7), PgSnapshot(100, 110, frozenset(), lsn=7)):
+        assert PgSnapshot.parse(str(snapshot)) == snapshot
+    assert PgSnapshot.parse("100:110:101,105") == PgSnapshot(100, 110, frozenset({101, 105}))
+    for text in ("100:110", "100:110:@", "100:110:@1@2"):
+        with pytest.raises(Invalid):
+            PgSnapshot.parse(text)
+
+
+@pytest.mark.postgres
+def test_a_shape_knows_the_end_of_the_wal_of_its_snapshot(postgres_dsn: str) -> None:
+    """Its first change after it ends the filter, however few transactions there were."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1)") as world:
+            client = await world.sync(table="t")
+            (consumer,) = world.sink.router.consumers()
+            await world.db.execute("INSERT INTO t VALUES (2)")
+            await client.follow_until(lambda: len(client.rows) == 2)
+            assert consumer._passed
+
+    run(main())

@@ -33,23 +33,28 @@ def sees(xid: int, xmin: int, xmax: int, in_progress: Collection[int]) -> bool:
 
 
 class PgSnapshot(msgspec.Struct, frozen=True):
-    """pg_current_snapshot(): xmin, xmax and the xids in progress, all 64-bit."""
+    """pg_current_snapshot(): xmin, xmax and the xids in progress, all 64-bit. `lsn`: behind every commit that it sees,
+    0 = that was not asked."""
 
     xmin: int
     xmax: int
     in_progress: frozenset[int]
+    lsn: int = 0
 
     @classmethod
     def parse(cls, text: str) -> PgSnapshot:
-        """Read `xmin:xmax:xip,…`. Raises Invalid."""
+        """Read `xmin:xmax:xip,…`, and what `str` makes, which has the LSN behind it. Raises Invalid."""
         try:
-            xmin, xmax, xips = text.split(":")
-            return cls(int(xmin), int(xmax), frozenset(int(x) for x in xips.split(",") if x))
+            seen, at, lsn = text.partition("@")
+            xmin, xmax, xips = seen.split(":")
+            in_progress = frozenset(int(x) for x in xips.split(",") if x)
+            return cls(int(xmin), int(xmax), in_progress, int(lsn) if at else 0)
         except ValueError as error:
             raise Invalid(f"not a snapshot: snapshot={text!r}.") from error
 
     def __str__(self) -> str:
-        return f"{self.xmin}:{self.xmax}:{','.join(map(str, sorted(self.in_progress)))}"
+        text = f"{self.xmin}:{self.xmax}:{','.join(map(str, sorted(self.in_progress)))}"
+        return f"{text}@{self.lsn}" if self.lsn else text
 
     def sees(self, xid: int) -> bool:
         return sees(xid, self.xmin, self.xmax, self.in_progress)

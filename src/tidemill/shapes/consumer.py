@@ -293,7 +293,7 @@ class TableConsumer:
         if self._passed:
             return True
         assert self._filter is not None, "settle before open"
-        admits = self._filter.admits(delivery.transaction.xid)
+        admits = self._filter.admits(delivery.transaction.xid, delivery.transaction.commit_lsn)
         if self._filter.passed:
             self._passed = True
             self.shape.log.passed()

@@ -20,6 +20,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.capture.wire.connection import (
@@ -151,9 +153,10 @@ class PostgresSource:
         with_rows: bool,
         share: LoopShare,
     ) -> PgSnapshot:
-        """Fill the shape's base; returns the snapshot it was read in. Raises Unavailable or Invalid."""
+        """Fill the shape's base; returns the snapshot it was read in, with its LSN. Raises Unavailable or Invalid."""
         async with self._connection(self._snapshots) as connection:
             snapshot = await _open_snapshot(connection, info, must_see)
+            snapshot = msgspec.structs.replace(snapshot, lsn=await _written_lsn(connection))
             if with_rows:
 
                 def take(rows: list[bytes]) -> bool:

@@ -3,9 +3,12 @@
 The rule itself is capture's (`capture/visibility.py`). Here is until when it is asked.
 
 A transaction with xid ≥ xmax may come in the stream before one that the snapshot sees: of two that commit at the same
-time, the first in the WAL need not be the first that becomes visible. Only a transaction that began after the snapshot
-is later than all it sees, and one that is FAR_BEYOND xmax did. From there on nothing is skipped any more; the 2³¹
-window of the widening therefore never has to hold for much longer than the snapshot.
+time, the first in the WAL need not be the first that becomes visible. But nothing that the snapshot sees comes at or
+behind the end of the WAL of then: from there on nothing is skipped any more. A shape may be quiet for any number of
+transactions, and its next one then has an xid outside of the 2³¹ window of the widening; its LSN says what it is.
+
+Snapshots that were kept before the LSN was asked for lack it. Of these, a transaction that is FAR_BEYOND xmax began
+after the snapshot, and is later than all it sees.
 """
 
 from __future__ import annotations
@@ -27,12 +30,15 @@ class SnapshotFilter:
     def passed(self) -> bool:
         return self._snapshot is None
 
-    def admits(self, xid: int) -> bool:
+    def admits(self, xid: int, commit_lsn: int) -> bool:
         snapshot = self._snapshot
         if snapshot is None:
             return True
+        if snapshot.lsn and commit_lsn >= snapshot.lsn:
+            self._snapshot = None
+            return True
         if snapshot.sees(xid):
             return False
-        if widen(xid, snapshot.xmax) >= snapshot.xmax + FAR_BEYOND:
+        if not snapshot.lsn and widen(xid, snapshot.xmax) >= snapshot.xmax + FAR_BEYOND:
             self._snapshot = None
         return True
