@@ -335,3 +335,32 @@ def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
         await other.close()
 
     in_world(postgres_dsn, scenario)
+
+
+def test_a_synchronous_standby_that_is_away_holds_neither_set_up_nor_heartbeats(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits of others wait for it, and are in the stream all the same."""
+    monkeypatch.setattr(watch, "ANSWER_DEADLINE_S", 1.0)
+
+    async def scenario(world: World) -> None:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "SET synchronous_commit = local")
+        try:
+            await world.sql("ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
+            async with world.capture(heartbeat_s=0.1) as capture:
+                await world.caught_up()
+                first, confirmed = capture._session, await world.confirmed()
+                beats_s = time.monotonic() + 2 * watch.ANSWER_DEADLINE_S
+
+                async def went_on() -> bool:
+                    return time.monotonic() > beats_s and await world.confirmed() > confirmed
+
+                await until(went_on, "heartbeats are confirmed")
+                assert capture._session is first, "none of them ended the session"
+                await world.sql("INSERT INTO a VALUES (1)")
+                await world.caught_up()
+                assert await world.folded("a") == {'{"id":1}': {"id": 1}}
+        finally:
+            await world.sql("ALTER SYSTEM RESET synchronous_standby_names", "SELECT pg_reload_conf()")
+
+    in_world(postgres_dsn, scenario)

@@ -50,9 +50,11 @@ PLAIN_STATEMENTS: Mapping[str, str] = {
     "default_transaction_isolation": "read committed",
     "default_transaction_deferrable": "off",
     "quote_all_identifiers": "off",
+    "synchronous_commit": "local",
 }
 """A default of the role or database would refuse the set-up's statements, let a transaction see the catalogue of
-before it had its lock, or spell the names of types otherwise."""
+before it had its lock, or spell the names of types otherwise. And while a synchronous standby is away a commit, be it
+of a heartbeat, would not return: the stream goes on by what the primary has flushed, and needs no standby."""
 
 CONNECT_TIMEOUT_S = 10
 TCP: Mapping[str, int] = {
