@@ -391,7 +391,10 @@ async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
 
 async def came_with_rows(wire: Wire, partition: int) -> str:
     """The name of a partition that holds a row at least as old as its attachment, else "". Such rows were in no change
-    of the root. Raises SqlError when its lock cannot be had just now."""
+    of the root. Raises SqlError when its lock cannot be had just now.
+
+    A row of more than 2^31 transactions ago has a negative age (setup.since): only what has one in between is younger.
+    """
     names = await wire.query(
         "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
         f" WHERE c.oid = {partition} AND c.relkind = 'r'"
@@ -404,9 +407,9 @@ async def came_with_rows(wire: Wire, partition: int) -> str:
         await wire.query(f"SET LOCAL lock_timeout = {LOOK_TIMEOUT_MS}")
         await wire.query(f"SET LOCAL statement_timeout = {LOOK_TIMEOUT_MS * 20}")
         old = await wire.value(
-            f"SELECT EXISTS (SELECT FROM ONLY {qualified(schema, table)} r WHERE age(r.xmin) >="
-            " (SELECT min(age(i.xmin)) FROM pg_inherits i"
-            f" WHERE i.inhrelid IN (SELECT relid FROM pg_partition_ancestors({partition}))))"
+            f"SELECT EXISTS (SELECT FROM ONLY {qualified(schema, table)} r"
+            " WHERE NOT (age(r.xmin) >= 0 AND age(r.xmin) < (SELECT min(age(i.xmin)) FROM pg_inherits i"
+            f" WHERE i.inhrelid IN (SELECT relid FROM pg_partition_ancestors({partition})))))"
         )
     finally:
         await wire.query("ROLLBACK")
