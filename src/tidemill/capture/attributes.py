@@ -6,7 +6,7 @@ read as where they lack one, and which files hold the rows.
     storage    another one: every row was written anew (a volatile default, an ALTER TYPE, VACUUM FULL, TRUNCATE)
     types      what the columns' types are made of: an ALTER TYPE of one writes no row, and old ones read otherwise
     written    the transaction that wrote a column's row in pg_attribute last, as a rename or an ALTER TYPE does
-    leaves     the tables that hold the rows: of a partitioned one its partitions
+    leaves     the tables that hold the rows: of a partitioned one its partitions, and what attached them
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tidemill.capture.tables import GENERATED_PUBLISHED
 from tidemill.capture.wire.connection import Wire
 
 _ATTRIBUTES = """
-WITH RECURSIVE tree(root, oid) AS (
-    SELECT c.oid, c.oid FROM pg_class c WHERE c.oid IN ({oids})
-    UNION ALL SELECT t.root, i.inhrelid FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'
+WITH RECURSIVE tree(root, oid, attached) AS (
+    SELECT c.oid, c.oid, NULL::xid FROM pg_class c WHERE c.oid IN ({oids})
+    UNION ALL SELECT t.root, i.inhrelid, i.xmin FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'
       JOIN pg_inherits i ON i.inhparent = t.oid),
 leaf AS (SELECT t.root, k.oid, k.relfilenode FROM tree t JOIN pg_class k USING (oid) WHERE k.relkind <> 'p')
 SELECT c.oid, c.relkind, c.relnatts,
@@ -30,7 +30,8 @@ SELECT c.oid, c.relkind, c.relnatts,
            AND d.attisdropped),
        (SELECT coalesce(md5(string_agg(l.oid || ':' || l.relfilenode, ' ' ORDER BY l.oid)), '-') FROM leaf l
          WHERE l.root = c.oid),
-       (SELECT coalesce(md5(string_agg(l.oid::text, ' ' ORDER BY l.oid)), '-') FROM leaf l WHERE l.root = c.oid),
+       (SELECT md5(string_agg(concat_ws(':', t.oid, t.attached), ' ' ORDER BY t.oid)) FROM tree t
+         WHERE t.root = c.oid),
        a.xmin, a.attname, a.attnum, a.atttypid, a.atttypmod, format_type(a.atttypid, a.atttypmod),
        coalesce((SELECT k.place - 1 FROM pg_index i CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY
            AS k(attnum, place) WHERE i.indrelid = c.oid AND i.indisprimary AND k.attnum = a.attnum), -1),

@@ -372,14 +372,15 @@ class Copy:
         )  # fmt: skip
         generation, ends = self._desk.rows[name].generation, taken.offsets
         found_as = snapshot.attributes[oid]
-        columns, partitions = columns_of(snapshot.relations[oid], found_as), snapshot.partitions.get(oid)
+        columns, attached = columns_of(snapshot.relations[oid], found_as), snapshot.partitions.get(oid)
 
         def copied(found: CaptureTableRow | None) -> CaptureTableRow | None:
             # Another session may have begun to copy it anew meanwhile: then this copy is nobody's.
             if found is None or not _is_ours(found, generation, plan.epoch):
                 return found
             found = replace(
-                found, columns=columns, partitions=partitions, evolved=(), attributes=found_as.count,
+                found, columns=columns, partitions=None if attached is None else tuple(attached),
+                attached=tuple((attached or {}).values()), evolved=(), attributes=found_as.count,
                 storage=found_as.storage, types=types_as(found_as),
             )  # fmt: skip
             if found.aside is not None:  # what it holds comes first (aside.py)

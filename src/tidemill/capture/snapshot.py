@@ -47,7 +47,7 @@ class Snapshot:
         self.tables = list(tables)
         self.relations: dict[int, Relation] = {}
         self.attributes: dict[int, Attributes] = {}
-        self.partitions: dict[int, tuple[int, ...]] = {}
+        self.partitions: dict[int, dict[int, int]] = {}
 
     async def begin(self) -> dict[str, TidemillError]:
         """Take it, as `seen` and `lsn` say; the tables that cannot be read, by name: `tables` are the others.

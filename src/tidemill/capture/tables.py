@@ -85,9 +85,10 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
        || CASE WHEN EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
                                AND a.atttypid >= {FIRST_OWN}) THEN {HASH} ELSE '' END
        || CASE WHEN c.relkind = 'p' THEN coalesce((
-           WITH RECURSIVE tree(oid) AS (SELECT i.inhrelid FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
-                SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
-           SELECT md5(string_agg(concat_ws(' ', oid, k.relfilenode), ' ' ORDER BY oid))
+           WITH RECURSIVE tree(oid, attached) AS (
+                SELECT i.inhrelid, i.xmin FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
+                SELECT i.inhrelid, i.xmin FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
+           SELECT md5(string_agg(concat_ws(' ', oid, k.relfilenode, attached), ' ' ORDER BY oid))
              FROM tree JOIN pg_class k USING (oid)), '') ELSE '' END,
        w.lacking
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -156,8 +157,8 @@ class TableInfo(msgspec.Struct, frozen=True):
     odd             what of its names is not UTF-8, "" = none
     generated       kinds of its generated columns: s stored, v virtual
     odd_partition   a partition that has no WAL, "" = none
-    digest          of its columns, their types, its key, partitions and the files of its rows: another one means to
-                    look closely
+    digest          of its columns, their types, its key, partitions, their attachments and the files of its rows:
+                    another one means to look closely
     """
 
     oid: int
@@ -369,14 +370,17 @@ def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool =
     return None
 
 
-async def list_partitions(wire: Wire, oid: int) -> tuple[int, ...]:
-    """Of a partitioned table, at all levels; none of any other."""
+async def list_partitions(wire: Wire, oid: int) -> dict[int, int]:
+    """Of a partitioned table, at all levels, each with the transaction that attached it, in the order of their oids;
+    none of any other. One that is being detached (CONCURRENTLY) is none any more: what changes in it is no change of
+    the table."""
     rows = await wire.query(
-        f"WITH RECURSIVE tree(oid) AS (SELECT {oid}::oid UNION ALL SELECT i.inhrelid FROM tree t"
-        " JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p' JOIN pg_inherits i ON i.inhparent = t.oid)"
-        f" SELECT oid FROM tree WHERE oid <> {oid} ORDER BY oid"
+        f"WITH RECURSIVE tree(oid, attached) AS (SELECT {oid}::oid, NULL::xid UNION ALL SELECT i.inhrelid, i.xmin"
+        " FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'"
+        " JOIN pg_inherits i ON i.inhparent = t.oid AND NOT i.inhdetachpending)"
+        f" SELECT oid, attached FROM tree WHERE oid <> {oid} ORDER BY oid"
     )
-    return tuple(int(found or 0) for (found,) in rows)
+    return {int(found or 0): int(attached or 0) for found, attached in rows}
 
 
 async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:

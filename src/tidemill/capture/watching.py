@@ -143,12 +143,16 @@ class Watching:
 
     async def _same_partitions(self, name: str, table: TableInfo) -> bool:
         """Rows that come with an attached partition, or go with a detached or dropped one, are in no message of the
-        stream. A partition that began empty brings all its rows through the stream."""
-        known = self._desk.rows[name].partitions
+        stream. A partition that began empty brings all its rows through the stream. What changed in one while it was
+        detached is in none either: it may be back before anybody looks, and its attachment is another one."""
+        row = self._desk.rows[name]
+        known, attached = row.partitions, dict(zip(row.partitions or (), row.attached, strict=False))
         now = await self._control.ask(lambda wire: list_partitions(wire, table.oid))
         said = ""
         if known is not None and set(known) - set(now):
             said = "a partition is gone, and its rows with it, of which the stream says nothing"
+        elif any(attached.get(oid, by) != by for oid, by in now.items()):
+            said = "a partition was detached and attached again: what changed in it meanwhile is not in the stream"
         for oid in sorted(set(now) - set(known)) if known is not None and not said else ():
             try:
                 full = await self._control.ask(lambda wire, oid=oid: came_with_rows(wire, oid))  # type: ignore[misc]
@@ -161,7 +165,7 @@ class Watching:
         if said:
             await self._beside.park(name, said, again=True)
             return False
-        if known != now:
+        if (known, row.attached) != (tuple(now), tuple(now.values())):
             await self._desk.change(name, lambda found: _divided(found, now) if found is not None else None)
         return True
 
@@ -218,7 +222,7 @@ def altered(row: CaptureTableRow, published: Mapping[int, Entry]) -> bool:
     return entry is None or (bool(row.publication) and entry.rows != row.publication)
 
 
-def _divided(row: CaptureTableRow, partitions: tuple[int, ...]) -> CaptureTableRow:
+def _divided(row: CaptureTableRow, partitions: Mapping[int, int]) -> CaptureTableRow:
     """With these partitions; of those that are gone nothing is kept."""
     kept = {oid: noted for oid, noted in row.identities.items() if oid == row.oid or oid in partitions}
-    return replace(row, partitions=partitions, identities=kept)
+    return replace(row, partitions=tuple(partitions), attached=tuple(partitions.values()), identities=kept)

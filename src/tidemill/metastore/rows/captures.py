@@ -8,7 +8,8 @@ captured table  07 | "" | capture text | table text
                 topic, state, reason, fix, parked_lsn, since_ms, oid, generation, snapshot map or nil,
                 columns array of maps, recopy, partitions array or nil, evolved array, attributes, storage,
                 identities map of arrays, again_ms, again_last_ms, accepted array of maps, envelope text,
-                identity text, schemas array of arrays, copy map or nil, aside map or nil, publication array
+                identity text, schemas array of arrays, copy map or nil, aside map or nil, publication array,
+                attached array
 
 The three maps of a capture's row are of the time before its tables had rows of their own: `of_old` reads them, and
 the next session of the capture writes them apart and empties them.
@@ -237,6 +238,9 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     publication: tuple[int, ...] = ()
     """oid and xmin of the rows of pg_publication and pg_publication_rel that its changes since its copy were published
     under (capture/publication.py); () = not known"""
+    attached: tuple[int, ...] = ()
+    """Of each of `partitions`, the transaction that attached it: another one may have come with other rows; () = not
+    known"""
 
     @property
     def version(self) -> int:
