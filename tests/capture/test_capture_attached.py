@@ -11,10 +11,13 @@ from capture_world import World, until
 from evolving import equal
 from msgspec.structs import replace
 from test_capture_again import AGAIN, generation
+from test_capture_rights import missing, reader_of
 from test_capture_tables import PARTITIONED, in_world
 
+from tidemill.capture import tables, watching
 from tidemill.capture.tables import came_with_rows, list_partitions
 from tidemill.capture.wire.connection import SqlRow, Wire
+from tidemill.capture.wire.errors import SqlError
 
 pytestmark = pytest.mark.postgres
 
@@ -108,12 +111,7 @@ def test_attachments_that_an_older_tidemill_did_not_note_are_those_that_are_foun
             await world.sql(
                 "INSERT INTO p VALUES (4, 4)", "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (100) TO (200)"
             )
-
-            async def known() -> bool:
-                row = await world.table("public.p")
-                return row is not None and len(row.attached) == 2
-
-            await until(known, "the new partition is known")
+            await until(lambda: known(world, 2), "the new partition is known")
             await equal(world, "p", "good")
             assert await generation(world, "p") == 0, "it was not copied again"
 
@@ -149,3 +147,121 @@ def test_a_partition_that_is_being_detached_concurrently_is_none_any_more(postgr
 
 async def copied(world: World) -> bool:
     return await generation(world, "p") > 0
+
+
+def test_a_partition_that_the_role_may_not_read_is_copied_and_doctor_grants_it(postgres_dsn: str) -> None:
+    """A right to the root is none to the partition alone. Of an empty one it is not needed."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*PARTITIONED, ROWS)
+        async with reader_of(world):
+            for statement in await missing(world):
+                await world.sql(statement)
+            role = f"reader_{world.name}"
+            assert await world.select(f"SELECT has_table_privilege('{role}', 'p1', 'SELECT')") == [(True,)]
+            async with world.capture(table_poll_s=0.1):
+                await world.caught_up()
+                await world.sql(*new("p2", 100))
+                await until(lambda: known(world, 2), "an empty one flows on")
+                await world.transaction(*new("p3", 200, 201))
+                row = await world.parked("p", "nobody can say")
+                grant = f'GRANT SELECT ON "public"."p3" TO "{role}"'
+                assert "the role may not read it" in row.reason and f"Run {grant};" in row.fix
+                assert grant in await missing(world)
+
+    in_world(postgres_dsn, scenario)
+
+
+@pytest.mark.parametrize("sqlstate", ["57014", "55P03"])
+def test_a_partition_that_cannot_be_looked_into_masks_no_other_one(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, sqlstate: str
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*PARTITIONED, *new("p2", 100)[:-1])
+        ((slow,),) = await world.select("SELECT 'p2'::regclass::oid")
+
+        async def looked(wire: Wire, partition: int) -> str:
+            if partition == slow:
+                raise SqlError("a statement failed.", sqlstate=sqlstate)
+            return await came_with_rows(wire, partition)
+
+        monkeypatch.setattr(watching, "came_with_rows", looked)
+        async with world.capture(table_poll_s=0.1):
+            await world.caught_up()
+            await world.transaction(new("p2", 100)[-1], *new("p3", 200, 201))
+            await world.parked("p", "partition=public.p3")
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_look_that_takes_too_long_again_and_again_is_in_doubt(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: World) -> None:
+        await world.sql(*PARTITIONED)
+        tries = 0
+
+        async def looked(wire: Wire, partition: int) -> str:
+            nonlocal tries
+            tries += 1
+            raise SqlError("a statement was cancelled.", sqlstate="57014")
+
+        monkeypatch.setattr(watching, "came_with_rows", looked)
+        async with world.capture(table_poll_s=0.1, **AGAIN):
+            await world.caught_up()
+            await world.transaction(*new("p2", 100, 101))
+            await until(lambda: copied(world), "it is copied")
+            assert tries == watching.LOOKS
+            await world.flowing("p")
+            await equal(world, "p", "good")
+            assert await known(world, 2) and tries == watching.LOOKS
+
+    in_world(postgres_dsn, scenario)
+
+
+def test_a_look_waits_for_who_holds_the_lock_however_often_it_is_tried(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever holds it got it before the first look: as soon as the attachment was committed."""
+
+    async def scenario(world: World) -> None:
+        await world.sql(*PARTITIONED)
+        failed = 0
+        holder = await psycopg.AsyncConnection.connect(world.dsn)
+
+        async def looked(wire: Wire, partition: int) -> str:
+            nonlocal failed
+            if not failed:
+                await holder.execute("LOCK TABLE p2")
+            try:
+                return await came_with_rows(wire, partition)
+            except SqlError:
+                failed += 1
+                raise
+
+        monkeypatch.setattr(watching, "came_with_rows", looked)
+        monkeypatch.setattr(tables, "LOOK_TIMEOUT_MS", 10)
+        async with holder, world.capture(table_poll_s=0.1, identity="as-is"):
+            await world.caught_up()
+            await world.transaction(*new("p2", 100))
+            await until(lambda: failed > 2 * watching.LOOKS, "it is tried")
+            await holder.rollback()
+            await until(lambda: known(world, 2), "it is looked into")
+            row = await world.table("public.p")
+            assert row is not None and row.flows
+
+    in_world(postgres_dsn, scenario)
+
+
+def new(name: str, start: int, *ids: int) -> list[str]:
+    """The statements that attach a table with these rows."""
+    return [
+        f"CREATE TABLE {name} (id int PRIMARY KEY, v int)",
+        *[f"INSERT INTO {name} VALUES ({n}, 1)" for n in ids],
+        f"ALTER TABLE p ATTACH PARTITION {name} FOR VALUES FROM ({start}) TO ({start + 100})",
+    ]
+
+
+async def known(world: World, count: int) -> bool:
+    row = await world.table("public.p")
+    return row is not None and len(row.partitions or ()) == count

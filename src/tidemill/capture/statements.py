@@ -19,6 +19,16 @@ SELECT c.oid, pg_has_role(c.relowner, 'USAGE'), has_table_privilege(c.oid, 'SELE
   FROM pg_class c WHERE c.oid IN ({oids})
 """
 
+_DENIED = """
+SELECT DISTINCT n.nspname, c.relname, has_schema_privilege(n.oid, 'USAGE'), has_table_privilege(c.oid, 'SELECT')
+  FROM unnest(ARRAY[{oids}]::oid[]) o, LATERAL pg_partition_tree(o) t JOIN pg_class c ON c.oid = t.relid
+  JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE t.level > 0 AND c.relkind = 'r'
+   AND NOT (has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT'))
+ ORDER BY 1, 2
+"""
+"""Partitions that the role may not read by themselves, as it does with one that is new (tables.came_with_rows)."""
+
 _PARTIAL = """
 SELECT DISTINCT n.nspname, c.relname
   FROM unnest(ARRAY[{oids}]::oid[]) o, LATERAL (SELECT o UNION SELECT relid FROM pg_partition_tree(o)) t(oid)
@@ -70,12 +80,19 @@ async def statements(wire: Wire, config: CaptureConfig, tables: Sequence[TableIn
     query = _TABLES.format(publication=literal(config.publication), oids=oids)
     known = {int(oid or 0): [each == "t" for each in rest] for oid, *rest in await wire.query(query)}
     by_oid = [(table, known[table.oid]) for table in tables if table.oid in known]
+    denied = await wire.query(_DENIED.format(oids=oids))
     unusable = {table.schema for table, (_, _, usable, _) in by_oid if not usable}
+    unusable |= {schema or "" for schema, _, usable, _ in denied if usable != "t"}
     out = [f"GRANT USAGE ON SCHEMA {identifier(schema)} TO {role}" for schema in sorted(unusable)]
     out += [
         f"GRANT SELECT ON {qualified(table.schema, table.table)} TO {role}"
         for table, (_, readable, _, _) in by_oid
         if not readable
+    ]
+    out += [
+        f"GRANT SELECT ON {qualified(schema or '', name or '')} TO {role}"
+        for schema, name, _, readable in denied
+        if readable != "t"
     ]
     if not found and not may_create:
         out.append(creation(config.publication, wire.server_version))

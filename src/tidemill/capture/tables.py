@@ -18,13 +18,13 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import Invalid, Missing
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.depended import FIRST_OWN, HASH
 from tidemill.capture.naming import odd, readable, table_name
 from tidemill.capture.others import Objections
 from tidemill.capture.setup import since
-from tidemill.capture.wire.connection import Wire, literal, qualified
+from tidemill.capture.wire.connection import Wire, identifier, literal, qualified
 
 GENERATED_PUBLISHED = 180_000
 """From this version on stored generated columns can be published, and unpublished ones break REPLICA IDENTITY FULL."""
@@ -395,7 +395,8 @@ async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
 
 async def came_with_rows(wire: Wire, partition: int) -> str:
     """The name of a partition that holds a row at least as old as its attachment, else "". Such rows were in no change
-    of the root. Raises SqlError when its lock cannot be had just now.
+    of the root. Raises SqlError when its lock cannot be had just now or it takes too long, and Invalid when the role
+    may not read it: a right to the root is none to the partition alone. Whether it is empty is seen without one.
 
     A row of more than 2^31 transactions ago has a negative age (setup.since): only what has one in between is younger.
     """
@@ -410,6 +411,17 @@ async def came_with_rows(wire: Wire, partition: int) -> str:
     try:
         await wire.query(f"SET LOCAL lock_timeout = {LOOK_TIMEOUT_MS}")
         await wire.query(f"SET LOCAL statement_timeout = {LOOK_TIMEOUT_MS * 20}")
+        ((size, allowed, role),) = await wire.query(
+            f"SELECT pg_relation_size(oid), has_schema_privilege(relnamespace, 'USAGE') AND"
+            f" has_table_privilege(oid, 'SELECT'), current_user FROM pg_class WHERE oid = {partition}"
+        ) or [("0", "t", "")]
+        if size == "0":
+            return ""
+        if allowed != "t":
+            raise Invalid(
+                f"the role may not read it: partition={table_name(schema, table)} role={role}.",
+                fix=f"Run GRANT SELECT ON {qualified(schema, table)} TO {identifier(role or '')};",
+            )
         old = await wire.value(
             f"SELECT EXISTS (SELECT FROM ONLY {qualified(schema, table)} r"
             " WHERE NOT (age(r.xmin) >= 0 AND age(r.xmin) < (SELECT min(age(i.xmin)) FROM pg_inherits i"

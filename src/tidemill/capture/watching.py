@@ -7,12 +7,12 @@ its description differs       →  what is carried: in force at the WAL's end, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
 from tidemill.capture.again import heals
 from tidemill.capture.attributes import attributes_of
 from tidemill.capture.beside import Beside
@@ -22,12 +22,15 @@ from tidemill.capture.difference import against_catalogue
 from tidemill.capture.entry import delete_topics, gone
 from tidemill.capture.looking import Kept
 from tidemill.capture.mending import Mending
-from tidemill.capture.publication import Entry, give_back, unpublished
+from tidemill.capture.publication import LOCKED, Entry, give_back, unpublished
 from tidemill.capture.tables import Refusal, TableInfo, came_with_rows, describe, list_partitions
 from tidemill.capture.wire.errors import SqlError
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
 log = structlog.get_logger()
+
+LOOKS = 3
+"""Into a partition that is new. If none comes to an end its table is copied again."""
 
 
 class Watching:
@@ -44,6 +47,8 @@ class Watching:
         self._flushed = flushed
         self._published = Kept(beside.control, beside.ask_published)
         self._digests: dict[int, str] = {}
+        self._looks: dict[int, dict[int, int]] = {}
+        """By table: partitions that are new and not looked into yet, and how often that was given up."""
         self._kept_identities: dict[int, str] = {}
         """What kept an identity from being given back the last time: it is tried again each time, and told once."""
 
@@ -120,6 +125,8 @@ class Watching:
         oids = {table.oid for table in found}
         for oid in self._digests.keys() - oids:
             del self._digests[oid]
+        for oid in self._looks.keys() - oids:
+            del self._looks[oid]
         self._coming.outdated.intersection_update(oids)
         self._mending.forget_but(oids)
         self._desk.following.forget_but(oids)
@@ -148,7 +155,8 @@ class Watching:
         row = self._desk.rows[name]
         known, attached = row.partitions, dict(zip(row.partitions or (), row.attached, strict=False))
         now = await self._control.ask(lambda wire: list_partitions(wire, table.oid))
-        said = ""
+        said = first = ""
+        before, later = self._looks.pop(table.oid, {}), dict[int, int]()
         if known is not None and set(known) - set(now):
             said = "a partition is gone, and its rows with it, of which the stream says nothing"
         elif any(attached.get(oid, by) != by for oid, by in now.items()):
@@ -156,18 +164,30 @@ class Watching:
         for oid in sorted(set(now) - set(known)) if known is not None and not said else ():
             try:
                 full = await self._control.ask(lambda wire, oid=oid: came_with_rows(wire, oid))  # type: ignore[misc]
-            except (SqlError, Invalid) as error:
+            except (SqlError, Missing) as error:
+                # One that waits keeps nobody from looking into the others.
                 log.warning("a new partition is not looked into yet", table=name, partition=oid, cause=str(error))
-                return False
+                later[oid] = before.get(oid, 0) + _gave_up(error)
+                if later[oid] == LOOKS:
+                    said = f"a partition was attached, and nobody can say whether with rows in it: {error.message}"
+                    break
+                continue
+            except Invalid as error:
+                said = f"a partition was attached, and nobody can say whether with rows in it: {error.message}"
+                first = error.fix
+                break
             if full:
                 said = f"a partition was attached with rows in it, of which the stream says nothing: partition={full}"
                 break
         if said:
-            await self._beside.park(name, said, again=True)
+            await self._beside.park(name, said, again=True, first=first)
             return False
-        if (known, row.attached) != (tuple(now), tuple(now.values())):
-            await self._desk.change(name, lambda found: _divided(found, now) if found is not None else None)
-        return True
+        if later:
+            self._looks[table.oid] = later
+        seen = {oid: by for oid, by in now.items() if oid not in later}
+        if (known, row.attached) != (tuple(seen), tuple(seen.values())):
+            await self._desk.change(name, lambda found: _divided(found, seen, now) if found is not None else None)
+        return not later
 
     async def _prune(self, wanted: dict[str, TableInfo], refused: dict[str, Refusal], found: list[TableInfo]) -> None:
         """Rows and topics of tables that are gone go when no pipeline reads them; so do reasons nobody asks for."""
@@ -222,7 +242,13 @@ def altered(row: CaptureTableRow, published: Mapping[int, Entry]) -> bool:
     return entry is None or (bool(row.publication) and entry.rows != row.publication)
 
 
-def _divided(row: CaptureTableRow, partitions: Mapping[int, int]) -> CaptureTableRow:
-    """With these partitions; of those that are gone nothing is kept."""
-    kept = {oid: noted for oid, noted in row.identities.items() if oid == row.oid or oid in partitions}
+def _gave_up(error: TidemillError) -> bool:
+    """Whether a look into a new partition took too long, as the next one does too. Who holds its lock lets go of it one
+    day, and what is gone is no partition any more."""
+    return isinstance(error, SqlError) and error.sqlstate not in LOCKED
+
+
+def _divided(row: CaptureTableRow, partitions: Mapping[int, int], there: Collection[int]) -> CaptureTableRow:
+    """With these partitions; of those that are not `there` any more nothing is kept."""
+    kept = {oid: noted for oid, noted in row.identities.items() if oid == row.oid or oid in there}
     return replace(row, partitions=tuple(partitions), attached=tuple(partitions.values()), identities=kept)
