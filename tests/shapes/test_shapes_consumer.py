@@ -363,7 +363,7 @@ def test_a_verdict_on_a_row_that_the_snapshot_had_seen_is_not_taken_for_the_next
 
 
 @pytest.mark.parametrize("gap", [1000, (1 << 31) + 10, 3 << 30, (1 << 32) - 10])
-def test_c9_a_shape_that_was_quiet_for_billions_of_transactions_has_its_next_change(gap: int) -> None:
+def test_a_shape_that_was_quiet_for_billions_of_transactions_has_its_next_change(gap: int) -> None:
     """Only changes of its own table come to it."""
     for change, what in ((("delete", row(1), None), ["delete 1"]), (("truncate", None, None), [])):
         bench = Bench(open_now=False)

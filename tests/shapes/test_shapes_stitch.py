@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import psycopg
 import pytest
-from shape_world import ShapeWorld, run
+from shape_world import ShapeWorld, eventually, run
 
 from tidemill.base.errors import Invalid
 from tidemill.capture.visibility import PgSnapshot
@@ -63,5 +66,35 @@ def test_a_shape_knows_the_end_of_the_wal_of_its_snapshot(postgres_dsn: str) -> 
             await world.db.execute("INSERT INTO t VALUES (2)")
             await client.follow_until(lambda: len(client.rows) == 2)
             assert consumer._passed
+
+    run(main())
+
+
+@pytest.mark.postgres
+def test_a_shape_that_another_process_begins_sees_what_waits_for_a_synchronous_standby(postgres_dsn: str) -> None:
+    """It is in the WAL, and may be confirmed. Here the sink forgets what was delivered, as after a restart."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1)") as world:
+            await world.db.execute("SET synchronous_commit = local")
+            try:
+                await world.db.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+                await world.db.execute("SELECT pg_reload_conf()")
+                async with await psycopg.AsyncConnection.connect(postgres_dsn) as late:
+                    await late.execute("INSERT INTO t VALUES (2)")
+                    committing = asyncio.ensure_future(late.commit())
+                    await eventually(lambda: world.sink.recent)
+                    assert not committing.done(), "it is flushed, and not visible"
+                    world.sink._recent.clear()
+                    beginning = asyncio.ensure_future(world.sync(table="t"))
+                    done, _ = await asyncio.wait([beginning], timeout=1.0)
+                    assert not done, "it waits for what is not visible yet"
+                    await world.db.execute("ALTER SYSTEM RESET synchronous_standby_names")
+                    await world.db.execute("SELECT pg_reload_conf()")
+                    await committing
+                assert len((await beginning).rows) == 2
+            finally:
+                await world.db.execute("ALTER SYSTEM RESET synchronous_standby_names")
+                await world.db.execute("SELECT pg_reload_conf()")
 
     run(main())

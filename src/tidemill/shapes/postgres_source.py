@@ -211,14 +211,17 @@ async def describe(connection: psycopg.AsyncConnection[tuple[object, ...]], rela
 async def _open_snapshot(
     connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns, must_see: frozenset[int]
 ) -> PgSnapshot:
-    """BEGIN, with a snapshot that sees `must_see`: a commit is in the WAL shortly before it is visible. Raises
-    Outdated, Unavailable.
+    """BEGIN, with a snapshot that sees `must_see`: a commit is in the WAL shortly before it is visible. And one that
+    waits for a synchronous standby is long before, so that another process may have had it confirmed: only PostgreSQL
+    can tell. Raises Outdated, Unavailable.
 
     The lock comes first: TRUNCATE, and whatever writes a table anew, leave it empty for who reads it with an older
     snapshot (https://www.postgresql.org/docs/current/mvcc-caveats.html), while the stream still brings what changed
     in it before.
     """
     deadline = asyncio.get_running_loop().time() + VISIBILITY_TIMEOUT_S
+    # Once, and before the snapshot: others that write all the time wait as well, and come by the stream.
+    must_see |= await _waiting_for_standbys(connection, info.relation.oid)
     while True:
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await _lock(connection, info)
@@ -236,6 +239,21 @@ async def _open_snapshot(
                 f"a streamed transaction stays invisible: xid={unseen[0]}.", fix="Check synchronous standbys."
             )
         await asyncio.sleep(VISIBILITY_RETRY_S)
+
+
+async def _waiting_for_standbys(connection: psycopg.AsyncConnection[tuple[object, ...]], oid: int) -> frozenset[int]:
+    """Transactions that changed the table, are in the WAL, and are visible once a standby has them, too. A role that is
+    not in pg_read_all_stats is told of its own sessions alone."""
+    cursor = await connection.execute(
+        "SELECT a.backend_xid::text FROM pg_stat_activity a WHERE a.wait_event = 'SyncRep'"
+        " AND current_setting('synchronous_standby_names') <> '' AND a.backend_xid IS NOT NULL"
+        " AND EXISTS (SELECT FROM pg_locks l WHERE l.pid = a.pid AND l.locktype = 'relation'"
+        " AND l.mode NOT IN ('AccessShareLock', 'RowShareLock')"
+        " AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        " AND l.relation IN (SELECT %s::oid UNION SELECT relid FROM pg_partition_tree(%s::oid)))",
+        (oid, oid),
+    )
+    return frozenset(int(str(xid)) for (xid,) in await cursor.fetchall())
 
 
 async def _written_lsn(connection: psycopg.AsyncConnection[tuple[object, ...]]) -> int:
