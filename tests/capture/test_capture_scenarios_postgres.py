@@ -114,12 +114,12 @@ def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_no
 ) -> None:
     describe, refused = tables.describe, 0
 
-    async def failing(*args: Any) -> Any:
+    async def failing(*args: Any, **more: Any) -> Any:
         nonlocal refused
         if refused < 2:
             refused += 1
             raise Unavailable("the catalogue does not answer.")
-        return await describe(*args)
+        return await describe(*args, **more)
 
     async def scenario(world: World) -> None:
         await world.sql(TABLE)
