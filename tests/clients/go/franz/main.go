@@ -267,6 +267,18 @@ func (d *driver) begin(ctx context.Context, a lines.Asked) (any, error) {
 	return true, client.BeginTransaction()
 }
 
+// lasting is an error of the fetches that the client does not try again by itself. It tells of a broker that is away and
+// of a group that it could not join, and goes on.
+func lasting(fetches kgo.Fetches) error {
+	for _, each := range fetches.Errors() {
+		var lost *kgo.ErrGroupSession
+		if !errors.As(each.Err, &lost) && !kgo.IsRetryableBrokerErr(each.Err) {
+			return each.Err
+		}
+	}
+	return nil
+}
+
 // transfer reads from one topic in a group and writes to another, offsets and records in one transaction a poll.
 func (d *driver) transfer(ctx context.Context, a lines.Asked) (any, error) {
 	client := append(append([]kgo.Opt{}, d.connection...),
@@ -281,7 +293,7 @@ func (d *driver) transfer(ctx context.Context, a lines.Asked) (any, error) {
 	left := a.Count
 	for left > 0 {
 		fetches := session.PollFetches(ctx)
-		if err := fetches.Err(); err != nil {
+		if err := lasting(fetches); err != nil {
 			return nil, err
 		}
 		if err := session.Begin(); err != nil {
