@@ -13,6 +13,7 @@ from tidemill.keeper.grounds import Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.shards.checkpoint import assemble, decode_header, encode_header
 from tidemill.shards.front import HistoryLost, staged_key
+from tidemill.shards.handle import LogShard
 from tidemill.shards.holding import holding
 from tidemill.shards.restore import restore_shard
 from tidemill.shards.state import check_whole
@@ -350,6 +351,16 @@ def test_an_object_that_is_lost_is_no_forgotten_history() -> None:
     run(scenario())
 
 
+async def restored_elsewhere(world: World, shard: LogShard) -> tuple[World, LogShard]:
+    """The shard as its checkpoint has it, in empty consensus over the same bucket."""
+    restored = assemble(decode_header(encode_header(shard.state)), shard.state.batches)
+    fresh = World()
+    fresh.clock.advance(world.clock.now_ms() - fresh.clock.now_ms())
+    fresh.objects._objects, fresh.objects._keys = world.objects._objects, world.objects._keys
+    await restore_shard(fresh.consensus(), fresh.rand, restored, "attempt")
+    return fresh, await fresh.open()
+
+
 def test_a_checkpoint_row_does_not_grow_with_what_waits_for_deletion() -> None:
     """A row that did not fit would keep the checkpoint back, and that the deletion: for ever."""
 
@@ -366,12 +377,7 @@ def test_a_checkpoint_row_does_not_grow_with_what_waits_for_deletion() -> None:
         assert len(waiting) > 60
         assert len(encode_header(shard.state)) < 1000
         # A restored shard has another id: what the old one left is nobody's, and goes as such.
-        restored = assemble(decode_header(encode_header(shard.state)), shard.state.batches)
-        fresh = World()
-        fresh.clock.advance(world.clock.now_ms() - fresh.clock.now_ms())
-        fresh.objects._objects, fresh.objects._keys = world.objects._objects, world.objects._keys
-        await restore_shard(fresh.consensus(), fresh.rand, restored, "attempt")
-        again = await fresh.open()
+        fresh, again = await restored_elsewhere(world, shard)
         assert again.state.garbage == () and again.shard_id != shard.shard_id
         for _ in range(2):
             await fresh.orphans.run(Budget(fresh.clock, 1))
@@ -393,18 +399,13 @@ def test_a_restored_shard_is_tended_though_its_keeper_s_lease_begins_at_the_firs
                 await world.upkeep.run(Budget(world.clock, term))
         await shard.frontiers()
         assert {hold.epoch for hold in shard.state.holds} == {57}
-        restored = assemble(decode_header(encode_header(shard.state)), shard.state.batches)
-        fresh = World()
-        fresh.clock.advance(world.clock.now_ms() - fresh.clock.now_ms())
-        fresh.objects._objects, fresh.objects._keys = world.objects._objects, world.objects._keys
-        await restore_shard(fresh.consensus(), fresh.rand, restored, "attempt")
-        again = await fresh.open()
+        fresh, again = await restored_elsewhere(world, shard)
         for _ in range(20):
             fresh.clock.advance(10_000)
             await fresh.write(again, KEYS)
             await fresh.upkeep.run(Budget(fresh.clock, 1))
         await again.frontiers()
-        assert again.state.since > restored.since + 100_000
+        assert again.state.since > shard.state.since + 100_000
         assert fresh.upkeep.facts()["failing"] == 0
 
     run(scenario())

@@ -98,6 +98,22 @@ def test_a_table_with_a_key_that_no_record_spells_any_more_is_refused(
         ratios_sink(harbour, tmp_path / "now", "r double, v double", "r")
 
 
+def test_a_table_whose_key_of_before_is_deleted_is_opened(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = harbour.create_topic("ratios")
+    sink = ratios_sink(harbour, tmp_path / "before", "r double, v double", "r")
+    with monkeypatch.context() as earlier:
+        earlier.setattr("tidemill.spark.decode.build.normal_keys", lambda rows, key: rows)
+        for at, value in enumerate((b'{"r":-0.0,"v":1}', None)):
+            harbour.produce(topic, [(b"-0.0", value), (b"", b'{"r":2,"v":1}')])
+            harbour.mint("topic/ratios", 1_000 + at, topic)
+            sink.process(sink.latest())
+    sink.seats.tables[0].save()
+    assert [row["r"] for row in harbour.contents("ratios")] == [2.0]
+    ratios_sink(harbour, tmp_path / "before", "r double, v double", "r")
+
+
 @pytest.mark.parametrize("old", [-0.0, OTHER_NAN])
 def test_keys_of_another_spelling_are_told_apart(old: float) -> None:
     rows = pa.table({"r": pa.array([1.5, old, None]), "k": ["a", "b", "c"]})

@@ -33,10 +33,16 @@ async def _some(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row
     await wire.query("BEGIN READ ONLY")
     try:
         await wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
-        kind = await wire.value(f"SELECT relkind FROM pg_class WHERE oid = {relation.oid}")
-        if kind is None:  # it is gone: an answer from the future (rivals.py, R2), whose end the stream brings
+        # The relation may lack the name of a type that the catalogue did not have any more when the stream described
+        # it, and a type may have another name since.
+        typed = ", ".join(f"({at}, {c.type_oid}::oid, {c.type_mod})" for at, c in enumerate(relation.columns))
+        described = await wire.query(
+            f"SELECT c.relkind, format_type(v.type, v.mod) FROM pg_class c, (VALUES {typed}) AS v(at, type, mod)"
+            f" WHERE c.oid = {relation.oid} ORDER BY v.at"
+        )
+        if not described:  # it is gone: an answer from the future (rivals.py, R2), whose end the stream brings
             return [None] * len(rows)
-        types = await _type_names(wire, relation)
+        kind, types = described[0][0], {name: type_ for name, (_, type_) in zip(names, described, strict=True)}
         columns = ", ".join(f"t.{identifier(c.name)}::{types[c.name]}" for c in relation.columns)
         same = " AND ".join(f"t.{identifier(c.name)} = k.k{n}::{types[c.name]}" for n, c in enumerate(keys))
         table = scope(relation.schema, relation.table, partitioned=kind == "p")
@@ -50,11 +56,3 @@ async def _some(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row
     return [
         dict(zip(names, by_number[number], strict=True)) if number in by_number else None for number in range(len(rows))
     ]
-
-
-async def _type_names(wire: Wire, relation: Relation) -> dict[str, str]:
-    """By column. A relation may lack the name of a type that the catalogue did not have any more when the stream
-    described it, and a type may have another name since."""
-    typed = ", ".join(f"({at}, {c.type_oid}::oid, {c.type_mod})" for at, c in enumerate(relation.columns))
-    found = await wire.query(f"SELECT at, format_type(type, mod) FROM (VALUES {typed}) AS c(at, type, mod)")
-    return {relation.columns[int(at or 0)].name: name or "" for at, name in found}

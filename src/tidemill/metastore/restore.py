@@ -48,8 +48,13 @@ class Attempt(msgspec.Struct, frozen=True):
 
 async def attempt_of(consensus: Consensus) -> str:
     """The nonce of the restore that made this cluster; "" of one that was never restored."""
-    claimed = await consensus.head(ATTEMPT_REGISTER)
-    return msgspec.msgpack.decode(claimed.data, type=Attempt).nonce if claimed is not None and claimed.data else ""
+    claimed = await _registered(consensus)
+    return claimed.nonce if claimed is not None else ""
+
+
+async def _registered(consensus: Consensus) -> Attempt | None:
+    found = await consensus.head(ATTEMPT_REGISTER)
+    return msgspec.msgpack.decode(found.data, type=Attempt) if found is not None and found.data else None
 
 
 async def read_attempt(consensus: Consensus) -> Attempt | None:
@@ -57,10 +62,10 @@ async def read_attempt(consensus: Consensus) -> Attempt | None:
 
     Raises Invalid, naming what was found, when it is neither (RS1).
     """
-    claimed = await consensus.head(ATTEMPT_REGISTER)
+    claimed = await _registered(consensus)
     cluster = await read_cluster(consensus)
-    if claimed is not None and claimed.data and (cluster is None or cluster[0].restoring):
-        return msgspec.msgpack.decode(claimed.data, type=Attempt)
+    if claimed is not None and (cluster is None or cluster[0].restoring):
+        return claimed
     present = [key for key, version in await consensus.scan("") if version.data]
     present += [f"lease {lease.name}" for lease in await consensus.leases("")]
     if not present:

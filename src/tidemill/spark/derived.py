@@ -185,11 +185,8 @@ class Derivation:
         if newest - end > LAG_MS:
             s = self._stores
             self._portal.call(advance_idle(s.catalogue, s.remap, slowest, end, newest - 1))
-        before = self.writer.upper
-        followed = self.writer.follow()
+        self._peer_was_first(self.writer.follow())
         lower = self.writer.upper
-        if lower > before:
-            self._peer_was_first(followed)
         if end <= lower:
             return False
         for one in self._inputs:

@@ -53,7 +53,7 @@ def stored_rows(table: str, rows: pa.Table, schema: ShardSchema) -> pa.Table:
 class _Counts(NamedTuple):
     """Rows without a key, rows of a key that comes twice, and one such key."""
 
-    null: int
+    null: int = 0
     twice: int = 0
     example: str = ""
 
@@ -75,14 +75,17 @@ class LeftOut:
             self._of.pop(group, None)
         if left_out is None:
             return
-        for at, rows in enumerate((left_out.null, left_out.twice)):
-            found, firsts, counts = np.unique(self._groups(rows), return_index=True, return_counts=True)
-            for group, first, count in zip(found.tolist(), firsts.tolist(), counts.tolist(), strict=True):
-                null = self._of[group].null if group in self._of else 0
-                self._of[group] = _Counts(count) if at == 0 else _Counts(null, count, left_out.shown(first))
+        for group, _, count in self._counted(left_out.null):
+            self._of[group] = _Counts(null=count)
+        for group, first, count in self._counted(left_out.twice):
+            found = self._of.get(group, _Counts())
+            self._of[group] = found._replace(twice=count, example=left_out.shown(first))
 
-    def _groups(self, rows: pa.Table) -> U64:
-        return groups_of(rows, self._by) if self._by else np.zeros(rows.num_rows, dtype=np.uint64)
+    def _counted(self, rows: pa.Table) -> list[tuple[int, int, int]]:
+        """(group, its first row, its number of rows)"""
+        groups = groups_of(rows, self._by) if self._by else np.zeros(rows.num_rows, dtype=np.uint64)
+        found, firsts, counts = np.unique(groups, return_index=True, return_counts=True)
+        return list(zip(found.tolist(), firsts.tolist(), counts.tolist(), strict=True))
 
     def forget(self) -> None:
         self._of.clear()

@@ -80,15 +80,18 @@ class TableWriter:
     def hydrate(self) -> None:
         """Bring the mirror to the shard's upper: from the cache on disk if there is one to trust, else anew.
 
-        Raises Invalid where the shard has keys in a spelling that no record has any more: each would have a second row.
+        Raises Invalid for a table of records whose shard has keys in a spelling that no record has any more: each would
+        get a second row.
         """
         saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, saved_under(self.stores.life))
         if saved is not None:
             self.operator = Upsert(self.schema, saved, fault=self._fault)
         self.operator.mirror.sweep()  # what an earlier life left: it may have been cut off again and again
         self.follow()
-        key = self.schema.key
-        if any(spelled_otherwise(run.rows, key) for run in self.operator.mirror.runs):
+        key, mirror = self.schema.key, self.operator.mirror
+        # The runs first: only one in doubt is worth to read every live row for.
+        doubtful = self.feed is not None and any(spelled_otherwise(run.rows, key) for run in mirror.runs)
+        if doubtful and spelled_otherwise(mirror.live_rows(), key):
             raise Invalid(
                 f"the shard has keys that an earlier release wrote, -0.0 or a NaN of other bits: shard={self.name}.",
                 fix=f"Drop it, and the pipeline makes it anew: tidemill shard drop {self.name}",

@@ -73,8 +73,9 @@ class Corrupted(msgspec.Struct, frozen=True):
         for column in self.columns:
             rows = rows.append_column(column.name, pa.nulls(rows.num_rows, arrow_type(column.type)))
         if self.mode == "PERMISSIVE" and lacking is not None:
-            why = [None if names is None else f"{LACKING}: {_names(names)}" for names in lacking.to_pylist()]
-            rows = rows.set_column(rows.num_columns - 1, rows.schema.field(-1), pa.array(why, pa.string()))
+            sets = lacking.combine_chunks().dictionary_encode()
+            said = pa.array([f"{LACKING}: {_names(names)}" for names in sets.dictionary.to_pylist()], pa.string())
+            rows = rows.set_column(rows.num_columns - 1, rows.schema.field(-1), said.take(sets.indices))
         if self.mode != "PERMISSIVE" or not dead.num_rows:
             return rows
         said_of = dict(zip((c.name for c in self.columns), (dead.column("bytes"), _reasons(dead)), strict=True))
