@@ -200,6 +200,8 @@ class Serving:
 
     async def _flush(self, request: Request) -> None:
         try:
+            # A leader that was superseded reads requests too, and has nothing to flush of what the new one committed.
+            await self._leader.stands()
             reply = Reply(request.nonce, DONE, await self._leader.flush(FLUSH_TIMEOUT_S))
         except TidemillError as error:
             reply = refusal(request.nonce, error)
