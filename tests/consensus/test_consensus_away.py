@@ -349,3 +349,15 @@ def test_f513_a_real_postgres_that_is_stopped_and_started_is_waited_for_by_runni
         run(body(), 120)
     finally:
         server.stop()
+
+
+def test_a_server_that_takes_connections_and_says_nothing_does_not_answer() -> None:
+    """It is not called unreachable: nothing refused the connection, and a node with such a consensus names it so."""
+
+    async def body() -> None:
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent:
+            host, port = silent.sockets[0].getsockname()
+            with pytest.raises(Unavailable, match=r"PostgreSQL does not answer: .*timeout expired"):
+                await open_consensus(f"postgresql://u@{host}:{port}/d?connect_timeout=2", SystemClock(), Rand())
+
+    asyncio.run(body())

@@ -519,11 +519,12 @@ def test_a_leader_that_was_deposed_unawares_flushes_what_another_committed_since
 
 
 def test_a_flush_asked_for_by_request_covers_what_another_leader_committed_since() -> None:
-    """Found by the model above: the request was executed by a leader that was deposed unawares, which flushed nothing."""
+    """Found by the model above: a leader that was superseded executed the request, and flushed nothing."""
     state = Replicated()
     small = Options(
         write_buffer_bytes=1000, block_bytes=40, file_bytes=200, cache_bytes=0, bloom_bits_per_key=0, l0_compact=2,
-        l0_slow=4, l0_stop=6, level_base_bytes=300, level_factor=3, levels=2, slice_rows=1, gc_delay_ms=0, manifests_kept=1,
+        l0_slow=4, l0_stop=6, level_base_bytes=300, level_factor=3, levels=2, slice_rows=1, gc_delay_ms=0,
+        manifests_kept=1,
     )  # fmt: skip
     state.start(38, small, persist_interval_s=0.2, volatile_bytes=2_000, rollup_after_records=3, restored=False)
     try:

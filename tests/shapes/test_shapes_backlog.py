@@ -14,6 +14,7 @@ from test_shapes_consumer import COLUMNS, ENDLESS, OTHER, TABLE, row
 from tidemill.base.clock import ManualClock
 from tidemill.base.frontier import ChangePosition
 from tidemill.capture.changes import Change, Fragment, Relation
+from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.live import LiveShape
@@ -75,7 +76,7 @@ class Backlog:
         writer = RowWriter("public", relation.table, [c.name for c in COLUMNS], ["id"], ["open"])
         consumer = TableConsumer(shape, relation, None, writer)
         self.sink.add(consumer)
-        consumer.open(None)
+        consumer.open(PgSnapshot(1, 1, frozenset()))
         consumer.follow()
         shape.ready()
         return consumer

@@ -183,7 +183,7 @@ def test_c8_and_c9_what_arrives_before_the_snapshot_is_known_is_replayed_through
     bench.commit(10, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
     bench.commit(12, ("insert", None, row(3)))
     bench.commit(11, ("update", row(3), row(3, "later")))
-    bench.open(PgSnapshot(11, 13, frozenset({12})))
+    bench.open(PgSnapshot(11, 13, frozenset({12}), lsn=1 << 40))
     assert bench.operations == ["insert 3"]
     bench.commit(13, ("delete", row(1), None))
     assert bench.operations == ["insert 3", "delete 1"]
@@ -193,7 +193,7 @@ def test_c8_a_transaction_under_way_when_the_snapshot_comes_is_kept_whole() -> N
     bench = Bench(open_now=False)
     first, second = bench.fragments(20, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
     bench.take(first)
-    bench.open(PgSnapshot(20, 20, frozenset()))
+    bench.open(PgSnapshot(20, 20, frozenset(), lsn=1 << 40))
     bench.take(second)
     assert bench.operations == ["insert 1", "insert 2"]
 
@@ -202,7 +202,7 @@ def test_c9_a_transaction_inside_the_snapshot_is_skipped_in_all_its_fragments() 
     bench = Bench(open_now=False)
     first, second, third = bench.fragments(20, *[("insert", None, row(n)) for n in range(3)], size=1)
     bench.take(first)
-    bench.open(PgSnapshot(21, 21, frozenset()))
+    bench.open(PgSnapshot(21, 21, frozenset(), lsn=1 << 40))
     bench.take(second)
     bench.take(third)
     assert bench.items == []
@@ -241,7 +241,7 @@ def test_c12_a_truncate_ends_the_shape_at_its_commit() -> None:
 def test_a_truncate_that_the_snapshot_has_seen_is_skipped() -> None:
     bench = Bench(open_now=False)
     bench.commit(5, ("truncate", None, None))
-    bench.open(PgSnapshot(6, 6, frozenset()))
+    bench.open(PgSnapshot(6, 6, frozenset(), lsn=1 << 40))
     assert not bench.shape.gone
 
 
@@ -307,7 +307,7 @@ def test_what_committed_while_the_snapshot_ran_is_settled_in_slices_whatever_com
         bench.commit(xid, *[("insert", None, row(10 * xid + n)) for n in range(5)])
     broken = bench.fragments(14, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
     bench.take(broken[0])
-    bench.consumer.open(PgSnapshot(11, 11, frozenset()))
+    bench.consumer.open(PgSnapshot(11, 11, frozenset(), lsn=1 << 40))
     nothing = Turn(CLOCK, 0.0)
     assert bench.consumer.settle(nothing)
     again = bench.fragments(14, ("insert", None, row(1)), ("insert", None, row(2)), size=1, lsn=broken[0].commit_lsn)
@@ -353,7 +353,7 @@ def test_a_shape_that_needs_old_rows_ends_at_the_first_that_is_not_whole(
 def test_a_verdict_on_a_row_that_the_snapshot_had_seen_is_not_taken_for_the_next_row() -> None:
     bench = Bench("1 / (id - 1) > 0", open_now=False, asks=True)
     bench.commit(5, ("insert", None, row(1)))
-    bench.open(PgSnapshot(6, 6, frozenset()))
+    bench.open(PgSnapshot(6, 6, frozenset(), lsn=1 << 40))
     bench.answer(True)
     assert bench.operations == []
     bench.commit(7, ("insert", None, row(1)))

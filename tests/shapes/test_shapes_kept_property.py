@@ -122,6 +122,10 @@ class KeptMachine(RuleBasedStateMachine):
     sink_kind = ShapeSink
     consumer_kind = TableConsumer
 
+    def snapshot_of(self, saved: str) -> PgSnapshot:
+        """The snapshot of a shape that is restored."""
+        return PgSnapshot.parse(saved)
+
     @initialize(seed=st.integers(0, 1 << 16))
     def begin(self, seed: int) -> None:
         self.loop = asyncio.new_event_loop()
@@ -166,7 +170,7 @@ class KeptMachine(RuleBasedStateMachine):
             assert saved.handle not in process.shapes
             table = next(t for t in TABLES if t.oid == int(saved.record))
             log = process.store.old_log(saved)
-            self.take_in(saved.handle, table, log, PgSnapshot.parse(saved.snapshot), has_lsn=log.end.tx)
+            self.take_in(saved.handle, table, log, self.snapshot_of(saved.snapshot), has_lsn=log.end.tx)
         process.sink.restored()
 
     def take_in(self, handle: str, table: Relation, log: DiskLog, snapshot: PgSnapshot, *, has_lsn: int = 0) -> None:
@@ -322,7 +326,7 @@ class KeptMachine(RuleBasedStateMachine):
             log.add_base([writer.base_row({"id": key, "v": text})])
         log.seal_base()
         next_xid = seen + 1  # a transaction's xid is its LSN here
-        snapshot = PgSnapshot(next_xid, next_xid, frozenset())
+        snapshot = PgSnapshot(next_xid, next_xid, frozenset(), lsn=seen + 1)
         self.take_in(handle, table, log, snapshot)
         self.alive.store.record(log, handle, str(table.oid).encode(), str(snapshot))
 
@@ -501,8 +505,8 @@ class Untrimmed(TableConsumer):
 @pytest.mark.parametrize(
     "planted",
     [{"store_kind": HastyStore}, {"sink_kind": UnsettledSink}, {"sink_kind": DeafSink},
-     {"consumer_kind": Untrimmed}],
-    ids=["confirm-before-flush", "unsettled-flush", "nothing-owed", "untrimmed-restore"],
+     {"consumer_kind": Untrimmed}, {"snapshot_of": lambda self, text: PgSnapshot(1, 1, frozenset(), lsn=1)}],
+    ids=["confirm-before-flush", "unsettled-flush", "nothing-owed", "untrimmed-restore", "restored-as-passed"],
 )  # fmt: skip
 def test_the_property_finds_planted_faults(planted: dict[str, Any]) -> None:
     machine = seed(0)(type("Planted", (KeptMachine,), planted))  # any will do; with this one it takes a second

@@ -72,7 +72,7 @@ def test_er3_a_shape_added_in_the_middle_of_a_transaction_has_it_from_its_snapsh
     must_see = bench.sink.recent
     assert must_see == {5}, "its snapshot is taken once this transaction is visible"
     bench.take(second)
-    late.open(PgSnapshot(6, 6, frozenset()))
+    late.open(PgSnapshot(6, 6, frozenset(), lsn=1 << 40))
     while late.settle(ENDLESS):
         pass
     late.shape.ready()
@@ -149,7 +149,7 @@ def test_slc9_a_shape_that_works_or_waits_for_its_snapshot_is_kept_however_long_
     clock.advance(3_600_000)
     sink.end_the_late()
     assert not working.shape.gone
-    working.open(PgSnapshot(1, 1, frozenset()))
+    working.open(PgSnapshot(1, 1, frozenset(), lsn=1 << 40))
     while working.settle(ENDLESS):
         pass
     assert [b'"id":"2"' in i for i in working.shape.log.read(BASE_END).items] == [True, False], "both rows"

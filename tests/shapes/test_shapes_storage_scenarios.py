@@ -17,6 +17,7 @@ from test_shapes_consumer import COLUMNS, ENDLESS, TABLE, Bench, row
 from test_shapes_store import recorded, store_of, whole
 
 from tidemill.base.clock import ManualClock
+from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.items import LogItem
@@ -330,7 +331,7 @@ def test_st9_however_often_a_log_is_restored_and_the_stream_brings_all_of_it_aga
         writer = RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"])
         compiled = compile_where(where, (), {"id": Type("int4"), "name": Type("text"), "open": Type("bool")})
         consumer = TableConsumer(shape, TABLE, compiled, writer, has_lsn=log.end.tx)
-        consumer.open(None)
+        consumer.open(PgSnapshot(1, 1, frozenset()))
         consumer.follow()
         shape.ready()
         return consumer

@@ -86,6 +86,8 @@ class Model:
         self.base: list[bytes] = []
         self.items: list[tuple[LogOffset, bytes]] = []
         self.recorded = False
+        self.written = False
+        """It was recorded before a flush that is durable."""
 
 
 @settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -123,6 +125,8 @@ class StoreMachine(RuleBasedStateMachine):
     def durable(self, position: int) -> None:
         self.confirmed = max(self.confirmed, position)
         self.gone = {}
+        for model in self.shapes.values():
+            model.written = model.recorded
 
     def go(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(coroutine)
@@ -217,7 +221,7 @@ class StoreMachine(RuleBasedStateMachine):
             model.items = [each for each in model.items if each[0].tx <= end]
             self.shapes[log] = model
         for model in (each for handle, each in known.items() if handle not in self.gone):
-            assert not model.recorded or not self.was_confirmed(model), "recorded, confirmed and gone"
+            assert not model.written or not self.was_confirmed(model), "recorded, confirmed and gone"
         self.gone = {}
 
     def was_confirmed(self, model: Model) -> bool:

@@ -71,7 +71,7 @@ def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and
         for n in range(4):
             log.add_base([b"%04d" % n * 999])
         log.seal_base()
-        store.record(log, "h", b"", "1:1:")
+        store.record(log, "h", b"", "1:1:@1")
         for tx in range(1, 5):
             log.stage(LogItem(LogOffset(tx, 1), b"%04d" % tx * 999))
             log.publish()
@@ -130,7 +130,7 @@ def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_an
     file.open()
     items = [Item(5 + n, 1, big) for n in range(max(1, changes))]
     log_bytes = len(items) * len(big)
-    saved = Saved(1, "h1", kept, "", 2, (items[-1].tx, 1), 2 * len(big), log_bytes)
+    saved = Saved(1, "h1", kept, "1:1:@1", 2, (items[-1].tx, 1), 2 * len(big), log_bytes)
     file.flush(Flush("owner", False, [Written(1, [(0, big), (1, big)], items, log_bytes, saved)], ()))
     file.release()
 

@@ -108,7 +108,7 @@ class TableConsumer:
     it returns False, by who loads the shape."""
 
     __slots__ = (
-        "_asks", "_at", "_current", "_filter", "_following", "_has_lsn", "_passed", "_spent_at", "_spent_s", "_staged",
+        "_asks", "_at", "_current", "_filter", "_following", "_has_lsn", "_spent_at", "_spent_s", "_staged",
         "_verdicts", "_waiting", "_where", "_writer", "floor", "inbox", "inbox_bytes", "needed", "pending_bytes",
         "question", "relation", "shape",
     )  # fmt: skip
@@ -144,7 +144,6 @@ class TableConsumer:
         """Changes of the first entry that are done."""
         self._has_lsn = has_lsn
         self._filter: SnapshotFilter | None = None
-        self._passed = False
         """The filter is: it is asked no more."""
         self._following = False
         self._current: _Delivery | None = None
@@ -232,10 +231,9 @@ class TableConsumer:
 
     # -- the snapshot, by who loads ----------------------------------------------------------------------------
 
-    def open(self, snapshot: PgSnapshot | None) -> None:
-        """The base is complete as of `snapshot`; None: every transaction that comes is later."""
+    def open(self, snapshot: PgSnapshot) -> None:
+        """The base is complete as of `snapshot`."""
         self._filter = SnapshotFilter(snapshot)
-        self._passed = self._filter.passed
 
     def follow(self) -> None:
         """Nothing waits for the snapshot: the log is an old one."""
@@ -290,14 +288,8 @@ class TableConsumer:
     def _admits(self, delivery: _Delivery) -> bool:
         if delivery.transaction.commit_lsn <= self._has_lsn:
             return False
-        if self._passed:
-            return True
         assert self._filter is not None, "settle before open"
-        admits = self._filter.admits(delivery.transaction.xid, delivery.transaction.commit_lsn)
-        if self._filter.passed:
-            self._passed = True
-            self.shape.log.passed()
-        return admits
+        return self._filter.admits(delivery.transaction.xid, delivery.transaction.commit_lsn)
 
     def _discard(self, delivery: _Delivery | None) -> None:
         """Let go of a delivery that will not be shown."""

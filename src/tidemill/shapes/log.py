@@ -124,10 +124,6 @@ class LogStorage(Protocol):
         """Until more of the base may be added."""
         ...
 
-    def passed(self) -> None:
-        """The snapshot of the base is asked no more: every transaction that comes is later."""
-        ...
-
     def drop(self) -> None: ...
 
 
@@ -235,9 +231,6 @@ class MemoryLog:
 
     async def room(self) -> None:
         """There is, or adding raises Full."""
-
-    def passed(self) -> None:
-        """Nothing of it is kept."""
 
     def read(self, after: LogOffset) -> Chunk:
         """The next chunk behind `after`. The base is read chunk by chunk, -1 → 0_0 → 0_1 → …; behind it comes 0_inf."""

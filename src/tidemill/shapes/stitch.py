@@ -7,38 +7,27 @@ time, the first in the WAL need not be the first that becomes visible. But nothi
 behind the end of the WAL of then: from there on nothing is skipped any more. A shape may be quiet for any number of
 transactions, and its next one then has an xid outside of the 2³¹ window of the widening; its LSN says what it is.
 
-Snapshots that were kept before the LSN was asked for lack it. Of these, a transaction that is FAR_BEYOND xmax began
-after the snapshot, and is later than all it sees.
+A filter that is passed is passed for this session alone. After a restart the stream begins at an earlier position, and
+brings transactions again that the snapshot sees and that left nothing in the log of the shape.
 """
 
 from __future__ import annotations
 
-from tidemill.capture.visibility import PgSnapshot, widen
-
-FAR_BEYOND = 1 << 24
-"""No snapshot is taken while so many transactions are under way."""
+from tidemill.capture.visibility import PgSnapshot
 
 
 class SnapshotFilter:
-    """Decides for each transaction, in commit order, whether to apply it to a shape."""
+    """Decides for each transaction, in commit order, whether to apply it to a shape. `snapshot` has its LSN."""
 
-    def __init__(self, snapshot: PgSnapshot | None) -> None:
-        """None: it is passed."""
+    def __init__(self, snapshot: PgSnapshot) -> None:
         self._snapshot = snapshot
-
-    @property
-    def passed(self) -> bool:
-        return self._snapshot is None
+        self.passed = False
+        """Every transaction that comes is later."""
 
     def admits(self, xid: int, commit_lsn: int) -> bool:
-        snapshot = self._snapshot
-        if snapshot is None:
+        if self.passed:
             return True
-        if snapshot.lsn and commit_lsn >= snapshot.lsn:
-            self._snapshot = None
+        if commit_lsn >= self._snapshot.lsn:
+            self.passed = True
             return True
-        if snapshot.sees(xid):
-            return False
-        if not snapshot.lsn and widen(xid, snapshot.xmax) >= snapshot.xmax + FAR_BEYOND:
-            self._snapshot = None
-        return True
+        return not self._snapshot.sees(xid)

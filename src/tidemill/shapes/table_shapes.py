@@ -524,6 +524,9 @@ class TableShapes:
         needed = needed_columns(kept.relation, kept.definition.columns, where)
         if self._databases[name].still(kept.relation, needed) is not relation:  # since it was found
             raise Missing("its table is another one now.")
+        snapshot = PgSnapshot.parse(saved.snapshot) if saved.snapshot else None
+        if snapshot is None or not snapshot.lsn:
+            raise Missing("an earlier release kept it, without the end of the WAL of its snapshot.")
         log = store.old_log(saved)
         try:
             shape = start(saved, replace(kept, schema_json=shown.schema_json), log)
@@ -531,7 +534,7 @@ class TableShapes:
             log.drop()
             raise
         consumer = TableConsumer(shape, relation, where, shown.writer, has_lsn=shape.log.end.tx, asks=True)
-        consumer.open(PgSnapshot.parse(saved.snapshot) if saved.snapshot else None)
+        consumer.open(snapshot)
         consumer.follow()
         sink.add(consumer)
         self._consumers[shape.handle] = Registered(sink, consumer, info)

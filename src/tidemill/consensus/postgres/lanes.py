@@ -228,6 +228,12 @@ def translate_connect(error: BaseException, url: str) -> TidemillError:
             f"PostgreSQL does not let us in: consensus.url={where!r} reason={reason!r}.",
             fix="Correct user, password, host and database in consensus.url.",
         )
+    if isinstance(error, TimeoutError | pgerrors.ConnectionTimeout):
+        # No connection was refused: the server is slow, or its packets are swallowed.
+        return Unavailable(
+            f"PostgreSQL does not answer: consensus.url={where!r} reason={reason!r}.",
+            fix="See whether its server is overloaded, and whether a firewall drops its packets.",
+        )
     # A name that is not known is waited for like a server that is down: where both start together it comes later.
     return Unavailable(
         f"PostgreSQL cannot be reached: consensus.url={where!r} reason={reason!r}.",

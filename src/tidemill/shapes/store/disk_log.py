@@ -36,10 +36,6 @@ class Keeper(Protocol):
         """There is so much more to write."""
         ...
 
-    def passed(self, log: DiskLog) -> None:
-        """Its snapshot is asked no more."""
-        ...
-
     def end(self, log: DiskLog) -> None:
         """It was dropped, and must not be there after a restart."""
         ...
@@ -270,9 +266,6 @@ class DiskLog:
     async def room(self) -> None:
         if self.crowded:
             await self._keeper.room(self)
-
-    def passed(self) -> None:
-        self._keeper.passed(self)
 
     async def fetch(self, after: LogOffset) -> Chunk:
         """See MemoryLog.read. Raises Unavailable when the file cannot be read, Full when too much is read (E4)."""

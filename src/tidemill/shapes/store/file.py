@@ -1,8 +1,8 @@
 """The file of one captured database's shape logs. Synchronous; whoever calls it does so on a thread.
 
     owner   one row: the layout, and the name under which the capture's row knows this file
-    shapes  id · handle · record (opaque to this room) · snapshot that the base was read in, '' once all that comes is
-            later · chunks of the base · newest item's place · sizes
+    shapes  id · handle · record (opaque to this room) · snapshot that the base was read in ·
+            chunks of the base · newest item's place · sizes
     base    id · chunk → JSON objects, joined
     items   id · tx · op → JSON object
     crc     in each row of the three: CRC32C of its record or JSON and of its place, for SQLite has no checksums
@@ -84,15 +84,13 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What one flush writes of one shape. `saved`: its row, when it is new; before that it has a base only.
-    `passed`: its snapshot is asked no more."""
+    """What one flush writes of one shape. `saved`: its row, when it is new; before that it has a base only."""
 
     id: int
     base: Sequence[tuple[int, bytes]]
     items: Sequence[Item]
     log_bytes: int
     saved: Saved | None = None
-    passed: bool = False
 
 
 class Flush(msgspec.Struct, frozen=True):
@@ -239,8 +237,6 @@ class ShapeFile:
         known = [each for each in written if each.saved is None]
         ends = [(each.items[-1].tx, each.items[-1].op, each.log_bytes, each.id) for each in known if each.items]
         writer.executemany("UPDATE shapes SET tx = ?, op = ?, log_bytes = ? WHERE id = ?", ends)
-        passed = [(each.id,) for each in known if each.passed]
-        writer.executemany("UPDATE shapes SET snapshot = '' WHERE id = ?", passed)
 
     def leftovers(self, before: int = NO_ID) -> list[int]:
         """Ids below `before` that have something in `base` or `items`, and no row (D2); one step of an index for each

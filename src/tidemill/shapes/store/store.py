@@ -67,10 +67,9 @@ class _Taken:
     """What a flush takes; put back when it fails, but for what was durable then. What failed may have happened, and is
     written over."""
 
-    def __init__(self, changed: dict[DiskLog, None], records: dict[DiskLog, Saved], passed: set[DiskLog]) -> None:
+    def __init__(self, changed: dict[DiskLog, None], records: dict[DiskLog, Saved]) -> None:
         self.changed = changed
         self.records = records
-        self.passed = passed
         self._ordered: deque[DiskLog] = deque()
 
     def part(self) -> list[DiskLog]:
@@ -82,7 +81,6 @@ class _Taken:
         for log in part:
             del self.changed[log]
             self.records.pop(log, None)
-            self.passed.discard(log)
 
 
 class ShapeStore:
@@ -135,7 +133,6 @@ class ShapeStore:
         self._known: dict[int, DiskLog] = {}
         self._changed: dict[DiskLog, None] = {}
         self._records: dict[DiskLog, Saved] = {}
-        self._passed: set[DiskLog] = set()
         self._ended: set[int] = set()
         self._anew = False
         self._leftovers: dict[int, None] = {}
@@ -213,18 +210,11 @@ class ShapeStore:
             self._records[log] = Saved(log.key, handle, record, snapshot, log.chunks, (0, 0), log.base_bytes, 0)
             self.changed(log, 0)
 
-    def passed(self, log: DiskLog) -> None:
-        """Its snapshot is asked no more."""
-        if log.key in self._known:
-            self._passed.add(log)
-            self.changed(log, 0)
-
     def end(self, log: DiskLog) -> None:
         """It is not there after a restart, as soon as that is durable. Idempotent."""
         if self._known.pop(log.key, None) is not None:
             self._changed.pop(log, None)
             self._records.pop(log, None)
-            self._passed.discard(log)
             self._ended.add(log.key)
             self._due.set()
             self._room.set()
@@ -318,8 +308,8 @@ class ShapeStore:
         self._much.clear()
         self._waiting_bytes = 0
         position, era = self.position(), self._era
-        taken = _Taken(self._changed, self._records, self._passed)
-        self._changed, self._records, self._passed = {}, {}, set()
+        taken = _Taken(self._changed, self._records)
+        self._changed, self._records = {}, {}
         owner, ended, anew = self.owner, tuple(self._ended), self._anew
         warm, self._warm = self._warm, {}
         self._flushing = True
@@ -371,21 +361,19 @@ class ShapeStore:
     def _written(log: DiskLog, taken: _Taken) -> Written:
         chunks, items = log.unsaved()
         made = [Item(item.offset.tx, item.offset.op, item.json) for item in items]
-        row, passed = taken.records.get(log), log in taken.passed
+        row = taken.records.get(log)
         if row is not None:
             # Items that were shown before its row was due are in an earlier flush.
             end = (log.end.tx, log.end.op) if log.end.tx else (0, 0)
             row = Saved(
-                row.id, row.handle, row.record, "" if passed else row.snapshot, row.chunks, end, row.base_bytes,
-                log.log_bytes,
+                row.id, row.handle, row.record, row.snapshot, row.chunks, end, row.base_bytes, log.log_bytes,
             )  # fmt: skip
-        return Written(log.key, chunks, made, log.log_bytes, row, passed)
+        return Written(log.key, chunks, made, log.log_bytes, row)
 
     def _put_back(self, taken: _Taken) -> None:
         known = self._known
         self._changed = {log: None for log in (*taken.changed, *self._changed) if log.key in known}
         self._records = {**{log: row for log, row in taken.records.items() if log.key in known}, **self._records}
-        self._passed |= {log for log in taken.passed if log.key in known}
 
     async def _clear_away(self) -> None:
         """What is left of shapes that are over, for as long as nothing is to be written."""

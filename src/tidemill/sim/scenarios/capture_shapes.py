@@ -13,6 +13,8 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.base.tasks import Tasks
@@ -99,7 +101,7 @@ class ModelSource:
                 await asyncio.sleep(source.uniform(0, 0.1))
             if where is None or where.matches(row):
                 shape.log.add_base([writer.base_row(row)])
-        return taken.seen
+        return structs.replace(taken.seen, lsn=taken.lsn)
 
 
 class LateShapes(TableShapes):
