@@ -77,7 +77,7 @@ def fill(path: Path, count: int) -> None:
             kept = Kept(ShapeRequest("t", where), definition, schema, TABLE, 1)
             base = b'{"key":"\\"public\\".\\"t\\"/\\"%d\\"","value":{"id":"%d","name":"n","open":"true"},"headers":{}}'
             rows = base % (key, key)
-            saved = Saved(key, mint.mint(definition), kept.encode(), "", 1, (0, 0), len(rows), 0)
+            saved = Saved(key, mint.mint(definition), kept.encode(), "1:1:@1", 1, (0, 0), len(rows), 0)
             written.append(Written(key, [(0, rows)], [], 0, saved))
         file.flush(Flush(OWNER, False, written, ()))
     file.release()

@@ -24,6 +24,7 @@ from tidemill.shapes.rows import RowWriter
 from tidemill.shapes.shape import ShapeDefinition, Source
 from tidemill.shapes.share import LoopShare, Turn
 from tidemill.shapes.sink import ROUTED_AT_ONCE, BacklogLimits, ShapeSink
+from tidemill.shapes.where import Type, compile_where
 
 STREAM = SimpleNamespace(flushed=lambda *_: None)
 WAL_END = 1_000
@@ -61,31 +62,35 @@ def _values(rows: dict[str, dict[str, str]]) -> set[str]:
 class Backlog:
     """A sink with shapes of two tables, whose pump runs when the test says so."""
 
-    def __init__(self, limits: BacklogLimits, *, restoring: bool = False) -> None:
+    def __init__(self, limits: BacklogLimits, *, restoring: bool = False, where: str = "") -> None:
+        """`where`: of the shape of `TABLE`."""
         self.clock = ManualClock()
         self.sink = ShapeSink(self.clock, LoopShare(self.clock), limits)
         self.sink.restoring = restoring
         self.sink.carried([TABLE.oid, OTHER.oid])
-        self.of_table, self.of_other = self._consumer(TABLE), self._consumer(OTHER)
+        self.of_table, self.of_other = self._consumer(TABLE, where), self._consumer(OTHER)
         self._lsn = 0
 
-    def _consumer(self, relation: Relation) -> TableConsumer:
-        definition = ShapeDefinition(Source("table", "main", "public", relation.table))
+    def _consumer(self, relation: Relation, where: str = "") -> TableConsumer:
+        definition = ShapeDefinition(Source("table", "main", "public", relation.table), where)
+        compiled = compile_where(where, (), {"id": Type("int4")}) if where else None
         shape = LiveShape(relation.table, definition, b"{}", MemoryLog())
         shape.log.seal_base()
         writer = RowWriter("public", relation.table, [c.name for c in COLUMNS], ["id"], ["open"])
-        consumer = TableConsumer(shape, relation, None, writer)
+        consumer = TableConsumer(shape, relation, compiled, writer)
         self.sink.add(consumer)
         consumer.open(PgSnapshot(1, 1, frozenset()))
         consumer.follow()
         shape.ready()
         return consumer
 
-    def commit(self, *changed: Relation, cut: int = 0) -> int:
-        """One transaction, in fragments of one relation each where `cut`; returns its LSN."""
+    def commit(self, *changed: Relation, cut: int = 0, first_id: int = -1) -> int:
+        """One transaction, in fragments of one relation each where `cut`; returns its LSN. Ids begin with `first_id`,
+        or are its LSN and what follows."""
         self._lsn += 10
+        first_id = self._lsn if first_id < 0 else first_id
         changes = [
-            Change(relation, "insert", ChangePosition(self._lsn, 2 * n), row(self._lsn + n))
+            Change(relation, "insert", ChangePosition(self._lsn, 2 * n), row(first_id + n))
             for n, relation in enumerate(changed)
         ]
         parts = [[each] for each in changes] if cut else [changes]
@@ -190,6 +195,41 @@ def test_a_backlog_that_outgrows_its_bytes_ends_the_shape_that_holds_most_and_no
     assert len(chunk.items) == 2
     assert world.sink.evaluated() == world.sink.taken
     assert world.sink.held_bytes == 0
+
+
+def test_changes_that_match_no_shape_take_nothing_of_the_backlog_once_they_are_routed() -> None:
+    """Found by the oracle's worlds, seed 5026: a shape of one value of a column held whole fragments of a large
+    transaction and counted for its own changes alone, so shapes of other tables that waited for a turn were ended."""
+    world = Backlog(BacklogLimits(size_bytes=60_000), where="id = 7")
+    world.sink.begin(STREAM, 0, 5)  # type: ignore[arg-type]
+    world.commit(*[OTHER] * 10)
+    world.route()
+    assert world.of_other.inbox, "it has had a turn too short for all of its changes"
+    for _ in range(40):
+        world.commit(*[TABLE] * 50, first_id=0)
+    assert world.of_table.inbox and len(world.of_table.inbox[-1].changes) == 1
+    assert not world.of_table.shape.gone and not world.of_other.shape.gone
+    while world.sink.step(ENDLESS):
+        pass
+    assert world.sink.held_bytes == 0
+
+
+def test_a_large_transaction_on_a_table_without_shapes_ends_none_while_logs_are_restored() -> None:
+    world = Backlog(BacklogLimits(size_bytes=60_000), restoring=True)
+    world.sink.remove(world.of_table)
+    world.sink.resumable = frozenset({OTHER.oid})
+    world.sink.begin(STREAM, 0, WAL_END)  # type: ignore[arg-type]
+    mixed = 0
+    for _ in range(40):
+        mixed = world.commit(OTHER, *[TABLE] * 50)
+    assert world.sink.resumable == {OTHER.oid} and not world.of_other.shape.gone
+    assert world.sink.held_bytes <= 60_000
+    world.sink.restored()
+    while world.sink.step(ENDLESS):
+        pass
+    chunk = world.of_other.shape.log.read(BASE_END)  # type: ignore[attr-defined]
+    assert len(chunk.items) == 40
+    assert world.sink.evaluated() == world.sink.taken == mixed and world.sink.held_bytes == 0
 
 
 def test_no_fragment_that_comes_has_more_than_a_few_others_routed_in_the_turn_of_the_capture() -> None:

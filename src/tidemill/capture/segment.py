@@ -9,6 +9,7 @@ A place is the number of a frame in its burst. In a range of Rows every place is
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import overload
 
@@ -211,15 +212,26 @@ def first_position(changes: Sequence[Change]) -> ChangePosition | None:
     return None
 
 
-def relations_of(changes: Sequence[Change]) -> set[int]:
-    """Oids of the relations that they change; none is decoded."""
-    found: set[int] = set()
+def counts_of(changes: Sequence[Change]) -> Counter[int]:
+    """The number of changes of each relation, by oid; none is decoded."""
+    found: Counter[int] = Counter()
     for part in parts_of(changes):
         if isinstance(part, Rows):
-            found.update(block.relation.oid for block, _, _ in part.segment.ranges(part.start, part.end))
+            for block, first, last in part.segment.ranges(part.start, part.end):
+                found[block.relation.oid] += last - first
         else:
-            found.add(part.relation.oid)
+            found[part.relation.oid] += 1
     return found
+
+
+def only(changes: Sequence[Change], oids: Collection[int]) -> tuple[Change, ...]:
+    """The changes of these relations, in order; no others are decoded."""
+    return tuple(
+        change
+        for part in parts_of(changes)
+        for change in (part.of(oids) if isinstance(part, Rows) else (part,))
+        if change.relation.oid in oids
+    )
 
 
 def by_relation(changes: Sequence[Change], oids: Collection[int]) -> dict[int, list[Change]]:

@@ -70,6 +70,12 @@ class Work:
         """Consumers that have not evaluated it yet, and one until it is routed."""
         backlog.held_bytes += size_bytes
 
+    def shrink(self, size_bytes: int) -> None:
+        """Only so much of it was handed to consumers; they hold nothing of the rest."""
+        if size_bytes < self.size_bytes:
+            self.backlog.held_bytes += size_bytes - self.size_bytes
+            self.size_bytes = size_bytes
+
     def release(self) -> None:
         self.left -= 1
         if not self.left:

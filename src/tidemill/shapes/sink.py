@@ -36,7 +36,7 @@ from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.frontier import ChangePosition
 from tidemill.base.tasks import is_fault, is_own_fault, sentence
 from tidemill.capture.changes import Fragment
-from tidemill.capture.segment import relations_of
+from tidemill.capture.segment import counts_of, only
 from tidemill.capture.taps import Stream
 from tidemill.shapes.consumer import Backlog, Entry, TableConsumer, Transaction, Work
 from tidemill.shapes.router import Router
@@ -390,9 +390,10 @@ class ShapeSink:
         if fragment.begins or transaction is None or transaction.commit_lsn != fragment.commit_lsn:
             transaction = self._transaction = Transaction(fragment.xid, fragment.commit_lsn)
             self._touched.clear()
-        touched, commits = self._touched, fragment.commits
+        touched, commits, handed_bytes = self._touched, fragment.commits, 0
         for consumers, changes in self.router.route(fragment.changes):
             entry = Entry(transaction, work, changes, commits)
+            handed_bytes += entry.size_bytes
             for consumer in consumers:
                 if not commits:
                     touched[consumer] = None
@@ -404,6 +405,7 @@ class ShapeSink:
                 self._hand(consumer, Entry(transaction, work, (), True))
             touched.clear()
             self.routed = fragment.commit_lsn
+        work.shrink(handed_bytes)
         work.release()
 
     def _hand(self, consumer: TableConsumer, entry: Entry) -> None:
@@ -450,17 +452,20 @@ class ShapeSink:
         self._trim()
 
     def _leave_out(self) -> None:
-        """While logs are restored nothing is routed. Of the tables that may be resumed, the one that takes most of the
-        backlog is not, until the rest fits."""
+        """While logs are restored nothing is routed. First the changes of tables that may not be resumed are dropped;
+        then, of those that may, the one that takes most of the backlog is not, until the rest fits."""
         resumable = self.resumable or frozenset()
-        weights: dict[int, int] = {}
-        for fragment, work in self._arrivals:
-            for oid in relations_of(fragment.changes) & resumable:
-                weights[oid] = weights.get(oid, 0) + work.size_bytes
-        over = max(weights, key=weights.__getitem__, default=0)
-        self.resumable, self._leaves_out = resumable - {over}, True
-        self.fell_behind += len(self.router.of(over))
-        self._end_all(over, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+        if self._leaves_out:
+            weights: dict[int, float] = {}
+            for fragment, work in self._arrivals:
+                for oid, count in counts_of(fragment.changes).items():
+                    if oid in resumable:
+                        weights[oid] = weights.get(oid, 0) + work.size_bytes * count / len(fragment.changes)
+            over = max(weights, key=weights.__getitem__, default=0)
+            self.resumable = resumable - {over}
+            self.fell_behind += len(self.router.of(over))
+            self._end_all(over, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+        self._leaves_out = True
         arrived, self._arrivals, self._works, self._backlog = self._arrivals, deque(), deque(), Backlog()
         for fragment, work in arrived:
             found = self._to_keep(fragment)
@@ -469,8 +474,13 @@ class ShapeSink:
 
     def _to_keep(self, fragment: Fragment) -> Fragment | None:
         """What may concern a resumable table: its changes, and the end of a transaction that has some."""
-        if not (self.resumable or frozenset()).isdisjoint(relations_of(fragment.changes)):
+        resumable, counts = self.resumable or frozenset(), counts_of(fragment.changes)
+        count, all_of_them = sum(counts[oid] for oid in counts if oid in resumable), len(fragment.changes)
+        if 2 * count > all_of_them:
             return fragment
+        if count:
+            size_bytes = fragment.size_bytes * count // all_of_them
+            return msgspec.structs.replace(fragment, changes=only(fragment.changes, resumable), size_bytes=size_bytes)
         if fragment.commits and self._arrivals and self._arrivals[-1][0].commit_lsn == fragment.commit_lsn:
             return msgspec.structs.replace(fragment, changes=(), size_bytes=0)
         return None
