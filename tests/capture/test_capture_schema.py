@@ -317,6 +317,7 @@ def test_f415_a_row_that_cannot_be_written_parks_its_table_whatever_is_raised(
 PROGRAM = Path(__file__).with_name("capture_process.py")
 
 
+@pytest.mark.extended
 def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are_copied_again(
     postgres_dsn: str, tmp_path: Path
 ) -> None:

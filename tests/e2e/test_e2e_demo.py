@@ -138,6 +138,7 @@ def look_at_the_page(chromium: str, http: str, screenshot: Path) -> None:
         browser.close()
 
 
+@pytest.mark.extended
 def test_two_nodes_on_postgres_consensus_and_an_s3_bucket(tmp_path: Path) -> None:
     from moto.server import ThreadedMotoServer
 

@@ -34,6 +34,7 @@ from chaos_thread import Worker, end_all
 PLACE = ("t", 0)
 
 
+@pytest.mark.extended
 def test_three_nodes_killed_and_frozen_while_their_stores_fail_lose_double_and_reorder_nothing(tmp_path: Path) -> None:
     found = chaos.Chaos(tmp_path, 1).run(0.0, ("lose+freeze", "away+kill"))
     assert found["failures"] == []

@@ -21,6 +21,7 @@ def month() -> ModuleType:
     return module
 
 
+@pytest.mark.extended
 @pytest.mark.processes
 def test_what_a_node_stores_and_holds_is_level_from_one_day_to_the_next(
     month: ModuleType, monkeypatch: pytest.MonkeyPatch
