@@ -24,7 +24,7 @@ import psycopg
 from capture import NAME, mark, tagged
 from harbour import machine
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
 from tidemill.capture.wire.connection import Wire

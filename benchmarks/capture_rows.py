@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from harbour import machine
 from tidemill.base.clock import Rand
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture import ranges
 from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import Column, Fragment, Relation

@@ -23,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 
 from harbour import machine
-from tidemill.base.memory import keep_freed_memory
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.memory_budget import keep_freed_memory
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.facts import Latency
 from tidemill.spark.feeds import stream_feed

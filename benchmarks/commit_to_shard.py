@@ -29,7 +29,7 @@ import psycopg
 from harbour import harbour, machine, percentile
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing, Unavailable
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.cli.demo.environment import Environment
 from tidemill.consensus.open import open_consensus
 from tidemill.objects.open import open_objects

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from harbour import machine
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.schema import update_schema
 from tidemill.spark import Pipeline

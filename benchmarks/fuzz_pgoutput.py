@@ -28,7 +28,7 @@ import psycopg
 from fuzz_found import Found
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.base.frontier import BEFORE_ALL
+from tidemill.base.lsn import BEFORE_ALL
 from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import Fragment
 from tidemill.capture.collector import Collector

@@ -28,7 +28,7 @@ from typing import Any
 
 from harbour import machine
 from hostile_throws import THROWS, Throw, World, get
-from tidemill.base.config import load
+from tidemill.base.config.config import load
 from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.runner import Runner

@@ -39,7 +39,7 @@ import psycopg
 from harbour import harbour, machine, percentile
 from threads import Threads, Used
 from tidemill.base.clock import SystemClock
-from tidemill.base.config import parse
+from tidemill.base.config.config import parse
 from tidemill.cli.demo.environment import prepare
 from tidemill.cli.demo.ports import free_port
 from tidemill.node.processes import driver as driver_of

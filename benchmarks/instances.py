@@ -39,7 +39,7 @@ from hostile import Attacked
 from instances_crew import Crew, Uppers, scratch_of
 from instances_lone import DERIVED, Samples
 from instances_pipeline import CARTS, LONE
-from tidemill.base.config import load
+from tidemill.base.config.config import load
 from tidemill.base.errors import Missing, Unavailable
 from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.cli.demo.ports import free_port

@@ -16,7 +16,7 @@ import msgspec
 from hostile import Attacked
 from tidemill.base.errors import Closed, Missing, Unavailable
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import PROCESS, Report
+from tidemill.base.status.status import PROCESS, Report
 from tidemill.consensus.board import Board
 from tidemill.node.instances import is_driver, pipeline_of
 

@@ -27,7 +27,7 @@ from typing import Any
 from kafka_load import GB, MB, producer, send, show
 from kafka_load import machine as described
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.logs import configure_logs
+from tidemill.base.status.logging import configure_logs
 from tidemill.consensus.open import open_consensus
 from tidemill.consensus.sqlite.client import SqliteConsensus
 from tidemill.consensus.sqlite.link import Link

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from harbour import machine
 from positions import SCHEMA, rows
 from tidemill.base.clock import Rand
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.shards.compaction import compact_once
 from tidemill.spark import build_session, read
 from tidemill.spark.stores import Urls, open_stores

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import tidemill
 from harbour import machine
 from scan import fill, spread
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.spark.stores import Urls
 
 QUERIES = {

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shapes"))
 from test_shapes_consumer import TABLE, row
 from test_shapes_routing import Crowd
 
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.garbage import keep_pauses_short
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.gc_tuning import keep_pauses_short
 from tidemill.capture.changes import Change, Fragment
 from tidemill.shapes.offsets import BASE_END
 from tidemill.shapes.sink import BacklogLimits

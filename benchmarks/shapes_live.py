@@ -18,9 +18,9 @@ from pathlib import Path
 from test_shapes_consumer import TABLE, row
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.marks import Tracker
-from tidemill.base.memory import resident_bytes
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.memory_budget import resident_bytes
+from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Change, Fragment
 from tidemill.shapes.describe import ColumnInfo, TableColumns
 from tidemill.shapes.log import LogLimits

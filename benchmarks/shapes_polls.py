@@ -22,8 +22,8 @@ from test_shapes_consumer import TABLE
 
 from shapes_live import INFO, MIB, NAME, Stream, fragment
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.marks import Tracker
-from tidemill.base.memory import resident_bytes
+from tidemill.base.runtime.memory_budget import resident_bytes
+from tidemill.base.status.status import Tracker
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.node.http import HttpServer
 from tidemill.node.http_limits import HttpLimits

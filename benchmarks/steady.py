@@ -29,7 +29,7 @@ import numpy as np
 from harbour import machine, percentile
 from kafka_load import producer
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.config import parse
+from tidemill.base.config.config import parse
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.open import open_consensus
 from tidemill.node.processes import start_all

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from harbour import machine
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.shards.schema import update_schema
 from tidemill.spark import Pipeline
 from tidemill.spark.decode.ddl import stream_schema

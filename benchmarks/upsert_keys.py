@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harbour import machine, percentile
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.stores import Urls, open_stores
 from tidemill.spark.table import TableWriter

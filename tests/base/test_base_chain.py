@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.base.chain import table_mark, verdict
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Derived, Mark, Report, State, derive_all
+from tidemill.base.status.freshness import table_mark, verdict
+from tidemill.base.status.status import Derived, Mark, Report, State, derive_all
 
 NOW_MS = 100_000
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.base.config import HttpSection, ShapesSection, load, parse
+from tidemill.base.config.config import HttpSection, ShapesSection, load, parse
 from tidemill.base.errors import Invalid
 from tidemill.node.http_limits import HttpLimits
 from tidemill.node.overrides import overridden

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tidemill.base import descriptors
-from tidemill.base.descriptors import OWN, RESERVE, Reserve, shares
+from tidemill.base.runtime import file_descriptors
+from tidemill.base.runtime.file_descriptors import OWN, RESERVE, Reserve, shares
 
 
 @pytest.mark.parametrize("limit", [256, 1024, 4096, 65_536])
@@ -58,4 +58,4 @@ def test_a_reserve_is_to_be_had_when_nothing_else_is() -> None:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         reserve.close()
-    assert descriptors.open_count() > 0
+    assert file_descriptors.open_count() > 0

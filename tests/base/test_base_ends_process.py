@@ -9,8 +9,8 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import MovedBack, Replaced, TidemillError
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import keep, keep_thread
+from tidemill.base.runtime.tasks import keep, keep_thread
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.kept import kept
 
 ENDS = [MovedBack("Consensus returned to an earlier state."), Replaced("The bucket belongs to another cluster.")]

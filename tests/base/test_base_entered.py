@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tidemill.base.entered import Entered
 from tidemill.base.errors import Closed, Invalid
-from tidemill.base.portal import Portal
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.sync_context import Entered
+from tidemill.base.runtime.tasks import Tasks
 
 
 class Door:

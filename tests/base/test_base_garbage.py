@@ -12,7 +12,7 @@ from patience import DEADLINE_S
 CODE = """
 import gc, weakref
 from tidemill.base import garbage
-from tidemill.base.garbage import keep_pauses_short
+from tidemill.base.runtime.gc_tuning import keep_pauses_short
 
 class Node: pass
 

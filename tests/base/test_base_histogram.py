@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.base.histogram import BUCKETS, WINDOW_MS, Histogram, Stages
+from tidemill.base.status.histogram import BUCKETS, WINDOW_MS, Histogram, Stages
 
 DURATIONS = st.lists(st.one_of(st.integers(0, 3_000), st.integers(0, 100_000_000)), min_size=1, max_size=60)
 

@@ -10,9 +10,9 @@ import pytest
 
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Corrupt, Invalid, Unavailable
-from tidemill.base.marks import Mark, State, Tracker, derive
-from tidemill.base.stalls import LoopWatch
-from tidemill.base.tasks import Attempts, Restarts, keep, keep_thread
+from tidemill.base.runtime.loop_lag import LoopWatch
+from tidemill.base.runtime.tasks import Attempts, Restarts, keep, keep_thread
+from tidemill.base.status.status import Mark, State, Tracker, derive
 
 QUICK = dict(first_s=0.001, longest_s=0.001)
 

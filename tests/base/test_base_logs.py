@@ -10,7 +10,7 @@ from patience import DEADLINE_S
 CHILD = """
 import sys, threading
 import structlog
-from tidemill.base.logs import configure_logs
+from tidemill.base.status.logging import configure_logs
 configure_logs()
 sys.stdin.readline()
 for n in range(3):

@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS, MARK_PUBLISH_INTERVAL_S, NODE_BLIND_AFTER_MS
-from tidemill.base.marks import LIVES, Mark, Report, State, Tracker, argmin, behind, behind_text, derive, derive_all
+from tidemill.base.status.status import (
+    LIVES,
+    Mark,
+    Report,
+    State,
+    Tracker,
+    argmin,
+    behind,
+    behind_text,
+    derive,
+    derive_all,
+)
 
 
 def state_of(mark: Mark, *, at_ms: int = 10_000, now_ms: int = 10_000) -> State:

@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from patience import DEADLINE_S
-from tidemill.base import memory
-from tidemill.base.memory import Rest, give_freed_memory_back, keep_freed_memory
+from tidemill.base.runtime import memory_budget
+from tidemill.base.runtime.memory_budget import Rest, give_freed_memory_back, keep_freed_memory
 
 CHILD = """
 import json, resource, sys, threading
-from tidemill.base.memory import give_freed_memory_back, keep_freed_memory, resident_bytes
+from tidemill.base.runtime.memory_budget import give_freed_memory_back, keep_freed_memory, resident_bytes
 
 if sys.argv[1] == "keep":
     assert keep_freed_memory(*map(int, sys.argv[2:]))
@@ -66,7 +66,7 @@ def test_another_c_library_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     class Other:
         pass
 
-    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: Other())
+    monkeypatch.setattr(memory_budget.ctypes, "CDLL", lambda _: Other())
     assert not keep_freed_memory()
     give_freed_memory_back()
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 
 STRETCH_MS = 5
 TURNS_MAX = 5_000

@@ -10,8 +10,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from tidemill.base.pgarrays import ARRAY_CHARS, read_array
-from tidemill.base.pgtext import READERS, Refused, read_bytea
+from tidemill.base.pgtypes.arrays import ARRAY_CHARS, read_array
+from tidemill.base.pgtypes.text import READERS, Refused, read_bytea
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 
 DAYS = "CASE WHEN isfinite(v::date) THEN (v::date - DATE '1970-01-01')::text ELSE v::date::text END"

@@ -8,9 +8,9 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from tidemill.base import portal as portal_module
 from tidemill.base.errors import Closed, Invalid
-from tidemill.base.portal import Portal
+from tidemill.base.runtime import blocking_portal as portal_module
+from tidemill.base.runtime.blocking_portal import Portal
 
 
 def test_the_portal_returns_results_and_raises_errors_of_its_loop() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock, _moved
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
-from tidemill.base.frontier import ChangePosition, Lsn
-from tidemill.base.tasks import Tasks
+from tidemill.base.lsn import ChangePosition, Lsn
+from tidemill.base.runtime.tasks import Tasks
 
 
 @given(st.integers(0, 2**64 - 1))

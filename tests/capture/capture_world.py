@@ -13,8 +13,8 @@ import psycopg
 from patience import DEADLINE_S
 from patience import until as until
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.marks import Tracker
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.status.status import Tracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
 from tidemill.capture.sinks import Sink

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Column, Fragment, Marker, Relation
 
 

@@ -10,7 +10,7 @@ from evolving import equal
 from msgspec.structs import replace
 from test_capture_tables import GOOD, PARTITIONED, in_world, stuck
 
-from tidemill.base.marks import derive
+from tidemill.base.status.status import derive
 from tidemill.capture.again import heals
 from tidemill.capture.attributes import Attribute, Attributes
 from tidemill.capture.recopy import ask

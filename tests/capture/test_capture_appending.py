@@ -10,7 +10,7 @@ import pytest
 from test_capture_chunks import stores
 
 from tidemill.base.errors import Corrupt, Unavailable, Unknown
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.capture import appending
 from tidemill.capture.appending import Appending
 from tidemill.topics.batch import Record, decode_batch, encode_batch

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.base.pgforms import form_of
+from tidemill.base.pgtypes.debezium import form_of
 from tidemill.capture.avro import AvroEncoder
 from tidemill.capture.avro_schemas import field_names, key_kinds, schemas_of
 from tidemill.capture.changes import Column, Relation, Row

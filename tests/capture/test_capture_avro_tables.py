@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from test_capture_types import BUILT_IN, columns, filled, quoted, selected
 
 from tidemill.base.errors import TidemillError, Unavailable, Unknown
-from tidemill.base.pgforms import form_of, written
+from tidemill.base.pgtypes.debezium import form_of, written
 from tidemill.capture.avro_schemas import field_names
 from tidemill.capture.recopy import ask
 from tidemill.capture.snapshot import Snapshot

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment
 from tidemill.capture.collector import Collector
 from tidemill.capture.consumer import FragmentConsumer

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture import encoded, lane, ranges, topic_writer
 from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import Column, Fragment, Relation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fragments import at, fragment
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.consumer import FragmentConsumer
 from tidemill.capture.flush_tracker import FlushTracker
 

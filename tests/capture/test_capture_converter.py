@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment, Marker
 from tidemill.capture.converter import (
     MARKER_BYTES,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from test_capture_tables import GOOD, good_flows, in_world
 
 from tidemill.base.errors import Unavailable
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.shards.remap import LogRemap
 
 pytestmark = pytest.mark.postgres

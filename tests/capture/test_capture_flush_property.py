@@ -18,7 +18,7 @@ from fragments import at, fragment
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.consumer import FragmentConsumer
 from tidemill.capture.flush_tracker import FlushTracker
 from tidemill.capture.wire.status import Status

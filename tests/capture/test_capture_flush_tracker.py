@@ -6,7 +6,7 @@ import pytest
 from fragments import at, change, fragment
 
 from tidemill.base.errors import Invalid
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.flush_tracker import FlushTracker
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from capture_world import World, until
 
-from tidemill.base.marks import State, derive
+from tidemill.base.status.status import State, derive
 from tidemill.capture.changes import Fragment
 from tidemill.capture.sinks import FlushNotices
 

@@ -14,7 +14,7 @@ from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from patience import DEADLINE_S
 from tidemill.base.errors import Unknown
-from tidemill.base.marks import Derived, State, derive
+from tidemill.base.status.status import Derived, State, derive
 from tidemill.capture import session
 from tidemill.capture.machine import Capture
 from tidemill.capture.recopy import ask

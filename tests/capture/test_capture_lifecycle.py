@@ -14,7 +14,7 @@ from test_capture_identity import identity
 from test_capture_rights import TABLES, missing, reader_of
 from test_capture_tables import in_world, plain
 
-from tidemill.base.config import load
+from tidemill.base.config.config import load
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.capture.rights import check_capture, check_database
 from tidemill.capture.taking_back import take_back

@@ -9,7 +9,7 @@ from typing import Any
 from fragments import OTHER, T, at, change, fragment
 
 from tidemill.base.clock import Rand
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.boundaries import Boundary
 from tidemill.capture.changes import Change
 from tidemill.capture.topic_writer import ROW_BYTES, CapturedTable, TopicWriter

@@ -15,8 +15,8 @@ from test_capture_tables import GOOD, good_flows, in_world
 
 from patience import DEADLINE_S
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.marks import State
-from tidemill.base.tasks import Restarts
+from tidemill.base.runtime.tasks import Restarts
+from tidemill.base.status.status import State
 from tidemill.capture import beside, joining, mending, publication, snapshot
 from tidemill.capture.publication import Entry
 from tidemill.capture.recopy import ask

@@ -11,7 +11,7 @@ import pytest
 from capture_world import World, until
 from msgspec.structs import replace
 
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on

@@ -9,7 +9,7 @@ import pytest
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Unavailable
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture import rounds as rounds_module
 from tidemill.capture.lane import Lane
 from tidemill.capture.rounds import SMALL_BYTES, Rounds

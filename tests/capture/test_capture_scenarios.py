@@ -9,7 +9,7 @@ from fragments import T, at, change, fragment
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Corrupt, Unavailable
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.bindings import Binder
 from tidemill.capture.boundaries import Boundary
 from tidemill.capture.changes import Fragment

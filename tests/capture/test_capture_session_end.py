@@ -9,8 +9,8 @@ import pytest
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
-from tidemill.base.histogram import Stages
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.histogram import Stages
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session import Session
 from tidemill.capture.taps import Taps

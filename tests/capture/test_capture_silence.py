@@ -20,7 +20,7 @@ from patience import slowness
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
-from tidemill.base.marks import State
+from tidemill.base.status.status import State
 from tidemill.capture import session, watch
 from tidemill.capture.holders import Holder
 from tidemill.capture.setup import ADVISORY_CLASS, lock_key

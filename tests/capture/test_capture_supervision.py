@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from capture_world import World, until
 
-from tidemill.base.marks import LIVES, Mark, State, Tracker, derive
+from tidemill.base.status.status import LIVES, Mark, State, Tracker, derive
 from tidemill.capture import machine, poison, session
 from tidemill.capture.converter import Converter
 from tidemill.capture.machine import Capture

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.base.marks import Report
+from tidemill.base.status.status import Report
 from tidemill.cli.context import stores
 from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.postgres import EmbeddedPostgres

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tidemill.base.histogram import SINCE_BOUND, Stages
-from tidemill.base.marks import Report
+from tidemill.base.status.histogram import SINCE_BOUND, Stages
+from tidemill.base.status.status import Report
 from tidemill.cli.latency import BAR, bars, latencies, show_latency
 
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Report, Tracker, this_process
+from tidemill.base.status.status import Report, Tracker, this_process
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
 from tidemill.consensus.board import Board

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from patience import DEADLINE_S
 from tidemill.base.errors import Invalid
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Report, this_process
+from tidemill.base.status.status import Report, this_process
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
 from tidemill.consensus.board import Board

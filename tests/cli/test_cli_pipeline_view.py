@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.base.marks import Derived, Mark, Report, derive, this_process
+from tidemill.base.status.status import Derived, Mark, Report, derive, this_process
 from tidemill.cli.pipeline_view import View, _instance, instance_line, lag_text, table_row
 from tidemill.cli.why import line
 

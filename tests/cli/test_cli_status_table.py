@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from tidemill.base.marks import Mark, derive
+from tidemill.base.status.status import Mark, derive
 from tidemill.cli.status import table
 
 NOW_MS = 1_000_000

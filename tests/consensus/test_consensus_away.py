@@ -23,7 +23,7 @@ from contracts.consensus import run
 from patience import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable, Unknown
-from tidemill.base.waiting import patiently
+from tidemill.base.runtime.retry_open import patiently
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.open import open_consensus
 from tidemill.consensus.sqlite import address, engine

@@ -13,7 +13,7 @@ from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
-from tidemill.base.marks import Mark, Report
+from tidemill.base.status.status import Mark, Report
 from tidemill.consensus.api import Versioned
 from tidemill.consensus.board import FORGET_AFTER_MS, LOOK_S, TIDY_EVERY_MS, Board
 from tidemill.consensus.memory import MemoryConsensus

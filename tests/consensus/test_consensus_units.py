@@ -405,9 +405,9 @@ def test_f505_more_clients_than_the_share_are_turned_away_and_those_within_are_s
 ) -> None:
     import socket
 
-    from tidemill.base import descriptors
+    from tidemill.base.runtime import file_descriptors
 
-    monkeypatch.setattr(descriptors, "current", lambda: descriptors.Shares(100, 10, 10, 5))
+    monkeypatch.setattr(file_descriptors, "current", lambda: file_descriptors.Shares(100, 10, 10, 5))
 
     async def body() -> None:
         one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())

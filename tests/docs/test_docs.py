@@ -9,7 +9,7 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from tidemill.base.config import Config
+from tidemill.base.config.config import Config
 from tidemill.cli.main import app
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
 from tidemill.spark.stores import Urls, open_stores
 

@@ -20,7 +20,7 @@ import confluent_kafka as ck
 import psycopg
 
 from patience import DEADLINE_S, SCALE, eventually
-from tidemill.base.config import parse
+from tidemill.base.config.config import parse
 from tidemill.base.errors import TidemillError
 from tidemill.cli.demo.ports import free_address
 from tidemill.cli.status import status

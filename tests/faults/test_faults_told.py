@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from cluster import cluster, until
 
-from tidemill.base.config import exposed, parse
+from tidemill.base.config.config import exposed, parse
 
 
 def test_doctor_knows_the_node_that_holds_its_ports(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from tidemill.access.rulebook import Rulebook
 from tidemill.access.users import Users
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.status.status import Tracker
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState

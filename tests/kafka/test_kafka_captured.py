@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 import kafka
 from tidemill import __version__
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
 from tidemill.keeper.grounds import Grounds, Retention

@@ -12,7 +12,7 @@ import pytest
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
 from tidemill.base.limits import METASTORE_BATCH_BYTES
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka import errors
 from tidemill.kafka.groups import led as led_module

@@ -13,7 +13,7 @@ from kio.index import load_request_schema
 from raw import RawClient, encode, nested
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.config import exposed, parse
+from tidemill.base.config.config import exposed, parse
 from tidemill.base.errors import Invalid
 from tidemill.kafka import KafkaServer
 from tidemill.kafka.listeners import Listener

@@ -21,7 +21,7 @@ from raw import RawClient, batch, decode, example, fetch_body, produce_body, req
 from tidemill.access.audit import Audit
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Invalid
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.kafka import KafkaSettings, errors
 from tidemill.kafka.access import Access
 from tidemill.kafka.handlers import APIS, k00_produce

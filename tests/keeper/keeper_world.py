@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget

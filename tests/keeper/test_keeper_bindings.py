@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keeper_world import KEYS, World, run
 
-from tidemill.base.marks import Mark, State, derive
+from tidemill.base.status.status import Mark, State, derive
 from tidemill.keeper.bindings_upkeep import BindingsUpkeep
 from tidemill.keeper.grounds import Retention
 from tidemill.keeper.jobs import Budget

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from patience import until
-from tidemill.base import tasks
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt
-from tidemill.base.marks import Tracker
+from tidemill.base.runtime import tasks
+from tidemill.base.status.status import Tracker
 from tidemill.consensus import leading
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.keeper.jobs import Budget, Job, Jobs

@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.logs import configure_logs
+from tidemill.base.status.logging import configure_logs
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.domain import Domain

@@ -10,7 +10,7 @@ import pyarrow as pa
 from memory_rows import Shared, opener
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.checkpoint import checkpointer
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow

@@ -10,7 +10,7 @@ import pytest
 from checkpoint_world import Rows, family_rows
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.checkpoint import Unit
 from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS

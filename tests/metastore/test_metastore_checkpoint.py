@@ -13,7 +13,7 @@ from checkpoint_world import SCHEMA, Restored, Rows, World, family_rows, rows_of
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
 from tidemill.base.limits import METASTORE_BATCH_ROWS
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore import checkpoint
 from tidemill.metastore.checkpoint import Checkpointer, Group, packed, slot_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.marks import Mark, State, Tracker, derive
+from tidemill.base.status.status import Mark, State, Tracker, derive
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.leader import OVERDUE_S

@@ -16,7 +16,7 @@ from lsm_world import SMALL, World, collect, expected
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Unavailable
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.metastore.lsm.database import Database
 from tidemill.objects.memory import MemoryObjects
 from tidemill.sim.clock import SimClock

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import MIB
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.statelog import StateLog

@@ -9,7 +9,7 @@ import sys
 
 from msgspec.structs import replace
 
-from tidemill.base.config import StorageSection
+from tidemill.base.config.config import StorageSection
 from tidemill.cli import serve
 from tidemill.keeper import upkeep
 from tidemill.keeper.topic_objects import TopicObjects

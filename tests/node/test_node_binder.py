@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from patience import DEADLINE_S, until
-from tidemill.base import tasks
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt, Unavailable
-from tidemill.base.marks import Tracker
+from tidemill.base.runtime import tasks
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.node.binder import Binder

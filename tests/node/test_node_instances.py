@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.base.config import Config
+from tidemill.base.config.config import Config
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Report
+from tidemill.base.status.status import Report
 from tidemill.node.instances import instance_name, not_missed, pipeline_of, place_of, process_of
 from tidemill.node.processes import supervised_here
 

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import pytest
 from confluent_kafka import Consumer, Producer
 
-from tidemill.base.config import Config
+from tidemill.base.config.config import Config
 from tidemill.cli.demo.ports import free_port
 from tidemill.console.app import console_routes
 from tidemill.node import assembly

@@ -10,8 +10,8 @@ import pytest
 from patience import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Lease
 from tidemill.consensus.leading import lead
 from tidemill.consensus.memory import MemoryConsensus

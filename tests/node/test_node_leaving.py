@@ -15,7 +15,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from patience import eventually
-from tidemill.base.config import parse
+from tidemill.base.config.config import parse
 from tidemill.cli.demo.ports import free_port
 
 PARTITIONS = 8

@@ -12,7 +12,7 @@ from patience import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.base.limits import NODE_BLIND_AFTER_MS
-from tidemill.base.marks import Report
+from tidemill.base.status.status import Report
 from tidemill.consensus.api import Versioned
 from tidemill.consensus.board import FORGET_AFTER_MS, Board
 from tidemill.consensus.memory import MemoryConsensus

@@ -20,7 +20,7 @@ from tidemill.access.rulebook import Rulebook
 from tidemill.access.rules import CLUSTER_NAME, Operation, Resource, Rule
 from tidemill.access.scram import NAMES, made_of
 from tidemill.access.users import Users
-from tidemill.base.config import Config, authorizes, exposed, parse
+from tidemill.base.config.config import Config, authorizes, exposed, parse
 from tidemill.base.errors import Invalid
 from tidemill.cli.context import stores
 from tidemill.cli.demo.ports import free_address
@@ -80,7 +80,7 @@ def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Pa
     authority = Authority(tmp_path / "ca")
     path = configuration(tmp_path, authority)
     users_and_rules(path)
-    from tidemill.base.config import load
+    from tidemill.base.config.config import load
 
     config = load(path)
     assert authorizes(config) and not exposed(config)

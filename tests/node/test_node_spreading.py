@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Lease
 from tidemill.consensus.leading import lead
 from tidemill.consensus.memory import MemoryConsensus

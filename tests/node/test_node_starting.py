@@ -12,9 +12,9 @@ import pytest
 import tidemill.node.assembly as assembly
 from patience import until
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.config import Config
+from tidemill.base.config.config import Config
 from tidemill.base.errors import Unavailable
-from tidemill.base.marks import Mark
+from tidemill.base.status.status import Mark
 from tidemill.cli.demo.ports import free_address
 from tidemill.consensus.board import Board
 from tidemill.consensus.memory import MemoryConsensus

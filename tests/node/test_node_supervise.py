@@ -15,7 +15,7 @@ from patience import DEADLINE_S, until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, Replaced
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Report, State, derive, derive_all
+from tidemill.base.status.status import Report, State, derive, derive_all
 from tidemill.node.supervise import ChildSpec, Supervisor, launched
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -95,7 +95,7 @@ def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_
     tmp_path: Path,
 ) -> None:
     """The real driver's process, up to where it would open its stores."""
-    from tidemill.base.config import parse
+    from tidemill.base.config.config import parse
     from tidemill.node.processes import driver
 
     file = tmp_path / "pipeline.py"
@@ -202,7 +202,7 @@ def test_a_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_no_password_is_on_a_command_line_or_in_a_file_that_others_may_read(tmp_path: Path) -> None:
-    from tidemill.base.config import parse
+    from tidemill.base.config.config import parse
     from tidemill.node import processes
 
     values = {
@@ -278,7 +278,7 @@ def test_a_command_that_cannot_be_run_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_data_directory_is_refused_by_name(tmp_path: Path) -> None:
-    from tidemill.base.config import parse
+    from tidemill.base.config.config import parse
     from tidemill.node.processes import start_all
 
     (tmp_path / "file").write_text("")

@@ -13,7 +13,7 @@ import pytest
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable, Unknown
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Report, Tracker, this_process
+from tidemill.base.status.status import Report, Tracker, this_process
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus
 from tidemill.node.instances import DRIVER_MODULE

@@ -20,7 +20,7 @@ from moto_access import CREDENTIALS
 from patience import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable, Unknown
-from tidemill.base.waiting import patiently
+from tidemill.base.runtime.retry_open import patiently
 from tidemill.cli.demo.ports import free_port
 from tidemill.objects import health, local, resilient
 from tidemill.objects.health import CONFIRM_S, NOTICE_S, Health

@@ -12,7 +12,7 @@ import pytest
 from contracts.consensus import run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Corrupt, Unavailable
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.metastore.lsm.cache import BlockCache
 from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.lsm.options import Options

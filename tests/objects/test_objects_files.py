@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Missing
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.objects.files import ObjectFile
 from tidemill.objects.memory import MemoryObjects
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 import tidemill
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.collection import collect
 from tidemill.objects.memory import MemoryObjects

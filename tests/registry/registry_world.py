@@ -12,7 +12,7 @@ from urllib.parse import quote
 from starlette.applications import Starlette
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.open import NODE, metastore_on

@@ -22,8 +22,8 @@ from patience import DEADLINE_S
 from patience import run as run
 from patience import until as eventually  # noqa: F401
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Column, Fragment, Relation
 from tidemill.capture.converter import Converter, RelationSeen
 from tidemill.capture.wire.pgoutput import decode

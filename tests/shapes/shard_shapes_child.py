@@ -13,7 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.open import open_consensus
 from tidemill.node.http import HttpServer
 from tidemill.objects.open import open_objects

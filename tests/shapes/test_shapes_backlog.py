@@ -12,7 +12,7 @@ from shape_world import ShapeWorld, eventually, run
 from test_shapes_consumer import COLUMNS, ENDLESS, OTHER, TABLE, row
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment, Relation
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes import ShapeSettings

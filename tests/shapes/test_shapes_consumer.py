@@ -9,7 +9,7 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Column, Fragment, Op, Relation
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes.consumer import TableConsumer

@@ -14,7 +14,7 @@ from test_shapes_restored import INFO, written
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.shapes.offsets import BASE_END, BEFORE_ALL
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings

@@ -16,7 +16,7 @@ import pytest
 from fake_shard import FakeShard
 from shape_world import ShapeWorld, eventually, run
 
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.share import LoopShare, Step, Turn
 from tidemill.shapes.where import Type, compile_where

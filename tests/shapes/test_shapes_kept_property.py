@@ -31,8 +31,8 @@ from hypothesis.stateful import (
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Unavailable
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.marks import Tracker
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Change, Column, Fragment, Relation
 from tidemill.capture.flush_tracker import FlushTracker
 from tidemill.capture.taps import Taps

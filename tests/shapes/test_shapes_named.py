@@ -14,7 +14,7 @@ from shape_world import ShapeWorld, run
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
-from tidemill.base.pgarrays import read_array
+from tidemill.base.pgtypes.arrays import read_array
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.http.grants import Grants
 from tidemill.shapes.named import FromClaim, FromClient, NamedShape, claim_text

@@ -13,7 +13,7 @@ import pytest
 from fake_shard import FakeShard
 from shape_world import ShapeWorld, eventually, run
 
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.sink import BacklogLimits
 from tidemill.shards.front import Column, ShardSchema

@@ -11,8 +11,8 @@ from shape_world import eventually, run
 from test_shapes_consumer import TABLE, row
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.marks import Tracker
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Change, Fragment
 from tidemill.shapes.describe import ColumnInfo, TableColumns
 from tidemill.shapes.offsets import BASE_END

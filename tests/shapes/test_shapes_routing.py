@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_shapes_consumer import CLOCK, COLUMNS, ENDLESS, NOTHING_SEEN, TABLE, row
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Column, Fragment, Op, Relation
 from tidemill.shapes import router as router_module
 from tidemill.shapes.consumer import TableConsumer

@@ -11,7 +11,7 @@ from fake_shard import FakeShard, Update
 from shape_world import ShapeWorld, eventually, run
 from test_shapes_subset_client import SubsetClient
 
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import ShapeSettings
 from tidemill.shards.front import Column, ShardSchema
 

@@ -19,8 +19,8 @@ from shape_world import run
 from patience import until
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.status import Tracker
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.items import LogItem, marked_last
 from tidemill.shapes.log import LogLimits, split_chunk

@@ -23,8 +23,8 @@ from test_shapes_restored import INFO
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Relation
 from tidemill.capture.naming import topic_name
 from tidemill.capture.standing import Standing

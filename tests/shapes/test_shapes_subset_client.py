@@ -12,7 +12,7 @@ from typing import Any, Self
 import pytest
 from shape_world import ShapeWorld, eventually, run
 
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 
 CLIENTS = Path(__file__).parents[1] / "clients"
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.errors import Invalid
-from tidemill.base.pgtext import read_bytea
+from tidemill.base.pgtypes.text import read_bytea
 from tidemill.shards.front import Column
 from tidemill.shards.pgtypes import DATE_INFINITY, TIMESTAMP_INFINITY, cast_text, column_for, parse_column
 

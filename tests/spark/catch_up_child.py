@@ -10,8 +10,8 @@ import sys
 import threading
 from pathlib import Path
 
-from tidemill.base.histogram import Stages
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.status.histogram import Stages
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.letters import DEAD_LETTERS

@@ -11,7 +11,7 @@ from typing import Any
 from patience import DEADLINE_S
 from patience import eventually as until  # noqa: F401
 from tidemill.base.clock import Rand
-from tidemill.base.marks import Mark
+from tidemill.base.status.status import Mark
 from tidemill.consensus.board import Board
 from tidemill.spark.host import Settings
 from tidemill.spark.runner import Runner

@@ -18,8 +18,8 @@ from upsert_world import SCHEMA
 from patience import eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import keep_thread
+from tidemill.base.runtime.tasks import keep_thread
+from tidemill.base.status.status import Tracker
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.compaction import compact_once
 from tidemill.shards.evolution import Changes

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_spark_sink import dead_letters, writer
 
-from tidemill.base.histogram import Stages
+from tidemill.base.status.histogram import Stages
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.open import open_remap
 from tidemill.spark.decode import ddl

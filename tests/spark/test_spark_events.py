@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import pipeline, until
 
-from tidemill.base.avroforms import key_of, layout_of
 from tidemill.base.clock import Rand
-from tidemill.base.marks import Tracker
-from tidemill.base.pgforms import form_of
+from tidemill.base.pgtypes.avro import key_of, layout_of
+from tidemill.base.pgtypes.debezium import form_of
+from tidemill.base.status.status import Tracker
 from tidemill.capture.avro import AvroEncoder
 from tidemill.capture.changes import Column as Described
 from tidemill.capture.changes import Relation, Row

@@ -9,7 +9,7 @@ import pytest
 from test_spark_streaming import running, until
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.node.binder import Binder
 from tidemill.shards.open import open_remap
 from tidemill.topics.reader import PartitionReaderImpl

@@ -17,7 +17,7 @@ from test_spark_sink import dead_letters, writer
 from test_spark_write import write
 
 from tidemill.base.errors import Invalid
-from tidemill.base.histogram import Stages
+from tidemill.base.status.histogram import Stages
 from tidemill.shards.front import Column
 from tidemill.shards.keys import normal_keys, spelled_otherwise
 from tidemill.shards.open import open_remap

@@ -14,12 +14,12 @@ from running import mark, started, until
 from test_spark_derived import Clicks, FakeSpark, Frame, count_by_product, counts, derivation
 from test_spark_whole import Clicks as Numbers
 
-from tidemill.base.chain import verdict
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
-from tidemill.base.marks import Tracker, derive_all
-from tidemill.base.tasks import keep_thread
+from tidemill.base.runtime.tasks import keep_thread
+from tidemill.base.status.freshness import verdict
+from tidemill.base.status.status import Tracker, derive_all
 from tidemill.cli.verify.derived import Recomputed
 from tidemill.consensus.board import Board
 from tidemill.shards.front import ShardSchema

@@ -11,7 +11,7 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt, Unavailable
-from tidemill.base.histogram import Stages
+from tidemill.base.status.histogram import Stages
 from tidemill.spark.seats import SLOWEST_RETRY_S, Seat, Seats
 
 LETS_IN_S = 0.3

@@ -12,7 +12,7 @@ import pytest
 
 from patience import eventually as until
 from tidemill.base.errors import Unavailable
-from tidemill.base.histogram import Stages
+from tidemill.base.status.histogram import Stages
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.compaction import compact_once
 from tidemill.shards.front import DIFF, TIME, ShardSchema

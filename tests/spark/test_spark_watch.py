@@ -12,7 +12,7 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Closed, Unavailable
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.spark import feeding
 from tidemill.spark.feeding import Feed
 from tidemill.spark.query import SessionLost, StreamingQuery, body

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import TidemillError, Unavailable
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l1.ahead import ReadAhead
 

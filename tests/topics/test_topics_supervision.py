@@ -8,8 +8,8 @@ from topics_world import eventually, run
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt, Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.status import Tracker
 from tidemill.topics.supervision import TOGETHER, TOLD_BY_NAME, PartitionKey, Supervision
 
 

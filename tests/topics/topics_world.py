@@ -10,7 +10,7 @@ from patience import run as run
 from patience import until as eventually
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import Catalogue, TopicRow

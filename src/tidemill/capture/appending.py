@@ -18,7 +18,7 @@ import crc32c
 import structlog
 
 from tidemill.base.errors import Corrupt, Unavailable, Unknown
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.capture.lane import SEQUENCE_MODULUS
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch import decode_batch, encode_batch, parse_header

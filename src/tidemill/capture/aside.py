@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Conflict, Invalid
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.capture.appending import Appending
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import pyarrow as pa
 
 from tidemill import __version__
-from tidemill.base.avroforms import NULL, THERE, Kind, kind_of, prefix
-from tidemill.base.pgforms import form_of, plain, written
+from tidemill.base.pgtypes.avro import NULL, THERE, Kind, kind_of, prefix
+from tidemill.base.pgtypes.debezium import form_of, plain, written
 from tidemill.capture.changes import Column, Relation, Row
 from tidemill.capture.events import Source, Tail
 from tidemill.topics.batch.encode import signed

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.avroforms import NULL, THERE, Kind, kind_of
-from tidemill.base.pgforms import NUMBERS
+from tidemill.base.pgtypes.avro import NULL, THERE, Kind, kind_of
+from tidemill.base.pgtypes.debezium import NUMBERS
 from tidemill.capture.avro import AvroEncoder
 from tidemill.capture.changes import Column
 from tidemill.capture.encoded import numbers_of, text_columns, text_of

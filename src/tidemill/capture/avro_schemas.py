@@ -18,8 +18,8 @@ from typing import Any
 
 import orjson
 
-from tidemill.base.avroforms import Described, Kind, kind_of
-from tidemill.base.pgforms import form_of
+from tidemill.base.pgtypes.avro import Described, Kind, kind_of
+from tidemill.base.pgtypes.debezium import form_of
 
 CONNECTOR = "io.debezium.connector.postgresql"
 SNAPSHOTS = "true,first,first_in_data_collection,last_in_data_collection,last,false,incremental"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.base.errors import Missing
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.capture.attributes import Attributes
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk

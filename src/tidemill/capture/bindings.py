@@ -27,8 +27,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from tidemill.base.clock import Clock
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.histogram import Stages
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.status.histogram import Stages
 from tidemill.capture.boundaries import Boundary, merged
 from tidemill.metastore.catalogue import TableSnapshot
 from tidemill.shards.front import Binding, Remap

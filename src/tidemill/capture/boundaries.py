@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.visibility import sees
 from tidemill.metastore.catalogue import TableSnapshot
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.naming import table_name
 
 NEVER = 1 << 64

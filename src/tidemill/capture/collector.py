@@ -27,8 +27,8 @@ import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, TidemillError, Unavailable
-from tidemill.base.frontier import BEFORE_ALL, ChangePosition, Lsn
-from tidemill.base.tasks import sentence
+from tidemill.base.lsn import BEFORE_ALL, ChangePosition, Lsn
+from tidemill.base.runtime.tasks import sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.flush_tracker import FlushTracker
 from tidemill.capture.segment import first_position

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 
 
 class FragmentConsumer:

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 import msgspec
 
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import ORDINAL_STEP, Change, Column, Fragment, Marker, Relation
 from tidemill.capture.segment import Changes, Part, Rows, Segment
 from tidemill.capture.tuples import change_of

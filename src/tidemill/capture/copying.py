@@ -28,8 +28,8 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, TidemillError, Unavailable
-from tidemill.base.pace import Pace
-from tidemill.base.tasks import Tasks, sentence
+from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.capture.chunks import Chunks, Prefix, cut
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.desk import Desk

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.capture.again import heals
 from tidemill.capture.attributes import Attributes, attributes_of, type_names
 from tidemill.capture.changes import Relation

@@ -20,11 +20,11 @@ from datetime import UTC, datetime
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.avroforms import AVRO, Described
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable, Unknown
-from tidemill.base.frontier import Lsn
-from tidemill.base.marks import Tracker
+from tidemill.base.lsn import Lsn
+from tidemill.base.pgtypes.avro import AVRO, Described
+from tidemill.base.status.status import Tracker
 from tidemill.capture.attributes import Attributes
 from tidemill.capture.boundaries import in_snapshot
 from tidemill.capture.changes import NEVER
@@ -409,7 +409,7 @@ class Desk:
 
     # marks ----------------------------------------------------------------------------------------
     def heal_capture(self) -> None:
-        """The capture's positions are of another history than those it failed at (base/marks.py, M5)."""
+        """The capture's positions are of another history than those it failed at (base/status/status.py, M5)."""
         for name in (self._config.mark, f"{self._config.mark}/topics"):
             self._tracker.heal(name)
             self._tracker.remove(name)

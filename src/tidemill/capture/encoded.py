@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.pgforms import CLOCKS, MILLIS, NOT_JSON_NUMBERS, NUMBERS, escape
+from tidemill.base.pgtypes.debezium import CLOCKS, MILLIS, NOT_JSON_NUMBERS, NUMBERS, escape
 from tidemill.capture.changes import Column
 from tidemill.capture.events import AFTER, BEFORE
 from tidemill.capture.segment import Block

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from tidemill import __version__
-from tidemill.base.pgforms import escape
+from tidemill.base.pgtypes.debezium import escape
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.values import RowEncoder, event_form
 from tidemill.topics.batch.encode import signed

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from tidemill.base.avroforms import AVRO
 from tidemill.base.errors import Invalid
+from tidemill.base.pgtypes.avro import AVRO
 from tidemill.capture.attributes import Attributes
 from tidemill.capture.avro_schemas import key_kinds
 from tidemill.capture.depended import reads_alike, written

@@ -43,7 +43,7 @@ import heapq
 from collections.abc import Iterable
 
 from tidemill.base.errors import Invalid
-from tidemill.base.frontier import BEFORE_ALL, ChangePosition
+from tidemill.base.lsn import BEFORE_ALL, ChangePosition
 from tidemill.capture.changes import Fragment
 
 

@@ -25,7 +25,7 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Conflict, Fenced, Missing, TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Restarts, is_fault, sentence
+from tidemill.base.runtime.tasks import Restarts, is_fault, sentence
 from tidemill.capture.again import Again
 from tidemill.capture.aside import appending_of, may_set_aside, ready_to_join
 from tidemill.capture.beside import Beside

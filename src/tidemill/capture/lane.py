@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 
 from tidemill.base.errors import Corrupt
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.ranges import Entry, RowRange, cut, encode_entries, record_bytes
 from tidemill.topics.batch import Record
 

@@ -14,10 +14,10 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Unavailable
-from tidemill.base.frontier import Lsn
-from tidemill.base.histogram import Stages
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks, keep
+from tidemill.base.lsn import Lsn
+from tidemill.base.runtime.tasks import Tasks, keep
+from tidemill.base.status.histogram import Stages
+from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Relation
 from tidemill.capture.collector import Collector
 from tidemill.capture.config import CaptureConfig

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.setup import SlotState
 from tidemill.capture.tails import high_watermark, last_record

@@ -4,8 +4,8 @@ alone the fault is. Pure."""
 from __future__ import annotations
 
 from tidemill.base.errors import Corrupt, Invalid, TidemillError
-from tidemill.base.frontier import ChangePosition, Lsn
-from tidemill.base.tasks import sentence
+from tidemill.base.lsn import ChangePosition, Lsn
+from tidemill.base.runtime.tasks import sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.converter import Converter, RelationSeen
 from tidemill.capture.tuples import NoOldRow

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.capture.again import heals
 from tidemill.capture.aside import carried_aside, join_ended, sweep
 from tidemill.capture.attributes import Attributes, attributes_of

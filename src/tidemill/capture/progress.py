@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tidemill.base.clock import Clock
-from tidemill.base.frontier import Lsn
 from tidemill.base.limits import MIB
+from tidemill.base.lsn import Lsn
 from tidemill.metastore.catalogue import SetAside
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import ORDINAL_STEP
 from tidemill.capture.encoded import RECORD_OVERHEAD_BYTES, TOMBSTONE, LaneRows
 from tidemill.capture.events import OPS, Tail

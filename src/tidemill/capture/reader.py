@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from tidemill.base.clock import Clock
-from tidemill.base.histogram import Stages
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
+from tidemill.base.status.histogram import Stages
 from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import Fragment
 from tidemill.capture.collector import Collector

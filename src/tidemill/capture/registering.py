@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tidemill.base.avroforms import Described
 from tidemill.base.errors import Invalid
+from tidemill.base.pgtypes.avro import Described
 from tidemill.capture.avro_schemas import schemas_of, subjects_of
 
 

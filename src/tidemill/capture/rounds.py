@@ -18,8 +18,8 @@ import structlog
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Closed, Corrupt, TidemillError, Unavailable, Unknown
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.tasks import Tasks, sentence
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.capture.lane import Lane, LaneBatch, Round
 from tidemill.capture.ranges import RowRange
 from tidemill.topics.batch import Record

@@ -15,7 +15,7 @@ from typing import overload
 
 import numpy as np
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import ORDINAL_STEP, Change, Relation
 from tidemill.capture.tuples import decoded
 from tidemill.capture.walk import Bytes, Int64s, Old, Values, Walker

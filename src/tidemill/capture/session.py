@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError, Unavailable
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.histogram import Stages
-from tidemill.base.tasks import Tasks, sentence
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.tasks import Tasks, sentence
+from tidemill.base.status.histogram import Stages
 from tidemill.capture.beside import Beside
 from tidemill.capture.bindings import Binder, where_to_start
 from tidemill.capture.changes import Relation, Row

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.wire.connection import Wire, identifier, literal
 from tidemill.capture.wire.errors import LockHeld, SlotLost

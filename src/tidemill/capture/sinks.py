@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment
 
 

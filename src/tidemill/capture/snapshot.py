@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 from tidemill.base.errors import Missing, TidemillError
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.capture.attributes import Attributes, attributes_of
 from tidemill.capture.changes import Relation
 from tidemill.capture.holders import table_holder

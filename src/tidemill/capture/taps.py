@@ -37,8 +37,8 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.tasks import sentence
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.tasks import sentence
 from tidemill.capture.changes import Fragment
 
 log = structlog.get_logger()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.capture.wire.connection import Wire
 
 History = tuple[tuple[int, int], ...]

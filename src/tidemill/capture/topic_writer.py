@@ -54,9 +54,9 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Corrupt, Invalid, Unavailable, Unknown
-from tidemill.base.frontier import ChangePosition
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.capture.avro import AvroEncoder
 from tidemill.capture.avro_columns import AvroEvents
 from tidemill.capture.boundaries import Boundary, in_snapshot

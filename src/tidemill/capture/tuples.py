@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import cast
 
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Relation, Row
 from tidemill.capture.wire.pgoutput import UNCHANGED, Delete, Insert, Tuple, Update, decode
 

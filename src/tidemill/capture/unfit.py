@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.base.tasks import sentence
+from tidemill.base.runtime.tasks import sentence
 from tidemill.capture.aside import first_snapshot
 from tidemill.capture.boundaries import in_snapshot
 from tidemill.capture.changes import Fragment, Relation

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from tidemill.base.pgforms import escape, form_of, written
+from tidemill.base.pgtypes.debezium import escape, form_of, written
 from tidemill.capture.changes import Column, Relation, Row
 
 Form = Callable[[Column], str]

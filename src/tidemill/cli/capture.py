@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SetAside
 

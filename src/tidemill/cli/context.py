@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.config import Config, load
+from tidemill.base.config.config import Config, load
 from tidemill.base.errors import Unavailable
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 
 if TYPE_CHECKING:
     from tidemill.consensus.api import Consensus
@@ -82,7 +82,7 @@ OPEN_S = 2.5
 def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator[ConsensusOnly]:
     """Open the consensus that the configuration names; closed at the end. Raises Invalid with the key and the fix;
     Unavailable when it is not open `within_s`."""
-    from tidemill.base.logs import configure_logs
+    from tidemill.base.status.logging import configure_logs
     from tidemill.consensus.open import open_consensus
 
     configure_logs("warning")  # a command that leads for a moment has nothing to tell about it

@@ -17,9 +17,9 @@ import typer
 
 from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.config import Config, exposed, load
+from tidemill.base.config.config import Config, exposed, load
 from tidemill.base.errors import Corrupt, TidemillError
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 from tidemill.metastore.findings import Findings
 

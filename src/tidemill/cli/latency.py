@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tidemill.base.histogram import SINCE_BOUND, STAGES, Histogram, merged
-from tidemill.base.marks import Report
+from tidemill.base.status.histogram import SINCE_BOUND, STAGES, Histogram, merged
+from tidemill.base.status.status import Report
 from tidemill.cli.context import print_json
 
 BAR = 40

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.logs import configure_logs
+from tidemill.base.status.logging import configure_logs
 
 if TYPE_CHECKING:
     app: typer.Typer

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tidemill.base.config import Config, PipelineSection, load
+from tidemill.base.config.config import Config, PipelineSection, load
 from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
 from tidemill.cli.pipeline_view import (

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.marks import Report, this_process
+from tidemill.base.status.status import Report, this_process
 from tidemill.cli.context import Stores
 from tidemill.consensus.board import Board
 from tidemill.node.instances import is_driver

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Derived, Report, State, behind, derive_all, this_process
+from tidemill.base.status.status import Derived, Report, State, behind, derive_all, this_process
 from tidemill.cli.context import Stores
 from tidemill.consensus.board import Board
 from tidemill.metastore.catalogue import PipelineRow

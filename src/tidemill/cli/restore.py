@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.config import load
-from tidemill.base.directories import make_private_directory
+from tidemill.base.config.config import load
 from tidemill.base.errors import Invalid
-from tidemill.base.logs import configure_logs
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.private_directories import make_private_directory
+from tidemill.base.status.logging import configure_logs
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 from tidemill.cli.progress import Bars
 

@@ -11,14 +11,14 @@ import signal
 import sys
 from pathlib import Path
 
-from tidemill.base import descriptors
 from tidemill.base.clock import MOVED
-from tidemill.base.config import Config
+from tidemill.base.config.config import Config
 from tidemill.base.errors import Invalid, MovedBack, Replaced
-from tidemill.base.garbage import keep_pauses_short
 from tidemill.base.limits import MIB
-from tidemill.base.logs import configure_logs
-from tidemill.base.memory import keep_freed_memory
+from tidemill.base.runtime import file_descriptors
+from tidemill.base.runtime.gc_tuning import keep_pauses_short
+from tidemill.base.runtime.memory_budget import keep_freed_memory
+from tidemill.base.status.logging import configure_logs
 from tidemill.console.app import console_routes
 from tidemill.node.supervise import EXIT_CONFIGURATION, EXIT_REPLACED
 
@@ -65,7 +65,7 @@ def _preload(config: Config) -> None:
 
 def main() -> int:
     configure_logs()
-    descriptors.raise_limit()
+    file_descriptors.raise_limit()
     keep_freed_memory(KEPT_BYTES)
     sys.meta_path.insert(0, Without)
     config = Config.model_validate(json.loads(Path(sys.argv[1]).read_text()))

@@ -11,9 +11,9 @@ from urllib.request import Request, urlopen
 
 import typer
 
-from tidemill.base.config import Config, load
+from tidemill.base.config.config import Config, load
+from tidemill.base.config.shapes import SigningSection
 from tidemill.base.errors import Invalid, Missing, Unavailable
-from tidemill.base.shape_sections import SigningSection
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
 TOKEN = "TIDEMILL_TOKEN"

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tidemill.base.config import load
+from tidemill.base.config.config import load
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.logs import configure_logs
+from tidemill.base.status.logging import configure_logs
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
 

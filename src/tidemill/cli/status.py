@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from tidemill.base.chain import EXIT_BY_STATE
 from tidemill.base.limits import MIB
-from tidemill.base.marks import Derived, Report, State, as_row, behind_text, derive_all, trouble
+from tidemill.base.status.freshness import EXIT_BY_STATE
+from tidemill.base.status.status import Derived, Report, State, as_row, behind_text, derive_all, trouble
 from tidemill.cli.context import OPEN_S, ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
 from tidemill.cli.latency import show_latency
 

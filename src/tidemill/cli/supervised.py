@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.config import Config
+from tidemill.base.config.config import Config
 from tidemill.base.errors import Invalid, Unavailable, Unknown
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.node.processes import make_supervisor
 from tidemill.node.supervise import Supervisor
 from tidemill.node.telling import Telling

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.base.address import Address, bare
-from tidemill.base.config import Config, load
+from tidemill.base.config.config import Config, load
 from tidemill.base.errors import Invalid
 from tidemill.cli.context import ConfigOption
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.config import CaptureSection, Config, exposed, load
+from tidemill.base.config.config import CaptureSection, Config, exposed, load
 from tidemill.base.errors import TidemillError
-from tidemill.base.portal import Portal
-from tidemill.base.tasks import sentence
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.tasks import sentence
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.node.overrides import overridden

@@ -7,11 +7,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tidemill.base.chain import Verdict, table_mark, verdict
-from tidemill.base.config import Config
+from tidemill.base.config.config import Config
 from tidemill.base.errors import Missing
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
-from tidemill.base.marks import Derived, as_row, behind, behind_text, trouble
+from tidemill.base.status.freshness import Verdict, table_mark, verdict
+from tidemill.base.status.status import Derived, as_row, behind, behind_text, trouble
 from tidemill.cli.context import OPEN_S, ConfigOption, JsonOption, consensus_only, print_json
 from tidemill.cli.status import read_marks
 

@@ -19,7 +19,7 @@ import structlog
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
-from tidemill.base.marks import Report
+from tidemill.base.status.status import Report
 from tidemill.consensus.api import REPORTS, Consensus, Versioned
 from tidemill.consensus.pages import Pager, head_of, join
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tidemill.base.tasks import Attempts, Restarts, until_it_returns
+from tidemill.base.runtime.tasks import Attempts, Restarts, until_it_returns
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0

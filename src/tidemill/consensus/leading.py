@@ -13,7 +13,7 @@ import structlog
 
 from tidemill.base.errors import Conflict, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import LEASE_TTL_MS
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, Lease
 
 log = structlog.get_logger()

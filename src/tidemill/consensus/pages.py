@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
-from tidemill.base.marks import Mark, Report
+from tidemill.base.status.status import Mark, Report
 
 NAME_CHARS = 300
 TEXT_CHARS = 600

@@ -18,7 +18,7 @@ import structlog
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import MIB
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus import staterecords
 from tidemill.consensus.api import Consensus, LogRecord
 from tidemill.consensus.replica import Replica, S

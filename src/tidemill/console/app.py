@@ -20,11 +20,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from tidemill.base.chain import table_mark, verdict
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.base.marks import Report, State, as_row, behind, derive_all
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
+from tidemill.base.status.freshness import table_mark, verdict
+from tidemill.base.status.status import Report, State, as_row, behind, derive_all
 
 STATIC = Path(__file__).with_name("static")
 Reports = Callable[[], Awaitable[Sequence[Report]]]

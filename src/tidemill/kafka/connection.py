@@ -15,7 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.kafka.frame import Frame, FrameReader
 from tidemill.kafka.schema.wire import BadFrame
 from tidemill.objects.store import Buffer

@@ -12,7 +12,7 @@ from tidemill.access.audit import Audit
 from tidemill.access.quotabook import Quotabook
 from tidemill.access.users import Users
 from tidemill.base.clock import Clock
-from tidemill.base.pace import STRETCH_S, Pace
+from tidemill.base.runtime.coop import STRETCH_S, Pace
 from tidemill.kafka.access import Access
 from tidemill.kafka.layouts import Layouts
 from tidemill.kafka.listeners import DEFAULT, Advertised

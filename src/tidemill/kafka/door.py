@@ -13,7 +13,7 @@ import structlog
 from prometheus_client import Counter as Count
 from prometheus_client import Gauge
 
-from tidemill.base import descriptors
+from tidemill.base.runtime import file_descriptors
 from tidemill.kafka.settings import KafkaSettings
 
 log = structlog.get_logger()
@@ -27,7 +27,7 @@ _REFUSED = Count("tidemill_kafka_connections_refused", "Connections refused at a
 
 class Door:
     def __init__(self, settings: KafkaSettings) -> None:
-        self.connections_max = min(settings.connections_max, descriptors.current().kafka)
+        self.connections_max = min(settings.connections_max, file_descriptors.current().kafka)
         self._per_address_max = settings.connections_per_address_max
         self._addresses: Counter[str] = Counter()
         self._told_s = -TELL_EVERY_S

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 import structlog
 
-from tidemill.base.pace import Pace
-from tidemill.base.tasks import is_own_fault, sentence
+from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.tasks import is_own_fault, sentence
 from tidemill.kafka.checks import checked
 from tidemill.kafka.errors import UNKNOWN_SERVER_ERROR
 from tidemill.kafka.schema.compiled import Body, decode_request, encode_response, is_flexible

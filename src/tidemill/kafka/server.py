@@ -25,9 +25,9 @@ from tidemill.access.tls import Certificates
 from tidemill.access.users import Users
 from tidemill.base.address import Address, plain_host
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.marks import Tracker
-from tidemill.base.memory import Budget as Memory
-from tidemill.base.tasks import Tasks, keep, sentence
+from tidemill.base.runtime.memory_budget import Budget as Memory
+from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.kafka import handlers
 from tidemill.kafka.access import Access

@@ -35,7 +35,7 @@ from prometheus_client import Counter
 from tidemill.access import quotas
 from tidemill.access.principals import USER
 from tidemill.access.scram import Refused as Denied
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.kafka import handlers
 from tidemill.kafka.budget import Budget
 from tidemill.kafka.connection import Connection

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.keeper.checkpoint import sources_of
 from tidemill.keeper.grounds import Grounds

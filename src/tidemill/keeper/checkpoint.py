@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.keeper.checkpoint_registers import RegistersStage

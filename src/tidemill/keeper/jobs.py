@@ -19,8 +19,8 @@ from itertools import groupby
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks, is_fault, keep
+from tidemill.base.runtime.tasks import Tasks, is_fault, keep
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.leading import lead
 

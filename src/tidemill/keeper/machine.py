@@ -16,8 +16,8 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Corrupt, Missing, TidemillError, Unavailable, Unknown
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.keeper.checkpoint import checkpointer
 from tidemill.metastore import presence

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.keeper.collection import collect
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget

@@ -4,8 +4,8 @@ a report of marks is one register, and may not grow with the number of things th
 from __future__ import annotations
 
 from tidemill.base.clock import Clock
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import is_fault, parks, sentence
+from tidemill.base.runtime.tasks import is_fault, parks, sentence
+from tidemill.base.status.status import Tracker
 
 TOLD_AT_ONCE = 50
 

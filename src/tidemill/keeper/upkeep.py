@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.keeper.bindings_upkeep import EVERY_S as BINDINGS_EVERY_S
 from tidemill.keeper.bindings_upkeep import BindingsUpkeep
 from tidemill.keeper.grounds import Grounds

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from tidemill.base.errors import Closed, TidemillError
-from tidemill.base.tasks import FailureHandler, Tasks
+from tidemill.base.runtime.tasks import FailureHandler, Tasks
 
 
 class Barrier:

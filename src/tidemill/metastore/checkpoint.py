@@ -29,7 +29,7 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_ROWS, METASTORE_VALUE_BYTES
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.checkpoints import CHECKPOINTS, CheckpointRow

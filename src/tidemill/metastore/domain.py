@@ -20,8 +20,8 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown, ends_process
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.leading import lead
 from tidemill.consensus.statelog import StateLog

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.statelog import StateLog
 from tidemill.metastore.codec import encode_command
 from tidemill.metastore.commands import ResetManifest, SetDomainUuid

@@ -15,7 +15,7 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Fenced, Invalid, Unavailable, Unknown, ends_process
-from tidemill.base.tasks import Restarts, Tasks, sentence
+from tidemill.base.runtime.tasks import Restarts, Tasks, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
 from tidemill.metastore.front import Rows, VersionedRow

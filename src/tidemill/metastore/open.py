@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.claim import check_unclaimed, claim
 from tidemill.metastore.cluster import Cluster, domain_name

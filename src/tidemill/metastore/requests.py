@@ -34,7 +34,7 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Conflict, Corrupt, Invalid, Missing, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import MIB
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogHead, resolve_append
 from tidemill.metastore.lsm.view import Row
 from tidemill.metastore.state import DomainState

@@ -11,7 +11,7 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Fenced, Missing, TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogRecord
 from tidemill.consensus.statelog import StateLog
 from tidemill.metastore.leader import Leader

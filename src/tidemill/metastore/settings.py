@@ -8,7 +8,7 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.limits import LEASE_TTL_MS
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.lsm.compaction.merger import Merger
 from tidemill.metastore.lsm.files import Files

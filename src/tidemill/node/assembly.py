@@ -27,16 +27,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidemill.access.rulebook import Rulebook
 from tidemill.access.sasl import Authenticator
 from tidemill.access.users import Users
-from tidemill.base import descriptors
 from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.config import CaptureSection, Config, authorizes
+from tidemill.base.config.config import CaptureSection, Config, authorizes
 from tidemill.base.errors import Conflict, Invalid, Replaced, Unavailable
-from tidemill.base.marks import Report, Tracker
-from tidemill.base.memory import Budget
-from tidemill.base.stalls import LoopWatch
-from tidemill.base.tasks import Tasks, keep, sentence
-from tidemill.base.waiting import patiently
+from tidemill.base.runtime import file_descriptors
+from tidemill.base.runtime.loop_lag import LoopWatch
+from tidemill.base.runtime.memory_budget import Budget
+from tidemill.base.runtime.retry_open import patiently
+from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.status.status import Report, Tracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.board import Board
@@ -152,7 +152,7 @@ class Node:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set or the node as a whole fails. Raises what failed."""
         self._failed = asyncio.get_running_loop().create_future()
-        descriptors.raise_limit()
+        file_descriptors.raise_limit()
         early = application([*self._more_routes(self._reports, self.trouble, self.noticed, self._clock), *_not_yet()])
         door = Door(early)
         host, port = Address.parse(self._config.node.http)
@@ -247,7 +247,7 @@ class Node:
         telling = reporting.run(lambda: membership_of[0].superseded if membership_of else None)
         self._marks.set(self._process, 0, 1, now_ms=clock.now_ms(), reason=STARTING, budget_ms=START_BUDGET_MS)
         self._tasks.spawn(telling, name="publish-marks")
-        reporting.facts["descriptors"] = descriptors.facts
+        reporting.facts["descriptors"] = file_descriptors.facts
         spare = Spare()
         reporting.troubles["descriptors"] = spare.trouble
         self._tasks.spawn(spare.run(), name="spare-descriptors")

@@ -13,8 +13,8 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks, keep
+from tidemill.base.runtime.tasks import Tasks, keep
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
 from tidemill.node.spreading import View, node_of

@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from tidemill.base.clock import Clock
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks, keep, sentence
+from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.status.status import Tracker
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.front import Remap
 from tidemill.shards.minting import Minter

@@ -20,7 +20,7 @@ from tidemill.access.tls import Certificates, TlsSettings
 from tidemill.base.address import Address
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.limits import LOOPBACK_ORIGINS
-from tidemill.base.tasks import FailureHandler, Tasks, sentence
+from tidemill.base.runtime.tasks import FailureHandler, Tasks, sentence
 from tidemill.node.http_crowds import CHECK_S, close_connections, close_crowds, connections
 from tidemill.node.http_limits import HEAD_BYTES, Bounded, HttpLimits
 

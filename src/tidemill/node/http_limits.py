@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidemill.base import descriptors
 from tidemill.base.address import plain_host
 from tidemill.base.limits import LOOPBACK_ORIGINS
+from tidemill.base.runtime import file_descriptors
 from tidemill.shapes.http.origins import Origins
 from tidemill.shapes.http.respond import EXPOSED
 
@@ -41,7 +41,7 @@ class HttpLimits(msgspec.Struct, frozen=True):
 
     def within_descriptors(self) -> int:
         """Connections within the share that HTTP has of the process's descriptors."""
-        return min(self.connections, descriptors.current().http)
+        return min(self.connections, file_descriptors.current().http)
 
 
 class Bounded:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.marks import Report, this_process
+from tidemill.base.status.status import Report, this_process
 
 KIND = "pipeline"
 DRIVER_MODULE = "tidemill.spark.driver"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from tidemill.base.config import Config, PipelineSparkSection
+from tidemill.base.config.config import Config, PipelineSparkSection
 from tidemill.base.errors import Invalid
 
 

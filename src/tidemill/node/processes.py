@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tidemill.base.address import Address
 from tidemill.base.clock import Clock
-from tidemill.base.config import Config, ConsensusSection, ObjectsSection, drivers
-from tidemill.base.directories import make_private_directory
+from tidemill.base.config.config import Config, ConsensusSection, ObjectsSection, drivers
 from tidemill.base.errors import Invalid
+from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.node.instances import DRIVER_MODULE, instance_name, process_of
 from tidemill.node.supervise import ChildSpec, Supervisor
 from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE

@@ -14,11 +14,11 @@ from msgspec import structs
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, TidemillError
-from tidemill.base.histogram import Stages
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
-from tidemill.base.marks import Report, Tracker
-from tidemill.base.memory import Budget, resident_bytes
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.runtime.memory_budget import Budget, resident_bytes
+from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.base.status.histogram import Stages
+from tidemill.base.status.status import Report, Tracker
 from tidemill.consensus.board import Board
 
 log = structlog.get_logger()

@@ -13,14 +13,8 @@ from tidemill.access.tokens import Tokens, TokenSettings
 from tidemill.access.users import Users
 from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.config import (
-    Config,
-    HttpSection,
-    RegistrySection,
-    StorageSection,
-    protocols,
-)
-from tidemill.base.shape_sections import BoundParam, ShapeSection, ShapesSection
+from tidemill.base.config.config import Config, HttpSection, RegistrySection, StorageSection, protocols
+from tidemill.base.config.shapes import BoundParam, ShapeSection, ShapesSection
 from tidemill.kafka.gate import Gate
 from tidemill.kafka.listeners import DEFAULT, Listener
 from tidemill.kafka.settings import KafkaSettings

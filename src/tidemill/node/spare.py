@@ -15,7 +15,7 @@ import os
 
 import structlog
 
-from tidemill.base import descriptors
+from tidemill.base.runtime import file_descriptors
 
 LOOK_S = 0.5
 COUNT = 32
@@ -29,7 +29,7 @@ class Spare:
 
     def __init__(self, count: int = COUNT) -> None:
         self._count = count
-        self._reserve = descriptors.Reserve(count)
+        self._reserve = file_descriptors.Reserve(count)
         self._gone = False
 
     async def run(self) -> None:
@@ -47,7 +47,9 @@ class Spare:
         if gone:
             self._reserve.close()
         if gone and not self._gone:
-            log.error("no descriptor is left", open=descriptors.open_count(), limit=descriptors.current().limit)
+            log.error(
+                "no descriptor is left", open=file_descriptors.open_count(), limit=file_descriptors.current().limit
+            )
         self._gone = gone
 
     def trouble(self) -> str:
@@ -56,7 +58,7 @@ class Spare:
             return ""
         return (
             "No file descriptor is left in this process (EMFILE):"
-            f" pid={os.getpid()} open={descriptors.open_count()} limit={descriptors.current().limit}."
+            f" pid={os.getpid()} open={file_descriptors.open_count()} limit={file_descriptors.current().limit}."
             " Raise the limit of open files (ulimit -n), and look for what holds them: /proc/PID/fd."
         )
 

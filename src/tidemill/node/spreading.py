@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Lease
 from tidemill.node.backoff import Backoff
 from tidemill.node.placement import Placement, Willing

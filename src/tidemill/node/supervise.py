@@ -22,10 +22,10 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Invalid, Replaced
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks, sentence
+from tidemill.base.runtime.private_directories import make_private_directory
+from tidemill.base.runtime.tasks import Tasks, sentence
+from tidemill.base.status.status import Tracker
 from tidemill.node import launch
 
 BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0)

@@ -14,8 +14,8 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, TidemillError
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
-from tidemill.base.marks import Report, Tracker
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.base.status.status import Report, Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus

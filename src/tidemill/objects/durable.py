@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Protocol
 
-from tidemill.base import descriptors
 from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.runtime import file_descriptors
 from tidemill.objects.store import Misconfigured
 
 IOVEC_MAX = 1024
@@ -233,7 +233,7 @@ def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -
         if _without_inodes(root):
             return Unavailable(f"{what} found no free inode: {where}", fix="Remove files from that file system.")
         return Unavailable(f"{what} found no space: {where}", fix="Free space on the disk, or raise the quota.")
-    if code in descriptors.EXHAUSTED:
+    if code in file_descriptors.EXHAUSTED:
         fix = "Raise the limit of open files (ulimit -n), and look for what holds them: /proc/PID/fd."
         return Unavailable(f"{what} failed, {reason}: {where}", fix=fix)
     return Unavailable(f"{what} failed, {reason}: {where}", fix="Check the disk and the mount.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.objects.checked import pass_on
 from tidemill.objects.store import ObjectStore
 

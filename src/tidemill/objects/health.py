@@ -17,7 +17,7 @@ from typing import Literal
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, Conflict, TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import sentence
+from tidemill.base.runtime.tasks import sentence
 from tidemill.objects.store import Misconfigured
 
 CONFIRM_S = 2.0

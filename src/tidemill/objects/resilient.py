@@ -28,7 +28,7 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unavailable, Unknown, mendable
 from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects import metrics
 from tidemill.objects.coalesce import Request, cut, plan_reads
 from tidemill.objects.health import Health, Kind

@@ -9,7 +9,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from tidemill.base.errors import Invalid
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.objects.files import ObjectFile
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.front import Part

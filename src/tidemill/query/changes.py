@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.shards.front import Delta
 from tidemill.shards.handle import LogShard
 from tidemill.shards.holding import HOLD_TTL_MS, MovingHold

@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tidemill.base.entered import Entered
 from tidemill.base.errors import Invalid
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.sync_context import Entered
 from tidemill.query.reading import NEWEST_ATTEMPTS
 from tidemill.query.table import WAIT_S, Moment, Table
 from tidemill.query.together import common_time

@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tidemill.base.entered import Entered
 from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.runtime.sync_context import Entered
 from tidemill.objects.open import local_directory
 from tidemill.query.reading import Chosen
 from tidemill.shards.difference import UNTIL

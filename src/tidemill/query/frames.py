@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tidemill.base.entered import Entered
 from tidemill.base.errors import Invalid
+from tidemill.base.runtime.sync_context import Entered
 from tidemill.query.reading import Chosen
 
 if TYPE_CHECKING:

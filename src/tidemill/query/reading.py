@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from tidemill.base.errors import Missing
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.fetching import fetching
 from tidemill.shards.front import Batch, HistoryLost

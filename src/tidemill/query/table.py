@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
-from tidemill.base.entered import Entered
 from tidemill.base.errors import Invalid, Missing, unknown_name
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.sync_context import Entered
 from tidemill.query.changes import following, following_one
 from tidemill.query.reading import Chosen, chosen, rows_of
 from tidemill.query.where import Filter, Where, filter_of

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import (
     DIGESTS,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.registry import RegistryConfigRow, RegistryHeadRow, SchemaRow, VersionRow
 from tidemill.registry import decisions

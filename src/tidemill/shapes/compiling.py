@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from tidemill.base.tasks import is_fault
+from tidemill.base.runtime.tasks import is_fault
 from tidemill.shapes.plan import ShapeRequest, compile_request
 from tidemill.shapes.subset import Subset, SubsetRequest, SubsetScope, compile_subset
 from tidemill.shapes.where import Type, Where

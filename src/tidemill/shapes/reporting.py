@@ -17,7 +17,7 @@ from heapq import nlargest
 import msgspec
 from prometheus_client import Gauge
 
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.shape import ShapeDefinition
 

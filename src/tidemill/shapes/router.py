@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from tidemill.base.tasks import is_fault
+from tidemill.base.runtime.tasks import is_fault
 from tidemill.capture.changes import Change, Relation
 from tidemill.capture.segment import by_relation
 from tidemill.shapes.consumer import TableConsumer

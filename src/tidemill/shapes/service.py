@@ -21,8 +21,8 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks, is_own_fault, keep, sentence
+from tidemill.base.runtime.tasks import Tasks, is_own_fault, keep, sentence
+from tidemill.base.status.status import Tracker
 from tidemill.shapes.budget import Budget, Full
 from tidemill.shapes.compiling import CompilerThread
 from tidemill.shapes.database import Relations, Seeker

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from tidemill.base.pgtext import DAY_US
+from tidemill.base.pgtypes.text import DAY_US
 from tidemill.shards.pgtypes import DATE_INFINITY, TIMESTAMP_INFINITY
 
 if TYPE_CHECKING:

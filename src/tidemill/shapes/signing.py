@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from tidemill.base.section import NAME
+from tidemill.base.config.section import NAME
 from tidemill.shapes.plan import ShapeRequest, shard_name, split_table
 
 LABEL: Final = b"tidemill shape url 1\n"

@@ -33,8 +33,8 @@ import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError, Unavailable
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.tasks import is_fault, is_own_fault, sentence
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.tasks import is_fault, is_own_fault, sentence
 from tidemill.capture.changes import Fragment
 from tidemill.capture.segment import counts_of, only
 from tidemill.capture.taps import Stream

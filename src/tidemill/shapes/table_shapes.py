@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Missing, TidemillError, Unavailable
-from tidemill.base.tasks import Tasks, is_own_fault, sentence
+from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
 from tidemill.capture.changes import Relation
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.shapes.budget import Budget

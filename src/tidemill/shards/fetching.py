@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tidemill.base.limits import MIB
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.objects.checked import checked
 from tidemill.objects.files import ObjectFile
 from tidemill.objects.store import Buffer, ObjectStore

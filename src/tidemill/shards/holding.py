@@ -20,7 +20,7 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.shards.front import HistoryLost
 from tidemill.shards.state import ShardState
 

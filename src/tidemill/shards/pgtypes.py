@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid
-from tidemill.base.pgtext import names_zone, read_bytea, read_date, read_timestamp, read_timestamptz
+from tidemill.base.pgtypes.text import names_zone, read_bytea, read_date, read_timestamp, read_timestamptz
 from tidemill.shards.decimals import of_decimals, of_texts
 from tidemill.shards.floats import infinite
 from tidemill.shards.front import Column, ShardSchema

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from tidemill.base.errors import Corrupt
 from tidemill.base.limits import MIB
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.checksums import open_part
 from tidemill.shards.consolidate import contents

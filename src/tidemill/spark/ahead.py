@@ -11,7 +11,7 @@ from concurrent.futures import Executor, Future
 
 import msgspec
 
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.shards.front import Remap
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.steps import Planner, Step

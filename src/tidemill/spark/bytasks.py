@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import structlog
 
-from tidemill.base.tasks import sentence
+from tidemill.base.runtime.tasks import sentence
 from tidemill.shards.front import Part
 from tidemill.spark.decode.letters import no_dead_letters
 from tidemill.spark.decode.slices import Descriptor

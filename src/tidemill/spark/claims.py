@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.open import is_created
 from tidemill.spark.stores import Stores

@@ -51,7 +51,7 @@ def _said(config: str, registered: Mapping[str, str], env: Mapping[str, str]) ->
         return Urls(registered.get("objects", ""), registered.get("consensus", ""))
     if all(env.get(name) for name in told) and not config:
         return Urls(*(env[name] for name in told))
-    from tidemill.base.config import load
+    from tidemill.base.config.config import load
 
     if config:
         env = {name: value for name, value in env.items() if name not in told}

@@ -27,7 +27,7 @@ import pyarrow as pa
 import structlog
 
 from tidemill.base.errors import Invalid, Missing, TidemillError
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.shards.front import Evolved, HistoryLost, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.hashing import U64

@@ -25,12 +25,12 @@ from pathlib import Path
 import pyarrow as pa
 import structlog
 
-from tidemill.base import descriptors
 from tidemill.base.errors import Invalid, MovedBack, Replaced
-from tidemill.base.garbage import keep_pauses_short
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
-from tidemill.base.logs import configure_logs
-from tidemill.base.memory import keep_freed_memory
+from tidemill.base.runtime import file_descriptors
+from tidemill.base.runtime.gc_tuning import keep_pauses_short
+from tidemill.base.runtime.memory_budget import keep_freed_memory
+from tidemill.base.status.logging import configure_logs
 from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     if {len(options.pipeline), len(options.scratch)} != {count} or (count > 1) != (options.session is not None):
         parser.error("one --pipeline and --scratch for each --name; --session for several of them, and for those only")
     configure_logs()
-    descriptors.raise_limit()
+    file_descriptors.raise_limit()
     # Pages that are given back between two steps and touched anew were a quarter of a driver's time. Arrow's own pool
     # does so whatever it is told.
     pa.set_memory_pool(pa.system_memory_pool())

@@ -14,8 +14,8 @@ from concurrent.futures import CancelledError
 import structlog
 
 from tidemill.base.errors import Closed, TidemillError
-from tidemill.base.histogram import Stages
-from tidemill.base.tasks import keep_thread, sentence
+from tidemill.base.runtime.tasks import keep_thread, sentence
+from tidemill.base.status.histogram import Stages
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.feeds import TopicFeed, captured_feed, stream_feed
 from tidemill.spark.growing import has_grown

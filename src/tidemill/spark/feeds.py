@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.avroforms import key_of, layout_of
 from tidemill.base.errors import Invalid
-from tidemill.base.pgforms import form_of
+from tidemill.base.pgtypes.avro import key_of, layout_of
+from tidemill.base.pgtypes.debezium import form_of
 from tidemill.metastore.catalogue import Accepted, CapturedColumn, CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.pgtypes import column_for

@@ -13,13 +13,13 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.chain import REFUSED
-from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Invalid, Unavailable, Unknown
-from tidemill.base.histogram import Stages
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
-from tidemill.base.marks import Tracker
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.private_directories import make_private_directory
+from tidemill.base.status.freshness import REFUSED
+from tidemill.base.status.histogram import Stages
+from tidemill.base.status.status import Tracker
 from tidemill.shards.front import ShardSchema
 from tidemill.spark.claims import Claims
 from tidemill.spark.feeds import TopicFeed

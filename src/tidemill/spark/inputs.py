@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.clock import Clock
-from tidemill.base.entered import Entered
 from tidemill.base.limits import MIB
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.sync_context import Entered
 from tidemill.objects.store import Buffer
 from tidemill.shards.evolution import check_known
 from tidemill.shards.front import Batch, HistoryLost, Part

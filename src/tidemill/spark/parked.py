@@ -17,9 +17,9 @@ import structlog
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.limits import MARK_BLIND_AFTER_MS, MARK_PUBLISH_INTERVAL_S
-from tidemill.base.marks import Report, Tracker, this_process
-from tidemill.base.memory import resident_bytes
-from tidemill.base.tasks import parks, sentence
+from tidemill.base.runtime.memory_budget import resident_bytes
+from tidemill.base.runtime.tasks import parks, sentence
+from tidemill.base.status.status import Report, Tracker, this_process
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.board import Board
 from tidemill.consensus.open import open_consensus

@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.tasks import Restarts, is_fault, sentence
+from tidemill.base.runtime.tasks import Restarts, is_fault, sentence
 from tidemill.spark.host import Host, feed_mark
 from tidemill.spark.sink import FeedSink
 from tidemill.spark.starting import STARTS

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.shards.consolidate import contents
 from tidemill.shards.front import HASH, Batch, HistoryLost, ShardSchema
 from tidemill.shards.handle import LogShard

@@ -24,7 +24,7 @@ from pyspark.sql.functions import broadcast, col
 from pyspark.sql.types import LongType, StructField, StructType
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.shards.front import TIME, ShardSchema
 from tidemill.shards.holding import holding
 from tidemill.shards.moments import as_of_ms

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import structlog
 
-from tidemill.base.histogram import SINCE_BOUND, Histogram, merged
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
-from tidemill.base.marks import argmin
-from tidemill.base.memory import Rest, give_freed_memory_back, resident_bytes
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.runtime.memory_budget import Rest, give_freed_memory_back, resident_bytes
+from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.base.status.histogram import SINCE_BOUND, Histogram, merged
+from tidemill.base.status.status import argmin
 from tidemill.consensus.board import Board
 from tidemill.objects.resilient import ResilientObjects
 from tidemill.spark.dead_run import DEAD

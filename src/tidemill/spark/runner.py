@@ -20,7 +20,7 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, TidemillError
-from tidemill.base.tasks import keep, keep_thread, sentence
+from tidemill.base.runtime.tasks import keep, keep_thread, sentence
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.handle import LogShard
 from tidemill.spark.claims import Claims

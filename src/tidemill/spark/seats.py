@@ -13,8 +13,8 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable, Unknown
-from tidemill.base.histogram import SINCE_BOUND, Stages
-from tidemill.base.tasks import Restarts, is_fault, sentence
+from tidemill.base.runtime.tasks import Restarts, is_fault, sentence
+from tidemill.base.status.histogram import SINCE_BOUND, Stages
 from tidemill.spark.steps import Step
 from tidemill.spark.table import TableWriter
 

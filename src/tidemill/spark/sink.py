@@ -26,9 +26,9 @@ import msgspec
 import pyarrow as pa
 
 from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
-from tidemill.base.histogram import Stages
-from tidemill.base.portal import Portal
-from tidemill.base.tasks import sentence
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.tasks import sentence
+from tidemill.base.status.histogram import Stages
 from tidemill.shards.front import Remap
 from tidemill.spark.ahead import Ahead
 from tidemill.spark.bytasks import ByTasks

@@ -15,7 +15,7 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import Invalid
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.facade import Facade
 from tidemill.consensus.open import open_consensus

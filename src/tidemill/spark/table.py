@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tidemill.base.entered import Entered
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Unavailable
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.sync_context import Entered
 from tidemill.objects.store import Buffer
 from tidemill.shards.front import HistoryLost, Part, ShardSchema
 from tidemill.shards.handle import LogShard

@@ -14,7 +14,7 @@ import msgspec
 import pyarrow as pa
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.shards.front import TIME
 from tidemill.shards.rows import int64s

@@ -21,7 +21,7 @@ import structlog
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, ends_process
-from tidemill.base.tasks import Restarts, parks, sentence
+from tidemill.base.runtime.tasks import Restarts, parks, sentence
 from tidemill.spark.host import Settings, own_directory
 from tidemill.spark.opening import Opening
 from tidemill.spark.parked import tell

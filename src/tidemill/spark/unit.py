@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tidemill.base.errors import Corrupt, TidemillError
-from tidemill.base.tasks import Restarts, keep_thread, sentence
+from tidemill.base.runtime.tasks import Restarts, keep_thread, sentence
 from tidemill.shards.front import Evolved
 from tidemill.spark.dead_run import DeadRun
 from tidemill.spark.feeds import NotReady, TopicFeed

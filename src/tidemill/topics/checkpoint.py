@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, TidemillError
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.metastore.checkpoint import Group, Unit, each_readable

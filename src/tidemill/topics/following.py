@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 
 import msgspec
 
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.topics.front import Fetched, FetchRead
 from tidemill.topics.l0.cache import ObjectCache
 from tidemill.topics.l0.reading import SharedReads

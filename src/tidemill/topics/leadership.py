@@ -29,8 +29,8 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Fenced, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import LEASE_TTL_MS
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks, keep, sentence
+from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus, Lease, LogHead
 
 _log = structlog.get_logger()

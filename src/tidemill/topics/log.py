@@ -12,9 +12,9 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Missing, TidemillError, Unavailable, ends_process
-from tidemill.base.marks import Tracker
-from tidemill.base.pace import Pace
-from tidemill.base.tasks import Tasks, keep, sentence
+from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.metastore import Metastore

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from heapq import nlargest
 
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.partition.machine import LedPartition

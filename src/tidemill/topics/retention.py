@@ -19,7 +19,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.changed_logs import ChangedLogs
 from tidemill.metastore.catalogue import TopicRow

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tidemill.base.errors import Corrupt, TidemillError, Unavailable
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
 from tidemill.topics.fetch import Ranges, choose, read_batches
 from tidemill.topics.front import BatchRef, Fetched, FetchRead, OffsetOutOfRange

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Restarts, Tasks, parks, sentence
+from tidemill.base.runtime.tasks import Restarts, Tasks, parks, sentence
+from tidemill.base.status.status import Tracker
 
 PartitionKey = tuple[str, int]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tidemill.base.clock import Rand
-from tidemill.base.config import Config, load
+from tidemill.base.config.config import Config, load
 from tidemill.base.errors import Invalid
 from tidemill.cli.demo import shop
 from tidemill.cli.demo.postgres import EmbeddedPostgres

@@ -15,7 +15,7 @@ import sys
 import psycopg
 
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.cli.demo import shop
 
 CONNECTIONS = 4

@@ -13,7 +13,7 @@ import msgspec
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Unavailable, Unknown
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.shards.front import Binding, Remap, Shard
 
 LOCK_TIMEOUT = "2s"

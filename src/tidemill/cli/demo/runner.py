@@ -20,12 +20,12 @@ from importlib.metadata import version
 import msgspec
 
 from tidemill.base.address import Address
-from tidemill.base.chain import walk
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import Invalid, Missing, Unavailable
-from tidemill.base.marks import Derived, State, derive_all
-from tidemill.base.marks import Report as MarksReport
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.freshness import walk
+from tidemill.base.status.status import Derived, State, derive_all
+from tidemill.base.status.status import Report as MarksReport
 from tidemill.cli.demo import shop
 from tidemill.cli.demo.environment import Environment
 from tidemill.cli.demo.figures import Latencies, Report

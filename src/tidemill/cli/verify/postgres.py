@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.capture.holders import OF_PREPARED
 from tidemill.capture.naming import split_name
 from tidemill.capture.wire.connection import qualified, session_settings, settings_statement, where

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.cli.verify.compare import Comparison, Outcome, Row
 from tidemill.cli.verify.postgres import SourceColumn, SourcePoint, source_point
 from tidemill.cli.verify.spool import Spool

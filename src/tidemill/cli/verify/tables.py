@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.config import Config
+from tidemill.base.config.config import Config
 from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.derived import Recomputed

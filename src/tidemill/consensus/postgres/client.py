@@ -20,7 +20,7 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.commands import AnyOp, Append, Cas, Changed, Truncate, Wait
 from tidemill.consensus.facade import Facade

@@ -16,7 +16,7 @@ import structlog
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.kept import kept
 from tidemill.consensus.postgres import lanes

@@ -18,7 +18,7 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Corrupt, Invalid, TidemillError, Unavailable, Unknown, mendable
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.commands import AnyOp, HeadOfLog, Wait
 from tidemill.consensus.facade import Facade
 from tidemill.consensus.kept import kept

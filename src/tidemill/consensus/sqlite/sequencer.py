@@ -20,9 +20,9 @@ from typing import Any
 
 import structlog
 
-from tidemill.base import descriptors
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.runtime import file_descriptors
 from tidemill.consensus.commands import AnyOp, Append, Wait
 from tidemill.consensus.sqlite import address, frames
 from tidemill.consensus.sqlite.engine import Doubtful, Engine
@@ -57,8 +57,8 @@ class Sequencer:
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
-        self._reserve = descriptors.Reserve()
-        self._most_clients = descriptors.current().sequencer
+        self._reserve = file_descriptors.Reserve()
+        self._most_clients = file_descriptors.current().sequencer
         self._rests = False
         self._room = memoryview(bytearray(RECEIVE_BYTES))
         """To receive into: `recv` would make as large an object each time, for a few hundred bytes."""
@@ -158,7 +158,7 @@ class Sequencer:
         for connection in [*self._connections.values()]:
             if connection.answers or connection.out:
                 self._flush(connection)
-        if self._rests or len(self._reserve) < descriptors.RESERVE:
+        if self._rests or len(self._reserve) < file_descriptors.RESERVE:
             self._knocks(listener)
 
     def _commit(self, engine: Engine, writes: list[tuple[Connection, int, Any]], reads: list[Any]) -> None:
@@ -232,7 +232,7 @@ class Sequencer:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
-            if error.errno not in descriptors.EXHAUSTED:
+            if error.errno not in file_descriptors.EXHAUSTED:
                 log.warning("a client could not be accepted", reason=str(error))
                 self._rest(listener)
                 return
@@ -256,7 +256,9 @@ class Sequencer:
 
     def _accept_from_reserve(self, listener: socket.socket) -> socket.socket | None:
         """This process has no descriptor left: the others still get theirs, from what was kept for them."""
-        log.warning("no descriptor is left for a client", open=descriptors.open_count(), reserve=len(self._reserve))
+        log.warning(
+            "no descriptor is left for a client", open=file_descriptors.open_count(), reserve=len(self._reserve)
+        )
         with self._reserve.released():
             try:
                 return listener.accept()[0]

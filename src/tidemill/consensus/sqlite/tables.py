@@ -16,8 +16,8 @@ from typing import Any
 
 import apsw
 
-from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
+from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.consensus.sqlite import holders
 from tidemill.consensus.sqlite.sealing import context_of, seal
 

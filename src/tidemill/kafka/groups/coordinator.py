@@ -15,8 +15,8 @@ from prometheus_client import Gauge
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Restarts, Tasks, sentence
+from tidemill.base.runtime.tasks import Restarts, Tasks, sentence
+from tidemill.base.status.status import Tracker
 from tidemill.kafka import errors
 from tidemill.kafka.groups.led import LedGroup
 from tidemill.kafka.groups.rows import NO_FAULTS, GroupRows, Lost

@@ -20,7 +20,7 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Fenced, Invalid, TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks, is_own_fault
+from tidemill.base.runtime.tasks import Tasks, is_own_fault
 from tidemill.kafka import errors
 from tidemill.kafka.groups import classic, consumer, either
 from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup, Seen

@@ -30,7 +30,7 @@ import structlog
 
 from tidemill.access.rules import Operation, Resource
 from tidemill.base.errors import Missing, Unavailable
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Reply, Request, Stall

@@ -20,7 +20,7 @@ import asyncio
 
 import structlog
 
-from tidemill.base.tasks import is_own_fault, sentence
+from tidemill.base.runtime.tasks import is_own_fault, sentence
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.fetches.interest import Interest, Key

@@ -12,7 +12,7 @@ import structlog
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, TidemillError, Unknown
-from tidemill.base.tasks import Tasks, sentence
+from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.consensus.api import Consensus
 
 log = structlog.get_logger()

@@ -22,7 +22,7 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unknown
-from tidemill.base.tasks import Restarts, Tasks, is_own_fault, sentence
+from tidemill.base.runtime.tasks import Restarts, Tasks, is_own_fault, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.kafka import errors
 from tidemill.kafka.transactions import decide

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Invalid, TidemillError
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.metastore.lsm.batch import batch_bytes
 from tidemill.metastore.lsm.cache import BlockCache
 from tidemill.metastore.lsm.compaction.compactor import Compactor

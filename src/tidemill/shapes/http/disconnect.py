@@ -8,7 +8,7 @@ from typing import Any, Self
 import structlog
 from starlette.requests import Request
 
-from tidemill.base.tasks import Tasks, sentence
+from tidemill.base.runtime.tasks import Tasks, sentence
 
 _log = structlog.get_logger()
 

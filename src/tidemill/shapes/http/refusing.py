@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.shapes.budget import Full
 from tidemill.shapes.http.grants import NARROWING, Grants
 from tidemill.shapes.http.params import BadRequest, ShapeParams

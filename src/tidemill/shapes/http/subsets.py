@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes.held import HeldRows
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
 from tidemill.shapes.http.params import BadRequest, ShapeParams

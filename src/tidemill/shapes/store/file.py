@@ -30,8 +30,8 @@ import apsw
 import crc32c
 import msgspec
 
-from tidemill.base.directories import make_private_directory
 from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.runtime.private_directories import make_private_directory
 
 LAYOUT = 3
 TABLES = """

@@ -31,8 +31,8 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError, Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import sentence
+from tidemill.base.runtime.tasks import sentence
+from tidemill.base.status.status import Tracker
 from tidemill.shapes.budget import Budget, take_of_all
 from tidemill.shapes.log import Lent, LogLimits
 from tidemill.shapes.offsets import LogOffset

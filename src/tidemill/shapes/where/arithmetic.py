@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal, Inexact, Overflow
 
-from tidemill.base.pgtext import INTEGERS, check_integer, check_numeric, to_float4, too_wide
+from tidemill.base.pgtypes.text import INTEGERS, check_integer, check_numeric, to_float4, too_wide
 from tidemill.shapes.where import moments
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve, strict
 from tidemill.shapes.where.operators import no_operator, promote

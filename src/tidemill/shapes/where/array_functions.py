@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tidemill.base.pgarrays import ARRAY_CHARS, MOST_DIMENSIONS, Bounded
-from tidemill.base.pgtext import INTEGERS
+from tidemill.base.pgtypes.arrays import ARRAY_CHARS, MOST_DIMENSIONS, Bounded
+from tidemill.base.pgtypes.text import INTEGERS
 from tidemill.shapes.where.arrays import flatten
 from tidemill.shapes.where.common import coerce, common_type
 from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve, strict

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tidemill.base.pgarrays import Bounded
+from tidemill.base.pgtypes.arrays import Bounded
 from tidemill.shapes.where.expressions import BOOL, UNKNOWN, Expression, resolve, strict
 from tidemill.shapes.where.types import Type, Value, WhereError, canonical
 

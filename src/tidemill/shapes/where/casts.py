@@ -8,7 +8,7 @@ from decimal import ROUND_HALF_UP, Decimal
 
 import msgspec
 
-from tidemill.base.pgtext import DAY_US, INTEGERS, MOMENTS, check_integer, nearest_float4, to_float4
+from tidemill.base.pgtypes.text import DAY_US, INTEGERS, MOMENTS, check_integer, nearest_float4, to_float4
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, Row, resolve, strict
 from tidemill.shapes.where.types import (
     ROUNDING,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tidemill.base.pgtext import INTEGERS
+from tidemill.base.pgtypes.text import INTEGERS
 from tidemill.shapes.where import operators
 from tidemill.shapes.where.common import alike, coerce
 from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Evaluate, Expression, Row, resolve

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from tidemill.base.pgtext import INTEGER_DIGITS, INTEGERS, read_numeric
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.pgtypes.text import INTEGER_DIGITS, INTEGERS, read_numeric
+from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.shapes.where import (
     arithmetic,
     array_functions,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from tidemill.base.pgtext import Refused
+from tidemill.base.pgtypes.text import Refused
 from tidemill.shapes.where.types import Type, Value, WhereError, reader
 
 Row = Mapping[str, str | None]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from tidemill.base.pgintervals import MONTH_DAYS, Interval, checked
-from tidemill.base.pgtext import DAY_US, DAYS, MOMENTS, days_of, month_days, ymd_of
+from tidemill.base.pgtypes.intervals import MONTH_DAYS, Interval, checked
+from tidemill.base.pgtypes.text import DAY_US, DAYS, MOMENTS, days_of, month_days, ymd_of
 from tidemill.shapes.where import casts
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve, strict
 from tidemill.shapes.where.operators import no_operator

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 
-from tidemill.base.pgtext import INTEGERS, check_integer, check_numeric
+from tidemill.base.pgtypes.text import INTEGERS, check_integer, check_numeric
 from tidemill.shapes.where import casts
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve, strict
 from tidemill.shapes.where.operators import no_operator

@@ -10,8 +10,8 @@ import operator
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 
-from tidemill.base.pgintervals import interval_span
-from tidemill.base.pgtext import DAY_US, INTEGERS
+from tidemill.base.pgtypes.intervals import interval_span
+from tidemill.base.pgtypes.text import DAY_US, INTEGERS
 from tidemill.shapes.where import arrays
 from tidemill.shapes.where.common import coerce, common_type
 from tidemill.shapes.where.expressions import (

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tidemill.base.pgtext import Refused
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.pgtypes.text import Refused
+from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.shapes.where.types import WhereError
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from tidemill.base.errors import Invalid
-from tidemill.base.pgarrays import read_array
-from tidemill.base.pgintervals import interval_span, read_interval
-from tidemill.base.pgtext import DISPLAY, READERS, Refused
+from tidemill.base.pgtypes.arrays import read_array
+from tidemill.base.pgtypes.intervals import interval_span, read_interval
+from tidemill.base.pgtypes.text import DISPLAY, READERS, Refused
 
 Value = Any
 NUMBERS = {"int2": 0, "int4": 1, "int8": 2, "numeric": 3, "float4": 4, "float8": 5}

@@ -14,7 +14,7 @@ import contextlib
 from typing import Any
 
 from tidemill.base.errors import Invalid, Replaced, TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.leading import lead
 from tidemill.metastore import source as source_module
 from tidemill.metastore.claim import Ownership, claim, greatest_claim

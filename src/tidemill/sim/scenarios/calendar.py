@@ -16,7 +16,7 @@ from collections import Counter
 import msgspec
 
 from tidemill.base.errors import TidemillError, Unavailable
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.topic_objects import TopicObjects

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from tidemill.base.frontier import ChangePosition
-from tidemill.base.tasks import Tasks
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Change, Fragment, Relation
 from tidemill.capture.collector import Collector
 from tidemill.capture.consumer import FragmentConsumer

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from tidemill.base.frontier import ChangePosition
+from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Column, Op, Relation, Row
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.capture.wire.pgoutput import POSTGRES_EPOCH_MS

@@ -24,8 +24,8 @@ import apsw
 import msgspec
 
 from tidemill.base.errors import TidemillError, Unavailable
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import keep
+from tidemill.base.runtime.tasks import keep
+from tidemill.base.status.status import Tracker
 from tidemill.capture import rounds
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.open import metastore_on

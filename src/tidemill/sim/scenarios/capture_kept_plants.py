@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture import machine
 from tidemill.capture.session import Session
 from tidemill.shapes import table_shapes

@@ -16,7 +16,7 @@ from typing import Any
 from zlib import crc32
 
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
-from tidemill.base.frontier import Lsn
+from tidemill.base.lsn import Lsn
 from tidemill.capture import (
     beside,
     copying,

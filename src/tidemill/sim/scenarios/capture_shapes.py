@@ -17,7 +17,7 @@ from msgspec import structs
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Relation
 from tidemill.capture.machine import Capture
 from tidemill.capture.visibility import PgSnapshot

@@ -27,7 +27,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from tidemill.base.errors import TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture import topic_writer
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 from tidemill.kafka import errors
 from tidemill.kafka.groups.consumer_state import Topic
 from tidemill.kafka.groups.coordinator import Coordinator, Refused

@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tidemill.base.errors import Corrupt, TidemillError
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.topic_compaction import TopicCompaction

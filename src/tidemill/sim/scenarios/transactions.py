@@ -21,8 +21,8 @@ from typing import Any
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.base.marks import Tracker
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.status import Tracker
 from tidemill.kafka import errors
 from tidemill.kafka.groups.coordinator import Coordinator
 from tidemill.kafka.groups.state import GroupLimits

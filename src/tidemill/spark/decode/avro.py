@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemill.base.avroforms import PREFIX_BYTES, Kind, Layout, prefix
-from tidemill.base.pgforms import NUMBERS
+from tidemill.base.pgtypes.avro import PREFIX_BYTES, Kind, Layout, prefix
+from tidemill.base.pgtypes.debezium import NUMBERS
 from tidemill.shards.front import Column
 from tidemill.shards.schema import arrow_type
 from tidemill.spark.decode.lines import Mask, Places, of_ranges

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec.structs import replace
 
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.shards.floats import float32s
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.pgtypes import cast_text, parse_column

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.pgforms import (
+from tidemill.base.pgtypes.debezium import (
     CLOCKS,
     DATE_INFINITY,
     INFINITY,

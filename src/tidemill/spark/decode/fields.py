@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.shards.front import Column
 from tidemill.shards.schema import arrow_type
 

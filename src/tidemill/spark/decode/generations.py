@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.avroforms import prefix
-from tidemill.base.pgforms import NUMBERS
+from tidemill.base.pgtypes.avro import prefix
+from tidemill.base.pgtypes.debezium import NUMBERS
 from tidemill.shards.evolution import default_value
 from tidemill.shards.front import Column, ShardSchema
 from tidemill.shards.schema import arrow_type

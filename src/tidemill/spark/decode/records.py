@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.objects.store import Buffer
 from tidemill.spark.decode.letters import Letter
 from tidemill.spark.decode.slices import Slice

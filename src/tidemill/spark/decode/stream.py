@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.tasks import is_fault, sentence
+from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.shards.decimals import of_decimals
 from tidemill.shards.floats import float32s
 from tidemill.shards.front import Column, ShardSchema

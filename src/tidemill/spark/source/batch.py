@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-    from tidemill.base.portal import Portal
+    from tidemill.base.runtime.blocking_portal import Portal
     from tidemill.shards.handle import LogShard
 
 AS_OF_TIMEOUT_S = 60.0

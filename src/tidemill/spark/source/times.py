@@ -18,7 +18,7 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from tidemill.base.errors import TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks, sentence
+from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.shards.front import Column
 from tidemill.spark.source.bindings import Bindings
 from tidemill.spark.source.options import Options

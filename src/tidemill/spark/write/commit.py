@@ -19,7 +19,7 @@ import pyarrow as pa
 import structlog
 
 from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable
-from tidemill.base.portal import Portal
+from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.metastore.rows.pipelines import source_of
 from tidemill.shards.fetching import fetching

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.limits import COALESCE_GAP_BYTES, MIB, OBJECT_CONCURRENCY
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.checked import pass_on
 from tidemill.objects.store import Buffer, ObjectStore
 

@@ -25,8 +25,8 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, TidemillError, Unavailable
-from tidemill.base.pace import Pace
-from tidemill.base.tasks import Tasks, is_own_fault, sentence
+from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.l0.cache import ObjectCache
 from tidemill.topics.l0.format import Region, encode_footer, object_key, writer_of

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.limits import MIB
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.checked import pass_on
 from tidemill.objects.store import Buffer, ObjectStore
 

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.tasks import Tasks, is_own_fault, sentence
+from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
 from tidemill.topics.l1.reconciler import PartitionKey, Reconciler
 from tidemill.topics.l1.schedule import next_interval_s, part_moved
 from tidemill.topics.partition.machine import LedPartition

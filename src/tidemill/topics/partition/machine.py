@@ -18,7 +18,7 @@ import structlog
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Corrupt, TidemillError, Unavailable, Unknown
-from tidemill.base.tasks import Tasks, is_own_fault, sentence
+from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.batch.check import check_header

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidemill.base.errors import Corrupt, Missing, Unavailable
-from tidemill.base.pace import Pace
+from tidemill.base.runtime.coop import Pace
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.objects.checked import checked
 from tidemill.objects.store import ObjectStore

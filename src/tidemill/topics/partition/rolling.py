@@ -15,7 +15,7 @@ from collections.abc import Callable
 import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.tasks import Tasks, is_fault, sentence
+from tidemill.base.runtime.tasks import Tasks, is_fault, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Rollup

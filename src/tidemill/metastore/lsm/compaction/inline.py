@@ -8,7 +8,7 @@ from typing import Self
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.metastore.lsm.compaction.job import Put, Read, merge_steps
 from tidemill.metastore.lsm.compaction.merger import Progress
 from tidemill.metastore.lsm.compaction.pick import Job

@@ -12,7 +12,7 @@ import sys
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.metastore.lsm.compaction.inline import Throttle, drive
 from tidemill.metastore.lsm.compaction.pick import Job
 from tidemill.metastore.lsm.compaction.worker_frames import (

@@ -14,7 +14,7 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable, Unknown
-from tidemill.base.tasks import Restarts, sentence
+from tidemill.base.runtime.tasks import Restarts, sentence
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from tidemill.base.pgforms import NUMBERS, form_of
+from tidemill.base.pgtypes.debezium import NUMBERS, form_of
 
 AVRO = "debezium-avro"
 """The envelope's name."""

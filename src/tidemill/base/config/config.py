@@ -15,10 +15,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from tidemill.base.address import Address
-from tidemill.base.avroforms import AVRO
+from tidemill.base.config.section import NAME, NOT_A_NAME, Section
+from tidemill.base.config.shapes import ShapeSection, ShapesSection, SigningSection
 from tidemill.base.errors import Invalid, nearest
-from tidemill.base.section import NAME, NOT_A_NAME, Section
-from tidemill.base.shape_sections import ShapeSection, ShapesSection, SigningSection
+from tidemill.base.pgtypes.avro import AVRO
 
 DEFAULT_FILE = "tidemill.toml"
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from tidemill.base.marks import OWN, PROCESS, Derived, State, trouble
+from tidemill.base.status.status import OWN, PROCESS, Derived, State, trouble
 
 SHARD = "shard:"
 TABLE = "table:"

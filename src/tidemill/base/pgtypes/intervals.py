@@ -11,7 +11,7 @@ import math
 import re
 from typing import NamedTuple
 
-from tidemill.base.pgtext import BLANKS, DAY_US, Refused
+from tidemill.base.pgtypes.text import BLANKS, DAY_US, Refused
 
 MONTH_DAYS = 30
 """For comparisons."""

@@ -1,7 +1,7 @@
 """Marks: where every stage is, who holds it, and for how long. States are derived, never self-reported.
 
 M1  A minimum always names its argmin: `held_by` is the name of another mark, or of an outside
-    holder (a pid, a lease, a file), and walking it ends at a root cause (base/chain.py).
+    holder (a pid, a lease, a file), and walking it ends at a root cause (base/status/freshness.py).
 M2  A stage is *idle* only when a heartbeat crossed it: its position has reached its target.
 M3  A process that does not report is *blind*; no report is never read as health. Each process has a mark of its
     own, `process:NAME`, so that one that froze is not hidden behind a peer that works. A node's is blind sooner than

@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 import structlog
 
 from tidemill.base.errors import Closed
-from tidemill.base.portal import CLOSE_S, Portal
-from tidemill.base.tasks import Tasks
+from tidemill.base.runtime.blocking_portal import CLOSE_S, Portal
+from tidemill.base.runtime.tasks import Tasks
 
 T = TypeVar("T")
 

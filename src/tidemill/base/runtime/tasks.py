@@ -22,7 +22,7 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, Invalid, ends_process
-from tidemill.base.marks import Tracker
+from tidemill.base.status.status import Tracker
 
 FailureHandler = Callable[[str, BaseException], None]
 

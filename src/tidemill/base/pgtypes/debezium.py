@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from json.encoder import encode_basestring
 
-from tidemill.base.pgtext import read_date, read_time, read_timestamp
+from tidemill.base.pgtypes.text import read_date, read_time, read_timestamp
 
 escape: Callable[[str], str] = encode_basestring
 

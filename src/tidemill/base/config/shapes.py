@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from tidemill.base.config.section import NAME, NOT_A_NAME, Section
 from tidemill.base.limits import LOOPBACK_ORIGINS
-from tidemill.base.section import NAME, NOT_A_NAME, Section
 
 KEY_BYTES_MIN = 32
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tidemill.base.pgtext import BLANKS, Refused
+from tidemill.base.pgtypes.text import BLANKS, Refused
 
 ARRAY_CHARS = 100_000
 """Some 20 ms."""
