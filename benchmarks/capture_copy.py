@@ -32,7 +32,7 @@ from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.open import metastore_on
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.shards.open import open_remap
 from tidemill.topics.batch import decode_batch
 from tidemill.topics.front import FetchRead, TopicLog

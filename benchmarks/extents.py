@@ -36,7 +36,7 @@ from tidemill.metastore.lsm.manifest import encode_manifest
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.open import NODE, metastore_on
 from tidemill.metastore.rows.l1 import L1ExtentRow
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.topics.l1.format import Region
 from tidemill.topics.l1.rules import Add
 from tidemill.topics.l1.store import L1Rows

@@ -239,7 +239,7 @@ async def write_table(cluster: Cluster, day: int, writes: int) -> None:
 
     from tidemill.base.clock import Rand
     from tidemill.consensus.open import open_consensus
-    from tidemill.objects.open import open_objects
+    from tidemill.objects.factory import open_objects
     from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
     from tidemill.shards.open import open_shard
 

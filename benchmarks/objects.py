@@ -253,7 +253,7 @@ async def moto_store(clock: SystemClock, rand: Rand) -> tuple[ObjectStore, Any]:
     import boto3
     from moto.server import ThreadedMotoServer
 
-    from tidemill.objects.resilient import ResilientObjects
+    from tidemill.objects.retrying import ResilientObjects
     from tidemill.objects.s3 import S3Objects
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

@@ -40,7 +40,7 @@ from tidemill.kafka.session import Session
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
 from tidemill.objects import local
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.topics import checking
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.leadership import Alone

@@ -34,7 +34,7 @@ from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.open import open_consensus
 from tidemill.node.processes import start_all
 from tidemill.node.supervise import Supervisor
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.shards.handle import LogShard
 from tidemill.shards.open import open_remap, open_shard
 from upsert import PIPELINE

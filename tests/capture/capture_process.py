@@ -21,7 +21,7 @@ from tidemill.capture.machine import Capture
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.shards.remap import LogRemap
 from tidemill.topics.log import LocalTopics
 

@@ -25,7 +25,7 @@ from tidemill.capture.naming import aside_name
 from tidemill.capture.recopy import ask
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import SetAside, TopicRow
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 
 pytestmark = pytest.mark.postgres
 

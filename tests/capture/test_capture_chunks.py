@@ -27,7 +27,7 @@ from tidemill.capture.throttle import Throttle
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import TableCopy
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.topics.batch import decode_batch
 from tidemill.topics.front import FetchRead
 

@@ -14,7 +14,7 @@ from test_capture_resume import TABLES, Writer, assert_no_position_twice, table_
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 
 pytestmark = pytest.mark.postgres
 

@@ -22,7 +22,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.recopy import accept
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.open import open_consensus
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 
 pytestmark = pytest.mark.postgres
 

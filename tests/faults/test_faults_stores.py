@@ -15,8 +15,8 @@ import pytest
 from faulty_stores import FaultyPostgres, FaultyS3
 from served import PROMISED_S, Served, World, running
 
-from tidemill.objects import durable
-from tidemill.objects.durable import RealSyscalls
+from tidemill.objects import durable_create
+from tidemill.objects.durable_create import RealSyscalls
 
 
 @dataclass
@@ -108,7 +108,7 @@ def test_f616_a_directory_that_takes_no_file_is_named_everywhere_in_time(
     local.well()
     with monkeypatch.context() as broken:
         broken.setattr(RealSyscalls, "create", refuse)
-        broken.setattr(durable, "_without_inodes", lambda root: not inodes_left)
+        broken.setattr(durable_create, "_without_inodes", lambda root: not inodes_left)
         seen = local.told("objects@node:n1", words, ready=503)
         local.answers_in_time()
     assert max(seen.values()) < PROMISED_S, seen

@@ -23,7 +23,7 @@ from tidemill.consensus.open import open_consensus
 from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.topics.leadership import Membership, NodeInfo
 from tidemill.topics.log import LocalTopics
 from tidemill.topics.settings import TopicSettings

@@ -24,8 +24,8 @@ from tidemill.kafka.gate import Gate
 from tidemill.kafka.listeners import Listener
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.open import NODE, metastore_on
+from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.open import open_objects
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.front import TopicLog
 from tidemill.topics.leadership import Alone, Membership, NodeInfo

@@ -19,7 +19,7 @@ from tidemill.consensus.open import open_consensus
 from tidemill.kafka import errors
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.open import metastore_on
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.topics.batch import decode_columns
 from tidemill.topics.batch.codecs import compress
 from tidemill.topics.front import BadBatch

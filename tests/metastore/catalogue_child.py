@@ -19,7 +19,7 @@ from tidemill.metastore.domain import Domain
 from tidemill.metastore.open import NODE, open_metastore
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 
 DOMAINS = 3
 

@@ -15,7 +15,7 @@ from tidemill.metastore.claim import Ownership, check_unclaimed, claim, claim_ke
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.open import open_metastore
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import ObjectMeta
 
 CLOCK = SystemClock()

@@ -14,7 +14,7 @@ from checkpoint_world import World, persisted
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 
 
 def command(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

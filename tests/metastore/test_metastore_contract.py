@@ -17,8 +17,8 @@ from tidemill.consensus.open import open_consensus
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.front import Rows
 from tidemill.metastore.open import NODE, TOOL
+from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.open import open_objects
 
 
 @asynccontextmanager

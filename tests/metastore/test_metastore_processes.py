@@ -21,7 +21,7 @@ from tidemill.metastore.domain import Domain
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.open import NODE, TOOL, metastore_on
 from tidemill.metastore.rows import GROUP_OFFSETS, TOPIC_IDS
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 
 CHILD = Path(__file__).with_name("catalogue_child.py")
 DEADLINE_S = 60

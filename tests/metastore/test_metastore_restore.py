@@ -31,8 +31,8 @@ from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, Presence, 
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS, PARTITIONS
 from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, GroupRow
 from tidemill.metastore.rows.partitions import PartitionRow
+from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.open import open_objects
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.front import FetchRead, InvalidProducerEpoch, OutOfOrderSequence

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.objects.durable import RealSyscalls
+from tidemill.objects.durable_create import RealSyscalls
 
 
 @dataclass

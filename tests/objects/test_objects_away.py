@@ -22,11 +22,11 @@ from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable, Unknown
 from tidemill.base.runtime.retry_open import patiently
 from tidemill.cli.demo.ports import free_port
-from tidemill.objects import health, local, resilient
+from tidemill.objects import health, local, retrying
+from tidemill.objects.factory import open_objects
 from tidemill.objects.health import CONFIRM_S, NOTICE_S, Health
 from tidemill.objects.local import CACHED_READ_BYTES, THREADS, LocalObjects
-from tidemill.objects.open import open_objects
-from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.retrying import ResilientObjects
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ def test_f507_a_read_that_finds_the_pool_closed_leaves_no_descriptor(
 def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_heals(
     small: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resilient, "PROVE_EVERY_S", 0.2)
+    monkeypatch.setattr(retrying, "PROVE_EVERY_S", 0.2)
     monkeypatch.setattr(health, "CONFIRM_S", 0.2)
 
     async def body() -> None:

@@ -19,11 +19,11 @@ from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.sst import SstWriter
 from tidemill.metastore.lsm.table import Tables
 from tidemill.metastore.presence import Alive, signs_of_life, write_alive
-from tidemill.objects.checked import checked, checked_now
-from tidemill.objects.files import ObjectFile
+from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import ObjectMeta
+from tidemill.objects.verified_read import checked, checked_now
 from tidemill.shards.checksums import open_part
 from tidemill.shards.fetching import fetching
 from tidemill.shards.front import DIFF, TIME, Column, ShardSchema

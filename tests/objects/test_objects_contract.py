@@ -56,7 +56,7 @@ class TestLocalOpened(ObjectsContract):
 class TestS3Bare(ObjectsContract):
     @pytest.fixture
     def open_store(self, s3_endpoint: str, new_bucket: Callable[[], str]) -> OpenStore:
-        from tidemill.objects.open import parse_s3
+        from tidemill.objects.factory import parse_s3
         from tidemill.objects.s3 import S3Objects
 
         @asynccontextmanager

@@ -19,9 +19,9 @@ from crash_model import Recorder, crash
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
-from tidemill.objects.durable import RealSyscalls
+from tidemill.objects.durable_create import RealSyscalls
 from tidemill.objects.local import TEMPORARY_AGE_MS, LocalObjects
-from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import Misconfigured
 
 KEYS = [f"{first}/{second}/{leaf}" for first in "ab" for second in ("x", "y/z") for leaf in range(4)] + ["top", "a/1"]

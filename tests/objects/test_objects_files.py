@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Missing
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.objects.files import ObjectFile
+from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.memory import MemoryObjects
 
 

@@ -15,7 +15,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.objects import MemoryObjects, open_objects
 from tidemill.objects.coalesce import cut, plan_reads
-from tidemill.objects.open import parse_s3, redact
+from tidemill.objects.factory import parse_s3, redact
 from tidemill.objects.probe import probe_objects, probe_url
 from tidemill.objects.store import Buffer
 

@@ -15,7 +15,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, TidemillError, Unavailable, Unknown
 from tidemill.cli.demo.ports import free_address
 from tidemill.objects import MemoryObjects, ObjectMeta
-from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.s3 import S3Objects
 from tidemill.objects.store import Buffer, Misconfigured
 

@@ -15,7 +15,7 @@ from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.collection import collect
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.retrying import ResilientObjects
 from tidemill.shards import compaction
 from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
 from tidemill.spark.stores import Stores, Urls

@@ -16,7 +16,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.open import open_consensus
 from tidemill.node.http import HttpServer
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.shapes import LogLimits, ShapeService, ShapeSettings, shape_routes
 from tidemill.shards.open import open_shard
 

@@ -16,7 +16,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.topics.front import NotLeader
 from tidemill.topics.leadership import Membership, NodeInfo
 from tidemill.topics.log import LocalTopics

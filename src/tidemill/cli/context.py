@@ -124,7 +124,7 @@ def _shown(url: str) -> str:
 @contextmanager
 def stores(path: Path | None) -> Iterator[Stores]:
     """Open what the configuration names; closed at the end. Raises Invalid with the key and the fix."""
-    from tidemill.objects.open import open_objects
+    from tidemill.objects.factory import open_objects
 
     with consensus_only(path) as opened:
         portal = opened.portal

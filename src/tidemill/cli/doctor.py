@@ -59,7 +59,7 @@ def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
     from tidemill.cli.progress import Bars
     from tidemill.consensus.open import open_consensus
     from tidemill.keeper.deep_check import deep_check
-    from tidemill.objects.open import open_objects
+    from tidemill.objects.factory import open_objects
 
     clock, rand = SystemClock(), Rand()
     with Portal() as portal, Bars() as bars:
@@ -244,7 +244,7 @@ async def _keep(config: Config, capture: str, asked: dict[str, dict[int, tuple[s
     from tidemill.consensus.open import open_consensus
     from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
     from tidemill.metastore.open import metastore_on
-    from tidemill.objects.open import open_objects
+    from tidemill.objects.factory import open_objects
 
     clock, rand = SystemClock(), Rand()
     with contextlib.suppress(TidemillError):

@@ -42,7 +42,7 @@ def restore(
     """
     from tidemill.consensus.open import open_consensus
     from tidemill.keeper.restore import Restorer
-    from tidemill.objects.open import open_objects
+    from tidemill.objects.factory import open_objects
 
     configure_logs("error")  # what leads and ends meanwhile is the command's own business
     loaded = load(config)

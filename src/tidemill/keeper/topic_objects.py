@@ -25,8 +25,8 @@ from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.persisted import Persisted
 from tidemill.metastore.rows import PARTITIONS, TOPICS
-from tidemill.objects.checked import checked
 from tidemill.objects.store import ObjectMeta
+from tidemill.objects.verified_read import checked
 from tidemill.topics.l0.format import PREFIX, decode_footer, writer_of
 from tidemill.topics.partition.replay import LOG_PREFIX, catch_up, partition_log, place_of
 from tidemill.topics.partition.state import PartitionState

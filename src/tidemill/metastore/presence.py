@@ -19,8 +19,8 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Corrupt, Invalid, Missing, Replaced
-from tidemill.objects.checked import checked
 from tidemill.objects.store import ObjectStore
+from tidemill.objects.verified_read import checked
 
 CLUSTER_PREFIX = "metastore/cluster/"
 ALIVE_PREFIX = "metastore/alive/"

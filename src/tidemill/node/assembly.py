@@ -77,8 +77,8 @@ from tidemill.node.served import (
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.node.spare import Spare
 from tidemill.node.spreading import Spread, node_of
-from tidemill.objects.open import open_objects
-from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.factory import open_objects
+from tidemill.objects.retrying import ResilientObjects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar

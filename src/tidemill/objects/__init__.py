@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 
 if TYPE_CHECKING:
+    from tidemill.objects.factory import open_objects
     from tidemill.objects.memory import MemoryObjects
-    from tidemill.objects.open import open_objects
 
 __all__ = ["Buffer", "MemoryObjects", "ObjectMeta", "ObjectStore", "open_objects"]
 
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
         return MemoryObjects
     if name == "open_objects":
-        from tidemill.objects.open import open_objects
+        from tidemill.objects.factory import open_objects
 
         return open_objects
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Objects in a local directory, one file each; `durable.py` has the order that makes a create safe.
+"""Objects in a local directory, one file each; `durable_create.py` has the order that makes a create safe.
 
     ROOT/<key>          the objects; directories come with their first object and are never removed,
                         so no create can lose its parent to a racing delete
@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Invalid, Missing, Unavailable, mendable
-from tidemill.objects.durable import (
+from tidemill.objects.durable_create import (
     AppearedError,
     Directories,
     RealSyscalls,

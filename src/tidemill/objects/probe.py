@@ -14,7 +14,7 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, TidemillError
-from tidemill.objects.open import open_objects, redact
+from tidemill.objects.factory import open_objects, redact
 from tidemill.objects.store import ObjectStore
 
 RACERS = 32

@@ -10,7 +10,7 @@ from fsspec import AbstractFileSystem
 
 from tidemill.base.errors import Invalid
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.objects.files import ObjectFile
+from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.front import Part
 from tidemill.shards.verified_file import VerifiedFile

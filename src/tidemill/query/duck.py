@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.runtime.sync_context import Entered
-from tidemill.objects.open import local_directory
+from tidemill.objects.factory import local_directory
 from tidemill.query.reading import Chosen
 from tidemill.shards.difference import UNTIL
 from tidemill.shards.fetching import read_whole

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tidemill.base.errors import Corrupt
-from tidemill.objects.checked import checked_now
+from tidemill.objects.verified_read import checked_now
 from tidemill.shards.front import Part
 
 FIX = "Bring the object back from a copy of the bucket, or restore; `tidemill doctor --deep --contents` names all."

@@ -6,9 +6,9 @@ from typing import Any
 
 from tidemill.base.limits import MIB
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.objects.checked import checked
-from tidemill.objects.files import ObjectFile
+from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.objects.verified_read import checked
 from tidemill.shards.checksums import check_whole
 from tidemill.shards.front import Part
 from tidemill.shards.ranges import Fetch

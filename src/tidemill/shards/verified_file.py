@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tidemill.objects.checked import checked_now
-from tidemill.objects.files import ObjectFile
+from tidemill.objects.file_adapter import ObjectFile
+from tidemill.objects.verified_read import checked_now
 from tidemill.shards.checksums import read_footer
 from tidemill.shards.front import Part
 from tidemill.shards.pages import check_pages

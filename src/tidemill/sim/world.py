@@ -28,7 +28,7 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.rules import UNWRITTEN, LeaseRow
 from tidemill.consensus.seen import Seen
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.sim.clock import SimClock
 from tidemill.sim.faults import Faults, FaultyConsensus, FaultyObjects, Rates

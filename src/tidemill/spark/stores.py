@@ -22,8 +22,8 @@ from tidemill.consensus.open import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.claim import Ownership
 from tidemill.metastore.open import metastore_on
-from tidemill.objects.open import local_directory, open_objects
-from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.factory import local_directory, open_objects
+from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, pooled_cpu
 from tidemill.shards.front import Remap, ShardSchema

@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
-from tidemill.objects.checked import tell_damaged, tell_flipped
 from tidemill.objects.store import Buffer
+from tidemill.objects.verified_read import tell_damaged, tell_flipped
 from tidemill.topics.batch.header import base_offset_at, is_intact, is_patched, patch
 from tidemill.topics.front import BatchRef
 from tidemill.topics.l0.cache import ObjectCache

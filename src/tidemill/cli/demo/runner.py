@@ -37,7 +37,7 @@ from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.open import metastore_on
 from tidemill.node.processes import next_port, start_all
 from tidemill.node.supervise import Supervisor
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.shards.front import Shard
 from tidemill.shards.open import open_remap, open_shard
 

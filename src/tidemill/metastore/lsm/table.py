@@ -17,7 +17,7 @@ from tidemill.metastore.lsm.cache import BlockCache
 from tidemill.metastore.lsm.files import Files
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.sst import TableMeta, decode_meta
-from tidemill.objects.checked import checked, read_again
+from tidemill.objects.verified_read import checked, read_again
 
 DECODE_SLICE = 64
 """Blocks decoded between two yields to the event loop: about a millisecond."""

@@ -21,7 +21,7 @@ from tidemill.metastore.claim import Ownership, claim, greatest_claim
 from tidemill.metastore.cluster import Cluster, write_cluster
 from tidemill.metastore.presence import ClusterManifest, Found, Presence, signs_of_life
 from tidemill.metastore.source import Source, check_not_alive
-from tidemill.objects.resilient import ResilientObjects
+from tidemill.objects.retrying import ResilientObjects
 from tidemill.sim.faults import FaultyConsensus, FaultyObjects, Rates
 from tidemill.sim.world import Actor, Crew, Down, Engine, Violated, World, swapped
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.limits import COALESCE_GAP_BYTES, MIB, OBJECT_CONCURRENCY
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.objects.checked import pass_on
 from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.objects.verified_read import pass_on
 
 LIMIT_BYTES = 16 * MIB
 AT_ONCE = OBJECT_CONCURRENCY // 2

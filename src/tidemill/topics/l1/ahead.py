@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from tidemill.base.errors import TidemillError
 from tidemill.base.limits import MIB
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.objects.checked import pass_on
 from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.objects.verified_read import pass_on
 
 LIMIT_BYTES = 64 * MIB
 SPAN_BYTES = 4 * MIB

@@ -18,8 +18,8 @@ from tidemill.base.errors import Corrupt, Missing, TidemillError
 from tidemill.base.limits import MIB
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.l1 import L1ExtentRow
-from tidemill.objects.checked import checked
 from tidemill.objects.store import ObjectStore
+from tidemill.objects.verified_read import checked
 from tidemill.topics.fetch import choose
 from tidemill.topics.front import BatchRef
 from tidemill.topics.l1.ahead import ReadAhead

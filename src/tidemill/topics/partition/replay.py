@@ -5,8 +5,8 @@ from __future__ import annotations
 from tidemill.base.errors import Corrupt, Missing, Unavailable
 from tidemill.base.runtime.coop import Pace
 from tidemill.consensus.api import Consensus, LogHead
-from tidemill.objects.checked import checked
 from tidemill.objects.store import ObjectStore
+from tidemill.objects.verified_read import checked
 from tidemill.topics.partition.apply import apply
 from tidemill.topics.partition.codec import decode_command, decode_state
 from tidemill.topics.partition.commands import Rollup

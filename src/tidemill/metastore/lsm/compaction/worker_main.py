@@ -27,7 +27,7 @@ from tidemill.metastore.lsm.compaction.worker_frames import (
     to_worker,
 )
 from tidemill.metastore.lsm.options import Options
-from tidemill.objects.open import open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.objects.store import ObjectStore
 
 

@@ -6,8 +6,8 @@ import io
 from typing import Any
 
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.objects.checked import pass_on
 from tidemill.objects.store import ObjectStore
+from tidemill.objects.verified_read import pass_on
 
 
 class ObjectFile(io.RawIOBase):

@@ -24,7 +24,7 @@ from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
 from tidemill.objects.keys import check_prefix
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.resilient import ResilientObjects, check_budget
+from tidemill.objects.retrying import ResilientObjects, check_budget
 from tidemill.objects.store import ObjectStore
 
 _FORMS = "Write it as file:///dir, memory: or s3://bucket/prefix?endpoint=…&region=…."
