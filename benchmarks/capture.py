@@ -28,7 +28,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres, find_binaries
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.open import metastore_on
 from tidemill.objects.factory import open_objects

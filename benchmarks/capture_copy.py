@@ -29,7 +29,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
 from tidemill.capture.wire.connection import Wire
 from tidemill.cli.demo.postgres import EmbeddedPostgres
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.open import metastore_on
 from tidemill.objects.factory import open_objects

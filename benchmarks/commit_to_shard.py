@@ -31,7 +31,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing, Unavailable
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.cli.demo.environment import Environment
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 from tidemill.shards.front import TIME, Remap, Shard
 from tidemill.shards.open import open_remap, open_shard

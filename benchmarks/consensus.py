@@ -36,7 +36,7 @@ import psycopg
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 
 NONCE = "0123456789abcdef" * 2
 

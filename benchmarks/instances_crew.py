@@ -17,7 +17,7 @@ from hostile import Attacked
 from tidemill.base.errors import Closed, Missing, Unavailable
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import PROCESS, Report
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.node.instances import is_driver, pipeline_of
 
 FROZEN_S = (15.0, 35.0)

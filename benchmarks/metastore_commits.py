@@ -31,7 +31,7 @@ import apsw
 from consensus import NONCE, Result, engine, fdatasync_rate
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.domain import Domain
 from tidemill.objects.local import LocalObjects
 

@@ -130,7 +130,7 @@ class Cluster:
         import apsw
 
         from tidemill.base.clock import Rand, SystemClock
-        from tidemill.consensus.open import open_consensus
+        from tidemill.consensus.factory import open_consensus
 
         database = apsw.Connection(str(self.home / "consensus.db"), apsw.SQLITE_OPEN_READONLY)
         logs = [name for (name,) in database.execute("SELECT name FROM logs")]
@@ -224,7 +224,7 @@ def consume(cluster: Cluster) -> tuple[dict[int, list[int]], dict[int, tuple[int
 async def fill_journal(cluster: Cluster) -> None:
     """SQLite's engine keeps its newest 4 MiB of records as they came: filled on the first day, not over a week."""
     from tidemill.base.clock import Rand, SystemClock
-    from tidemill.consensus.open import open_consensus
+    from tidemill.consensus.factory import open_consensus
 
     consensus, rand = await open_consensus(cluster.consensus_url, SystemClock(), Rand()), Rand()
     for number in range(96):
@@ -238,7 +238,7 @@ async def write_table(cluster: Cluster, day: int, writes: int) -> None:
     import pyarrow as pa
 
     from tidemill.base.clock import Rand
-    from tidemill.consensus.open import open_consensus
+    from tidemill.consensus.factory import open_consensus
     from tidemill.objects.factory import open_objects
     from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
     from tidemill.shards.open import open_shard

@@ -28,9 +28,9 @@ from kafka_load import GB, MB, producer, send, show
 from kafka_load import machine as described
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.logging import configure_logs
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.sqlite.client import SqliteConsensus
-from tidemill.consensus.sqlite.link import Link
+from tidemill.consensus.sqlite.connection import Link
 from tidemill.kafka import KafkaServer, session
 from tidemill.kafka.connection import Connection
 from tidemill.kafka.frame import FrameReader

@@ -31,7 +31,7 @@ from kafka_load import producer
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import parse
 from tidemill.cli.demo.ports import free_port
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.node.processes import start_all
 from tidemill.node.supervise import Supervisor
 from tidemill.objects.factory import open_objects

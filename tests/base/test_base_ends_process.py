@@ -11,7 +11,7 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import MovedBack, Replaced, TidemillError
 from tidemill.base.runtime.tasks import keep, keep_thread
 from tidemill.base.status.status import Tracker
-from tidemill.consensus.kept import kept
+from tidemill.consensus.supervised_loop import kept
 
 ENDS = [MovedBack("Consensus returned to an earlier state."), Replaced("The bucket belongs to another cluster.")]
 

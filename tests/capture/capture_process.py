@@ -18,7 +18,7 @@ from tidemill.capture import appending, aside, joining, keeping
 from tidemill.capture.appending import Appending
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
 from tidemill.objects.factory import open_objects

@@ -23,7 +23,7 @@ from tidemill.capture import topic_writer
 from tidemill.capture.appending import Appending
 from tidemill.capture.naming import aside_name
 from tidemill.capture.recopy import ask
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import SetAside, TopicRow
 from tidemill.objects.factory import open_objects
 

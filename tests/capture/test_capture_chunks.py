@@ -25,7 +25,7 @@ from tidemill.capture.chunks import Prefix, cut
 from tidemill.capture.entry import copy_producer_id
 from tidemill.capture.throttle import Throttle
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import TableCopy
 from tidemill.objects.factory import open_objects
 from tidemill.topics.batch import decode_batch

@@ -13,7 +13,7 @@ from capture_world import World, until
 from test_capture_resume import TABLES, Writer, assert_no_position_twice, table_as_folded
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 
 pytestmark = pytest.mark.postgres

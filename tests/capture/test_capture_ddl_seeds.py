@@ -21,7 +21,7 @@ from test_capture_tables import GOOD
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.recopy import accept
 from tidemill.cli.demo.postgres import EmbeddedPostgres
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 
 pytestmark = pytest.mark.postgres

@@ -23,7 +23,7 @@ from tidemill.capture.changes import Fragment
 from tidemill.capture.recopy import ask
 from tidemill.capture.taps import Stream
 from tidemill.capture.topic_writer import TopicWriter
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 
 pytestmark = pytest.mark.postgres

@@ -18,7 +18,7 @@ from tidemill.base.status.status import Report
 from tidemill.cli.context import stores
 from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.postgres import EmbeddedPostgres
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 
 TIMEOUT_S = 60

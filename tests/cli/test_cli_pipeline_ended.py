@@ -17,7 +17,7 @@ from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import Report, this_process
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 
 

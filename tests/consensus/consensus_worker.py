@@ -12,7 +12,7 @@ from typing import Any, cast
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
 from tidemill.consensus.api import Consensus, LogHead, Versioned, resolve_append, resolve_cas
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 
 rand = Rand()
 

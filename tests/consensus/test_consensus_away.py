@@ -25,8 +25,8 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.runtime.retry_open import patiently
 from tidemill.cli.demo.ports import free_port
-from tidemill.consensus.open import open_consensus
-from tidemill.consensus.sqlite import address, engine
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.sqlite import engine, socket_address
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ time.sleep(600)
 HOSTS = """
 import asyncio, sys
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 async def main():
     consensus = await open_consensus(sys.argv[1], SystemClock(), Rand())
     print("serves", flush=True)
@@ -294,10 +294,10 @@ def test_another_user_is_neither_served_nor_trusted(tmp_path: Path) -> None:
         await consensus.aclose()
 
     run(body())
-    assert address.trusts(os.getuid(), tmp_path) and address.trusts(0, tmp_path)
-    assert not address.trusts(12345, tmp_path / "none")
+    assert socket_address.trusts(os.getuid(), tmp_path) and socket_address.trusts(0, tmp_path)
+    assert not socket_address.trusts(12345, tmp_path / "none")
     os.chown(tmp_path, 12345, -1)
-    assert address.trusts(12345, tmp_path) and not address.serves(12345)
+    assert socket_address.trusts(12345, tmp_path) and not socket_address.serves(12345)
 
 
 def test_a_fallback_directory_that_is_a_link_or_open_to_others_is_not_used(
@@ -306,10 +306,10 @@ def test_a_fallback_directory_that_is_a_link_or_open_to_others_is_not_used(
     made = tmp_path / "private"
 
     def private() -> list[str]:
-        with address.addresses(tmp_path / "consensus.db", create=True) as candidates:
+        with socket_address.addresses(tmp_path / "consensus.db", create=True) as candidates:
             return [path for path in candidates if path.startswith(str(made))]
 
-    monkeypatch.setattr(address, "FALLBACK", str(made))
+    monkeypatch.setattr(socket_address, "FALLBACK", str(made))
     assert len(private()) == 1
     os.chmod(made, 0o755)
     assert private() == []

@@ -15,9 +15,9 @@ from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
 from tidemill.base.status.status import Mark, Report
 from tidemill.consensus.api import Versioned
-from tidemill.consensus.board import FORGET_AFTER_MS, LOOK_S, TIDY_EVERY_MS, Board
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.pages import Pager
+from tidemill.consensus.status.board import FORGET_AFTER_MS, LOOK_S, TIDY_EVERY_MS, Board
+from tidemill.consensus.status.pages import Pager
 
 
 def report(process: str, at_ms: int) -> Report:

@@ -16,9 +16,9 @@ from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Unavailable, Unknown
 from tidemill.consensus.api import Consensus, resolve_append, resolve_cas
-from tidemill.consensus.open import open_consensus
-from tidemill.consensus.sqlite import address
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.sqlite import socket_address
+from tidemill.consensus.state_log.state_log import StateLog
 
 MARK = CuttingProxy.MARK
 Setup = Callable[[], AbstractAsyncContextManager[tuple[Consensus, Consensus, CuttingProxy]]]
@@ -44,7 +44,7 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
         return over_tcp
 
-    direct = address.addresses
+    direct = socket_address.addresses
     detour: list[str] = []
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         with direct(database, create=create) as candidates:
             yield detour if detour and not create else candidates
 
-    monkeypatch.setattr(address, "addresses", detoured)
+    monkeypatch.setattr(socket_address, "addresses", detoured)
 
     @asynccontextmanager
     async def over_unix() -> AsyncIterator[tuple[Consensus, Consensus, CuttingProxy]]:
@@ -156,13 +156,13 @@ def test_a_write_that_landed_is_told_so_when_its_neighbours_refusal_cannot_be_ex
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the commit the client asks why some of it was refused; what befalls the question is not their outcome."""
-    from tidemill.consensus.postgres import statements
+    from tidemill.consensus.postgres import sql
 
     async def body() -> None:
         consensus = await open_consensus(postgres_dsn, SystemClock(), Rand())
         await consensus.append("taken", 0, 0, [b"x"], "n0")
         await consensus.cas("held", 0, b"x", "n0")
-        monkeypatch.setattr(statements, "HEADS_BY_ID", "SELECT 1 / 0 WHERE %b::int8[] IS NOT NULL")
+        monkeypatch.setattr(sql, "HEADS_BY_ID", "SELECT 1 / 0 WHERE %b::int8[] IS NOT NULL")
         landed, written, refused, lost = await asyncio.gather(
             consensus.append("free", 0, 0, [b"y"], "n1"),
             consensus.cas("new", 0, b"y", "n1"),
@@ -198,7 +198,7 @@ def test_a_client_that_is_not_greeted_does_not_knock_without_pause(
         url = f"sqlite://{tmp_path}/consensus.db"
         beside = await open_consensus(url, SystemClock(), Rand())
         server = await asyncio.start_unix_server(closes, f"{tmp_path}/closes.sock")
-        monkeypatch.setattr(address, "addresses", elsewhere)
+        monkeypatch.setattr(socket_address, "addresses", elsewhere)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await open_consensus(url, SystemClock(), Rand())
@@ -281,7 +281,7 @@ def test_a_commit_that_was_refused_is_unavailable_and_nothing_of_it_is_seen(
 ) -> None:
     import apsw
 
-    from tidemill.consensus.sqlite.records import Records
+    from tidemill.consensus.sqlite.record_storage import Records
 
     insert = Records.insert
     full = [True]

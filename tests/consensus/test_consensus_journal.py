@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import SystemClock
 from tidemill.consensus.api import Changes, LogHead
-from tidemill.consensus.changed_logs import ChangedLogs
-from tidemill.consensus.commands import Changed
-from tidemill.consensus.journal import Journal
+from tidemill.consensus.change_cursor import ChangedLogs
+from tidemill.consensus.change_journal import Journal
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.operations import Changed
 
 NAMES = st.sampled_from(["a/1", "a/2", "a/:3", "a/é", "b/1", "b/2"])
 

@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, TidemillError
 from tidemill.consensus.api import Lease, LogHead, LogSlice, Versioned
-from tidemill.consensus.commands import (
+from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
     Append,
@@ -33,8 +34,7 @@ from tidemill.consensus.commands import (
     Scan,
     Truncate,
 )
-from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.sqlite import records
+from tidemill.consensus.sqlite import record_storage
 from tidemill.consensus.sqlite.engine import Engine
 
 names = st.sampled_from(["a", "b", "c/1", "c/2"])
@@ -246,7 +246,7 @@ def test_the_memory_engine_does_what_a_dictionary_would() -> None:
 def test_the_sqlite_engine_does_what_a_dictionary_would_across_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     # Settle and sweep all the time, in small pieces.
     for name, value in {"RECENT_BYTES": 600, "SETTLE_RECORDS": 3, "CHUNK_RECORDS": 2, "SWEEP_CHUNKS": 2}.items():
-        monkeypatch.setattr(records, name, value)
+        monkeypatch.setattr(record_storage, name, value)
     run_state_machine_as_test(
         cast(Any, SqliteMachine),
         settings=settings(

@@ -14,8 +14,8 @@ from lagging_standby import Pair
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import MovedBack, Unavailable, Unknown
 from tidemill.consensus.api import Consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.consensus.open import open_consensus
 
 pytestmark = pytest.mark.postgres
 

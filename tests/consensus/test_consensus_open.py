@@ -11,9 +11,9 @@ import pytest
 from contracts.consensus import run
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Conflict, Corrupt, Invalid, TidemillError, Unavailable
-from tidemill.consensus.commands import Acquire, Leases
-from tidemill.consensus.open import open_consensus
-from tidemill.consensus.sqlite import address, tables
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.operations import Acquire, Leases
+from tidemill.consensus.sqlite import schema, socket_address
 from tidemill.consensus.sqlite.engine import Engine
 
 
@@ -65,8 +65,8 @@ def test_a_path_too_long_for_a_socket_works(tmp_path: Path) -> None:
         await two.aclose()
 
     run(body())
-    with address.addresses(deep / "consensus.db", create=False) as candidates:
-        assert all(len(os.fsencode(path)) <= address.SUN_PATH_BYTES for path in candidates)
+    with socket_address.addresses(deep / "consensus.db", create=False) as candidates:
+        assert all(len(os.fsencode(path)) <= socket_address.SUN_PATH_BYTES for path in candidates)
 
 
 def test_a_database_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_another_layout_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_sqlite_with_the_wal_reset_bug_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables.apsw, "sqlite_lib_version", lambda: "3.51.2")
+    monkeypatch.setattr(schema.apsw, "sqlite_lib_version", lambda: "3.51.2")
     with pytest.raises(Invalid, match=r"3\.51\.3"):
-        tables.check_library()
+        schema.check_library()
 
 
 def test_the_engines_clock_never_goes_back_across_restarts(tmp_path: Path) -> None:

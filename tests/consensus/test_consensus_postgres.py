@@ -10,9 +10,9 @@ from contracts.consensus import ConsensusContract, OpenClient
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus, LogHead, changes
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.postgres.client import PostgresConsensus
-from tidemill.consensus.postgres.statements import PARTS
+from tidemill.consensus.postgres.sql import PARTS
 
 pytestmark = pytest.mark.postgres
 

@@ -20,7 +20,7 @@ from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Closed, Unknown
 from tidemill.consensus.api import Consensus, LogRecord, resolve_append
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 
 WORKER = Path(__file__).with_name("consensus_worker.py")
 TAKEOVER_S = 20.0

@@ -9,14 +9,14 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt
-from tidemill.consensus.commands import Append, Cas, Head, Read, Scan
-from tidemill.consensus.sqlite import records
+from tidemill.consensus.operations import Append, Cas, Head, Read, Scan
+from tidemill.consensus.sqlite import record_storage
 from tidemill.consensus.sqlite.engine import Engine
 
 
 def filled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two logs whose records are settled, but for the newest commit, and two registers."""
-    monkeypatch.setattr(records, "RECENT_BYTES", 0)
+    monkeypatch.setattr(record_storage, "RECENT_BYTES", 0)
     engine = Engine(path, SystemClock())
     for position in range(3):
         engine.commit(
@@ -84,7 +84,7 @@ def test_a_flipped_bit_of_a_register_is_corrupt_for_it_alone(tmp_path: Path, mon
 def test_a_database_without_checksums_is_read_and_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "consensus.db"
     with monkeypatch.context() as before:
-        before.setattr("tidemill.consensus.sqlite.records.seal", lambda body: body)
+        before.setattr("tidemill.consensus.sqlite.record_storage.seal", lambda body: body)
         before.setattr("tidemill.consensus.sqlite.engine.seal", lambda body, _: body)
         before.setattr("tidemill.consensus.sqlite.engine.unsealed_register", lambda *row: row[3])
         filled(path, monkeypatch)

@@ -7,7 +7,7 @@ from pathlib import Path
 import apsw
 
 from tidemill.base.clock import ManualClock
-from tidemill.consensus.commands import Append, Read, Truncate
+from tidemill.consensus.operations import Append, Read, Truncate
 from tidemill.consensus.sqlite.engine import SPACE_LOOK_S, Engine
 
 RECORD = b"r" * 100_000

@@ -7,7 +7,7 @@ import pytest
 from contracts.consensus import ConsensusContract, OpenClient
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 
 
 class TestSqlite(ConsensusContract):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, Unavailable, Unknown
-from tidemill.consensus import staterecords
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.state_log import codec
+from tidemill.consensus.state_log.state_log import StateLog
 
 State = dict[str, int]
 
@@ -307,7 +307,7 @@ def test_a_rollup_forgets_the_past_and_readers_start_from_it() -> None:
 
 
 def test_a_rollup_larger_than_a_record_spans_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staterecords, "PART_BYTES", 16)
+    monkeypatch.setattr(codec, "PART_BYTES", 16)
 
     async def body() -> None:
         consensus = MemoryConsensus(SystemClock())
@@ -349,7 +349,7 @@ class NoRollups(MemoryConsensus):
     tried = 0
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
-        if records[0][0] == staterecords.ROLLUP:
+        if records[0][0] == codec.ROLLUP:
             self.tried += 1
             raise Invalid("The append is too large.")
         return await super().append(log, term, expected_next, records, nonce)

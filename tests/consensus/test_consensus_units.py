@@ -19,9 +19,9 @@ from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
 from tidemill.consensus.api import LogHead
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.postgres.client import PostgresConsensus
-from tidemill.consensus.sqlite import address, client, frames
+from tidemill.consensus.sqlite import client, protocol, socket_address
 from tidemill.consensus.sqlite.engine import Engine
 
 LARGE = 400_000
@@ -44,10 +44,10 @@ FOREIGN = [
 def test_f501_a_foreign_notify_is_ignored_and_wake_ups_go_on(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tidemill.consensus.postgres import wakeups
+    from tidemill.consensus.postgres import notifications
 
     async def body() -> None:
-        monkeypatch.setattr(wakeups, "POLL_INTERVAL_S", 600.0)  # only a notification can wake
+        monkeypatch.setattr(notifications, "POLL_INTERVAL_S", 600.0)  # only a notification can wake
         one = await open_consensus(postgres_dsn, SystemClock(), Rand())
         two = await open_consensus(postgres_dsn, SystemClock(), Rand())
         async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as foreign:
@@ -70,7 +70,7 @@ def test_f501_a_foreign_notify_is_ignored_and_wake_ups_go_on(
 
 @pytest.mark.postgres
 def test_f501_a_listener_that_meets_any_fault_listens_again(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tidemill.consensus.postgres import wakeups
+    from tidemill.consensus.postgres import notifications
 
     class Odd(Exception):
         """A type that nobody listed."""
@@ -85,8 +85,8 @@ def test_f501_a_listener_that_meets_any_fault_listens_again(postgres_dsn: str, m
         return [("log", 1)]
 
     async def body() -> None:
-        monkeypatch.setattr(wakeups, "POLL_INTERVAL_S", 600.0)
-        monkeypatch.setattr(wakeups, "_decode", decode)
+        monkeypatch.setattr(notifications, "POLL_INTERVAL_S", 600.0)
+        monkeypatch.setattr(notifications, "_decode", decode)
         one = await open_consensus(postgres_dsn, SystemClock(), Rand())
         async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as foreign:
             waiting = asyncio.ensure_future(one.wait("quiet", 0, 30))
@@ -107,9 +107,9 @@ def test_f501_a_listener_that_meets_any_fault_listens_again(postgres_dsn: str, m
 def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tidemill.consensus.postgres import groups
+    from tidemill.consensus.postgres import group_commit
 
-    commit, broken = groups.commit, [True]
+    commit, broken = group_commit.commit, [True]
 
     async def sometimes(*args: Any) -> Any:
         if broken[0]:
@@ -117,7 +117,7 @@ def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on(
         return await commit(*args)
 
     async def body() -> None:
-        monkeypatch.setattr(groups, "commit", sometimes)
+        monkeypatch.setattr(group_commit, "commit", sometimes)
         one = await open_consensus(postgres_dsn, SystemClock(), Rand())
         with pytest.raises(Unknown):
             await one.append("log", 0, 0, [b"x"], "n0")
@@ -153,9 +153,9 @@ class FakeSequencer:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 size = int.from_bytes(await reader.readexactly(4), "little")
-                for request in frames.decode_requests(await reader.readexactly(size)):
-                    if isinstance(request.op, frames.Hello):
-                        writer.write(frames.encode([frames.result(request.id, None)]))
+                for request in protocol.decode_requests(await reader.readexactly(size)):
+                    if isinstance(request.op, protocol.Hello):
+                        writer.write(protocol.encode([protocol.result(request.id, None)]))
                     else:
                         writer.write(self.garbage(request.id))
         writer.close()
@@ -168,14 +168,14 @@ def framed(body: bytes) -> bytes:
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """While it names a path, clients connect there and nobody hosts."""
-    direct, detour = address.addresses, []
+    direct, detour = socket_address.addresses, []
 
     @contextlib.contextmanager
     def detoured(database: Path, *, create: bool) -> Iterator[list[str]]:
         with direct(database, create=create) as candidates:
             yield detour if detour and not create else candidates
 
-    monkeypatch.setattr(address, "addresses", detoured)
+    monkeypatch.setattr(socket_address, "addresses", detoured)
     return detour
 
 
@@ -185,9 +185,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lambda request: framed(b"\xc1\xc1"),
         lambda request: framed(b"\x93" * 10_000),
         lambda request: b"\xff\xff\xff\xff",
-        lambda request: frames.encode([(request, 0, ["not", "a", "head"])]),
-        lambda request: frames.encode([(request, 7, 5)]),
-        lambda request: frames.encode([(request, 1, ("text", "", 5))]),
+        lambda request: protocol.encode([(request, 0, ["not", "a", "head"])]),
+        lambda request: protocol.encode([(request, 7, 5)]),
+        lambda request: protocol.encode([(request, 1, ("text", "", 5))]),
     ],
     ids=["no msgpack", "nested", "too long", "another type", "no error", "no current"],
 )
@@ -333,7 +333,7 @@ def test_f505_the_sequencer_survives_a_process_without_descriptors_and_takes_cli
     other = (
         "import asyncio, sys\n"
         "from tidemill.base.clock import Rand, SystemClock\n"
-        "from tidemill.consensus.open import open_consensus\n"
+        "from tidemill.consensus.factory import open_consensus\n"
         "async def main():\n"
         "    one = await open_consensus(sys.argv[1], SystemClock(), Rand())\n"
         "    await one.cas('from-outside', 0, b'x', 'n')\n"
@@ -506,21 +506,21 @@ def test_f504_whatever_a_local_peer_sends_ends_its_own_connection_and_nothing_el
     import random
     import socket
 
-    from tidemill.consensus.commands import Append, Cas, Read, Scan, Wait
+    from tidemill.consensus.operations import Append, Cas, Read, Scan, Wait
 
     opened: list[Engine] = []
     init = Engine.__init__
     monkeypatch.setattr(Engine, "__init__", lambda self, *args: (opened.append(self), init(self, *args))[1])
     source = random.Random(7)
-    sound = frames.encode(
+    sound = protocol.encode(
         [
-            (1, frames.Hello(frames.WIRE_VERSION, "c")),
+            (1, protocol.Hello(protocol.WIRE_VERSION, "c")),
             (2, Append("fuzz", 0, 0, (b"x" * 50,), "n")),
             (3, Cas("fuzz", 0, b"y" * 50, "n")),
             (4, Read("fuzz", 0, 10, 1000)),
             (5, Scan("")),
             (6, Wait("fuzz", 1 << 40)),
-            (0, frames.Forget(6)),
+            (0, protocol.Forget(6)),
         ]
     )
 

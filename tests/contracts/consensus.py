@@ -17,7 +17,7 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Missing, Unknown
 from tidemill.base.limits import LOG_RECORD_BYTES, REGISTER_BYTES
 from tidemill.consensus.api import Consensus, Lease, LogHead, Versioned, changes, resolve_append, resolve_cas
-from tidemill.consensus.journal import PAGE
+from tidemill.consensus.change_journal import PAGE
 
 OpenClient = Callable[[], Awaitable[Consensus]]
 

@@ -19,7 +19,7 @@ from cluster import Cluster, until
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.cli.demo.ports import free_port
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 
 pytestmark = pytest.mark.postgres
 

@@ -19,7 +19,7 @@ from prometheus_client import start_http_server
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.gc_tuning import keep_pauses_short
 from tidemill.base.runtime.loop_lag import LoopWatch
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on

@@ -17,8 +17,8 @@ from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.status.status import Tracker
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.api import Consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.consensus.open import open_consensus
 from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.kafka.gate import Gate
 from tidemill.kafka.listeners import Listener

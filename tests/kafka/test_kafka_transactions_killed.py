@@ -11,7 +11,7 @@ from processes import Process
 from test_kafka_transactions import DEADLINE_S, producer, shown
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.kafka.transactions.registers import read
 from tidemill.kafka.transactions.state import State
 

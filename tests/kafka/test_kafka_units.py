@@ -15,7 +15,7 @@ from processes import Process
 from raw import RawClient, batch, decode, fetch_body, produce_body, request_frame
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.kafka import errors
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.open import metastore_on

@@ -11,7 +11,7 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt
 from tidemill.base.runtime import tasks
 from tidemill.base.status.status import Tracker
-from tidemill.consensus import leading
+from tidemill.consensus import leader_election
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.keeper.jobs import Budget, Job, Jobs
 from tidemill.keeper.told import TOLD_AT_ONCE, Told
@@ -65,7 +65,7 @@ def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch:
 def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(leading.lead, "__kwdefaults__", {**leading.lead.__kwdefaults__, "ttl_ms": 1500})
+    monkeypatch.setattr(leader_election.lead, "__kwdefaults__", {**leader_election.lead.__kwdefaults__, "ttl_ms": 1500})
 
     async def scenario() -> None:
         state, terms, at_once = MemoryState(), [], [0, 0]

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.logging import configure_logs
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.open import NODE, open_metastore

@@ -12,7 +12,7 @@ from typing import Any
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Fenced, Unavailable, Unknown
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.settings import DomainSettings

@@ -21,9 +21,9 @@ from typing import Any
 from lsm_killed_child import OPTIONS, STEPS, Deadly, Fate, batch, watch_edits
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus import staterecords
 from tidemill.consensus.api import Consensus, LogHead
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.state_log import codec
 from tidemill.metastore.codec import decode_command
 from tidemill.metastore.commands import PersistManifest, SetDomainUuid
 from tidemill.metastore.domain import Domain
@@ -81,7 +81,7 @@ class DeadlyConsensus:
 
 
 def kind_of(record: bytes) -> str:
-    if record[0] != staterecords.COMMAND:
+    if record[0] != codec.COMMAND:
         return "rollup"
     command = decode_command(record[1:])
     if isinstance(command, PersistManifest):

@@ -12,8 +12,8 @@ from patience import DEADLINE_S, SCENARIO_S
 from patience import until as until
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.consensus.api import Consensus, Lease
+from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.consensus.open import open_consensus
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.settings import DomainSettings
 from tidemill.objects.local import LocalObjects

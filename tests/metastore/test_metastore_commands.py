@@ -13,7 +13,7 @@ import pytest
 from checkpoint_world import World, persisted
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 
 

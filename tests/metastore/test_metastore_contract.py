@@ -12,8 +12,8 @@ from memory_rows import MemoryRows, Shared
 from tests.contracts.rows import OpenDomain, OpenProcess, RowsContract
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.consensus.open import open_consensus
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.front import Rows
 from tidemill.metastore.open import NODE, TOOL

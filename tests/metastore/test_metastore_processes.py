@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.domain import Domain
 from tidemill.metastore.metastore import Metastore

@@ -15,10 +15,10 @@ from checkpoint_world import World, damage, keys, manifest_of, persisted
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt, Invalid, Missing, Replaced, Unknown
-from tidemill.consensus import leading
+from tidemill.consensus import leader_election
 from tidemill.consensus.api import LogHead, Versioned
+from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.open import open_consensus
 from tidemill.keeper.restore import Restorer
 from tidemill.metastore import domain
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, TopicRow
@@ -197,7 +197,7 @@ class CutOff(MemoryConsensus):
 def test_a_restore_cut_off_at_every_write_is_finished_by_running_it_again(
     landed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (domain, leading):
+    for module in (domain, leader_election):
         monkeypatch.setattr(module, "RELEASE_TIMEOUT_S", 0.01)  # the dead are not waited for
 
     async def body(world: World) -> None:

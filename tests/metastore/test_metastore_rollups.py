@@ -9,9 +9,9 @@ import pytest
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.consensus import staterecords
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.state_log import codec as staterecords
 from tidemill.metastore import codec
 from tidemill.metastore.codec import decode_state, decode_state_slowly, encode_state, encode_state_slowly
 from tidemill.metastore.domain import Domain

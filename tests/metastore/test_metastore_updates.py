@@ -16,7 +16,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Corrupt, Invalid, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_BYTES, METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.apply import UnreadableRecord, apply
 from tidemill.metastore.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.metastore.commands import (

@@ -18,8 +18,8 @@ from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid, TidemillError
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.open import open_consensus
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.apply import apply
 from tidemill.metastore.codec import decode_state, encode_command, encode_state
 from tidemill.metastore.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch

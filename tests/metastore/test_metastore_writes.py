@@ -16,7 +16,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.codec import decode_command, encode_command
 from tidemill.metastore.commands import PersistManifest, ResetManifest, SetDomainUuid
 from tidemill.metastore.domain import Domain

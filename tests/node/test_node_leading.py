@@ -13,7 +13,7 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Lease
-from tidemill.consensus.leading import lead
+from tidemill.consensus.leader_election import lead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.metastore.open import metastore_on

@@ -14,8 +14,8 @@ from tidemill.base.errors import Unavailable
 from tidemill.base.limits import NODE_BLIND_AFTER_MS
 from tidemill.base.status.status import Report
 from tidemill.consensus.api import Versioned
-from tidemill.consensus.board import FORGET_AFTER_MS, Board
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.status.board import FORGET_AFTER_MS, Board
 from tidemill.node import peers as peers_module
 from tidemill.node.peers import FRESH_S, Peers
 from tidemill.topics.leadership import Membership, NodeInfo

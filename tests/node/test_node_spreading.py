@@ -9,7 +9,7 @@ import pytest
 from tidemill.base.clock import SystemClock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Lease
-from tidemill.consensus.leading import lead
+from tidemill.consensus.leader_election import lead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.node import spreading
 from tidemill.node.spreading import Spread

@@ -16,8 +16,8 @@ from tidemill.base.config.config import Config
 from tidemill.base.errors import Unavailable
 from tidemill.base.status.status import Mark
 from tidemill.cli.demo.ports import free_address
-from tidemill.consensus.board import Board
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.status.board import Board
 from tidemill.metastore.metastore import Metastore
 
 WHY = "planted: consensus went away."

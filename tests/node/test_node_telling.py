@@ -14,8 +14,8 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable, Unknown
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import Report, Tracker, this_process
-from tidemill.consensus.board import Board
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.status.board import Board
 from tidemill.node.instances import DRIVER_MODULE
 from tidemill.node.telling import Telling
 

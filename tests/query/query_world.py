@@ -105,7 +105,7 @@ def on_s3(directory: Path, new_bucket: Callable[[], str]) -> tidemill.Cluster:
 
 def make_consensus(url: str) -> None:
     """As the first node does: connecting makes no cluster."""
-    from tidemill.consensus.open import open_consensus
+    from tidemill.consensus.factory import open_consensus
 
     async def run() -> None:
         await (await open_consensus(url, SystemClock(), Rand())).aclose()

@@ -18,7 +18,7 @@ from shape_world import Answer, Client, ShapeWorld, eventually, run
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.cli.demo.ports import free_address
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.handle import LogShard

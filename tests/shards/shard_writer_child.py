@@ -13,7 +13,7 @@ from shard_world import SCHEMA, append, updates
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Unavailable
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 from tidemill.shards.open import open_shard
 

@@ -11,7 +11,7 @@ from shard_world import SCHEMA, append, contents_of, run
 
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 from tidemill.shards.open import open_shard, read_shards
 from tidemill.shards.state import check_whole

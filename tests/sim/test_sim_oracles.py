@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tidemill.consensus import staterecords
 from tidemill.consensus.api import LogRecord
+from tidemill.consensus.state_log import codec
 from tidemill.shards.codec import encode_command
 from tidemill.shards.commands import Append, Create
 from tidemill.shards.front import Batch, Column, ShardSchema
@@ -189,7 +189,7 @@ def test_shard_oracles_of_contents_fire() -> None:
 def test_shard_oracle_of_the_log_fires() -> None:
     create = Create("t", "id", ShardSchema((Column("k", "string"), Column("v", "string")), ("k",)))
     appends = [Append(Batch(0, 2, (), "w", "one")), Append(Batch(2, 5, (), "w", "two"))]
-    log = [bytes([staterecords.COMMAND]) + encode_command(command) for command in (create, *appends)]
+    log = [bytes([codec.COMMAND]) + encode_command(command) for command in (create, *appends)]
 
     def attempts(one: str, two: str) -> dict[str, Attempt]:
         return {"one": Attempt("one", 0, 2, outcome=one), "two": Attempt("two", 2, 5, outcome=two)}

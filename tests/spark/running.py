@@ -12,7 +12,7 @@ from patience import DEADLINE_S
 from patience import eventually as until  # noqa: F401
 from tidemill.base.clock import Rand
 from tidemill.base.status.status import Mark
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.spark.host import Settings
 from tidemill.spark.runner import Runner
 

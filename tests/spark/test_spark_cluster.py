@@ -19,7 +19,7 @@ from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid
 from tidemill.cli.demo.ports import free_port
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE, executor_probe
 from tidemill.spark.session import QUICK_JVM, settings
 from tidemill.spark.shipping import ship, tell, wanted_distributions

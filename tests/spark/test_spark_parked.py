@@ -13,7 +13,7 @@ from running import error_of, mark, until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid
 from tidemill.base.status.status import Mark, Report, this_process
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.spark.host import Settings
 from tidemill.spark.parked import _lives_elsewhere, tell
 

@@ -13,7 +13,7 @@ import pytest
 
 from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.spark import register
 from tidemill.spark.host import Settings
 from tidemill.spark.opening import Opening

@@ -14,7 +14,7 @@ from running import mark, started, until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.base.status.status import LIVES, Mark
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark import runner as runner_module
 

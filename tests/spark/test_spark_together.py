@@ -16,7 +16,7 @@ from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.config.config import parse
 from tidemill.base.status.status import Report
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.node.instances import beside
 from tidemill.node.processes import driver
 

@@ -11,7 +11,7 @@ import pytest
 from running import mark, started, until
 
 from tidemill.base.clock import Rand
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark import reporting
 from tidemill.spark.steps import STEP_BYTES

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
 from tidemill.objects.factory import open_objects

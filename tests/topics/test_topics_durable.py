@@ -13,7 +13,7 @@ from topics_world import batch, eventually, values_of
 
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.open import metastore_on
 from tidemill.objects.factory import open_objects

@@ -83,7 +83,7 @@ def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator
     """Open the consensus that the configuration names; closed at the end. Raises Invalid with the key and the fix;
     Unavailable when it is not open `within_s`."""
     from tidemill.base.status.logging import configure_logs
-    from tidemill.consensus.open import open_consensus
+    from tidemill.consensus.factory import open_consensus
 
     configure_logs("warning")  # a command that leads for a moment has nothing to tell about it
     config = load(path)
@@ -105,8 +105,8 @@ def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator
 
 def _holder(url: str) -> str:
     """The process that SQLite's answer waits for, as fields of a sentence; "" for other engines."""
-    from tidemill.consensus.open import sqlite_file
-    from tidemill.consensus.sqlite.holders import who_delays
+    from tidemill.consensus.factory import sqlite_file
+    from tidemill.consensus.sqlite.lock_holders import who_delays
 
     file = sqlite_file(url)
     return f" {who_delays(file)}" if file is not None else ""
@@ -116,7 +116,7 @@ def _shown(url: str) -> str:
     """A URL of consensus without its password."""
     if not url.startswith(("postgres:", "postgresql:")):
         return url
-    from tidemill.consensus.postgres.lanes import without_password
+    from tidemill.consensus.postgres.connections import without_password
 
     return without_password(url)
 

@@ -57,7 +57,7 @@ def doctor(
 def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
     """Works with nodes up or down. Exit 0 clean, 1 with findings."""
     from tidemill.cli.progress import Bars
-    from tidemill.consensus.open import open_consensus
+    from tidemill.consensus.factory import open_consensus
     from tidemill.keeper.deep_check import deep_check
     from tidemill.objects.factory import open_objects
 
@@ -213,7 +213,7 @@ def _objects(config: Config) -> list[Result]:
 
 
 def _consensus(config: Config) -> str:
-    from tidemill.consensus.open import open_consensus
+    from tidemill.consensus.factory import open_consensus
 
     with Portal() as portal:
         consensus = portal.call(open_consensus(config.consensus_url, SystemClock(), Rand()))
@@ -241,7 +241,7 @@ async def _keep(config: Config, capture: str, asked: dict[str, dict[int, tuple[s
     """What tables have before an administrator gives them FULL, for `capture list` and `capture drop`. Where the stores
     do not answer it is printed only."""
     from tidemill.capture.desk import asked_of
-    from tidemill.consensus.open import open_consensus
+    from tidemill.consensus.factory import open_consensus
     from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
     from tidemill.metastore.open import metastore_on
     from tidemill.objects.factory import open_objects

@@ -20,7 +20,7 @@ from tidemill.cli.pipeline_view import (
     table_line,
 )
 from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.node.instances import beside, is_silent, runs_here
 from tidemill.node.overrides import overridden

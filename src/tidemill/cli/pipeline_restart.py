@@ -11,7 +11,7 @@ from pathlib import Path
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.status.status import Report, this_process
 from tidemill.cli.context import Stores
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.node.instances import is_driver
 
 BACK_WITHIN_S = 90.0

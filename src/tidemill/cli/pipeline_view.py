@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import Derived, Report, State, behind, derive_all, this_process
 from tidemill.cli.context import Stores
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.node.instances import beside
 

@@ -40,7 +40,7 @@ def restore(
 
     Exit 0 when every reference was found whole, 1 when the restored cluster has broken ones, 2 when refused.
     """
-    from tidemill.consensus.open import open_consensus
+    from tidemill.consensus.factory import open_consensus
     from tidemill.keeper.restore import Restorer
     from tidemill.objects.factory import open_objects
 

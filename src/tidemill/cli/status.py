@@ -53,7 +53,7 @@ def status(
 
 
 def read_reports(opened: ConsensusOnly) -> list[Report]:
-    from tidemill.consensus.board import Board
+    from tidemill.consensus.status.board import Board
 
     return opened.portal.call(Board(opened.consensus, opened.rand).look(opened.consensus.trouble))
 

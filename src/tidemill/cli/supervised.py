@@ -92,7 +92,7 @@ async def _host_consensus(config: Config, stack: AsyncExitStack) -> None:
     node says so and waits."""
     if not config.consensus_url.startswith("sqlite:"):
         return
-    from tidemill.consensus.open import open_consensus
+    from tidemill.consensus.factory import open_consensus
 
     try:
         consensus = await open_consensus(config.consensus_url, SystemClock(), Rand())

@@ -52,8 +52,8 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
 
 def intruder(config: Config) -> str:
     """Who keeps SQLite's file locked, when the whole cluster goes silent: nobody could report that of himself."""
-    from tidemill.consensus.open import sqlite_file
-    from tidemill.consensus.sqlite.holders import intruders
+    from tidemill.consensus.factory import sqlite_file
+    from tidemill.consensus.sqlite.lock_holders import intruders
 
     file = sqlite_file(config.consensus_url)
     found = intruders(file) if file is not None else []

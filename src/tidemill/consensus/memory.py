@@ -12,10 +12,12 @@ from typing import Any
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed
-from tidemill.consensus import rules
+from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
-from tidemill.consensus.clocks import EngineClock
-from tidemill.consensus.commands import (
+from tidemill.consensus.change_journal import Journal
+from tidemill.consensus.client_base import Facade
+from tidemill.consensus.engine_clock import EngineClock
+from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
     Append,
@@ -32,10 +34,8 @@ from tidemill.consensus.commands import (
     Truncate,
     Wait,
 )
-from tidemill.consensus.facade import Facade
-from tidemill.consensus.journal import Journal
-from tidemill.consensus.rules import UNWRITTEN, LeaseRow
-from tidemill.consensus.seen import Seen
+from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 
 
 class MemoryState:
@@ -55,7 +55,7 @@ def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
     match op:
         case Append(log=log):
             head = state.heads.get(log, UNWRITTEN)
-            grown = rules.append(head, op)
+            grown = transitions.append(head, op)
             state.heads[log] = grown
             state.journal.note((log,))
             state.records.setdefault(log, []).extend(
@@ -63,11 +63,11 @@ def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
             )
             return grown
         case Cas(key=key):
-            version = rules.cas(state.registers.get(key), op)
+            version = transitions.cas(state.registers.get(key), op)
             state.registers[key] = version
             return version
         case Drop(key=key):
-            rules.drop(state.registers.get(key), op)
+            transitions.drop(state.registers.get(key), op)
             del state.registers[key]
             return None
         case Head(key=key):
@@ -76,32 +76,32 @@ def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
             return state.heads.get(log, UNWRITTEN)
         case Read(log=log):
             head = state.heads.get(log, UNWRITTEN)
-            rules.check_read(head, op)
+            transitions.check_read(head, op)
             first = op.start - head.start
             return LogSlice(
-                rules.within(state.records.get(log, [])[first : first + op.limit_records], op.limit_bytes), head
+                transitions.within(state.records.get(log, [])[first : first + op.limit_records], op.limit_bytes), head
             )
         case Fence(log=log):
             head = state.heads.get(log, UNWRITTEN)
-            raised = rules.fence(head, op)
+            raised = transitions.fence(head, op)
             if raised is not head:
                 state.heads[log] = raised
                 state.journal.note((log,))
             return raised
         case Truncate(log=log):
             head = state.heads.get(log, UNWRITTEN)
-            cut = rules.truncate(head, op)
+            cut = transitions.truncate(head, op)
             if cut is not head:
                 state.heads[log] = cut
                 state.journal.note((log,))
                 del state.records[log][: cut.start - head.start]
             return cut
         case Acquire(name=name):
-            row = rules.acquire(state.leases.get(name), op, now_ms)
+            row = transitions.acquire(state.leases.get(name), op, now_ms)
             state.leases[name] = row
             return row.view(now_ms)
         case Release(name=name):
-            given_up = rules.release(state.leases.get(name), op)
+            given_up = transitions.release(state.leases.get(name), op)
             if given_up is not None:
                 state.leases[name] = given_up
             return None

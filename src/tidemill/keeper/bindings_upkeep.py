@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from tidemill.base.status.status import Tracker
-from tidemill.consensus.changed_logs import ChangedLogs
+from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.keeper.checkpoint import sources_of
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget

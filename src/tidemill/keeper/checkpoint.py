@@ -13,7 +13,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.changed_logs import ChangedLogs
+from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.keeper.checkpoint_registers import RegistersStage
 from tidemill.metastore.checkpoint import Checkpointer, Group, Unit, each_readable
 from tidemill.metastore.metastore import Metastore

@@ -22,7 +22,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import Tasks, is_fault, keep
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus, Lease
-from tidemill.consensus.leading import lead
+from tidemill.consensus.leader_election import lead
 
 LEASE = "keeper"
 STEP_S = 2.0

@@ -20,7 +20,7 @@ from functools import partial
 import msgspec
 
 from tidemill.base.errors import Corrupt, Missing, TidemillError
-from tidemill.consensus.changed_logs import ChangedLogs
+from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.persisted import Persisted

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from tidemill.consensus.api import LogHead
-from tidemill.consensus.changed_logs import ChangedLogs
+from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.metastore.rows import PARTITIONS, TOPICS

@@ -23,8 +23,8 @@ from tidemill.base.errors import Closed, Fenced, Invalid, Missing, TidemillError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus, Lease
-from tidemill.consensus.leading import lead
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.leader_election import lead
+from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.apply import NO_FAULTS, apply
 from tidemill.metastore.barrier import Barrier
 from tidemill.metastore.codec import decode_state_slowly, encode_state_slowly

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.persistence import ANY_EPOCH, FollowedManifests, read_manifest
 from tidemill.metastore.settings import Grounds

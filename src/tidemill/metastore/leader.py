@@ -20,7 +20,7 @@ import structlog
 
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.codec import encode_command
 from tidemill.metastore.commands import ResetManifest, SetDomainUuid
 from tidemill.metastore.lsm.database import Database

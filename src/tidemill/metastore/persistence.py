@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, TidemillError, Unavailable, Unknown
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.codec import encode_command
 from tidemill.metastore.commands import PersistManifest
 from tidemill.metastore.lsm.manifest import Manifest, decode_manifest, encode_manifest

@@ -13,7 +13,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Fenced, Missing, TidemillError, Unavailable, Unknown
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogRecord
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.leader import Leader
 from tidemill.metastore.requests import (
     APPEND_BYTES,

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable
 from tidemill.base.limits import METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES, MIB
-from tidemill.consensus.statelog import Applied, StateLog
+from tidemill.consensus.state_log.state_log import Applied, StateLog
 from tidemill.metastore.codec import encode_command
 from tidemill.metastore.commands import WriteBatch
 from tidemill.metastore.line import Claim, Line

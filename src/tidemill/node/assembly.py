@@ -39,10 +39,10 @@ from tidemill.base.runtime.tasks import Tasks, keep, sentence
 from tidemill.base.status.status import Report, Tracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
-from tidemill.consensus.board import Board
-from tidemill.consensus.facade import Facade
-from tidemill.consensus.leading import Body, lead
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.client_base import Facade
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.leader_election import Body, lead
+from tidemill.consensus.status.board import Board
 from tidemill.kafka.server import KafkaServer
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Jobs

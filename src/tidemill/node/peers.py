@@ -14,7 +14,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed
 from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.base.status.status import NODE, Report, derive_process
-from tidemill.consensus.board import FORGET_AFTER_MS, Board
+from tidemill.consensus.status.board import FORGET_AFTER_MS, Board
 from tidemill.topics.leadership import Membership
 
 LOOK_S = 0.5

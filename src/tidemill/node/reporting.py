@@ -19,7 +19,7 @@ from tidemill.base.runtime.memory_budget import Budget, resident_bytes
 from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.base.status.histogram import Stages
 from tidemill.base.status.status import Report, Tracker
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 
 log = structlog.get_logger()
 

@@ -17,8 +17,8 @@ from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.base.status.status import Report, Tracker
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.board import Board
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.status.board import Board
 from tidemill.node.instances import not_missed, not_started
 
 LOOK_EVERY = 3

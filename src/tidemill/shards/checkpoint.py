@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import Corrupt, Missing
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.replica import Replica
+from tidemill.consensus.state_log.replica import Replica
 from tidemill.shards.codec import decode_state, encode_batch, encode_state
 from tidemill.shards.front import Batch
 from tidemill.shards.machine import shard_replica

@@ -10,8 +10,8 @@ from __future__ import annotations
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Corrupt, Invalid
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.replica import Replica
-from tidemill.consensus.statelog import StateLog
+from tidemill.consensus.state_log.replica import Replica
+from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.shards.apply import Reason, Rejected, apply
 from tidemill.shards.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.shards.commands import Command, Create

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Invalid, Unknown
-from tidemill.consensus import staterecords
 from tidemill.consensus.api import Consensus
+from tidemill.consensus.state_log import codec
 from tidemill.shards.codec import encode_command, encode_state
 from tidemill.shards.commands import Create
 from tidemill.shards.machine import shard_log
@@ -46,7 +46,7 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
     log = shard_log(shard_id)
     head = await consensus.log_head(log)
     if head.next == 0:
-        records = [staterecords.encode_command(create), *staterecords.encode_rollup(encode_state(state))]
+        records = [codec.encode_command(create), *codec.encode_rollup(encode_state(state))]
         while head.next == 0:
             with contextlib.suppress(Unknown, Conflict):  # the nonce of what stands there tells, if anything does
                 await consensus.append(log, 0, 0, records, attempt)

@@ -24,7 +24,8 @@ import msgspec
 
 from tidemill.base.errors import Closed, MovedBack, TidemillError, Unavailable, Unknown
 from tidemill.consensus.api import Consensus, LogHead
-from tidemill.consensus.commands import (
+from tidemill.consensus.client_base import Facade
+from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
     Append,
@@ -41,8 +42,7 @@ from tidemill.consensus.commands import (
     Truncate,
     Wait,
 )
-from tidemill.consensus.facade import Facade
-from tidemill.consensus.seen import Seen
+from tidemill.consensus.rollback_detection import Seen
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 
 T = TypeVar("T")

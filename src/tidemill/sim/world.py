@@ -23,10 +23,10 @@ from structlog import DropEvent
 from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
 from tidemill.consensus.api import LogHead, LogRecord, Versioned
-from tidemill.consensus.journal import Journal
+from tidemill.consensus.change_journal import Journal
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.rules import UNWRITTEN, LeaseRow
-from tidemill.consensus.seen import Seen
+from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import ObjectStore

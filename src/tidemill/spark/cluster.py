@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tidemill.base.errors import Invalid
-from tidemill.consensus.open import sqlite_file
+from tidemill.consensus.factory import sqlite_file
 from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
 

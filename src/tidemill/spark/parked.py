@@ -21,8 +21,8 @@ from tidemill.base.runtime.memory_budget import resident_bytes
 from tidemill.base.runtime.tasks import parks, sentence
 from tidemill.base.status.status import Report, Tracker, this_process
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.board import Board
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.status.board import Board
 from tidemill.spark.host import Settings
 
 OPEN_TIMEOUT_S = 3.0

@@ -29,7 +29,7 @@ from tidemill.base.runtime.memory_budget import Rest, give_freed_memory_back, re
 from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.base.status.histogram import SINCE_BOUND, Histogram, merged
 from tidemill.base.status.status import argmin
-from tidemill.consensus.board import Board
+from tidemill.consensus.status.board import Board
 from tidemill.objects.retrying import ResilientObjects
 from tidemill.spark.dead_run import DEAD
 from tidemill.spark.executors import mark_of

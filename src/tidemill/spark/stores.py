@@ -17,8 +17,8 @@ from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.facade import Facade
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.client_base import Facade
+from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.claim import Ownership
 from tidemill.metastore.open import metastore_on

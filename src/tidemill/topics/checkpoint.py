@@ -17,7 +17,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.runtime.coop import Pace
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.changed_logs import ChangedLogs
+from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.metastore.checkpoint import Group, Unit, each_readable
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS, TOPICS

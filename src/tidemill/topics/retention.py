@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.changed_logs import ChangedLogs
+from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.configs import TopicConfig, stored_config

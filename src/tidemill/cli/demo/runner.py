@@ -31,8 +31,8 @@ from tidemill.cli.demo.environment import Environment
 from tidemill.cli.demo.figures import Latencies, Report
 from tidemill.cli.demo.follower import Follower
 from tidemill.cli.demo.money import Money, MoneyCheck
-from tidemill.consensus.board import Board
-from tidemill.consensus.open import open_consensus
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.open import metastore_on
 from tidemill.node.processes import next_port, start_all

@@ -22,16 +22,17 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, TidemillError, Unavailable, Unknown
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import LogHead
-from tidemill.consensus.commands import AnyOp, Append, Cas, Changed, Truncate, Wait
-from tidemill.consensus.facade import Facade
-from tidemill.consensus.kept import kept
-from tidemill.consensus.postgres import groups, lanes, schema, singles, statements
-from tidemill.consensus.postgres.admission import Admission
-from tidemill.consensus.postgres.changes import Differences
-from tidemill.consensus.postgres.groups import Queued
-from tidemill.consensus.postgres.lanes import Connection, Lane, without_password
-from tidemill.consensus.postgres.wakeups import Wakeups
-from tidemill.consensus.seen import Seen
+from tidemill.consensus.client_base import Facade
+from tidemill.consensus.operations import AnyOp, Append, Cas, Changed, Truncate, Wait
+from tidemill.consensus.postgres import connections as lanes
+from tidemill.consensus.postgres import group_commit, schema, single_ops, sql
+from tidemill.consensus.postgres.change_detection import Differences
+from tidemill.consensus.postgres.connections import Connection, Lane, without_password
+from tidemill.consensus.postgres.group_commit import Queued
+from tidemill.consensus.postgres.notifications import Wakeups
+from tidemill.consensus.postgres.session_checks import Admission
+from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.supervised_loop import kept
 
 READ_GROUP_OPS = 256
 
@@ -119,26 +120,26 @@ class PostgresConsensus(Facade):
 
     async def _notify(self, payloads: list[str]) -> None:
         async def send(connection: Connection) -> None:
-            await connection.execute(statements.NOTIFY, (payloads,))
+            await connection.execute(sql.NOTIFY, (payloads,))
 
         await self._enqueue(self._singles, send)
 
     async def _heads(self, logs: list[str]) -> dict[str, LogHead]:
         async def read(connection: Connection) -> dict[str, LogHead]:
-            return await singles.heads(connection, logs)
+            return await single_ops.heads(connection, logs)
 
         found: dict[str, LogHead] = await self._enqueue(self._reads, read)
         return found
 
     async def _sums(self, prefix: str) -> dict[int, int]:
-        found: dict[int, int] = await self._enqueue(self._reads, partial(singles.sums, prefix=prefix))
+        found: dict[int, int] = await self._enqueue(self._reads, partial(single_ops.sums, prefix=prefix))
         return found
 
     async def _heads_after(
         self, prefix: str, after: str, parts: Collection[int], limit: int
     ) -> list[tuple[str, LogHead]]:
         async def read(connection: Connection) -> list[tuple[str, LogHead]]:
-            return await singles.heads_after(connection, prefix, after, parts, limit)
+            return await single_ops.heads_after(connection, prefix, after, parts, limit)
 
         found: list[tuple[str, LogHead]] = await self._enqueue(self._reads, read)
         return found
@@ -154,11 +155,11 @@ class PostgresConsensus(Facade):
             await line.filled.wait()
 
     async def _serve_group(self, line: _Line) -> None:
-        group = groups.take(line.queue)
+        group = group_commit.take(line.queue)
         if not group.members:
             return
         try:
-            again = await line.lane.run(lambda connection: groups.commit(connection, group, self._log_ids))
+            again = await line.lane.run(lambda connection: group_commit.commit(connection, group, self._log_ids))
             line.queue.extendleft(reversed(again))
             for log, chain in group.chains.items():
                 last = chain[-1]
@@ -179,7 +180,7 @@ class PostgresConsensus(Facade):
             if callable(op):
                 queued.done(await line.lane.run(op))
             else:
-                result = await line.lane.run(lambda connection: singles.write(connection, op, self._log_ids))
+                result = await line.lane.run(lambda connection: single_ops.write(connection, op, self._log_ids))
                 queued.done(result)
                 if isinstance(op, Truncate) and op.log not in self._sweeping and result.start > 0:
                     self._sweeping.add(op.log)
@@ -200,7 +201,7 @@ class PostgresConsensus(Facade):
                 if callable(queued.op):
                     queued.done(await line.lane.run(queued.op))
             if ops:
-                outcomes = await line.lane.run(lambda c: singles.read_group(c, [queued.op for queued in ops]))
+                outcomes = await line.lane.run(lambda c: single_ops.read_group(c, [queued.op for queued in ops]))
                 for queued, outcome in zip(ops, outcomes, strict=True):
                     if isinstance(outcome, TidemillError):
                         queued.fail(outcome)
@@ -228,8 +229,10 @@ class PostgresConsensus(Facade):
             while more:
 
                 async def piece(connection: Connection) -> bool:
-                    found = log_id if log_id is not None else await groups.log_id(connection, log_name, self._log_ids)
-                    return await singles.sweep(connection, found, start)
+                    found = (
+                        log_id if log_id is not None else await group_commit.log_id(connection, log_name, self._log_ids)
+                    )
+                    return await single_ops.sweep(connection, found, start)
 
                 more = await self._enqueue(self._singles, piece)
         except Exception as error:

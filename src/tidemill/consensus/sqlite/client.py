@@ -19,12 +19,12 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Corrupt, Invalid, TidemillError, Unavailable, Unknown, mendable
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.consensus.commands import AnyOp, HeadOfLog, Wait
-from tidemill.consensus.facade import Facade
-from tidemill.consensus.kept import kept
-from tidemill.consensus.seen import Seen
-from tidemill.consensus.sqlite import address, frames, holders, hosting
-from tidemill.consensus.sqlite.link import Link, connect
+from tidemill.consensus.client_base import Facade
+from tidemill.consensus.operations import AnyOp, HeadOfLog, Wait
+from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.sqlite import host_election, lock_holders, protocol, socket_address
+from tidemill.consensus.sqlite.connection import Link, connect
+from tidemill.consensus.supervised_loop import kept
 
 UNSENT_AFTER_S = 15.0
 """An operation that found no sequencer for this long ends as Unavailable."""
@@ -55,7 +55,7 @@ log = structlog.get_logger()
 class _Pending:
     __slots__ = ("future", "op", "sent", "started_s")
 
-    def __init__(self, op: AnyOp | frames.Hello, future: asyncio.Future[Any], started_s: float) -> None:
+    def __init__(self, op: AnyOp | protocol.Hello, future: asyncio.Future[Any], started_s: float) -> None:
         self.op = op
         self.future = future
         self.sent = False
@@ -70,7 +70,7 @@ class SqliteConsensus(Facade):
         self._clock = clock
         self._rand = rand
         self._name = rand.nonce()
-        self._generation = hosting.generation
+        self._generation = host_election.generation
         self._pending: dict[int, _Pending] = {}
         self._unsent: list[int] = []
         self._last_id = 0
@@ -87,13 +87,13 @@ class SqliteConsensus(Facade):
         self.seen = Seen(f"sqlite:{self._database}")
         self._broken: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
-        self._seat: hosting.Seat | None = None
+        self._seat: host_election.Seat | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Attach, connect, and host the sequencer if nobody does. Raises Invalid, Corrupt or Unavailable."""
         self._loop = asyncio.get_running_loop()
-        self._seat = hosting.attach(self._database, self._clock)
+        self._seat = host_election.attach(self._database, self._clock)
         self._away_s = self._loop.time()
         self._tasks.spawn(kept("consensus-sqlite-link", self._stay_connected, self._told), name="consensus-sqlite-link")
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
@@ -113,7 +113,7 @@ class SqliteConsensus(Facade):
             raise Closed("This consensus client was closed.")
         if self._broken is not None:
             raise self._broken
-        if self._generation != hosting.generation:
+        if self._generation != host_election.generation:
             raise Closed("This consensus client belongs to the parent process.", fix="Open a client after the fork.")
         self._last_id += 1
         future: asyncio.Future[Any] = self._loop.create_future()
@@ -135,7 +135,7 @@ class SqliteConsensus(Facade):
         finally:
             pending = self._pending.pop(request_id, None)
             if pending is not None and pending.sent and self._link is not None and self._link.transport is not None:
-                self._link.transport.write(frames.encode([(0, frames.Forget(request_id))]))
+                self._link.transport.write(protocol.encode([(0, protocol.Forget(request_id))]))
 
     def _flush_soon(self) -> None:
         if not self._flushing and self._link is not None:
@@ -164,32 +164,32 @@ class SqliteConsensus(Facade):
     def _encoded(self, batch: list[tuple[int, object]]) -> bytes:
         """One request that cannot be coded is refused; its neighbours go."""
         try:
-            return frames.encode(batch)
+            return protocol.encode(batch)
         except Exception:
             coded = []
             for request in batch:
                 try:
-                    coded.append(frames.encode([request]))
+                    coded.append(protocol.encode([request]))
                 except Exception as error:
                     refused = Invalid(f"The operation cannot be coded: reason={error!r}.")
                     self._settle(self._pending.pop(request[0], None), refused)
             return b"".join(coded)
 
-    def _answered(self, answer: frames.Answer) -> None:
-        if answer.outcome == frames.BYE:
+    def _answered(self, answer: protocol.Answer) -> None:
+        if answer.outcome == protocol.BYE:
             self._goodbye = True
             return
         pending = self._pending.pop(answer.id, None)
         if pending is None or pending.future.done():
             return
         try:
-            if answer.outcome == frames.OK:
-                result: Any = frames.decode_result(pending.op, answer)
+            if answer.outcome == protocol.OK:
+                result: Any = protocol.decode_result(pending.op, answer)
                 if pending.op.writes:
                     self._refusal = ""
                 pending.future.set_result(result)
                 return
-            error = frames.decode_error(pending.op, answer)
+            error = protocol.decode_error(pending.op, answer)
         except Exception as unread:
             said = f"The sequencer's answer cannot be read: op={type(pending.op).__name__} reason={unread}."
             self._settle(pending, Unknown(said) if pending.op.writes else Unavailable(said))
@@ -242,9 +242,9 @@ class SqliteConsensus(Facade):
         Nothing else is sent before, so a socket that nobody serves any more costs no Unknown.
         """
         assert link.transport is not None
-        hello = frames.Hello(frames.WIRE_VERSION, self._name)
+        hello = protocol.Hello(protocol.WIRE_VERSION, self._name)
         pending = self._pending[0] = _Pending(hello, self._loop.create_future(), self._loop.time())
-        link.transport.write(frames.encode([(0, hello)]))
+        link.transport.write(protocol.encode([(0, hello)]))
         deadline_s = self._loop.time() + GREETING_S
         try:
             done: set[asyncio.Future[Any]] = set()
@@ -286,7 +286,7 @@ class SqliteConsensus(Facade):
         was served before waits as long as always, for it may go on."""
         if self._loop.time() - self._away_s < LOOK_S:
             return False
-        held = holders.lock_holders(address.lock_path(self._database))
+        held = lock_holders.lock_holders(socket_address.lock_path(self._database))
         stopped = next((holder for holder in held if holder.state), None)
         if stopped is None:
             return False
@@ -320,7 +320,7 @@ class SqliteConsensus(Facade):
         now_s = self._loop.time()
         for request_id, pending in list(self._pending.items()):
             age_s = now_s - pending.started_s
-            if isinstance(pending.op, (Wait, frames.Hello)):
+            if isinstance(pending.op, (Wait, protocol.Hello)):
                 continue
             if age_s < UNSENT_AFTER_S:
                 break
@@ -330,7 +330,7 @@ class SqliteConsensus(Facade):
                     pending.future.set_exception(
                         Unavailable(
                             f"No sequencer answers for the database: database={self._database} last={self._reason!r}"
-                            f" {holders.who_locks(address.lock_path(self._database))}.",
+                            f" {lock_holders.who_locks(socket_address.lock_path(self._database))}.",
                             fix="Look for a stopped process that holds the lock file beside it.",
                         )
                     )
@@ -365,7 +365,7 @@ class SqliteConsensus(Facade):
             return f"No sequencer answers for the database: database={self._database} last={self._reason!r}."
         waited_s = max((now_s - p.started_s for p in self._pending.values() if not isinstance(p.op, Wait)), default=0.0)
         if waited_s > SLOW_AFTER_S:
-            who = holders.who_delays(self._database)
+            who = lock_holders.who_delays(self._database)
             return f"The sequencer is slow to answer: database={self._database} waited_s={waited_s:.0f} {who}."
         return self._refusal if now_s - self._refused_s > REFUSED_AFTER_S else ""
 
@@ -389,4 +389,4 @@ class SqliteConsensus(Facade):
         self._fail_all(Closed("This consensus client was closed."))
         seat, self._seat = self._seat, None
         if seat is not None:
-            await asyncio.to_thread(hosting.detach, seat)
+            await asyncio.to_thread(host_election.detach, seat)

@@ -18,10 +18,11 @@ import apsw
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError, Unavailable
-from tidemill.consensus import rules
+from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, LogSlice, Versioned
-from tidemill.consensus.clocks import EngineClock
-from tidemill.consensus.commands import (
+from tidemill.consensus.change_journal import Journal
+from tidemill.consensus.engine_clock import EngineClock
+from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
     Append,
@@ -39,11 +40,10 @@ from tidemill.consensus.commands import (
     Wait,
     WriteOp,
 )
-from tidemill.consensus.journal import Journal
-from tidemill.consensus.rules import UNWRITTEN, LeaseRow
-from tidemill.consensus.sqlite import tables
-from tidemill.consensus.sqlite.records import LOG_IDS, Placed, Records
-from tidemill.consensus.sqlite.sealing import context_of, seal, unsealed_register
+from tidemill.consensus.sqlite import schema
+from tidemill.consensus.sqlite.record_storage import LOG_IDS, Placed, Records
+from tidemill.consensus.sqlite.row_checksums import context_of, seal, unsealed_register
+from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 
 Outcome = Any
 """A result, or the TidemillError that is the operation's outcome."""
@@ -90,7 +90,7 @@ class Engine:
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
-        self._db = tables.connect(path)
+        self._db = schema.connect(path)
         last_seen_ms = self._rows("SELECT clock_ms FROM meta")[0][0]
         self._clock = EngineClock(clock, last_seen_ms)
         self._steady = clock
@@ -130,7 +130,7 @@ class Engine:
                 self._shrink()
         except apsw.Error as error:
             self._roll_back()
-            raise tables.translate(error, self._path) from error
+            raise schema.translate(error, self._path) from error
         except BaseException:
             self._roll_back()
             raise
@@ -166,39 +166,39 @@ class Engine:
         match op:
             case Append(log=log):
                 head = staged.heads.get(log) or self._head(log)
-                grown = rules.append(head, op)
+                grown = transitions.append(head, op)
                 staged.heads[log] = grown
                 staged.appends.append(op)
                 return grown
             case Cas(key=key):
-                version = rules.cas(self._staged_version(key, staged), op)
+                version = transitions.cas(self._staged_version(key, staged), op)
                 staged.registers[key] = version
                 return version
             case Drop(key=key):
-                rules.drop(self._staged_version(key, staged), op)
+                transitions.drop(self._staged_version(key, staged), op)
                 staged.registers[key] = None
                 return None
             case Fence(log=log):
                 head = staged.heads.get(log) or self._head(log)
-                raised = rules.fence(head, op)
+                raised = transitions.fence(head, op)
                 if raised is not head:
                     staged.heads[log] = raised
                     staged.marked.add(log)
                 return raised
             case Truncate(log=log):
                 head = staged.heads.get(log) or self._head(log)
-                cut = rules.truncate(head, op)
+                cut = transitions.truncate(head, op)
                 if cut is not head:
                     staged.heads[log] = cut
                     staged.marked.add(log)
                 return cut
             case Acquire(name=name):
                 now_ms = self._clock.now_ms()
-                row = rules.acquire(staged.leases.get(name) or self._lease(name), op, now_ms)
+                row = transitions.acquire(staged.leases.get(name) or self._lease(name), op, now_ms)
                 staged.leases[name] = row
                 return row.view(now_ms)
             case Release(name=name):
-                given_up = rules.release(staged.leases.get(name) or self._lease(name), op)
+                given_up = transitions.release(staged.leases.get(name) or self._lease(name), op)
                 if given_up is not None:
                     staged.leases[name] = given_up
                 return None
@@ -310,11 +310,11 @@ class Engine:
                 case _:
                     raise Unavailable(f"Not a read: op={type(op).__name__}.")
         except apsw.Error as error:
-            raise tables.translate(error, self._path) from error
+            raise schema.translate(error, self._path) from error
 
     def _read(self, op: Read) -> LogSlice:
         head = self._head(op.log)
-        rules.check_read(head, op)
+        transitions.check_read(head, op)
         if op.start >= head.next:
             return LogSlice((), head)
         records = self._records.read(self._ids[op.log], head, op.start, op.limit_records, op.limit_bytes)

@@ -23,10 +23,10 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.runtime import file_descriptors
-from tidemill.consensus.commands import AnyOp, Append, Wait
-from tidemill.consensus.sqlite import address, frames
+from tidemill.consensus.operations import AnyOp, Append, Wait
+from tidemill.consensus.sqlite import protocol, socket_address
 from tidemill.consensus.sqlite.engine import Doubtful, Engine
-from tidemill.consensus.sqlite.sockets import Connection, listen
+from tidemill.consensus.sqlite.server_sockets import Connection, listen
 
 RECEIVE_BYTES = 1 << 20
 """Per connection and round: what makes every process progress, whatever the others send."""
@@ -145,16 +145,16 @@ class Sequencer:
             try:
                 answer = engine.answer(op)
             except TidemillError as error:
-                connection.answers.append(frames.refusal(request_id, error))
+                connection.answers.append(protocol.refusal(request_id, error))
                 if isinstance(error, Corrupt):
                     log.error("database damaged", database=str(self._database), error=str(error))
             except Exception as error:
-                connection.answers.append(frames.refusal(request_id, _foreign(op, error)))
+                connection.answers.append(protocol.refusal(request_id, _foreign(op, error)))
             else:
                 if isinstance(op, Wait) and not answer:
                     self._park(connection, request_id, op)
                 else:
-                    connection.answers.append(frames.result(request_id, answer))
+                    connection.answers.append(protocol.result(request_id, answer))
         for connection in [*self._connections.values()]:
             if connection.answers or connection.out:
                 self._flush(connection)
@@ -187,9 +187,9 @@ class Sequencer:
         advanced: dict[str, int] = {}
         for (connection, request_id, op), outcome in zip(writes, outcomes, strict=True):
             if isinstance(outcome, TidemillError):
-                connection.answers.append(frames.refusal(request_id, outcome))
+                connection.answers.append(protocol.refusal(request_id, outcome))
             else:
-                connection.answers.append(frames.result(request_id, outcome))
+                connection.answers.append(protocol.result(request_id, outcome))
                 if type(op) is Append:
                     advanced[op.log] = outcome.next
         if self._waiters:
@@ -198,7 +198,7 @@ class Sequencer:
 
     def _refuse_all(self, requests: list[tuple[Connection, int, Any]], error: TidemillError) -> None:
         for connection, request_id, _ in requests:
-            connection.answers.append(frames.refusal(request_id, error))
+            connection.answers.append(protocol.refusal(request_id, error))
         for connection in {id(c): c for c, _, _ in requests}.values():
             self._flush(connection)
 
@@ -213,7 +213,7 @@ class Sequencer:
         for (_, request_id), (beyond, connection) in list(self._waiters.get(log_name, {}).items()):
             if next_position > beyond:
                 self._forget(connection, request_id)
-                connection.answers.append(frames.result(request_id, True))
+                connection.answers.append(protocol.result(request_id, True))
 
     def _forget(self, connection: Connection, request_id: int) -> None:
         log_name = connection.waits.pop(request_id, None)
@@ -241,7 +241,9 @@ class Sequencer:
                 return
             sock = late
         try:
-            welcome = len(self._connections) < self._most_clients and address.serves(address.peer_uid(sock))
+            welcome = len(self._connections) < self._most_clients and socket_address.serves(
+                socket_address.peer_uid(sock)
+            )
             if welcome:
                 sock.setblocking(False)
                 self._selector.register(sock, selectors.EVENT_READ, Connection(sock))
@@ -289,13 +291,13 @@ class Sequencer:
             return
         try:
             for body in connection.splitter.feed(data):
-                for request in frames.decode_requests(body):
+                for request in protocol.decode_requests(body):
                     op = request.op
                     if op.writes:
                         writes.append((connection, request.id, op))
-                    elif isinstance(op, frames.Hello):
+                    elif isinstance(op, protocol.Hello):
                         self._greet(connection, request.id, op)
-                    elif isinstance(op, frames.Forget):
+                    elif isinstance(op, protocol.Forget):
                         self._forget(connection, op.request)
                     else:
                         reads.append((connection, request.id, op))
@@ -303,14 +305,14 @@ class Sequencer:
             log.warning("peer does not speak the protocol", reason=str(error))
             self._drop(connection)
 
-    def _greet(self, connection: Connection, request_id: int, hello: frames.Hello) -> None:
-        if hello.version != frames.WIRE_VERSION:
+    def _greet(self, connection: Connection, request_id: int, hello: protocol.Hello) -> None:
+        if hello.version != protocol.WIRE_VERSION:
             mismatch = Invalid(
                 f"Two versions of tidemill share a database: database={self._database}"
-                f" theirs={hello.version} ours={frames.WIRE_VERSION}.",
+                f" theirs={hello.version} ours={protocol.WIRE_VERSION}.",
                 fix="Run the same version in every process.",
             )
-            connection.answers.append(frames.refusal(request_id, mismatch))
+            connection.answers.append(protocol.refusal(request_id, mismatch))
             return
         earlier = self._clients.get(hello.client)
         if earlier is not None and earlier is not connection:
@@ -318,13 +320,13 @@ class Sequencer:
             self._drop(earlier)
         connection.client = hello.client
         self._clients[hello.client] = connection
-        connection.answers.append(frames.result(request_id, None))
+        connection.answers.append(protocol.result(request_id, None))
 
     def _flush(self, connection: Connection) -> None:
         if connection.closed:
             return
         if connection.answers:
-            connection.out += frames.encode(connection.answers)
+            connection.out += protocol.encode(connection.answers)
             connection.answers.clear()
         try:
             while connection.out:
@@ -343,7 +345,7 @@ class Sequencer:
 
     def _part(self, connection: Connection) -> None:
         """An orderly goodbye: nothing this client has not been answered was executed."""
-        connection.out += frames.encode([*connection.answers, frames.GOODBYE])
+        connection.out += protocol.encode([*connection.answers, protocol.GOODBYE])
         with contextlib.suppress(OSError):
             connection.sock.settimeout(1.0)
             connection.sock.sendall(connection.out)

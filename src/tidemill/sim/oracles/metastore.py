@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import msgspec
 
 from tidemill.base.errors import TidemillError
-from tidemill.consensus import staterecords
 from tidemill.consensus.api import LogRecord
+from tidemill.consensus.state_log import codec
 from tidemill.metastore.apply import apply
 from tidemill.metastore.state import DomainState, check_state
 
@@ -33,7 +33,7 @@ class Shadow:
         step = rule if callable(rule) else apply
         newest = epoch = 0
         for record in records:
-            if record.data[0] != staterecords.COMMAND:
+            if record.data[0] != codec.COMMAND:
                 continue
             before = self.state.manifest
             try:

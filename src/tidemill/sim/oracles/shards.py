@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.consensus import staterecords
+from tidemill.consensus.state_log import codec
 from tidemill.shards.apply import Rejected, apply
 from tidemill.shards.codec import decode_command
 from tidemill.shards.commands import Append
@@ -91,7 +91,7 @@ def check_landed(records: Sequence[bytes], attempts: Mapping[str, Attempt]) -> l
     state: ShardState | None = None
     stands: list[str] = []
     for data in records:
-        if data[0] != staterecords.COMMAND:
+        if data[0] != codec.COMMAND:
             continue
         command = decode_command(data[1:])
         result = apply(state, command)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tidemill.base.errors import Invalid, Replaced, TidemillError, Unavailable, Unknown
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.consensus.leading import lead
+from tidemill.consensus.leader_election import lead
 from tidemill.metastore import source as source_module
 from tidemill.metastore.claim import Ownership, claim, greatest_claim
 from tidemill.metastore.cluster import Cluster, write_cluster

@@ -23,7 +23,7 @@ from typing import Any, cast
 import msgspec
 
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Unavailable, Unknown
-from tidemill.consensus import staterecords
+from tidemill.consensus.state_log import codec
 from tidemill.metastore import domain as domain_module
 from tidemill.metastore import follower as follower_module
 from tidemill.metastore import leader as leader_module
@@ -388,7 +388,7 @@ async def late_manifests(shared: Shared, stop: asyncio.Future[None]) -> None:
     while not stop.done():
         await asyncio.sleep(source.uniform(0.1, 0.8))
         records = world.consensus.placed.get(LOG, [])
-        old = [r.data for r in records if r.data[0] == staterecords.COMMAND and is_manifest(r.data[1:])]
+        old = [r.data for r in records if r.data[0] == codec.COMMAND and is_manifest(r.data[1:])]
         if not old:
             continue
         head = await world.consensus.log_head(LOG)

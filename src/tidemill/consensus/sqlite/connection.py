@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from tidemill.consensus.sqlite import address, frames
+from tidemill.consensus.sqlite import protocol, socket_address
 
 CONNECT_S = 5.0
 
@@ -20,10 +20,10 @@ class Link(asyncio.BufferedProtocol):
     for each few hundred.
     """
 
-    def __init__(self, answered: Callable[[frames.Answer], None], misled: Callable[[Exception], None]) -> None:
+    def __init__(self, answered: Callable[[protocol.Answer], None], misled: Callable[[Exception], None]) -> None:
         self._answered = answered
         self._misled = misled
-        self._splitter = frames.Splitter()
+        self._splitter = protocol.Splitter()
         self._room = memoryview(bytearray(ROOM_BYTES))
         self.transport: asyncio.Transport | None = None
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -38,7 +38,7 @@ class Link(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         try:
             for body in self._splitter.feed(bytes(self._room[:nbytes])):
-                for answer in frames.decode_answers(body):
+                for answer in protocol.decode_answers(body):
                     self._answered(answer)
         except Exception as error:
             # Whatever it is: after an answer that cannot be read, nothing of this connection is trusted.
@@ -57,13 +57,13 @@ class Link(asyncio.BufferedProtocol):
 async def connect(database: Path, make: Callable[[], Link]) -> tuple[Link | None, str]:
     """(a link to somebody who is trusted, or None; why a socket was refused, or "")."""
     reason = ""
-    with address.addresses(database, create=False) as candidates:
+    with socket_address.addresses(database, create=False) as candidates:
         for path in candidates:
             try:
                 async with asyncio.timeout(CONNECT_S):
                     transport, link = await asyncio.get_running_loop().create_unix_connection(make, path)
-                uid = address.peer_uid(transport.get_extra_info("socket"))
-                if address.trusts(uid, database):
+                uid = socket_address.peer_uid(transport.get_extra_info("socket"))
+                if socket_address.trusts(uid, database):
                     return link, ""
                 reason = f"another user serves the socket: path={path} uid={uid}"
                 link.abort()

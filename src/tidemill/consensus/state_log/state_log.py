@@ -19,9 +19,9 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, TidemillError, Unavailable, Unknown
 from tidemill.base.limits import MIB
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.consensus import staterecords
 from tidemill.consensus.api import Consensus, LogRecord
-from tidemill.consensus.replica import Replica, S
+from tidemill.consensus.state_log import codec
+from tidemill.consensus.state_log.replica import Replica, S
 
 _log = structlog.get_logger()
 
@@ -175,7 +175,7 @@ class StateLog(Replica[S]):
                 return self._last_rollup, False
             # Only where the log ends at `start` is the append taken: nothing that this state lacks is before it.
             start, encoded = self.position, self._encode(self.state)
-            records = staterecords.encode_rollup(encoded if isinstance(encoded, bytes) else await encoded)
+            records = codec.encode_rollup(encoded if isinstance(encoded, bytes) else await encoded)
             nonce = self._rand.nonce()
             try:
                 await self._consensus.append(self.log, self.term, start, records, nonce)
@@ -246,7 +246,7 @@ class StateLog(Replica[S]):
             self._in_flight = None
 
     async def _append(self, flight: _InFlight[S]) -> bool:
-        records = [staterecords.encode_command(proposal.command) for proposal in flight.batch]
+        records = [codec.encode_command(proposal.command) for proposal in flight.batch]
         try:
             await self._consensus.append(self.log, self.term, flight.expected, records, flight.nonce)
         except Conflict:

@@ -12,11 +12,11 @@ from collections import deque
 from typing import Any
 
 from tidemill.base.errors import Unavailable
-from tidemill.consensus import rules
+from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, Versioned
-from tidemill.consensus.commands import Append, Cas
-from tidemill.consensus.postgres import statements
-from tidemill.consensus.postgres.lanes import Connection
+from tidemill.consensus.operations import Append, Cas
+from tidemill.consensus.postgres import sql
+from tidemill.consensus.postgres.connections import Connection
 
 GROUP_OPS = 512
 GROUP_BYTES = 8 << 20
@@ -113,11 +113,11 @@ async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) 
     parts: list[tuple[str, str]] = []
     parameters: list[list[Any]] = []
     if chains:
-        parts.append(statements.APPEND)
+        parts.append(sql.APPEND)
         parameters += _append_parameters(chains)
     if updates:
         ops = [queued.op for queued in updates]
-        parts.append(statements.UPDATE_REGISTERS)
+        parts.append(sql.UPDATE_REGISTERS)
         parameters += [
             [op.key for op in ops],
             [op.expected_seq for op in ops],
@@ -126,11 +126,11 @@ async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) 
         ]
     if creates:
         ops = [queued.op for queued in creates]
-        parts.append(statements.CREATE_REGISTERS)
+        parts.append(sql.CREATE_REGISTERS)
         parameters += [[op.key for op in ops], [op.nonce for op in ops], [op.data for op in ops]]
     if not parts:
         return []
-    rows = await (await connection.execute(statements.group(parts), parameters)).fetchall()
+    rows = await (await connection.execute(sql.group(parts), parameters)).fetchall()
     starts = {int(name): start for is_log, name, start in rows if is_log}
     written = {name for is_log, name, _ in rows if not is_log}
     for log_id, start in starts.items():
@@ -149,11 +149,11 @@ async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) 
         first, *rest = chains[log_id]
         head, op = heads[log_id], first.op
         stale = head.term > op.term
-        first.fail(rules.fenced(head, op.log, op.term) if stale else rules.append_conflict(head, op))
+        first.fail(transitions.fenced(head, op.log, op.term) if stale else transitions.append_conflict(head, op))
         again.extend(rest)
     for key in lost_keys:
         queued = group.registers[key]
-        queued.fail(rules.cas_conflict(currents.get(key), queued.op))
+        queued.fail(transitions.cas_conflict(currents.get(key), queued.op))
     return again
 
 
@@ -181,12 +181,12 @@ async def _learn_ids(connection: Connection, names: list[str], log_ids: dict[str
     """Ids never change and logs are never deleted, so what is learnt stays true."""
     if not names:
         return
-    rows = await (await connection.execute(statements.LOG_IDS, (names,))).fetchall()
+    rows = await (await connection.execute(sql.LOG_IDS, (names,))).fetchall()
     log_ids.update(rows)
     missing = [name for name in names if name not in log_ids]
     if missing:
-        await connection.execute(statements.MAKE_LOGS, (missing,))
-        log_ids.update(await (await connection.execute(statements.LOG_IDS, (missing,))).fetchall())
+        await connection.execute(sql.MAKE_LOGS, (missing,))
+        log_ids.update(await (await connection.execute(sql.LOG_IDS, (missing,))).fetchall())
 
 
 async def log_id(connection: Connection, name: str, log_ids: dict[str, int]) -> int:
@@ -195,7 +195,7 @@ async def log_id(connection: Connection, name: str, log_ids: dict[str, int]) -> 
 
 
 async def _heads(connection: Connection, ids: list[int]) -> dict[int, LogHead]:
-    rows = await (await connection.execute(statements.HEADS_BY_ID, (ids,))).fetchall()
+    rows = await (await connection.execute(sql.HEADS_BY_ID, (ids,))).fetchall()
     found = {row[0]: LogHead(*row[1:]) for row in rows}
     if len(found) != len(ids):
         raise Unavailable("A log's head row is gone: somebody deleted from tidemill.logs.")
@@ -203,5 +203,5 @@ async def _heads(connection: Connection, ids: list[int]) -> dict[int, LogHead]:
 
 
 async def registers(connection: Connection, keys: list[str]) -> dict[str, Versioned]:
-    rows = await (await connection.execute(statements.REGISTERS, (keys,), binary=True)).fetchall()
+    rows = await (await connection.execute(sql.REGISTERS, (keys,), binary=True)).fetchall()
     return {row[0]: Versioned(*row[1:]) for row in rows}

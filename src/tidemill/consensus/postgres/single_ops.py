@@ -6,23 +6,13 @@ from collections.abc import Collection
 from typing import Any
 
 from tidemill.base.errors import Unavailable
-from tidemill.consensus import rules
+from tidemill.consensus import transitions
 from tidemill.consensus.api import Lease, LogHead, LogRecord, LogSlice, Versioned
-from tidemill.consensus.commands import (
-    Acquire,
-    Drop,
-    Fence,
-    Head,
-    HeadOfLog,
-    Leases,
-    Read,
-    Release,
-    Scan,
-    Truncate,
-)
-from tidemill.consensus.postgres import groups, statements
-from tidemill.consensus.postgres.lanes import Connection
-from tidemill.consensus.rules import UNWRITTEN, LeaseRow
+from tidemill.consensus.operations import Acquire, Drop, Fence, Head, HeadOfLog, Leases, Read, Release, Scan, Truncate
+from tidemill.consensus.postgres import group_commit
+from tidemill.consensus.postgres import sql as statements
+from tidemill.consensus.postgres.connections import Connection
+from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 
 SWEEP_ROWS = 5_000
 
@@ -33,16 +23,16 @@ async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> 
     """Do one write in its own transaction. Raises its outcome, or psycopg.Error."""
     match op:
         case Fence(log=log, term=term):
-            log_id = await groups.log_id(connection, log, log_ids)
+            log_id = await group_commit.log_id(connection, log, log_ids)
             rows = await _rows(connection, statements.FENCE, (term, log_id, term))
             if rows:
                 return LogHead(*rows[0])
-            raise rules.fenced((await heads(connection, [log]))[log], log, term)
+            raise transitions.fenced((await heads(connection, [log]))[log], log, term)
         case Truncate(log=log, before=before):
             rows = await _rows(connection, statements.TRUNCATE, (before, log, before))
             if rows:
                 return LogHead(*rows[0][1:])
-            return rules.truncate((await heads(connection, [log])).get(log, UNWRITTEN), op)
+            return transitions.truncate((await heads(connection, [log])).get(log, UNWRITTEN), op)
         case Acquire(name=name, holder=holder, ttl_ms=ttl_ms, info=info):
             rows = await _rows(connection, statements.ACQUIRE, (name, holder, ttl_ms, ttl_ms, info))
             if rows:
@@ -50,11 +40,11 @@ async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> 
             rows = await _rows(connection, statements.LEASE, (name,))
             if not rows:
                 raise Unavailable(f"The lease vanished: name={name!r}.")
-            raise rules.lease_conflict(_lease(rows[0]))
+            raise transitions.lease_conflict(_lease(rows[0]))
         case Drop(key=key, expected_seq=expected):
             if await _rows(connection, statements.DROP, (key, expected)):
                 return None
-            raise rules.cas_conflict((await groups.registers(connection, [key])).get(key), op)
+            raise transitions.cas_conflict((await group_commit.registers(connection, [key])).get(key), op)
         case Release(name=name, holder=holder, term=term):
             await connection.execute(statements.RELEASE, (name, holder, term))
             return None
@@ -70,7 +60,7 @@ async def read_group(connection: Connection, ops: list[Any]) -> list[Any]:
     """One outcome (result or error) per read; heads and registers of the whole group by one statement each."""
     keys = list({op.key: None for op in ops if isinstance(op, Head)})
     logs = list({op.log: None for op in ops if isinstance(op, HeadOfLog)})
-    versions = await groups.registers(connection, keys) if keys else {}
+    versions = await group_commit.registers(connection, keys) if keys else {}
     log_heads = await heads(connection, logs) if logs else {}
     outcomes: list[Any] = []
     for op in ops:
@@ -93,7 +83,7 @@ async def _read(connection: Connection, op: Read) -> Any:
     rows = await _rows(connection, statements.READ, (op.start, op.limit_records, op.limit_bytes, op.log))
     head = LogHead(*rows[0][:3]) if rows else UNWRITTEN
     if op.start < head.start:
-        return rules.truncated(head, op)
+        return transitions.truncated(head, op)
     return LogSlice(tuple(LogRecord(*row[3:]) for row in rows if row[3] is not None), head)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from tidemill.consensus.api import Changes, LogHead
-from tidemill.consensus.commands import Changed
+from tidemill.consensus.operations import Changed
 
 PAGE = 1_000
 """Heads in one answer: a millisecond of an engine's thread, or two."""

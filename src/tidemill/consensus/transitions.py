@@ -14,7 +14,7 @@ import msgspec
 from tidemill.base.errors import Conflict, Fenced, Invalid, Missing
 from tidemill.base.limits import LOG_RECORD_BYTES, MIB, REGISTER_BYTES
 from tidemill.consensus.api import Lease, LogHead, LogRecord, Versioned
-from tidemill.consensus.commands import (
+from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
     Append,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 from tidemill.base.errors import Conflict, Fenced
-from tidemill.consensus import rules
+from tidemill.consensus import transitions
 from tidemill.consensus.api import REPORTS, Changes, Lease, LogHead, LogSlice, Versioned
-from tidemill.consensus.commands import (
+from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
     Append,
@@ -27,7 +27,7 @@ from tidemill.consensus.commands import (
     Truncate,
     Wait,
 )
-from tidemill.consensus.seen import Seen
+from tidemill.consensus.rollback_detection import Seen
 
 
 class Owner(Protocol):
@@ -70,7 +70,7 @@ class Facade(abc.ABC):
     async def aclose(self) -> None: ...
 
     async def _checked(self, op: AnyOp) -> Any:
-        rules.validate(op)
+        transitions.validate(op)
         seen = self.seen
         if seen.lost is not None:
             raise seen.lost
@@ -119,7 +119,7 @@ class Facade(abc.ABC):
         if timeout_s <= 0:
             return (await self.log_head(log)).next > beyond
         op = Wait(log, beyond)
-        rules.validate(op)
+        transitions.validate(op)
         if self.seen.lost is not None:
             raise self.seen.lost
         return await self._wait(op, timeout_s)

@@ -16,9 +16,9 @@ import psycopg
 from psycopg import errors as pgerrors
 
 from tidemill.consensus.api import Lease, LogHead
-from tidemill.consensus.postgres import groups, singles, statements
-from tidemill.consensus.postgres.lanes import Connection
-from tidemill.consensus.seen import Seen
+from tidemill.consensus.postgres import group_commit, single_ops, sql
+from tidemill.consensus.postgres.connections import Connection
+from tidemill.consensus.rollback_detection import Seen
 
 
 class Admission:
@@ -51,14 +51,14 @@ class Admission:
                 name: (LogHead(term, start, next_position), nonce)
                 for name, term, start, next_position, nonce in await (
                     await connection.execute(
-                        statements.HISTORY,
+                        sql.HISTORY,
                         ([name for name, _ in asked], [position for _, position in asked]),
                         binary=True,
                     )
                 ).fetchall()
             }
-            registers = await groups.registers(connection, seen.registers)
-            leases: list[Lease] = await singles.leases(connection, seen.leases)
+            registers = await group_commit.registers(connection, seen.registers)
+            leases: list[Lease] = await single_ops.leases(connection, seen.leases)
         except (pgerrors.UndefinedTable, pgerrors.InvalidSchemaName) as error:
             raise seen.end("schema=tidemill found=none") from error
         seen.compare(logs, registers, leases)
@@ -66,7 +66,7 @@ class Admission:
 
 async def life_of(connection: Connection) -> str:
     """Names the server process and its timeline. Raises ReadOnlySqlTransaction of a standby."""
-    row = await (await connection.execute(statements.LIFE)).fetchone()
+    row = await (await connection.execute(sql.LIFE)).fetchone()
     assert row is not None
     if row[0]:
         raise Standby("the server is a standby and cannot be written")

@@ -18,8 +18,8 @@ import apsw
 
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
 from tidemill.base.runtime.private_directories import make_private_directory
-from tidemill.consensus.sqlite import holders
-from tidemill.consensus.sqlite.sealing import context_of, seal
+from tidemill.consensus.sqlite import lock_holders
+from tidemill.consensus.sqlite.row_checksums import context_of, seal
 
 LAYOUT_VERSION = 4
 UNSEALED_LAYOUT = 3
@@ -127,7 +127,7 @@ def translate(error: apsw.Error, path: Path, *, opening: bool = False) -> Tidemi
         return Corrupt(f"SQLite finds the database damaged: path={path} reason={error}.", fix="Restore it from a copy.")
     if isinstance(error, (apsw.BusyError, apsw.LockedError)):
         return Unavailable(
-            f"Another process has locked the database: path={path} {holders.who_locks(path)}.",
+            f"Another process has locked the database: path={path} {lock_holders.who_locks(path)}.",
             fix="Let that process end its transaction, or end it; only tidemill may open this file.",
         )
     if isinstance(error, (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError)):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.consensus.sqlite import address, tables
+from tidemill.consensus.sqlite import schema, socket_address
 from tidemill.consensus.sqlite.sequencer import Sequencer
 
 _guard = threading.Lock()
@@ -44,7 +44,7 @@ class Seat:
         with self._mutex:
             if self._sequencer is not None:
                 return
-            fd = _take_lock(address.lock_path(self._database))
+            fd = _take_lock(socket_address.lock_path(self._database))
             if fd < 0:
                 return
             self._lock_fd = fd
@@ -117,12 +117,12 @@ def detach(seat: Seat) -> None:
 def _take_lock(path: Path) -> int:
     """An open, locked descriptor, or -1 when another process holds the lock. Raises Invalid, Unavailable."""
     while True:
-        tables.make_directory(path.parent)
+        schema.make_directory(path.parent)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             what = "The lock beside the database of consensus.url cannot be opened"
-            raise tables.translate_os(error, what, path) from error
+            raise schema.translate_os(error, what, path) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from tidemill.base.errors import Corrupt, Missing, TidemillError
-from tidemill.consensus import staterecords
 from tidemill.consensus.api import Consensus, LogRecord
+from tidemill.consensus.state_log import codec
 
 S = TypeVar("S")
 
@@ -86,14 +86,14 @@ class Replica(Generic[S]):
         if record.position != self.position:
             raise self._break(f"A record is out of place: expected={self.position} got={record.position}")
         kind = record.data[0] if record.data else -1
-        if kind == staterecords.ROLLUP:
+        if kind == codec.ROLLUP:
             # Whoever has applied everything before a rollup already has its state.
-            self._following, _ = staterecords.decode_part(record.data)
+            self._following, _ = codec.decode_part(record.data)
             self.records_since_rollup = 0
             self._last_rollup = self.position
             self.position += 1
             return
-        if kind != staterecords.COMMAND or self._following:
+        if kind != codec.COMMAND or self._following:
             raise self._break(f"A record of unknown kind: position={record.position} kind={kind}")
         refused: TidemillError | None = None
         try:
@@ -124,9 +124,9 @@ class Replica(Generic[S]):
             except Missing:
                 return
             for record in found.records:
-                if not record.data or record.data[0] != staterecords.ROLLUP:
+                if not record.data or record.data[0] != codec.ROLLUP:
                     raise self._break(f"The log does not start with a rollup: start={start} position={position}")
-                following, part = staterecords.decode_part(record.data)
+                following, part = codec.decode_part(record.data)
                 parts.append(part)
                 position += 1
                 if following == 0:

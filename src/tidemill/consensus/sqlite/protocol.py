@@ -26,7 +26,7 @@ from tidemill.base.errors import (
     Unknown,
 )
 from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice, Versioned
-from tidemill.consensus.commands import (
+from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
     Append,

@@ -19,7 +19,7 @@ from typing import Any
 
 from tidemill.base.errors import MovedBack
 from tidemill.consensus.api import Lease, LogHead, LogSlice, Versioned
-from tidemill.consensus.commands import Acquire, AnyOp, Append, Cas, Drop, Fence, Head, HeadOfLog, Read, Truncate
+from tidemill.consensus.operations import Acquire, AnyOp, Append, Cas, Drop, Fence, Head, HeadOfLog, Read, Truncate
 
 UNSEEN = LogHead(0, 0, 0)
 

@@ -25,7 +25,7 @@ import msgspec
 from tidemill.base.errors import Corrupt
 from tidemill.base.limits import MIB
 from tidemill.consensus.api import LogHead, LogRecord
-from tidemill.consensus.sqlite.sealing import seal, unseal
+from tidemill.consensus.sqlite.row_checksums import seal, unseal
 
 POSITION_BITS = 40
 LOG_IDS = 1 << (63 - POSITION_BITS)

@@ -21,7 +21,7 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.status.status import Report
 from tidemill.consensus.api import REPORTS, Consensus, Versioned
-from tidemill.consensus.pages import Pager, head_of, join
+from tidemill.consensus.status.pages import Pager, head_of, join
 
 PREFIX = REPORTS
 SEPARATOR = "\x1f"

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Awaitable, Callable, Collection
 
 from tidemill.consensus.api import Changes, LogHead
-from tidemill.consensus.commands import Changed
-from tidemill.consensus.journal import PAGE, Journal
+from tidemill.consensus.change_journal import PAGE, Journal
+from tidemill.consensus.operations import Changed
 
 Sums = Callable[[str], Awaitable[dict[int, int]]]
 HeadsAfter = Callable[[str, str, Collection[int], int], Awaitable[list[tuple[str, LogHead]]]]

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from tidemill.base.errors import Invalid
-from tidemill.consensus.sqlite import address, frames
+from tidemill.consensus.sqlite import protocol, socket_address
 
 
 class Connection:
@@ -16,8 +16,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.splitter = frames.Splitter()
-        self.answers: list[frames.Said] = []
+        self.splitter = protocol.Splitter()
+        self.answers: list[protocol.Said] = []
         self.out = bytearray()
         self.client = ""
         self.closed = False
@@ -30,7 +30,7 @@ def listen(database: Path) -> tuple[socket.socket, str]:
     The caller holds the lock, so whatever lies at any of the addresses is stale.
     """
     reasons = []
-    with address.addresses(database, create=True) as candidates:
+    with socket_address.addresses(database, create=True) as candidates:
         for path in candidates:
             with contextlib.suppress(FileNotFoundError, OSError):
                 os.unlink(path)

@@ -18,8 +18,8 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import LogHead
-from tidemill.consensus.kept import kept
-from tidemill.consensus.postgres import lanes
+from tidemill.consensus.postgres import connections
+from tidemill.consensus.supervised_loop import kept
 
 NOTIFY_INTERVAL_S = 0.005
 POLL_INTERVAL_S = 0.5
@@ -118,11 +118,11 @@ class Wakeups:
             except Exception as error:
                 # Whatever it is, also what a driver raises over a payload: a new connection, and polling meanwhile.
                 log.info("listening for wake-ups again", reason=str(error))
-            await asyncio.sleep(self._rand.uniform(0.5, 1.0) * lanes.BACKOFF_MOST_S)
+            await asyncio.sleep(self._rand.uniform(0.5, 1.0) * connections.BACKOFF_MOST_S)
 
     async def _listen_once(self) -> None:
         """Until the connection ends."""
-        connection = await lanes.connect(self._url)
+        connection = await connections.connect(self._url)
         try:
             await connection.execute("LISTEN tidemill")
             await self._look()
