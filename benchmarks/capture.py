@@ -30,7 +30,7 @@ from tidemill.capture.machine import Capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres, find_binaries
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.shards.front import Binding, Remap
 from tidemill.shards.open import open_remap

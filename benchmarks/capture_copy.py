@@ -31,7 +31,7 @@ from tidemill.capture.wire.connection import Wire
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.shards.open import open_remap
 from tidemill.topics.batch import decode_batch

@@ -30,11 +30,11 @@ from typing import Any
 from harbour import machine, percentile
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.metastore.lsm.compaction.open import open_merger
+from tidemill.metastore.factory import NODE, metastore_on
+from tidemill.metastore.lsm.compaction.factory import open_merger
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import encode_manifest
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.open import NODE, metastore_on
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.factory import open_objects
 from tidemill.topics.l1.format import Region

@@ -32,7 +32,7 @@ from consensus import NONCE, Result, engine, fdatasync_rate
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
-from tidemill.metastore.domain import Domain
+from tidemill.metastore.domain.domain import Domain
 from tidemill.objects.local import LocalObjects
 
 KEYS_PER_CLIENT = 1000

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.metastore.lsm.compaction.open import open_merger
-from tidemill.metastore.lsm.compaction.pick import pick
+from tidemill.metastore.lsm.compaction.factory import open_merger
+from tidemill.metastore.lsm.compaction.picker import pick
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.files import Files
-from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.local import LocalObjects
 

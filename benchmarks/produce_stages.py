@@ -38,7 +38,7 @@ from tidemill.kafka.handlers import k00_produce
 from tidemill.kafka.handlers.k00_produce import _Gathering
 from tidemill.kafka.session import Session
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects import local
 from tidemill.objects.factory import open_objects
 from tidemill.topics import checking

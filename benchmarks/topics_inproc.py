@@ -24,7 +24,7 @@ import crc32c
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.header import add_sequence

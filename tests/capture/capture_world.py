@@ -22,7 +22,7 @@ from tidemill.capture.topic_writer import position_of
 from tidemill.capture.wire.connection import DISPLAY_SETTINGS
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.front import Binding
 from tidemill.shards.remap import LogRemap

@@ -14,7 +14,7 @@ from tidemill.base.errors import Unavailable
 from tidemill.capture.own_row import OwnRow
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects.memory import MemoryObjects
 
 ROW = CaptureRow("shop", "7", "slot", "publication", 1, True, taps=("file of the first",))

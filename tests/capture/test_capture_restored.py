@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tidemill.base.lsn import Lsn
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 
 pytestmark = pytest.mark.postgres
 

@@ -1,4 +1,4 @@
-"""What every domain must do for the catalogue, whatever is behind it (metastore/front.py).
+"""What every domain must do for the catalogue, whatever is behind it (metastore/api.py).
 
 Subclass in a test file and give `open_domain`: it makes processes of one fresh domain.
 """
@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from tidemill.base.errors import Conflict, Invalid
-from tidemill.metastore.front import Rows
+from tidemill.metastore.api import Rows
 
 OpenProcess = Callable[[], Awaitable[Rows]]
 OpenDomain = Callable[[], AbstractAsyncContextManager[OpenProcess]]

@@ -27,7 +27,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.keeper.restore_plan import plan_of
-from tidemill.metastore.source import find_source
+from tidemill.metastore.backup.restore_source import find_source
 from tidemill.objects.factory import open_objects
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]

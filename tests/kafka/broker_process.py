@@ -22,7 +22,7 @@ from tidemill.base.runtime.loop_lag import LoopWatch
 from tidemill.consensus.factory import open_consensus
 from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.topics.leadership import Membership, NodeInfo
 from tidemill.topics.log import LocalTopics

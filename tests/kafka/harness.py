@@ -23,7 +23,7 @@ from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.kafka.gate import Gate
 from tidemill.kafka.listeners import Listener
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.open import NODE, metastore_on
+from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore

@@ -21,8 +21,8 @@ from tidemill.kafka.groups.coordinator import Coordinator, Refused
 from tidemill.kafka.groups.led import LedGroup
 from tidemill.kafka.groups.registers import carry_over
 from tidemill.kafka.groups.state import GroupLimits, Join, Phase, Sync, SyncAnswer
+from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.open import metastore_on
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
 from tidemill.objects.memory import MemoryObjects

@@ -18,7 +18,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.kafka import errors
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.topics.batch import decode_columns
 from tidemill.topics.batch.codecs import compress

@@ -10,9 +10,9 @@ from tidemill.keeper.rowcheck import check_rows
 from tidemill.keeper.topic_l1 import TopicL1
 from tidemill.keeper.topic_l1_levels import TopicL1Levels
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.findings import Findings
-from tidemill.metastore.objectcheck import References
-from tidemill.metastore.open import NODE, metastore_on
+from tidemill.metastore.check.findings import Findings
+from tidemill.metastore.check.objects import References
+from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.checkpoint import PartitionsStage

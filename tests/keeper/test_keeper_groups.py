@@ -11,7 +11,7 @@ from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.group_offsets import EMPTY_GROUP_MS, GroupOffsets
 from tidemill.keeper.jobs import Budget
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.rows import GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
 from tidemill.objects.memory import MemoryObjects

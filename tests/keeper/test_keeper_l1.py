@@ -14,7 +14,7 @@ from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.topic_l1 import TopicL1
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.open import NODE, metastore_on
+from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.metastore.rows.partitions import PartitionRow

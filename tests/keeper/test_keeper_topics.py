@@ -17,7 +17,7 @@ from tidemill.keeper.jobs import Budget
 from tidemill.keeper.topic_objects import TopicObjects
 from tidemill.keeper.topic_rollups import TopicRollups
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.open import NODE, metastore_on
+from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.metastore.rows import PARTITIONS
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects

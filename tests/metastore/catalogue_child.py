@@ -15,8 +15,8 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.logging import configure_logs
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.open import NODE, open_metastore
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.factory import NODE, open_metastore
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.objects.factory import open_objects

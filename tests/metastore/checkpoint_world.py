@@ -13,12 +13,12 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.checkpoint import checkpointer
+from tidemill.metastore.backup.checkpoint import Checkpointer
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
-from tidemill.metastore.checkpoint import Checkpointer
 from tidemill.metastore.cluster import Cluster, domain_name
-from tidemill.metastore.domain import Domain
+from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
+from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.presence import ClusterManifest, Presence
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.checkpoint import assemble, decode_header

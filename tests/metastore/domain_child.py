@@ -13,9 +13,9 @@ from typing import Any
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Fenced, Unavailable, Unknown
 from tidemill.consensus.factory import open_consensus
-from tidemill.metastore.domain import Domain
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainSettings
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.settings import DomainSettings
 from tidemill.objects.local import LocalObjects
 
 SETTINGS = dict(persist_interval_s=0.1, rollup_after_records=16, options=Options(write_buffer_bytes=64 << 10))

@@ -24,11 +24,11 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.state_log import codec
-from tidemill.metastore.codec import decode_command
-from tidemill.metastore.commands import PersistManifest, SetDomainUuid
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.lsm.compaction.inline import InlineMerger
-from tidemill.metastore.settings import DomainSettings
+from tidemill.metastore.domain.codec import decode_command
+from tidemill.metastore.domain.commands import PersistManifest, SetDomainUuid
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
 from tidemill.objects.local import LocalObjects
 
 SETTINGS = DomainSettings(lease_ttl_ms=500, persist_interval_s=0.05, rollup_after_records=12, options=OPTIONS)

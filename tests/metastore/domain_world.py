@@ -14,8 +14,8 @@ from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.settings import DomainSettings
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainSettings
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore

@@ -12,10 +12,10 @@ import msgspec
 
 from tidemill.base.clock import ManualClock
 from tidemill.metastore.lsm.block import decode_block
-from tidemill.metastore.lsm.compaction.inline import InlineMerger
-from tidemill.metastore.lsm.compaction.job import names_needed
-from tidemill.metastore.lsm.compaction.pick import Job
-from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.lsm.compaction.compaction_job import names_needed
+from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
+from tidemill.metastore.lsm.compaction.picker import Job
+from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.sst import SstWriter, decode_meta

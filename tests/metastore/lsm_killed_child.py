@@ -23,10 +23,10 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.metastore.lsm.compaction.inline import InlineMerger
+from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.files import Files
-from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.version import Edit
 from tidemill.objects.local import LocalObjects

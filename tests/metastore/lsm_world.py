@@ -13,9 +13,9 @@ from patience import run as run
 from patience import until as eventually  # noqa: F401
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.files import Files
+from tidemill.metastore.lsm.file_store import Files
 from tidemill.metastore.lsm.manifest import Manifest
-from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.scan import Scan
 from tidemill.objects.local import LocalObjects

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tidemill.base.errors import Closed, Conflict, Invalid
+from tidemill.metastore.api import Rows
 from tidemill.metastore.cluster import Cluster
-from tidemill.metastore.front import Rows
 
 CHUNK_ROWS = 3
 

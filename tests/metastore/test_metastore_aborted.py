@@ -12,9 +12,9 @@ from checkpoint_world import Rows, family_rows
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.coop import Pace
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.checkpoint import Unit
+from tidemill.metastore.backup.checkpoint import Unit
 from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS
-from tidemill.metastore.rows.aborted import AbortedRow
+from tidemill.metastore.rows.aborted_transactions import AbortedRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.checkpoint import PartitionFollower
 from tidemill.topics.partition.codec import encode_command

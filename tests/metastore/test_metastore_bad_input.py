@@ -17,9 +17,9 @@ from lsm_world import objects as objects  # the fixture
 from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.files import Files
+from tidemill.metastore.lsm.file_store import Files
 from tidemill.metastore.lsm.manifest import FORMAT, Manifest, encode_manifest
-from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.store import ObjectStore
 
 FIRST, SECOND = range(0, 100), range(500, 600)

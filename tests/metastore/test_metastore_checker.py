@@ -16,9 +16,9 @@ from tidemill.keeper import deep_check as deep_check_module
 from tidemill.keeper.deep_check import Checked, deep_check
 from tidemill.keeper.rowcheck import check_rows
 from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TableSnapshot
-from tidemill.metastore.checker import Checker
-from tidemill.metastore.findings import Findings
-from tidemill.metastore.objectcheck import References
+from tidemill.metastore.check.checker import Checker
+from tidemill.metastore.check.findings import Findings
+from tidemill.metastore.check.objects import References
 from tidemill.metastore.rows import (
     BINDINGS,
     CAPTURES,

@@ -15,10 +15,10 @@ from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
 from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.base.runtime.coop import Pace
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore import checkpoint
-from tidemill.metastore.checkpoint import Checkpointer, Group, packed, slot_of
+from tidemill.metastore.backup import checkpoint
+from tidemill.metastore.backup.checkpoint import Checkpointer, Group, packed, slot_of
+from tidemill.metastore.backup.restore import ATTEMPT_REGISTER, Attempt
 from tidemill.metastore.cluster import domain_of
-from tidemill.metastore.restore import ATTEMPT_REGISTER, Attempt
 from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS
 from tidemill.shards.compaction import compact_once
 from tidemill.shards.open import open_shard

@@ -11,9 +11,9 @@ import pytest
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Invalid, MovedBack, Replaced, Unavailable
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.claim import Ownership, check_unclaimed, claim, claim_key, greatest_claim
+from tidemill.metastore.bucket_claim import Ownership, check_unclaimed, claim, claim_key, greatest_claim
 from tidemill.metastore.cluster import Cluster
-from tidemill.metastore.open import open_metastore
+from tidemill.metastore.factory import open_metastore
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import ObjectMeta

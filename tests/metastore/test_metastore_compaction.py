@@ -14,13 +14,13 @@ from lsm_world import PREFIX, SMALL, Gate, World, collect, eventually, expected,
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
-from tidemill.metastore.lsm.compaction.inline import InlineMerger
-from tidemill.metastore.lsm.compaction.merger import ChoosingMerger, Progress
-from tidemill.metastore.lsm.compaction.pick import Job, pick, target_bytes
-from tidemill.metastore.lsm.compaction.worker import WorkerMerger
+from tidemill.metastore.lsm.compaction.executor import ChoosingMerger, Progress
+from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
+from tidemill.metastore.lsm.compaction.picker import Job, pick, target_bytes
+from tidemill.metastore.lsm.compaction.worker.client import WorkerMerger
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
-from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore

@@ -14,9 +14,9 @@ from tests.contracts.rows import OpenDomain, OpenProcess, RowsContract
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.front import Rows
-from tidemill.metastore.open import NODE, TOOL
+from tidemill.metastore.api import Rows
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.factory import NODE, TOOL
 from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
 

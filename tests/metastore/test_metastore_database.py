@@ -33,14 +33,14 @@ from tidemill.base.limits import (
     METASTORE_KEY_BYTES,
     METASTORE_VALUE_BYTES,
 )
-from tidemill.metastore.lsm import room
+from tidemill.metastore.lsm import write_stall
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.memtable import ROW_OVERHEAD_BYTES
 from tidemill.metastore.lsm.options import Options
+from tidemill.metastore.lsm.read_view import PENDING
 from tidemill.metastore.lsm.sst import SstWriter
 from tidemill.metastore.lsm.version import Edit
-from tidemill.metastore.lsm.view import PENDING
 from tidemill.objects.store import ObjectStore
 
 SST, MANIFEST = "/sst/", "/manifest/"
@@ -863,8 +863,8 @@ def test_what_ended_the_background_work_is_told_to_the_writer_who_waits_for_it()
 
 def test_a_stop_that_lasts_because_flushes_fail_is_told_to_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        monkeypatch.setattr(room, "LOOK_S", 0.01)
-        monkeypatch.setattr(room, "PATIENCE_S", 0.05)
+        monkeypatch.setattr(write_stall, "LOOK_S", 0.01)
+        monkeypatch.setattr(write_stall, "PATIENCE_S", 0.05)
         world = World(memory(), msgspec.structs.replace(SMALL, write_buffer_bytes=10 * ROW_OVERHEAD_BYTES))
         database = await world.open()
         world.objects.before_put = failing(SST, Unavailable("the bucket is away"), times=1_000)

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from patience import DEADLINE_S
 from tidemill.base.errors import Conflict, Fenced, Invalid, Unavailable, Unknown
-from tidemill.metastore import persistence
-from tidemill.metastore.domain import Domain
+from tidemill.metastore.domain import replicated_manifest
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import prefix_of
+from tidemill.metastore.domain.state import DomainState
 from tidemill.metastore.lsm.manifest import Manifest
-from tidemill.metastore.lsm.manifests import BucketManifests
-from tidemill.metastore.settings import prefix_of
-from tidemill.metastore.state import DomainState
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 
 BACKENDS = [
     ("memory", "sqlite"),
@@ -224,7 +224,7 @@ def test_a_reset_whose_manifest_cannot_be_opened_is_told_as_unknown(
         def newer(state: DomainState, domain_uuid: str, max_epoch: int) -> Manifest | None:
             raise Invalid("The manifest was written by a newer version of tidemill: format=9 supported=1.")
 
-        monkeypatch.setattr(persistence, "read_manifest", newer)
+        monkeypatch.setattr(replicated_manifest, "read_manifest", newer)
         with pytest.raises(Unknown, match=r"was reset but could not be opened: .* cause='The manifest was written"):
             await domain.reset(uuid, None, timeout_s=0.5)
         monkeypatch.undo()

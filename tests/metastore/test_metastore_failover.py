@@ -19,10 +19,10 @@ import pytest
 from domain_world import DomainWorld, rows_of, run
 
 from patience import DEADLINE_S
-from tidemill.metastore.apply import apply
-from tidemill.metastore.codec import decode_state, encode_state
-from tidemill.metastore.settings import DomainSettings
-from tidemill.metastore.state import DomainState, check_state
+from tidemill.metastore.domain.apply import apply
+from tidemill.metastore.domain.codec import decode_state, encode_state
+from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.domain.state import DomainState, check_state
 
 CHILD = Path(__file__).with_name("domain_child.py")
 TTL_MS = 1_500

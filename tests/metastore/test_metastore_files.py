@@ -10,7 +10,7 @@ import pytest
 from sst_world import PREFIX, numbered_rows, on_memory_and_local, opener, write_sst
 
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing
-from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.objects.store import ObjectStore
 

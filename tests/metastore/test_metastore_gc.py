@@ -12,10 +12,10 @@ from structlog.testing import capture_logs
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Closed, Corrupt, Unavailable, Unknown
-from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.gc import FAULT_NEWER_EPOCH, Collected, Collector, Roots, retained_manifests
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
-from tidemill.metastore.lsm.manifests import BucketManifests, ManifestName
+from tidemill.metastore.lsm.manifest_store import BucketManifests, ManifestName
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import Buffer, ObjectMeta

@@ -14,8 +14,7 @@ from tidemill.base.errors import Invalid, Missing, Replaced
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.machine import Keeping, check_bucket
 from tidemill.keeper.restore import Restorer
-from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.presence import (
+from tidemill.metastore.cluster_manifest import (
     ALIVE_PREFIX,
     CLUSTER_PREFIX,
     Alive,
@@ -23,6 +22,7 @@ from tidemill.metastore.presence import (
     signs_of_life,
     write_alive,
 )
+from tidemill.metastore.metastore import Metastore
 
 
 def run(body: Callable[[World], Awaitable[None]], domains: int = 1) -> None:

@@ -18,8 +18,8 @@ from lsm_world import collect, run
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.lsm.database import Database
-from tidemill.metastore.lsm.files import Files
-from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.local import LocalObjects
 
 CHILD = Path(__file__).with_name("lsm_killed_child.py")

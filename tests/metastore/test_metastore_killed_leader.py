@@ -17,9 +17,9 @@ from domain_world import DomainWorld, rows_of, run
 from lsm_killed_child import batch, state_at
 
 from patience import DEADLINE_S
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.lsm.files import Files
-from tidemill.metastore.state import check_state
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.state import check_state
+from tidemill.metastore.lsm.file_store import Files
 
 CHILD = Path(__file__).with_name("domain_killed_child.py")
 LIMIT_S = 60.0

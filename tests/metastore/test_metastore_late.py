@@ -11,9 +11,9 @@ from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 
 from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
 from tidemill.base.limits import METASTORE_VALUE_BYTES
-from tidemill.metastore import checkpoint
+from tidemill.metastore.backup import checkpoint
+from tidemill.metastore.backup.checkpoint import Checkpointer, Unit
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.metastore.checkpoint import Checkpointer, Unit
 from tidemill.metastore.rows import CHECKPOINTS, PARTITIONS
 from tidemill.shards.machine import shard_log
 from tidemill.shards.remap import log_name

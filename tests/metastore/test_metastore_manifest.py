@@ -17,7 +17,7 @@ from sst_world import PREFIX, on_memory_and_local, opener
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, Missing, Unavailable
 from tidemill.metastore.lsm.manifest import FORMAT, FileMeta, Manifest, decode_manifest, encode_manifest
-from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.store import ObjectStore
 
 UUID = "11111111-2222-4333-8444-555555555555"

@@ -7,9 +7,9 @@ import asyncio
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.status.status import Mark, State, Tracker, derive
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.leader import OVERDUE_S
-from tidemill.metastore.settings import DomainSettings
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.leader import OVERDUE_S
+from tidemill.metastore.domain.settings import DomainSettings
 from tidemill.objects.memory import MemoryObjects
 
 INTERVAL_S = 600.0

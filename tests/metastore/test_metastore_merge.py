@@ -12,10 +12,10 @@ from lsm_files import Shelf, in_loop, meta
 
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import Corrupt, Invalid, Missing, Unavailable
-from tidemill.metastore.lsm.compaction import job as job_module
-from tidemill.metastore.lsm.compaction.inline import InlineMerger, Throttle
-from tidemill.metastore.lsm.compaction.job import Pause, Read, merge_steps, names_needed
-from tidemill.metastore.lsm.compaction.pick import Job, settle
+from tidemill.metastore.lsm.compaction import compaction_job as job_module
+from tidemill.metastore.lsm.compaction.compaction_job import Pause, Read, merge_steps, names_needed
+from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger, Throttle
+from tidemill.metastore.lsm.compaction.picker import Job, settle
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.memory import MemoryObjects
 

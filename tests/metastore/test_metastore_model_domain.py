@@ -24,13 +24,13 @@ from test_metastore_model import batches, bounds, keys, options
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Closed, Conflict, Fenced, Missing, Unavailable, Unknown
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.metastore.domain import Domain
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainSettings, Grounds
+from tidemill.metastore.domain.state import check_state
 from tidemill.metastore.lsm.manifest import Manifest, decode_manifest
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.snapshot import Snapshot
 from tidemill.metastore.lsm.version import prefix_end
-from tidemill.metastore.settings import DomainSettings, Grounds
-from tidemill.metastore.state import check_state
 from tidemill.objects.memory import MemoryObjects
 from tidemill.sim.clock import SimClock
 from tidemill.sim.loop import LIFE, Life, SimLoop

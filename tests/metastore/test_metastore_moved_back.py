@@ -8,9 +8,9 @@ import pytest
 from domain_world import DomainWorld, rows_of, run
 
 from tidemill.base.errors import MovedBack
-from tidemill.metastore.lsm.manifests import BucketManifests
-from tidemill.metastore.persistence import ANY_EPOCH
-from tidemill.metastore.settings import prefix_of
+from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH
+from tidemill.metastore.domain.settings import prefix_of
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 
 KEY, LOST, LATER = b"\x01kept", b"\x01lost", b"\x01later"
 STATE = ("registers", "heads", "records", "leases")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lsm_files import Shelf, meta
 
-from tidemill.metastore.lsm.compaction.pick import Job, pick, scores, settle, target_bytes
+from tidemill.metastore.lsm.compaction.picker import Job, pick, scores, settle, target_bytes
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 

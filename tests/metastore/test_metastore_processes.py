@@ -17,9 +17,9 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Invalid
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
-from tidemill.metastore.domain import Domain
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.factory import NODE, TOOL, metastore_on
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.open import NODE, TOOL, metastore_on
 from tidemill.metastore.rows import GROUP_OFFSETS, TOPIC_IDS
 from tidemill.objects.factory import open_objects
 

@@ -9,9 +9,9 @@ import pytest
 from domain_world import DomainWorld, run
 
 from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.metastore.api import Rows
 from tidemill.metastore.cluster import Cluster
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.front import Rows
+from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
 
 KEY, VALUE = b"\x01topic\x00\x01", b"row"

@@ -16,10 +16,10 @@ from patience import DEADLINE_S
 from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable, Unknown
 from tidemill.consensus.api import LogHead, LogSlice
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore import requests as requests_module
-from tidemill.metastore import serving as serving_module
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.requests import (
+from tidemill.metastore.domain import forwarding_client as requests_module
+from tidemill.metastore.domain import forwarding_server as serving_module
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.forwarding_client import (
     POSITION_KEY,
     Place,
     Reply,
@@ -32,8 +32,8 @@ from tidemill.metastore.requests import (
     replies_log,
     requests_log,
 )
-from tidemill.metastore.serving import ANSWER_ATTEMPTS
-from tidemill.metastore.state import DomainState
+from tidemill.metastore.domain.forwarding_server import ANSWER_ATTEMPTS
+from tidemill.metastore.domain.state import DomainState
 from tidemill.objects.memory import MemoryObjects
 
 TOOL = replace(FOLLOWS, may_lead=True, linger_s=0.2)
@@ -125,7 +125,7 @@ def test_many_at_once_from_several_processes_are_executed_once_each(world: Domai
 
 
 def test_the_request_log_and_the_reply_log_do_not_grow(world: DomainWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.metastore.serving.REPLIES_KEPT", 20)
+    monkeypatch.setattr("tidemill.metastore.domain.forwarding_server.REPLIES_KEPT", 20)
 
     async def body(world: DomainWorld) -> None:
         await world.node()

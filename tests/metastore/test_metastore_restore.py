@@ -20,14 +20,14 @@ from tidemill.consensus.api import LogHead, Versioned
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.restore import Restorer
-from tidemill.metastore import domain
+from tidemill.metastore.bucket_claim import greatest_claim
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, TopicRow
-from tidemill.metastore.claim import greatest_claim
 from tidemill.metastore.cluster import read_cluster
-from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.cluster_manifest import ALIVE_PREFIX, CLUSTER_PREFIX, Presence, newest_manifest
+from tidemill.metastore.domain import domain
+from tidemill.metastore.factory import metastore_on
+from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.open import metastore_on
-from tidemill.metastore.presence import ALIVE_PREFIX, CLUSTER_PREFIX, Presence, newest_manifest
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS, PARTITIONS
 from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, GroupRow
 from tidemill.metastore.rows.partitions import PartitionRow

@@ -12,11 +12,11 @@ from tidemill.base.errors import Corrupt, Invalid
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.state_log import codec as staterecords
-from tidemill.metastore import codec
-from tidemill.metastore.codec import decode_state, decode_state_slowly, encode_state, encode_state_slowly
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.settings import DomainSettings
-from tidemill.metastore.state import DomainState, VolatileBatch, batch_bytes, check_state
+from tidemill.metastore.domain import codec
+from tidemill.metastore.domain.codec import decode_state, decode_state_slowly, encode_state, encode_state_slowly
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.domain.state import DomainState, VolatileBatch, batch_bytes, check_state
 from tidemill.objects.memory import MemoryObjects
 
 

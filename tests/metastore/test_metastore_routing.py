@@ -16,12 +16,12 @@ from tidemill.consensus.api import Versioned
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore import cluster as clusters
 from tidemill.metastore.cluster import domain_of, open_cluster
-from tidemill.metastore.merged import merged
+from tidemill.metastore.merged_scan import merged
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ALL, EXTENTS, GROUP_OFFSETS, PARTITIONS, PIPELINES, TOPICS
 from tidemill.metastore.rows.extents import ExtentRow
 from tidemill.metastore.rows.groups import GroupOffsetRow
-from tidemill.metastore.rows.keys import Kind
+from tidemill.metastore.rows.key_encoding import Kind
 from tidemill.metastore.rows.pipelines import PipelineRow
 from tidemill.metastore.rows.topics import TopicRow
 

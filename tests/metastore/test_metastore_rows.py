@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tidemill.base.errors import Corrupt, Invalid
 from tidemill.metastore import rows
-from tidemill.metastore.rows.family import Family
-from tidemill.metastore.rows.keys import Column, Kind, entity_of, names_entity
+from tidemill.metastore.rows.key_encoding import Column, Kind, entity_of, names_entity
 from tidemill.metastore.rows.pipelines import PipelineRow
+from tidemill.metastore.rows.row_family import Family
 from tidemill.metastore.rows.topics import TOPICS, TopicRow
 
 EVERY_FAMILY = pytest.mark.parametrize("family", rows.ALL, ids=repr)

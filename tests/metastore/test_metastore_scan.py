@@ -17,7 +17,7 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.memtable import SORT_ROWS
-from tidemill.metastore.lsm.merge import READ_BLOCKS, READ_BYTES
+from tidemill.metastore.lsm.merge_iterator import READ_BLOCKS, READ_BYTES
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.scan import YIELD_SLICES
 from tidemill.metastore.lsm.version import Edit, prefix_end

@@ -11,11 +11,11 @@ from sst_world import PREFIX, Rows, Watched, numbered_rows, on_memory_and_local,
 
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import Corrupt, Invalid, Missing, Unavailable
-from tidemill.metastore.lsm.cache import BlockCache
-from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.lsm.block_cache import BlockCache
+from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.footer import FORMAT
 from tidemill.metastore.lsm.manifest import FileMeta
-from tidemill.metastore.lsm.table import Tables
+from tidemill.metastore.lsm.table_cache import Tables
 from tidemill.objects.memory import MemoryObjects
 
 ROWS = numbered_rows(10_000, value_bytes=100)

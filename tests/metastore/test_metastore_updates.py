@@ -17,17 +17,11 @@ from tidemill.base.errors import Conflict, Corrupt, Invalid, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_BYTES, METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.state_log.state_log import StateLog
-from tidemill.metastore.apply import UnreadableRecord, apply
-from tidemill.metastore.codec import decode_command, decode_state, encode_command, encode_state
-from tidemill.metastore.commands import (
-    Command,
-    PersistManifest,
-    ResetManifest,
-    SetDomainUuid,
-    WriteBatch,
-)
-from tidemill.metastore.state import DomainState, PersistedManifest, VolatileBatch, batch_bytes, check_state
-from tidemill.metastore.writing import measured
+from tidemill.metastore.domain.apply import UnreadableRecord, apply
+from tidemill.metastore.domain.codec import decode_command, decode_state, encode_command, encode_state
+from tidemill.metastore.domain.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
+from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch, batch_bytes, check_state
+from tidemill.metastore.domain.write_path import measured
 
 UUID = "6a4b"
 

@@ -20,10 +20,10 @@ from tidemill.base.errors import Conflict, Invalid, TidemillError
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.state_log.state_log import StateLog
-from tidemill.metastore.apply import apply
-from tidemill.metastore.codec import decode_state, encode_command, encode_state
-from tidemill.metastore.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
-from tidemill.metastore.state import DomainState, PersistedManifest, VolatileBatch, check_state
+from tidemill.metastore.domain.apply import apply
+from tidemill.metastore.domain.codec import decode_state, encode_command, encode_state
+from tidemill.metastore.domain.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
+from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch, check_state
 
 UUID = "6a4b"
 LOG = "metastore/main"

@@ -17,9 +17,9 @@ from lsm_files import Shelf, in_loop
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Closed, Invalid, Missing, Unavailable
-from tidemill.metastore.lsm.compaction.merger import DEATHS_TOLERATED, ChoosingMerger, Progress
-from tidemill.metastore.lsm.compaction.pick import Job, settle
-from tidemill.metastore.lsm.compaction.worker import WorkerMerger
+from tidemill.metastore.lsm.compaction.executor import DEATHS_TOLERATED, ChoosingMerger, Progress
+from tidemill.metastore.lsm.compaction.picker import Job, settle
+from tidemill.metastore.lsm.compaction.worker.client import WorkerMerger
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.local import LocalObjects
@@ -209,8 +209,8 @@ async def test_the_worker_does_not_outlive_a_killed_database(tmp_path: Path) -> 
     job.write_bytes(msgspec.msgpack.encode(job_of(shelf)))
     code = (
         "import asyncio, sys, msgspec\n"
-        "from tidemill.metastore.lsm.compaction.worker import WorkerMerger\n"
-        "from tidemill.metastore.lsm.compaction.pick import Job\n"
+        "from tidemill.metastore.lsm.compaction.worker.client import WorkerMerger\n"
+        "from tidemill.metastore.lsm.compaction.picker import Job\n"
         "from tidemill.metastore.lsm.options import Options\n"
         "async def main():\n"
         "    job = msgspec.msgpack.decode(open(sys.argv[2], 'rb').read(), type=Job)\n"
@@ -240,7 +240,7 @@ def test_memory_objects_have_no_worker() -> None:
 async def test_starting_up_imports_little(tmp_path: Path) -> None:
     """The worker starts in a fraction of a second because it takes only what a merge needs."""
     code = (
-        "import sys, tidemill.metastore.lsm.compaction.worker_main\n"
+        "import sys, tidemill.metastore.lsm.compaction.worker.main\n"
         "heavy = {'pyarrow', 'duckdb', 'pydantic', 'starlette', 'psycopg', 'obstore', 'apsw', 'pyspark', 'typer'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )

@@ -17,16 +17,16 @@ from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.state_log.state_log import StateLog
-from tidemill.metastore.codec import decode_command, encode_command
-from tidemill.metastore.commands import PersistManifest, ResetManifest, SetDomainUuid
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.follower import FEED_ROWS
-from tidemill.metastore.leader import REPLAY_ROWS
+from tidemill.metastore.domain.codec import decode_command, encode_command
+from tidemill.metastore.domain.commands import PersistManifest, ResetManifest, SetDomainUuid
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.follower import FEED_ROWS
+from tidemill.metastore.domain.leader import REPLAY_ROWS
+from tidemill.metastore.domain.state import DomainState, PersistedManifest, check_state
+from tidemill.metastore.domain.write_path import ROOM_WAIT_S
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import MAGIC
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.state import DomainState, PersistedManifest, check_state
-from tidemill.metastore.writing import ROOM_WAIT_S
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import Buffer
 

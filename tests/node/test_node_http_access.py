@@ -30,7 +30,7 @@ from tidemill.access.users import Users
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.node.http import HttpServer
 from tidemill.node.http_access import Guard, Need, Parties, needs
 from tidemill.objects.memory import MemoryObjects

@@ -13,12 +13,12 @@ from contracts.consensus import run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.metastore.lsm.cache import BlockCache
-from tidemill.metastore.lsm.files import Files
+from tidemill.metastore.cluster_manifest import Alive, signs_of_life, write_alive
+from tidemill.metastore.lsm.block_cache import BlockCache
+from tidemill.metastore.lsm.file_store import Files
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.sst import SstWriter
-from tidemill.metastore.lsm.table import Tables
-from tidemill.metastore.presence import Alive, signs_of_life, write_alive
+from tidemill.metastore.lsm.table_cache import Tables
 from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import ResilientObjects

@@ -14,9 +14,9 @@ from starlette.applications import Starlette
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
+from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.open import NODE, metastore_on
-from tidemill.metastore.presence import ClusterManifest, Presence
 from tidemill.node.http import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http import registry_routes

@@ -18,7 +18,7 @@ from tidemill.access.users import Users
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.node.http_access import Guard, Parties
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes.http.grants import Grants

@@ -15,7 +15,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.machine import Capture
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.node.http import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes import ShapeService, shape_routes

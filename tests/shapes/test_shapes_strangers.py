@@ -30,7 +30,7 @@ from tidemill.capture.naming import topic_name
 from tidemill.capture.standing import Standing
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes, table_shapes

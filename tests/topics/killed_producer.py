@@ -12,7 +12,7 @@ from pathlib import Path
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.log import LocalTopics

@@ -12,8 +12,8 @@ from topics_world import run
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.open import metastore_on
 from tidemill.metastore.rows import L1_OBJECTS, PARTITIONS
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.metastore.rows.partitions import PartitionRow

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from topics_world import World, batch, eventually, fetch, run, values_of
 
 from tidemill.base.errors import TidemillError, Unavailable
-from tidemill.metastore.rows.aborted import AbortedRow
+from tidemill.metastore.rows.aborted_transactions import AbortedRow
 from tidemill.spark.decode.records import blocks_of
 from tidemill.spark.decode.slices import Slice
 from tidemill.topics.batch.control import encode_marker, transactional

@@ -14,7 +14,7 @@ from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch import Record, decode_columns, encode_batch

@@ -12,8 +12,8 @@ from tidemill.access.quotas import Limits, Quota, check_quota
 from tidemill.access.writing import write
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid
+from tidemill.metastore.cached_rows import refresh_for_ever
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.refreshing import refresh_for_ever
 from tidemill.metastore.rows import QUOTAS
 from tidemill.metastore.rows.quotas import QuotaRow
 

@@ -14,10 +14,10 @@ from tidemill.access.rules import Authorizer, Filter, Rule, check_rule
 from tidemill.access.writing import write
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid
+from tidemill.metastore.cached_rows import refresh_for_ever
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.refreshing import refresh_for_ever
 from tidemill.metastore.rows import RULES
-from tidemill.metastore.rows.rules import RuleRow
+from tidemill.metastore.rows.acls import RuleRow
 
 REFRESH_S: Final = 1.0
 RULES_MAX: Final = 10_000

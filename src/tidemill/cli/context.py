@@ -52,7 +52,7 @@ class Stores(ConsensusOnly):
     @cached_property
     def metastore(self) -> Metastore:
         """Opened at its first use: most commands need none."""
-        from tidemill.metastore.open import metastore_on
+        from tidemill.metastore.factory import metastore_on
 
         domains = self.config.metastore.domains
         return metastore_on(self.consensus, self.objects, self.clock, self.rand, domains=domains)

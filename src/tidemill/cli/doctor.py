@@ -21,7 +21,7 @@ from tidemill.base.config.config import Config, exposed, load
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
-from tidemill.metastore.findings import Findings
+from tidemill.metastore.check.findings import Findings
 
 MINIMUM_FREE_BYTES = 2 << 30
 PROBE_TIMEOUT_S = 3.0
@@ -243,7 +243,7 @@ async def _keep(config: Config, capture: str, asked: dict[str, dict[int, tuple[s
     from tidemill.capture.desk import asked_of
     from tidemill.consensus.factory import open_consensus
     from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
-    from tidemill.metastore.open import metastore_on
+    from tidemill.metastore.factory import metastore_on
     from tidemill.objects.factory import open_objects
 
     clock, rand = SystemClock(), Rand()

@@ -79,7 +79,7 @@ async def _plan(
     restorer: Restorer, objects: ObjectStore, clock: Clock, rand: Rand, manifests: list[str]
 ) -> dict[str, Any]:
     from tidemill.keeper.restore_plan import plan_of
-    from tidemill.metastore.source import find_source
+    from tidemill.metastore.backup.restore_source import find_source
 
     refused = ""
     try:

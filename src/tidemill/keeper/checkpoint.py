@@ -15,9 +15,9 @@ from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.keeper.checkpoint_registers import RegistersStage
-from tidemill.metastore.checkpoint import Checkpointer, Group, Unit, each_readable
+from tidemill.metastore.backup.checkpoint import Checkpointer, Group, Unit, each_readable
+from tidemill.metastore.backup.restore import attempt_of
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.restore import attempt_of
 from tidemill.metastore.rows import BINDINGS, CAPTURES, PIPELINES, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.metastore.rows.bindings import BindingRow
 from tidemill.metastore.rows.pipelines import PipelineRow, source_of

@@ -11,7 +11,7 @@ import msgspec
 
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.checkpoint import Unit
+from tidemill.metastore.backup.checkpoint import Unit
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import NODES
 from tidemill.metastore.rows.nodes import NodeRow

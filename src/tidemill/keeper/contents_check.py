@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from tidemill.base.errors import Corrupt, Invalid, Missing
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.findings import Findings, RowSource
+from tidemill.metastore.check.findings import Findings, RowSource
 from tidemill.metastore.rows import SHARD_BATCHES
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 from tidemill.shards.checksums import open_part

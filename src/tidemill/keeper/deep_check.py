@@ -22,21 +22,21 @@ from tidemill.consensus.api import Consensus
 from tidemill.keeper.contents_check import check_contents
 from tidemill.keeper.logcheck import check_logs
 from tidemill.keeper.rowcheck import check_rows
-from tidemill.metastore import presence
-from tidemill.metastore.checker import Checker
+from tidemill.metastore import cluster_manifest
+from tidemill.metastore.backup.restore_source import BucketRows, find_source
+from tidemill.metastore.check.checker import Checker
+from tidemill.metastore.check.files import check_domain_files
+from tidemill.metastore.check.findings import Findings, RowSource
+from tidemill.metastore.check.objects import References
 from tidemill.metastore.cluster import Cluster, domain_name, domain_of, read_cluster
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.filecheck import check_domain_files
-from tidemill.metastore.findings import Findings, RowSource
+from tidemill.metastore.cluster_manifest import ClusterManifest
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainSettings, prefix_of
 from tidemill.metastore.lsm.manifest import decode_manifest
-from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.snapshot import Snapshot
-from tidemill.metastore.merged import Chunk, merged
-from tidemill.metastore.objectcheck import References
-from tidemill.metastore.presence import ClusterManifest
-from tidemill.metastore.rows.keys import names_entity
-from tidemill.metastore.settings import DomainSettings, prefix_of
-from tidemill.metastore.source import BucketRows, find_source
+from tidemill.metastore.merged_scan import Chunk, merged
+from tidemill.metastore.rows.key_encoding import names_entity
 from tidemill.objects.store import ObjectStore
 
 FOLLOW = DomainSettings(lead=False, may_lead=False)
@@ -113,10 +113,10 @@ async def deep_check(
 async def _cluster_manifest(objects: ObjectStore, findings: Findings) -> ClusterManifest | None:
     """The newest readable one; each that is not is a finding."""
     newest: ClusterManifest | None = None
-    keys = [found.key async for found in objects.list(presence.CLUSTER_PREFIX)]
+    keys = [found.key async for found in objects.list(cluster_manifest.CLUSTER_PREFIX)]
     for key in keys:
         try:
-            newest = (await presence.load_manifest(objects, key)).manifest
+            newest = (await cluster_manifest.load_manifest(objects, key)).manifest
             findings.walked["cluster manifests"] += 1
         except Missing:
             continue
@@ -154,13 +154,15 @@ async def _compare(
     uuids = tuple(domain.domain_uuid for domain in domains)
     if found is None:
         if any(domain.state.manifest is not None for domain in domains):
-            findings.add(subject, presence.CLUSTER_PREFIX, "the bucket has no cluster manifest to restore it from", fix)
+            findings.add(
+                subject, cluster_manifest.CLUSTER_PREFIX, "the bucket has no cluster manifest to restore it from", fix
+            )
     elif found.incarnation > cluster.incarnation:
         problem = f"the bucket was restored as incarnation {found.incarnation} of cluster {found.cluster_uuid}"
-        findings.add(subject, presence.CLUSTER_PREFIX, problem, "Stop this cluster; it has been replaced.")
+        findings.add(subject, cluster_manifest.CLUSTER_PREFIX, problem, "Stop this cluster; it has been replaced.")
     elif (found.cluster_uuid, found.domains) != (cluster.uuid, uuids):
         problem = f"the bucket's manifest is of cluster {found.cluster_uuid} with domains {','.join(found.domains)}"
-        findings.add(subject, presence.CLUSTER_PREFIX, problem, fix)
+        findings.add(subject, cluster_manifest.CLUSTER_PREFIX, problem, fix)
     for domain in domains:
         persisted = domain.state.manifest
         if persisted is None:

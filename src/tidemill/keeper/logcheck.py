@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from tidemill.base.errors import Corrupt, Missing
 from tidemill.consensus.api import Consensus
-from tidemill.metastore.findings import Findings
+from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.rows.topics import TopicRow
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.machine import shard_replica

@@ -20,12 +20,12 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.keeper.checkpoint import checkpointer
-from tidemill.metastore import presence
-from tidemill.metastore.claim import check_unclaimed
+from tidemill.metastore import cluster_manifest
+from tidemill.metastore.bucket_claim import check_unclaimed
 from tidemill.metastore.cluster import read_cluster
-from tidemill.metastore.domain import Domain
+from tidemill.metastore.cluster_manifest import ALIVE_INTERVAL_S, ClusterManifest, Presence
+from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.presence import ALIVE_INTERVAL_S, ClusterManifest, Presence
 from tidemill.objects.store import ObjectStore
 
 PATIENCE_S = 3600.0
@@ -42,7 +42,9 @@ async def check_bucket(consensus: Consensus, objects: ObjectStore) -> None:
     if known is None:
         await check_unclaimed(objects)
         return
-    presence.check_not_replaced(await presence.newest_manifest(objects), known[0].uuid, known[0].incarnation)
+    cluster_manifest.check_not_replaced(
+        await cluster_manifest.newest_manifest(objects), known[0].uuid, known[0].incarnation
+    )
 
 
 class Keeping:

@@ -13,7 +13,7 @@ from collections import deque
 from typing import NamedTuple
 
 from tidemill.metastore.cluster import domain_of
-from tidemill.metastore.domain import Domain
+from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import SHARDS
 

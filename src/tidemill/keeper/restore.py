@@ -28,12 +28,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
 from tidemill.consensus.api import Consensus
 from tidemill.keeper.rowcheck import check_rows
-from tidemill.metastore.cluster import Cluster, domain_name, domain_of
-from tidemill.metastore.domain import Domain
-from tidemill.metastore.findings import Findings
-from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.objectcheck import References
-from tidemill.metastore.restore import (
+from tidemill.metastore.backup.restore import (
     Attempt,
     begin,
     finish,
@@ -43,6 +38,13 @@ from tidemill.metastore.restore import (
     take_bucket,
     take_claim,
 )
+from tidemill.metastore.backup.restore_source import BucketRows, Source, check_not_alive, find_source
+from tidemill.metastore.check.findings import Findings
+from tidemill.metastore.check.objects import References
+from tidemill.metastore.cluster import Cluster, domain_name, domain_of
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.rows import (
     ABORTED,
     BINDINGS,
@@ -61,8 +63,6 @@ from tidemill.metastore.rows import (
 from tidemill.metastore.rows.captures import CaptureRow, TableSnapshot
 from tidemill.metastore.rows.groups import GroupRow
 from tidemill.metastore.rows.partitions import PartitionRow
-from tidemill.metastore.settings import DomainSettings
-from tidemill.metastore.source import BucketRows, Source, check_not_alive, find_source
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.checkpoint import assemble, decode_header
 from tidemill.shards.codec import decode_batch

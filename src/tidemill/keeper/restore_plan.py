@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from tidemill.base.clock import Clock, Rand
+from tidemill.metastore.backup.restore_source import BucketRows, Source
 from tidemill.metastore.rows import (
     BINDINGS,
     CAPTURES,
@@ -19,7 +20,6 @@ from tidemill.metastore.rows import (
     SHARDS,
     TOPICS,
 )
-from tidemill.metastore.source import BucketRows, Source
 from tidemill.objects.store import ObjectStore
 
 

@@ -12,15 +12,15 @@ from typing import TypeVar
 import msgspec
 
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.metastore.checker import Checker, Examine
-from tidemill.metastore.findings import Findings, RowSource
-from tidemill.metastore.objectcheck import References
+from tidemill.metastore.check.checker import Checker, Examine
+from tidemill.metastore.check.findings import Findings, RowSource
+from tidemill.metastore.check.objects import References
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, PIPELINES, SHARD_BATCHES, SHARDS
 from tidemill.metastore.rows.bindings import BindingRow
 from tidemill.metastore.rows.extents import ExtentRow
-from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.metastore.rows.pipelines import source_of
+from tidemill.metastore.rows.row_family import Family
 from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
 from tidemill.shards.checkpoint import decode_header
 from tidemill.shards.codec import decode_batch

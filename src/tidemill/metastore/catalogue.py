@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
-from tidemill.metastore.front import VersionedRow
+from tidemill.metastore.api import VersionedRow
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import (
     CAPTURE_TABLES,
@@ -44,10 +44,10 @@ from tidemill.metastore.rows.captures import (
     TableSnapshot,
     of_old,
 )
-from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.group_configs import GroupConfigRow
-from tidemill.metastore.rows.names import NameRow
+from tidemill.metastore.rows.name_index import NameRow
 from tidemill.metastore.rows.pipelines import PipelineRow
+from tidemill.metastore.rows.row_family import Family
 from tidemill.metastore.rows.topics import TopicIdRow, TopicRow
 
 TOPIC_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")

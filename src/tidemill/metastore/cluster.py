@@ -24,7 +24,7 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Unknown
 from tidemill.consensus.api import Consensus, Versioned
-from tidemill.metastore.rows.keys import entity_of
+from tidemill.metastore.rows.key_encoding import entity_of
 
 REGISTER = "metastore/cluster"
 FORMAT = 1

@@ -18,11 +18,11 @@ import structlog
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Corrupt, Fenced, Unknown
 from tidemill.consensus.api import Consensus
+from tidemill.metastore.api import Rows
 from tidemill.metastore.cluster import Cluster, read_cluster, write_cluster
-from tidemill.metastore.front import Rows
 from tidemill.metastore.rows import CAPTURES, PIPELINES, TOPIC_IDS, TOPICS
-from tidemill.metastore.rows.family import Family
-from tidemill.metastore.rows.keys import put_text
+from tidemill.metastore.rows.key_encoding import put_text
+from tidemill.metastore.rows.row_family import Family
 from tidemill.metastore.rows.topics import TopicIdRow, TopicRow
 
 PREFIX = "catalogue/"

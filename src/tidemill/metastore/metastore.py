@@ -17,12 +17,12 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Fenced, Invalid, Unavailable, Unknown, ends_process
 from tidemill.base.runtime.tasks import Restarts, Tasks, sentence
 from tidemill.consensus.api import Consensus
+from tidemill.metastore.api import Rows, VersionedRow
 from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
-from tidemill.metastore.front import Rows, VersionedRow
 from tidemill.metastore.imports import import_registers
-from tidemill.metastore.merged import Chunk, merged
-from tidemill.metastore.rows.family import Family
-from tidemill.metastore.rows.keys import Part, names_entity
+from tidemill.metastore.merged_scan import Chunk, merged
+from tidemill.metastore.rows.key_encoding import Part, names_entity
+from tidemill.metastore.rows.row_family import Family
 
 _log = structlog.get_logger()
 

@@ -50,11 +50,11 @@ from tidemill.keeper.machine import Keeping, check_bucket
 from tidemill.keeper.persisted import Persisted
 from tidemill.keeper.topic_holds import PipelineHolds
 from tidemill.keeper.upkeep import jobs
+from tidemill.metastore.bucket_claim import Ownership
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
-from tidemill.metastore.claim import Ownership
 from tidemill.metastore.cluster import Cluster
-from tidemill.metastore.lsm.compaction.open import open_merger
-from tidemill.metastore.open import NODE, metastore_on
+from tidemill.metastore.factory import NODE, metastore_on
+from tidemill.metastore.lsm.compaction.factory import open_merger
 from tidemill.node.assignment import CaptureFirst
 from tidemill.node.binder import Binder
 from tidemill.node.http import HttpServer

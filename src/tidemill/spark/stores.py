@@ -19,9 +19,9 @@ from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.client_base import Facade
 from tidemill.consensus.factory import open_consensus
+from tidemill.metastore.bucket_claim import Ownership
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.claim import Ownership
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import local_directory, open_objects
 from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import ObjectStore

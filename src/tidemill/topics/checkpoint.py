@@ -18,7 +18,7 @@ from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.runtime.coop import Pace
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.metastore.checkpoint import Group, Unit, each_readable
+from tidemill.metastore.backup.checkpoint import Group, Unit, each_readable
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.extents import ExtentRow

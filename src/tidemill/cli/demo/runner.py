@@ -34,7 +34,7 @@ from tidemill.cli.demo.money import Money, MoneyCheck
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.node.processes import next_port, start_all
 from tidemill.node.supervise import Supervisor
 from tidemill.objects.factory import open_objects

@@ -11,8 +11,8 @@ from typing import Final
 from tidemill.base.errors import Invalid
 from tidemill.kafka.groups import configs
 from tidemill.kafka.groups.state import GroupLimits
+from tidemill.metastore.cached_rows import refresh_for_ever
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.refreshing import refresh_for_ever
 from tidemill.metastore.rows.group_configs import GroupConfigRow
 
 REFRESH_S: Final = 2.0

@@ -22,28 +22,28 @@ from collections.abc import Callable, Iterable, Sequence
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Invalid, TidemillError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.metastore.lsm.batch import batch_bytes
-from tidemill.metastore.lsm.cache import BlockCache
+from tidemill.metastore.lsm.batch_validation import batch_bytes
+from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.compaction.compactor import Compactor
-from tidemill.metastore.lsm.compaction.inline import InlineMerger
-from tidemill.metastore.lsm.compaction.merger import Merger
-from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.lsm.compaction.executor import Merger
+from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
+from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.flush import Flusher
 from tidemill.metastore.lsm.gc import Collected, Collector, Roots
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
-from tidemill.metastore.lsm.manifests import BucketManifests, Manifests
+from tidemill.metastore.lsm.manifest_store import BucketManifests, Manifests
 from tidemill.metastore.lsm.memtable import Memtable
+from tidemill.metastore.lsm.notifier import Wake
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.pin import Pin
-from tidemill.metastore.lsm.room import Room
+from tidemill.metastore.lsm.read_view import PENDING, ClosedView, Pending, Row, View
 from tidemill.metastore.lsm.scan import Scan
 from tidemill.metastore.lsm.snapshot import Snapshot
 from tidemill.metastore.lsm.stats import LevelStats, Stats
-from tidemill.metastore.lsm.table import Tables
+from tidemill.metastore.lsm.table_cache import Tables
 from tidemill.metastore.lsm.version import Edit, Version, prefix_end
-from tidemill.metastore.lsm.versions import Versions
-from tidemill.metastore.lsm.view import PENDING, ClosedView, Pending, Row, View
-from tidemill.metastore.lsm.wake import Wake
+from tidemill.metastore.lsm.version_set import Versions
+from tidemill.metastore.lsm.write_stall import Room
 
 PRE_OPEN_AT_ONCE = 8
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from itertools import repeat
 
 from tidemill.base.errors import Closed, Conflict, Unavailable, Unknown
+from tidemill.metastore.lsm.database_protocol import Owner
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import Layer
-from tidemill.metastore.lsm.merge import sort
-from tidemill.metastore.lsm.owner import Owner
+from tidemill.metastore.lsm.merge_iterator import sort
 from tidemill.metastore.lsm.sst import SstWriter
 from tidemill.metastore.lsm.version import Edit
 

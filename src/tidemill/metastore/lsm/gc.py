@@ -33,9 +33,9 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, Missing, TidemillError, Unavailable, Unknown
-from tidemill.metastore.lsm.files import FileName, Files
+from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.manifest import FileMeta
-from tidemill.metastore.lsm.manifests import BucketManifests, ManifestName
+from tidemill.metastore.lsm.manifest_store import BucketManifests, ManifestName
 from tidemill.metastore.lsm.options import Options
 
 _log = structlog.get_logger()

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.lsm.versions import Versions
-from tidemill.metastore.lsm.view import View
+from tidemill.metastore.lsm.read_view import View
+from tidemill.metastore.lsm.version_set import Versions
 
 
 class Pin:

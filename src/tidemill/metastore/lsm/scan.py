@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
-from tidemill.metastore.lsm.merge import FilesRun, LayerRun, Rows, Run, take
+from tidemill.metastore.lsm.merge_iterator import FilesRun, LayerRun, Rows, Run, take
 from tidemill.metastore.lsm.pin import Pin
 
 FILL_SHARE = 8

@@ -8,9 +8,9 @@ from typing import Self
 
 from tidemill.base.errors import Closed
 from tidemill.metastore.lsm.pin import Pin
+from tidemill.metastore.lsm.read_view import PENDING, Pending, Row
 from tidemill.metastore.lsm.scan import Scan
 from tidemill.metastore.lsm.version import prefix_end
-from tidemill.metastore.lsm.view import PENDING, Pending, Row
 
 
 class Snapshot:

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidemill.metastore.rows.aborted import ABORTED
+from tidemill.metastore.rows.aborted_transactions import ABORTED
+from tidemill.metastore.rows.acls import RULES
 from tidemill.metastore.rows.bindings import BINDINGS
 from tidemill.metastore.rows.captures import CAPTURE_TABLES, CAPTURES
 from tidemill.metastore.rows.checkpoints import CHECKPOINTS
 from tidemill.metastore.rows.extents import EXTENTS
-from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.group_configs import GROUP_CONFIGS
 from tidemill.metastore.rows.groups import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.l1 import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS
-from tidemill.metastore.rows.names import NAMES
+from tidemill.metastore.rows.name_index import NAMES
 from tidemill.metastore.rows.nodes import NODES
 from tidemill.metastore.rows.partitions import PARTITIONS
 from tidemill.metastore.rows.pipelines import PIPELINES
@@ -43,7 +43,7 @@ from tidemill.metastore.rows.registry import (
     USES,
     VERSIONS,
 )
-from tidemill.metastore.rows.rules import RULES
+from tidemill.metastore.rows.row_family import Family
 from tidemill.metastore.rows.shapes import SHAPES
 from tidemill.metastore.rows.shards import SHARD_BATCHES, SHARDS
 from tidemill.metastore.rows.topics import TOPIC_IDS, TOPICS

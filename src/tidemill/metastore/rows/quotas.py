@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.metastore.rows.family import Family
-from tidemill.metastore.rows.keys import Column, Kind
+from tidemill.metastore.rows.key_encoding import Column, Kind
+from tidemill.metastore.rows.row_family import Family
 
 
 class QuotaRow(msgspec.Struct, frozen=True):

@@ -9,8 +9,8 @@ import msgspec
 from tidemill.base.errors import TidemillError
 from tidemill.consensus.api import LogRecord
 from tidemill.consensus.state_log import codec
-from tidemill.metastore.apply import apply
-from tidemill.metastore.state import DomainState, check_state
+from tidemill.metastore.domain.apply import apply
+from tidemill.metastore.domain.state import DomainState, check_state
 
 
 class Written(msgspec.Struct, frozen=True):

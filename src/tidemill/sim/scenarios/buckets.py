@@ -16,11 +16,11 @@ from typing import Any
 from tidemill.base.errors import Invalid, Replaced, TidemillError, Unavailable, Unknown
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.leader_election import lead
-from tidemill.metastore import source as source_module
-from tidemill.metastore.claim import Ownership, claim, greatest_claim
+from tidemill.metastore.backup import restore_source as source_module
+from tidemill.metastore.backup.restore_source import Source, check_not_alive
+from tidemill.metastore.bucket_claim import Ownership, claim, greatest_claim
 from tidemill.metastore.cluster import Cluster, write_cluster
-from tidemill.metastore.presence import ClusterManifest, Found, Presence, signs_of_life
-from tidemill.metastore.source import Source, check_not_alive
+from tidemill.metastore.cluster_manifest import ClusterManifest, Found, Presence, signs_of_life
 from tidemill.objects.retrying import ResilientObjects
 from tidemill.sim.faults import FaultyConsensus, FaultyObjects, Rates
 from tidemill.sim.world import Actor, Crew, Down, Engine, Violated, World, swapped

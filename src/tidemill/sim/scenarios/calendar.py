@@ -22,8 +22,8 @@ from tidemill.keeper.jobs import Budget
 from tidemill.keeper.topic_objects import TopicObjects
 from tidemill.keeper.topic_rollups import TopicRollups
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.open import metastore_on
-from tidemill.metastore.settings import DomainSettings
+from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.factory import metastore_on
 from tidemill.sim.world import Actor, Violated, World
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.leadership import Alone

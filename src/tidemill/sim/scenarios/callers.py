@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Closed, Conflict, Unavailable, Unknown
+from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.factory import open_metastore
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.open import open_metastore
-from tidemill.metastore.settings import DomainSettings
 from tidemill.sim.oracles.linearizable import Call
 from tidemill.sim.world import Actor, Crew, Down, World
 

@@ -28,7 +28,7 @@ from tidemill.base.runtime.tasks import keep
 from tidemill.base.status.status import Tracker
 from tidemill.capture import rounds
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import LogLimits, split_chunk

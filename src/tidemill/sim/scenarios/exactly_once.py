@@ -21,7 +21,7 @@ from tidemill.kafka.groups.state import Join, JoinAnswer, Sync, SyncAnswer
 from tidemill.kafka.transactions.offsets import keep
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.sim.scenarios.topic_transactions import batch_of
 from tidemill.sim.scenarios.transactions import (
     AGAIN,

@@ -25,10 +25,10 @@ from tidemill.kafka.groups.coordinator import Coordinator, Refused
 from tidemill.kafka.groups.led import LedGroup
 from tidemill.kafka.groups.state import GroupLimits, Join, Sync
 from tidemill.kafka.groups.subscriptions import assigned_in, encode_assignment
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
-from tidemill.metastore.settings import DomainSettings
 from tidemill.sim.world import Actor, Crew, Down, Link, Violated, World
 from tidemill.topics.leadership import Membership, NodeInfo, rendezvous
 

@@ -24,22 +24,22 @@ import msgspec
 
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Unavailable, Unknown
 from tidemill.consensus.state_log import codec
-from tidemill.metastore import domain as domain_module
-from tidemill.metastore import follower as follower_module
-from tidemill.metastore import leader as leader_module
-from tidemill.metastore.apply import apply
-from tidemill.metastore.codec import decode_command
-from tidemill.metastore.commands import PersistManifest
-from tidemill.metastore.domain import Domain
+from tidemill.metastore.domain import domain as domain_module
+from tidemill.metastore.domain import follower as follower_module
+from tidemill.metastore.domain import leader as leader_module
+from tidemill.metastore.domain.apply import apply
+from tidemill.metastore.domain.codec import decode_command
+from tidemill.metastore.domain.commands import PersistManifest
+from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH
+from tidemill.metastore.domain.settings import DomainSettings, prefix_of
+from tidemill.metastore.domain.state import DomainState
 from tidemill.metastore.lsm import gc as gc_module
-from tidemill.metastore.lsm.files import Files
+from tidemill.metastore.lsm.file_store import Files
 from tidemill.metastore.lsm.gc import FAULT_NEWER_EPOCH, Collector, Roots
 from tidemill.metastore.lsm.manifest import decode_manifest
-from tidemill.metastore.lsm.manifests import BucketManifests
+from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.options import Options
-from tidemill.metastore.persistence import ANY_EPOCH
-from tidemill.metastore.settings import DomainSettings, prefix_of
-from tidemill.metastore.state import DomainState
 from tidemill.sim.oracles.linearizable import Call, linearizable
 from tidemill.sim.oracles.metastore import Shadow
 from tidemill.sim.world import Actor, Crew, Down, Engine, Violated, World, swapped

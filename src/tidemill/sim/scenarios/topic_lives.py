@@ -18,7 +18,7 @@ from tidemill.base.errors import Conflict, Missing, TidemillError
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ABORTED, EXTENTS, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS
-from tidemill.metastore.rows.family import Family
+from tidemill.metastore.rows.row_family import Family
 from tidemill.sim.world import Crew, Down, Link, Violated
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.partition.replay import partition_log

@@ -34,12 +34,12 @@ from tidemill.keeper.topic_l1 import TopicL1
 from tidemill.keeper.topic_l1_levels import TopicL1Levels
 from tidemill.keeper.topic_objects import TopicObjects
 from tidemill.keeper.topic_rollups import TopicRollups
+from tidemill.metastore.backup.checkpoint import Checkpointer
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.checkpoint import Checkpointer
+from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.open import metastore_on
 from tidemill.metastore.rows import L1_EXTENTS, L1_PARTITIONS
-from tidemill.metastore.settings import DomainSettings
 from tidemill.sim.oracles.topics import Durable, Place, check_acknowledged, check_log, check_producer, check_stable
 from tidemill.sim.scenarios.topic_lives import Lives
 from tidemill.sim.scenarios.topic_times import ask_for_times

@@ -32,7 +32,7 @@ from tidemill.kafka.transactions.offsets import CoordinatedOffsets, keep
 from tidemill.kafka.transactions.registers import all_of
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.metastore.open import metastore_on
+from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.sim.oracles.transactions import Fate, Sent, check_order, check_transaction
 from tidemill.sim.scenarios.topic_transactions import batch_of

@@ -14,13 +14,13 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
-from tidemill.metastore.front import VersionedRow
+from tidemill.metastore.api import VersionedRow
 from tidemill.metastore.lsm.version import prefix_end
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS
-from tidemill.metastore.rows.family import Family
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, L1ObjectRow, L1PartitionRow, L1TermRow
 from tidemill.metastore.rows.partitions import PartitionRow
+from tidemill.metastore.rows.row_family import Family
 from tidemill.topics.l1 import rules
 from tidemill.topics.l1.rules import Add, Held, Replace
 

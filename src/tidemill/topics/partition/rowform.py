@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from tidemill.base.errors import Corrupt
-from tidemill.metastore.rows.aborted import AbortedRow
+from tidemill.metastore.rows.aborted_transactions import AbortedRow
 from tidemill.metastore.rows.extents import ExtentRow
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.topics.partition.idempotence import Producer

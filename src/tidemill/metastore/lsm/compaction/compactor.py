@@ -20,14 +20,14 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, TidemillError, Unavailable, Unknown
-from tidemill.metastore.lsm.compaction.job import names_needed
-from tidemill.metastore.lsm.compaction.merger import Merger
-from tidemill.metastore.lsm.compaction.pick import Job, pick, settle
-from tidemill.metastore.lsm.files import FileName
+from tidemill.metastore.lsm.compaction.compaction_job import names_needed
+from tidemill.metastore.lsm.compaction.executor import Merger
+from tidemill.metastore.lsm.compaction.picker import Job, pick, settle
+from tidemill.metastore.lsm.file_store import FileName
 from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.notifier import Wake
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.version import Edit, Version
-from tidemill.metastore.lsm.wake import Wake
 
 _log = structlog.get_logger()
 
@@ -36,7 +36,7 @@ BACKOFF_MAX_S = 30.0
 
 
 class VersionsLike(Protocol):
-    """What the loop needs of versions.py."""
+    """What the loop needs of version_set.py."""
 
     @property
     def current(self) -> Version: ...

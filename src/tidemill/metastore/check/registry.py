@@ -1,0 +1,79 @@
+"""The registry's part of the deep check.
+
+version ─► schema      use ─► version      referrer ─► version, schema      digest ─► schema      head ─► counts
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from tidemill.metastore.check.findings import Findings
+from tidemill.metastore.rows import DIGESTS, REFERRERS, REGISTRY_CONFIGS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
+from tidemill.metastore.rows.registry import RegistryHeadRow
+from tidemill.metastore.rows.row_family import Family
+
+R = TypeVar("R", bound=msgspec.Struct)
+FIX = "Restore from an older manifest, or register the schema again and report this with the row's key."
+
+
+class Each(Protocol):
+    """Rows of a family that can be read."""
+
+    def __call__(self, family: Family[R]) -> AsyncIterator[R]: ...
+
+
+async def check_registry(each: Each, findings: Findings) -> None:
+    """Raises Unavailable; everything else is a finding."""
+    digests: dict[int, str] = {}
+    referring: set[tuple[str, int, int]] = set()
+    async for schema in each(SCHEMAS):
+        digests[schema.id] = schema.digest
+        referring |= {(r.subject, r.version, schema.id) for r in schema.references}
+    versions: dict[tuple[str, int], int] = {}
+    async for version in each(VERSIONS):
+        versions[version.subject, version.version] = version.id
+        if version.id not in digests:
+            _add(findings, f"version {version.subject}/{version.version}", f"schema {version.id}", "it does not exist")
+    uses = {(use.subject, use.version): use.id async for use in each(USES)}
+    for place in sorted(uses.items() ^ versions.items()):
+        (subject, number), schema_id = place
+        _add(findings, f"schema {schema_id}", f"version {subject}/{number}", "only one of the two names the other")
+    for schema_id in sorted(digests.keys() - set(versions.values())):
+        _add(findings, f"schema {schema_id}", "", "no version uses it")
+    known: dict[int, str] = {}
+    async for row in each(DIGESTS):
+        known |= dict.fromkeys(row.ids, row.digest)
+    for schema_id, digest in known.items():
+        if digests.get(schema_id) != digest:
+            _add(findings, f"digest {digest}", f"schema {schema_id}", "the schema has another digest")
+    for schema_id, digest in digests.items():
+        if schema_id not in known:
+            _add(findings, f"schema {schema_id}", f"digest {digest}", "its row by digest is missing")
+    found = {(row.subject, row.version, row.id) async for row in each(REFERRERS)}
+    for subject, number, schema_id in sorted(found ^ referring):
+        target = f"version {subject}/{number}"
+        _add(findings, f"schema {schema_id}", target, "only one of reference and referrer is there")
+    for subject, number, schema_id in sorted(referring):
+        if (subject, number) not in versions:
+            _add(findings, f"schema {schema_id}", f"version {subject}/{number}", "what it refers to does not exist")
+    configs = len([row async for row in each(REGISTRY_CONFIGS)])
+    heads = [row async for row in each(REGISTRY_HEADS)]
+    counted = (len(digests), len({subject for subject, _ in versions}), len(versions), configs)
+    _head(findings, heads, counted, max(digests, default=0))
+
+
+def _head(findings: Findings, heads: list[RegistryHeadRow], counted: tuple[int, ...], last_id: int) -> None:
+    head = heads[0] if heads else RegistryHeadRow("head")
+    told = (head.schemas, head.subjects, head.versions, head.configs)
+    if told != counted:
+        problem = f"it counts {told} schemas, subjects, versions and configurations where there are {counted}"
+        _add(findings, "registry head", "", problem)
+    if head.next_id <= last_id:
+        _add(findings, "registry head", f"schema {last_id}", f"its next id {head.next_id} is given already")
+
+
+def _add(findings: Findings, subject: str, target: str, problem: str) -> None:
+    findings.add(subject, target, problem, FIX)

@@ -1,0 +1,82 @@
+"""The transitions of a domain's state. Pure: checks everything, then writes; a refusal changes nothing (R2).
+
+update             accepted when                                                effect
+set domain uuid    none is set                                                  set it
+write batch        uuid matches, rows, seqno above the newest                   append to volatile at its seqno
+persist manifest   uuid matches, epoch is that of the record's own term,        store it; drop volatile ≤ its seqno
+                   counts from 0, last_seqno was issued, neither seqno, epoch nor number
+                   below stored
+reset manifest     volatile empty, no manifest or one of seqno 0                replace uuid and manifest; deltas so
+                                                                                that this record stands at its seqno
+                                                                                and this term at its epoch
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from tidemill.base.errors import Conflict, Corrupt
+from tidemill.metastore.domain.codec import decode_command
+from tidemill.metastore.domain.commands import PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
+from tidemill.metastore.domain.state import DomainState, VolatileBatch, batch_bytes
+
+NO_FAULTS: frozenset[str] = frozenset()
+"""Faults are for the simulation alone, which must find them: `lower-manifest`, `forget-delta`."""
+
+
+class UnreadableRecord(Exception):
+    """Not one of the refusals, on purpose: whoever skipped a record that others applied would hold another state.
+
+    The state log stops at it and answers Corrupt from then on.
+    """
+
+
+def apply(state: DomainState, data: bytes, position: int, term: int, faults: frozenset[str] = NO_FAULTS) -> DomainState:
+    """The same object, changed by the update in `data` from the record at `position` and `term`.
+
+    Raises Conflict or Invalid, having changed nothing; UnreadableRecord when the bytes are no update.
+    """
+    try:
+        command = decode_command(data)
+    except Corrupt as error:
+        raise UnreadableRecord(error.message) from error
+    if isinstance(command, PersistManifest) and "lower-manifest" in faults:
+        _persist(state, command)
+        return state
+    command.check(state)
+    match command:
+        case WriteBatch(keys=keys, values=values):
+            seqno = state.seqno(position)
+            if seqno <= state.newest_seqno:
+                raise Conflict(
+                    f"The seqno of a batch would decrease: seqno={seqno} newest_seqno={state.newest_seqno} "
+                    f"position={position}.",
+                    fix="Report it: log positions only grow.",
+                )
+            state.volatile.append(VolatileBatch(seqno, keys, values))
+            state.volatile_bytes += batch_bytes(keys, values)
+        case PersistManifest(manifest=manifest):
+            if manifest.epoch != state.epoch(term):
+                raise Conflict(
+                    f"A manifest is persisted in its own term only: epoch={manifest.epoch} "
+                    f"expected={state.epoch(term)} term={term}.",
+                    current=state.manifest,
+                    fix="Step down and reopen.",
+                )
+            _persist(state, command)
+        case SetDomainUuid(domain_uuid=domain_uuid):
+            state.domain_uuid = domain_uuid
+        case ResetManifest(domain_uuid=domain_uuid, manifest=restored):
+            state.domain_uuid = domain_uuid
+            state.manifest = restored
+            if "forget-delta" not in faults:
+                state.seqno_delta = (restored.last_seqno if restored else 0) - position
+                state.epoch_delta = (restored.epoch if restored else 0) - term
+        case _:
+            assert_never(command)
+    return state
+
+
+def _persist(state: DomainState, command: PersistManifest) -> None:
+    state.trim(command.manifest.last_seqno)
+    state.manifest = command.manifest

@@ -1,0 +1,166 @@
+"""Bytes of a domain's log records and rollups: msgpack arrays, positional, with append-only tags.
+
+    record   = [tag, field…]                 one update; unknown tags are Corrupt, extra fields are ignored
+      1 set uuid    [1, domain_uuid]
+      2 write       [2, domain_uuid, [key…], [value…]]     as many keys as values; "" as a value deletes
+      3 persist     [3, domain_uuid, manifest]
+      4 reset       [4, domain_uuid, manifest | nil]
+    manifest = [data, last_seqno, epoch, number]
+    rollup   = [1, domain_uuid, seqno_delta, epoch_delta, manifest | nil, [[seqno, [key…], [value…]]…]]
+
+Keys, values and data are msgpack bin; uuids are strings. Decoding makes the one copy of keys and values
+that the volatile buffer and the memtable share. The leading 1 of a rollup is the format's number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+from tidemill.base.errors import Corrupt
+from tidemill.metastore.domain.commands import Command
+from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch, batch_bytes
+
+ROLLUP_FORMAT = 1
+
+SLICE_ROWS = 2_000
+"""Rows of a rollup encoded or decoded in one step: a few milliseconds. A full buffer has some hundred thousand."""
+
+B = TypeVar("B")
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_command = msgspec.msgpack.Decoder(Command).decode
+
+
+class _Rollup(msgspec.Struct, Generic[B], array_like=True):
+    format: int
+    domain_uuid: str
+    seqno_delta: int
+    epoch_delta: int
+    manifest: PersistedManifest | None
+    volatile: B
+
+
+_decode_rollup = msgspec.msgpack.Decoder(_Rollup[list[msgspec.Raw]]).decode
+_decode_batch = msgspec.msgpack.Decoder(VolatileBatch).decode
+_decode_head = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+
+
+def encode_command(command: Command) -> bytes:
+    return _encode(command)
+
+
+def decode_command(data: bytes) -> Command:
+    """Raises Corrupt when the bytes are no update of this format."""
+    try:
+        command: Command = _decode_command(data)
+        return command
+    except msgspec.MsgspecError as error:
+        raise Corrupt(
+            f"A record of a domain's log cannot be read: size_bytes={len(data)} reason={str(error)!r}.",
+            fix="Upgrade tidemill if a newer one wrote it.",
+        ) from error
+
+
+def encode_state(state: DomainState) -> bytes:
+    """A rollup: everything a reader needs instead of the records before it."""
+    return _encode(_rollup(state, list(state.volatile)))
+
+
+async def encode_state_slowly(state: DomainState) -> bytes:
+    """The same bytes, of the state as it is when this begins; others have their turn in between."""
+    volatile = list(state.volatile)
+    pieces = [_encode(_rollup(state, []))[:-1], _array_head(len(volatile))]
+    rows = 0
+    for batch in volatile:
+        pieces.append(_encode(batch))
+        rows += len(batch.keys)
+        if rows >= SLICE_ROWS:
+            rows = 0
+            await asyncio.sleep(0)
+    data = b"".join(pieces)
+    await asyncio.sleep(0)
+    return data
+
+
+def _rollup(state: DomainState, volatile: list[VolatileBatch]) -> _Rollup[list[VolatileBatch]]:
+    return _Rollup(ROLLUP_FORMAT, state.domain_uuid, state.seqno_delta, state.epoch_delta, state.manifest, volatile)
+
+
+def decode_state(data: bytes) -> DomainState:
+    """Raises Corrupt when the bytes are no rollup of this format."""
+    state, batches = _decode_steps(data)
+    for _ in batches:
+        pass
+    return state
+
+
+async def decode_state_slowly(data: bytes) -> DomainState:
+    """As `decode_state`; others have their turn in between."""
+    state, batches = _decode_steps(data)
+    for _ in batches:
+        await asyncio.sleep(0)
+    return state
+
+
+def _decode_steps(data: bytes) -> tuple[DomainState, Iterator[None]]:
+    """The state without its batches, and what brings them in: a step every SLICE_ROWS rows."""
+    state = DomainState()
+    try:
+        rollup = _decode_rollup(data)
+    except msgspec.MsgspecError as error:
+        _check_format(data)
+        raise _unreadable(data, error) from error
+    if rollup.format != ROLLUP_FORMAT:
+        raise _unknown_format(rollup.format)
+    state.domain_uuid = rollup.domain_uuid
+    state.seqno_delta, state.epoch_delta = rollup.seqno_delta, rollup.epoch_delta
+    state.manifest = rollup.manifest
+
+    def batches() -> Iterator[None]:
+        rows = 0
+        try:
+            for raw in rollup.volatile:
+                batch = _decode_batch(raw)
+                state.volatile.append(batch)
+                state.volatile_bytes += batch_bytes(batch.keys, batch.values)
+                rows += len(batch.keys)
+                if rows >= SLICE_ROWS:
+                    rows = 0
+                    yield
+        except msgspec.MsgspecError as error:
+            raise _unreadable(data, error) from error
+
+    return state, batches()
+
+
+def _check_format(data: bytes) -> None:
+    """Only of bytes that are no rollup as we know it: those of another format need not look like one."""
+    try:
+        head = _decode_head(data)
+        written = msgspec.msgpack.decode(head[0], type=int) if head else 0
+    except msgspec.MsgspecError as error:
+        raise _unreadable(data, error) from error
+    if written != ROLLUP_FORMAT:
+        raise _unknown_format(written)
+
+
+def _unknown_format(written: int) -> Corrupt:
+    return Corrupt(
+        f"A domain's rollup has an unknown format: format={written} known={ROLLUP_FORMAT}.",
+        fix="Upgrade tidemill: a newer one wrote it.",
+    )
+
+
+def _unreadable(data: bytes, error: msgspec.MsgspecError) -> Corrupt:
+    return Corrupt(f"A domain's rollup cannot be read: size_bytes={len(data)} reason={str(error)!r}.")
+
+
+def _array_head(count: int) -> bytes:
+    """How msgpack begins an array of so many elements."""
+    if count < 16:
+        return bytes((0x90 | count,))
+    return b"\xdc" + count.to_bytes(2) if count < 1 << 16 else b"\xdd" + count.to_bytes(4)

@@ -1,0 +1,409 @@
+"""One process's handle on one domain: it follows the domain's log, and leads while it holds the domain's lease.
+
+    log and lease   metastore/<domain>       forwarding_client.py has the two logs beside it
+
+DO1  Reads after `sync` hold everything whose commit had returned, anywhere, before `sync` was called. A leader that
+     was deposed finds out by the log's term, not by its lease, and serves as a follower from then on.
+DO2  A commit is answered once it is durable and the answering process's database has it; where that is a follower
+     which cannot ask consensus just then, without the latter.
+DO3  No call waits for a leader for ever: `request_timeout_s` ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+
+import structlog
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown, ends_process
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.status import Tracker
+from tidemill.consensus.api import Consensus, Lease
+from tidemill.consensus.leader_election import lead
+from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.metastore.domain.apply import NO_FAULTS, apply
+from tidemill.metastore.domain.codec import decode_state_slowly, encode_state_slowly
+from tidemill.metastore.domain.follower import Follower
+from tidemill.metastore.domain.forwarding_client import Requester
+from tidemill.metastore.domain.forwarding_server import Serving
+from tidemill.metastore.domain.leader import Leader
+from tidemill.metastore.domain.read_barrier import Barrier
+from tidemill.metastore.domain.read_path import Reading
+from tidemill.metastore.domain.settings import DomainSettings, Grounds
+from tidemill.metastore.domain.state import DomainState, PersistedManifest
+from tidemill.metastore.domain.write_path import NOTHING, measured
+from tidemill.metastore.lsm.compaction.executor import Merger
+from tidemill.metastore.lsm.manifest import Manifest, encode_manifest
+from tidemill.objects.store import ObjectStore
+
+_log = structlog.get_logger()
+
+FOLLOW_WAIT_S = 1.0
+RETRY_FIRST_S = 0.1
+RETRY_MOST_S = 5.0
+RELEASE_TIMEOUT_S = 2.0
+TROUBLE_S = 10.0
+"""Longer than the longest pause between two attempts."""
+CONFIRM_S = 2.0
+
+
+class Domain(Reading):
+    """Made by `open`. Every method may raise Unavailable, Closed, Corrupt."""
+
+    def __init__(self, grounds: Grounds, own_earlier_life: Callable[[str], bool]) -> None:
+        self.marks = grounds.tracker
+        self._grounds = grounds
+        self._settings = grounds.settings
+        self._own_earlier_life = own_earlier_life
+        self._log: StateLog[DomainState] = StateLog(
+            grounds.consensus,
+            grounds.log,
+            initial=DomainState,
+            apply=partial(apply, faults=grounds.faults) if grounds.faults else apply,
+            encode=encode_state_slowly,
+            decode=decode_state_slowly,
+            rand=grounds.rand,
+        )
+        super().__init__(grounds.name, Follower(grounds, self._log))
+        self._requester = Requester(
+            grounds.consensus, grounds.clock, grounds.rand, grounds.name, grounds.settings.request_timeout_s
+        )
+        self._barrier = Barrier(self._pass, f"sync {grounds.log}", self._task_failed)
+        self._competing = False
+        self._busy = False
+        self._closing = False
+        self._turned = asyncio.Event()
+        self.failed: TidemillError | None = None
+        """Why the last attempt at leading or following failed; None after one that did not."""
+        self._failed_s = self._failing_s = float("-inf")
+        """The last and the first failure of those that repeat."""
+        self._cannot_follow = False
+        self._ended = asyncio.Event()
+        self._tasks = Tasks(self._task_failed)
+
+    @classmethod
+    async def open(
+        cls,
+        consensus: Consensus,
+        objects: ObjectStore,
+        name: str,
+        *,
+        holder: str,
+        clock: Clock,
+        rand: Rand,
+        settings: DomainSettings | None = None,
+        tracker: Tracker | None = None,
+        merger: Merger | None = None,
+        own_earlier_life: Callable[[str], bool] = lambda _: False,
+        faults: frozenset[str] = NO_FAULTS,
+    ) -> Domain:
+        """Follow the log up to now. Leadership comes by itself (`settings.lead`); `until_leading` waits for it.
+
+        `holder` names this process in the lease; it is made unique. `own_earlier_life(holder)`: see
+        `consensus.leading.lead`. Consensus, objects and merger stay the caller's.
+        """
+        grounds = Grounds(
+            name,
+            consensus,
+            objects,
+            f"{holder}-{rand.nonce()}",
+            clock,
+            rand,
+            settings or DomainSettings(),
+            tracker or Tracker(),
+            merger,
+            faults,
+        )
+        domain = cls(grounds, own_earlier_life)
+        await domain._log.catch_up()
+        domain._tasks.spawn(domain._follow(), name=f"follow {grounds.log}")
+        if domain._settings.lead:
+            domain._compete_soon()
+        return domain
+
+    # what it is ---------------------------------------------------------------------------------
+
+    @property
+    def leading(self) -> bool:
+        return self._leader is not None and not self._leader.ended
+
+    @property
+    def term(self) -> int:
+        """The term this process leads in, 0 while it does not."""
+        return self._leader.term if self._leader is not None and not self._leader.ended else 0
+
+    @property
+    def domain_uuid(self) -> str:
+        """As of the newest record seen; "" while nobody has led the domain."""
+        return self._log.state.domain_uuid
+
+    @property
+    def state(self) -> DomainState:
+        """The replicated state as of the newest record seen. Only to be read."""
+        return self._log.state
+
+    async def until_leading(self, timeout_s: float) -> None:
+        """Raises Unavailable when this process does not lead after so long, with the reason as far as known."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.leading:
+                    self._check()
+                    self._turned.clear()
+                    await self._turned.wait()
+        except TimeoutError as error:
+            cause = self.failed.message if self.failed is not None else "another process holds the lease"
+            raise Unavailable(
+                f"This process does not lead the domain: domain={self.name} timeout_s={timeout_s} cause={cause!r}."
+            ) from error
+
+    async def until_following(self) -> None:
+        """Until this process does not lead: at once, if it does not now."""
+        while self._leader is not None and not self._leader.ended:
+            await self._leader.over()
+
+    async def sync(self) -> None:
+        """DO1. Those who wait at once share one read of consensus, begun after all of them had called."""
+        self._check()
+        await self._barrier.passed()
+
+    # writes -------------------------------------------------------------------------------------
+
+    async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = NOTHING) -> int:
+        """Write all rows (an empty value deletes), if every expected key has the given seqno (0 = no live row).
+
+        Returns the batch's seqno. Commits that touch different keys at once may share one; of a key that is there
+        twice the last row counts. Raises Conflict(current={expected key: Row | None}, or None when that is too much
+        to be sent to this process); Fenced (it did not happen: ask
+        again) or Unknown (it may have) when leadership ended meanwhile; Unavailable; Invalid.
+        """
+        leader = self._leader
+        if leader is not None and not leader.ended:
+            self._busy = True
+            if not expects:
+                on_its_way = leader.writing.take(rows)
+                if on_its_way is not None:
+                    return await on_its_way
+            return await leader.writing.commit(rows, expects)
+        measured(rows)  # refused here: a request without rows is a request to flush
+        return await self._ask(lambda: self._requester.commit(rows, expects))
+
+    async def flush(self, timeout_s: float | None = None) -> int:
+        """Everything committed so far into the bucket, wherever the leader is; the highest seqno that is there.
+
+        Raises as `commit` does."""
+        await self.sync()  # a leader that was deposed unawares has nothing to flush of what another committed since
+        leader = self._leader
+        if leader is not None and not leader.ended:
+            return await leader.flush(timeout_s)
+        return await self._ask(lambda: self._requester.flush(timeout_s))
+
+    async def reset(self, domain_uuid: str, manifest: Manifest | None, *, timeout_s: float = 30.0) -> None:
+        """Make this empty domain go on from a manifest of its bucket, or begin anew; returns when it is reopened.
+
+        Raises Conflict when the domain holds rows; Unavailable when this process does not come to lead; Unknown when
+        it was reset and this process could not open it anew.
+        """
+        if manifest is not None and manifest.domain_uuid != domain_uuid:
+            raise Invalid(
+                f"The manifest is of another domain: uuid={domain_uuid} manifest_uuid={manifest.domain_uuid}.",
+                fix="Restore each domain from its own manifest.",
+            )
+        persisted = None
+        if manifest is not None:
+            persisted = PersistedManifest(
+                encode_manifest(manifest), manifest.last_seqno, manifest.epoch, manifest.number
+            )
+        await self.until_leading(timeout_s)
+        leader = self._leader
+        assert leader is not None
+        await leader.reset(domain_uuid, persisted)
+        try:
+            await self.until_leading(timeout_s)
+        except Unavailable as error:
+            # It is done, so Unavailable would be a lie. Another process may have opened it: then nothing is wrong.
+            if self.failed is not None:
+                raise Unknown(
+                    f"The domain was reset but could not be opened: domain={self.name} uuid={domain_uuid} "
+                    f"cause={self.failed.message!r}.",
+                    fix="Mend the cause; the domain then opens by itself.",
+                ) from error
+
+    async def _ask(self, ask: Callable[[], Awaitable[int]]) -> int:
+        self._check()
+        if self._settings.may_lead:
+            # Its task runs only when this call waits, and then the request is known to wait too (`_wanted`).
+            self._compete_soon()
+        seqno = await ask()
+        try:
+            await self.sync()
+        except TidemillError as error:
+            # It is done, and nothing else may be said of it, also while this process is closing.
+            _log.warning("committed, but not yet to be read here", domain=self.name, cause=error.message)
+        return seqno
+
+    # following ----------------------------------------------------------------------------------
+
+    async def _pass(self) -> None:
+        """One round of the barrier."""
+        leader = self._leader
+        if leader is not None and not leader.ended:
+            with contextlib.suppress(Fenced):
+                await leader.stands()
+                return
+        await self._log.catch_up()
+        if self.leading:
+            assert self._leader is not None
+            self._leader.feed()
+        else:
+            await self._follower.advance()
+
+    async def _follow(self) -> None:
+        """Keep the follower near the end of the log while somebody else leads."""
+        pause_s = RETRY_FIRST_S
+        while True:
+            if self.leading:
+                await asyncio.sleep(FOLLOW_WAIT_S)
+                continue
+            if self._log.broken is not None:
+                # What this handle replayed can no longer be trusted: it ends, and another one replays anew.
+                raise self._log.broken
+            try:
+                await self._log.wait(FOLLOW_WAIT_S)
+                if not self.leading:
+                    await self._follower.advance()
+            except (Unavailable, Unknown, Missing, Fenced) as error:
+                self._note(error, following=True)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+                continue
+            if self._cannot_follow:
+                self.failed, self._cannot_follow = None, False
+            pause_s = RETRY_FIRST_S
+            await asyncio.sleep(self._settings.follow_pause_s)
+
+    # leading ------------------------------------------------------------------------------------
+
+    def _compete_soon(self) -> None:
+        if not self._competing:
+            self._competing = True
+            self._tasks.spawn(self._compete(), name=f"lead {self._grounds.log}")
+
+    def _wanted(self) -> bool:
+        return self._settings.lead or self._requester.waiting
+
+    async def _compete(self) -> None:
+        """Try for the lease again and again; each time it is held, `_lead` runs once."""
+        grounds, pause_s = self._grounds, RETRY_FIRST_S
+        try:
+            while self._wanted():
+                try:
+                    await lead(
+                        grounds.consensus,
+                        grounds.log,
+                        grounds.holder,
+                        b"",
+                        self._lead,
+                        own_earlier_life=self._own_earlier_life,
+                        wanted=self._wanted,
+                        ttl_ms=self._settings.lease_ttl_ms,
+                    )
+                    if self.failed is None:
+                        pause_s = RETRY_FIRST_S
+                except TidemillError as error:
+                    if ends_process(error):
+                        raise
+                    self._note(error)
+                    _log.warning("could not lead", domain=self.name, cause=error.message)
+                await asyncio.sleep(grounds.rand.uniform(pause_s / 2, pause_s))
+                pause_s = min(2 * pause_s, RETRY_MOST_S)
+        finally:
+            self._competing = False
+
+    async def _lead(self, lease: Lease) -> None:
+        """The lease's body: one term from opening to stepping down."""
+        grounds = self._grounds
+        leader = await Leader.open(grounds, self._log, lease.term)
+        try:
+            serving = Serving(grounds.consensus, grounds.clock, grounds.rand, self.name, self._log, leader)
+            leader.serve(serving.run(), name=f"serve {grounds.log}")
+            if not self._settings.lead:
+                leader.serve(self._linger(leader, serving), name=f"linger {grounds.log}")
+            self._leader, self.failed = leader, None
+            self._turned.set()
+            await self._follower.release()
+            cause = await leader.run()
+            if not isinstance(cause, Closed | Fenced):
+                self._note(cause)
+        finally:
+            self._leader = None
+            self._turned.set()
+            await leader.aclose()
+
+    async def _linger(self, leader: Leader, serving: Serving) -> None:
+        """Whoever led for want of another gives up once nothing is left to do, neither for it nor for those who asked:
+        a request that it executed and did not answer would wait for the next leader."""
+        while True:
+            self._busy = False
+            await asyncio.sleep(self._settings.linger_s)
+            if not self._requester.waiting and not self._busy and not serving.busy:
+                leader.step_down(Closed(f"Nothing is left to do here: domain={self.name}."))
+                return
+
+    # the end ------------------------------------------------------------------------------------
+
+    def trouble(self) -> str:
+        """A failure that repeats for CONFIRM_S counts until this process leads, or TROUBLE_S: by then another one
+        leads, or it failed again. One alone is none: every follower meets it when consensus pauses for a moment."""
+        if self._closed is not None:
+            return self._closed.message
+        if self.failed is None or self._grounds.clock.monotonic_s() - self._failed_s > TROUBLE_S:
+            return ""
+        if self._failed_s - self._failing_s < CONFIRM_S:
+            return ""
+        return f"The domain cannot be led or followed: domain={self.name} cause={self.failed.message!r}."
+
+    async def until_ended(self) -> None:
+        await self._ended.wait()
+
+    def _note(self, error: TidemillError, *, following: bool = False) -> None:
+        now_s = self._grounds.clock.monotonic_s()
+        if self.failed is None or now_s - self._failed_s > TROUBLE_S:
+            self._failing_s = now_s
+        self.failed, self._failed_s, self._cannot_follow = error, now_s, following
+
+    async def aclose(self) -> None:
+        """Stop, and give the lease up so that others lead now. Nothing is flushed: the log has everything."""
+        if self._closing:
+            return
+        self._closing = True
+        self._closed = self._closed or Closed(f"The domain was closed: domain={self.name}.")
+        self._turned.set()
+        await self._tasks.aclose()
+        await self._requester.aclose()
+        await self._barrier.aclose()
+        await self._follower.release()
+        await self._log.aclose()
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await self._release()
+        except (TidemillError, TimeoutError) as error:
+            _log.info("lease not released; it expires by itself", domain=self.name, cause=str(error))
+
+    async def _release(self) -> None:
+        """Also a lease whose acquisition was cut off."""
+        grounds = self._grounds
+        for lease in await grounds.consensus.leases(grounds.log):
+            if lease.name == grounds.log and lease.holder == grounds.holder and lease.live:
+                await grounds.consensus.release(lease.name, lease.holder, lease.term)
+
+    def _task_failed(self, name: str, error: BaseException) -> None:
+        _log.error("a task of the domain failed", domain=self.name, task=name, cause=str(error))
+        broken = error if isinstance(error, TidemillError) else Closed(f"A task broke: task={name!r} reason={error!r}.")
+        self._note(broken)
+        self._closed = self._closed or broken
+        self._turned.set()
+        self._ended.set()

@@ -1,0 +1,257 @@
+"""The leader's side of `requests`: execute each once, in the order of the log, and answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+import structlog
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Fenced, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.consensus.api import Consensus, LogRecord
+from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.metastore.domain.forwarding_client import (
+    APPEND_BYTES,
+    DONE,
+    POSITION_KEY,
+    REPLIES_KEPT,
+    RETRY_PAUSE_S,
+    UNKNOWN,
+    Reply,
+    Request,
+    append_as_equal,
+    decode_place,
+    decode_request,
+    encode_place,
+    refusal,
+    replies_log,
+    requests_log,
+)
+from tidemill.metastore.domain.leader import Leader
+from tidemill.metastore.domain.state import DomainState
+
+_log = structlog.get_logger()
+
+READ_REQUESTS = 256
+WAIT_S = 30.0
+TRUNCATE_AFTER = 64
+"""Executed requests are forgotten so many at a time, and all of them once nobody asks."""
+
+BEGIN_PAUSE_S = 1.0
+FLUSH_TIMEOUT_S = 60.0
+ANSWER_ATTEMPTS = 5
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Serving:
+    """Runs while the leader leads; whatever ends it ends the leader."""
+
+    def __init__(
+        self, consensus: Consensus, clock: Clock, rand: Rand, domain: str, log: StateLog[DomainState], leader: Leader
+    ) -> None:
+        self._consensus = consensus
+        self._clock = clock
+        self._rand = rand
+        self._requests = requests_log(domain)
+        self._replies = replies_log(domain)
+        self._log = log
+        self._leader = leader
+        self._position = 0
+        self._truncated = 0
+        self._replies_from = self._replies_at = 0
+        self._flushes = Tasks(leader.task_failed)
+        self._executing = False
+
+    @property
+    def busy(self) -> bool:
+        """Is a request read, and not yet answered?"""
+        return self._executing or len(self._flushes) > 0
+
+    async def run(self) -> None:
+        """Raises Fenced when the term is over."""
+        async with self._flushes:
+            await self._begin()
+            while True:
+                try:
+                    patience_s = RETRY_PAUSE_S if self._truncated < self._position else WAIT_S
+                    if await self._consensus.wait(self._requests, self._position, patience_s):
+                        self._executing = True
+                        await self._execute()
+                    elif self._truncated < self._position:
+                        await self._truncate()
+                except (Unavailable, Unknown) as error:
+                    _log.warning("requests wait", log=self._requests, cause=error.message)
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                finally:
+                    self._executing = False
+
+    async def _begin(self) -> None:
+        while True:
+            try:
+                # A bucket that is away for a while ends no term: most of what a leader does needs no file.
+                row = await self._leader.database.get_row(POSITION_KEY)
+                head = await self._consensus.log_head(self._requests)
+                replies = await self._consensus.log_head(self._replies)
+                self._replies_from, self._replies_at = replies.start, replies.next
+                position = decode_place(self._log.state, row.value if row is not None else None)
+                await self._answer_for_the_last(head.start, position)
+                break
+            except (Unavailable, Unknown) as error:
+                _log.warning("requests wait", log=self._requests, cause=error.message)
+                await asyncio.sleep(BEGIN_PAUSE_S)
+        self._position = max(position, head.start)
+        self._truncated = head.start
+
+    async def _answer_for_the_last(self, start: int, position: int) -> None:
+        """RQ6, for the requests from `start` on and below `position`."""
+        while start < position:
+            try:
+                found = await self._consensus.read(self._requests, start, min(READ_REQUESTS, position - start))
+            except Missing:
+                # The last leader truncates late: what is gone it had answered.
+                start = (await self._consensus.log_head(self._requests)).start
+                continue
+            if not found.records:
+                return
+            requests = [request for record in found.records if (request := decode_request(record.data)) is not None]
+            text = "The leader that executed this request ended; what it answered may be lost."
+            replies = [_encode(Reply(r.nonce, UNKNOWN, 0, [], text)) for r in requests if r.hears_unknown]
+            if replies and not await self._answer(replies):
+                raise Unavailable("The last leader's requests cannot be answered yet.")
+            start += len(found.records)
+
+    async def _execute(self) -> None:
+        """One read's worth of requests: all admitted in order, then awaited, then answered in one append."""
+        try:
+            found = await self._consensus.read(self._requests, self._position, READ_REQUESTS)
+        except Missing:
+            # Another leader executed and truncated them: it has fenced this one, or will show that it has.
+            await self._leader.stands()
+            raise
+        started: list[tuple[Request | None, Reply | None, asyncio.Future[int]]] = []
+        for record in found.records:
+            started.append(await self._admit(record))
+            self._position = record.position + 1
+        replies, settled = [], True
+        for request, refused, executed in started:
+            reply = refused
+            try:
+                seqno = await executed
+            except Unavailable as error:
+                settled = False
+                reply = refusal(request.nonce, error) if request is not None else None
+            else:
+                if reply is None and request is not None and request.rows:
+                    reply = Reply(request.nonce, DONE, seqno)
+            if reply is not None:
+                replies.append(_encode(reply))
+        if not settled:
+            # "It did not happen" must stay true: the next leader may not execute it either (RQ1, RQ2).
+            await self._pass_over()
+        for batch in _batches(replies):
+            await self._answer(batch)
+        if self._position - self._truncated >= TRUNCATE_AFTER:
+            await self._truncate()
+
+    async def _admit(self, record: LogRecord) -> tuple[Request | None, Reply | None, asyncio.Future[int]]:
+        """(request, its refusal, the future of the batch that moves the position past it)."""
+        beside = self._beside(record.position + 1)
+        request = decode_request(record.data)
+        writing = self._leader.writing
+        late = request is not None and request.expired(self._clock.now_ms())
+        if request is not None and late:
+            _log.warning("a request came too late", log=self._requests, position=record.position)
+        if request is not None and not request.rows and not late:
+            # Once, and before there is room: when there is none, this tells the requester why.
+            self._flushes.spawn(self._flush(request), name="metastore requested flush")
+        while True:
+            try:
+                if request is None or not request.rows:
+                    return request, None, await writing.admit((), {}, beside)
+                if late:
+                    return request, refusal(request.nonce, _too_late(request)), await writing.admit((), {}, beside)
+                try:
+                    return request, None, await writing.admit(request.rows, request.expects, beside)
+                except (Fenced, Unavailable, Unknown):
+                    raise
+                except TidemillError as error:
+                    return request, refusal(request.nonce, error), await writing.admit((), {}, beside)
+            except Unavailable as error:
+                # No room: it was not executed, so it is tried again rather than refused.
+                _log.warning("requests wait", log=self._requests, cause=error.message)
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _pass_over(self) -> None:
+        """Make the position durable, whatever became of the requests below it."""
+        while True:
+            try:
+                await (await self._leader.writing.admit((), {}, self._beside(self._position)))
+                return
+            except Unavailable:
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _beside(self, position: int) -> list[tuple[bytes, bytes]]:
+        return [(POSITION_KEY, encode_place(self._log.state, position))]
+
+    async def _flush(self, request: Request) -> None:
+        try:
+            # A leader that was superseded reads requests too, and has nothing to flush of what the new one committed.
+            await self._leader.stands()
+            reply = Reply(request.nonce, DONE, await self._leader.flush(FLUSH_TIMEOUT_S))
+        except TidemillError as error:
+            reply = refusal(request.nonce, error)
+        try:
+            await self._answer([_encode(reply)])
+        except TidemillError as error:
+            _log.warning("a flush is not answered", log=self._replies, cause=error.message)
+
+    async def _answer(self, replies: list[bytes]) -> bool:
+        """Term 0, as everybody: an outcome that is durable stays true after this leader's term. False when it could
+        not be said."""
+        for attempt in range(ANSWER_ATTEMPTS):
+            try:
+                head = await append_as_equal(self._consensus, self._rand, self._replies, replies, self._replies_at)
+                break
+            except (Unavailable, Unknown) as error:
+                # Said twice does no harm; not said at all, the requester hears Unknown in the end.
+                _log.warning("requests are not answered", log=self._replies, count=len(replies), cause=error.message)
+                await asyncio.sleep(RETRY_PAUSE_S * attempt)
+        else:
+            return False
+        self._replies_at = head.next
+        if self._replies_at - self._replies_from > 2 * REPLIES_KEPT:
+            start = self._replies_at - REPLIES_KEPT
+            with contextlib.suppress(Unavailable, Unknown):  # the next answer tries again; those who wait come first
+                await self._consensus.truncate(self._replies, start)
+                self._replies_from = start
+        return True
+
+    async def _truncate(self) -> None:
+        await self._consensus.truncate(self._requests, self._position)
+        self._truncated = self._position
+
+
+def _too_late(request: Request) -> Unavailable:
+    return Unavailable(
+        f"The request was not executed in time, and will not be: expires_ms={request.expires_ms}.",
+        fix="Ask again; if that is refused too, compare the clocks of the machines.",
+    )
+
+
+def _batches(replies: list[bytes]) -> Iterator[list[bytes]]:
+    """In order, each as large as one append may be."""
+    batch: list[bytes] = []
+    size_bytes = 0
+    for reply in replies:
+        batch.append(reply)
+        size_bytes += len(reply)
+        if size_bytes >= APPEND_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,131 @@
+"""Where a replicated database keeps its manifest: the copy in the bucket first, then the log decides.
+
+Implements `lsm.manifests.Manifests` for the leader, and reading for followers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.metastore.domain.codec import encode_command
+from tidemill.metastore.domain.commands import PersistManifest
+from tidemill.metastore.domain.state import DomainState, PersistedManifest
+from tidemill.metastore.lsm.manifest import Manifest, decode_manifest, encode_manifest
+from tidemill.metastore.lsm.manifest_store import BucketManifests
+
+ANY_EPOCH = 10**20 - 1
+
+
+def read_manifest(state: DomainState, domain_uuid: str, max_epoch: int) -> Manifest | None:
+    """The replicated manifest. Raises Fenced when the domain was renamed or has a newer epoch; Corrupt; Invalid."""
+    if state.domain_uuid != domain_uuid:
+        raise Fenced(
+            f"The domain is another one now: opened={domain_uuid} current={state.domain_uuid}.",
+            current=state.domain_uuid,
+            fix="Reopen it.",
+        )
+    persisted = state.manifest
+    if persisted is None:
+        return None
+    if persisted.epoch > max_epoch:
+        raise Fenced(
+            f"A newer epoch has persisted a manifest: epoch={max_epoch} persisted_epoch={persisted.epoch}.",
+            current=persisted.epoch,
+            fix="Step down.",
+        )
+    manifest = decode_manifest(persisted.data, f"log of {domain_uuid}")
+    if manifest.domain_uuid != domain_uuid:
+        raise Corrupt(
+            f"The manifest is of another domain: uuid={domain_uuid} manifest_uuid={manifest.domain_uuid}.",
+            fix="Restore the domain from its own manifest.",
+        )
+    return manifest
+
+
+class ReplicatedManifests:
+    """The leader's, for one opening of the database in one term.
+
+    `persisted()` is called after every manifest that the log took; `failed(error)` after one that it did not,
+    unless it certainly never got there (Unavailable): the leader must stop then (R3, L6).
+    """
+
+    def __init__(
+        self,
+        log: StateLog[DomainState],
+        bucket: BucketManifests,
+        *,
+        domain_uuid: str,
+        term: int,
+        persisted: Callable[[], None],
+        failed: Callable[[TidemillError], None],
+        faults: frozenset[str],
+    ) -> None:
+        self._log = log
+        self._bucket = bucket
+        self._domain_uuid = domain_uuid
+        self._term = term
+        self._persisted = persisted
+        self._failed = failed
+        self._silent_reject = "silent-reject" in faults
+
+    async def read(self, max_epoch: int) -> Manifest | None:
+        return read_manifest(self._log.state, self._domain_uuid, max_epoch)
+
+    async def write(self, manifest: Manifest) -> None:
+        """Upload, then replicate in the epoch's own term. Raises Fenced, Conflict, Invalid, Unavailable, Unknown."""
+        data = encode_manifest(manifest)
+        persisted = PersistedManifest(data, manifest.last_seqno, manifest.epoch, manifest.number)
+        command = PersistManifest(self._domain_uuid, persisted)
+        try:
+            self._check(command)
+            await self._upload(manifest)
+            await self._log.propose_late_nowait(lambda state: self._made(command))
+        except Unavailable:
+            raise
+        except (Conflict, Invalid) as error:
+            if self._silent_reject:
+                return
+            self._failed(error)
+            raise
+        except TidemillError as error:
+            self._failed(error)
+            raise
+        self._persisted()
+
+    async def _upload(self, manifest: Manifest) -> None:
+        try:
+            await self._bucket.upload(manifest)
+        except Unknown as error:
+            # Whether it is there or not, the log has not taken it, so it certainly does not count.
+            raise Unavailable(f"The manifest's upload has no known outcome: reason={error.message!r}.") from error
+
+    def _made(self, command: PersistManifest) -> bytes:
+        self._check(command)
+        return encode_command(command)
+
+    def _check(self, command: PersistManifest) -> None:
+        state = self._log.state
+        if self._log.term != self._term or command.manifest.epoch != state.epoch(self._term):
+            raise Fenced(
+                f"The term of this manifest is over: epoch={command.manifest.epoch} term={self._term} "
+                f"current_term={self._log.term}.",
+                fix="Step down.",
+            )
+        command.check(state)
+
+
+class FollowedManifests:
+    """A follower's: reads what its replica of the log has."""
+
+    def __init__(self, log: StateLog[DomainState], domain_uuid: str) -> None:
+        self._log = log
+        self._domain_uuid = domain_uuid
+
+    async def read(self, max_epoch: int) -> Manifest | None:
+        """Whatever the epoch: a follower has none."""
+        return read_manifest(self._log.state, self._domain_uuid, ANY_EPOCH)
+
+    async def write(self, manifest: Manifest) -> None:
+        raise Invalid(f"A follower writes no manifest: uuid={self._domain_uuid}.", fix="Write at the leader.")

@@ -1,0 +1,216 @@
+"""Which files to merge next. Pure: levels and options in, a job out.
+
+Level 0 holds whole flushes, newest first, and they may overlap. Every deeper level holds disjoint files
+by key. For any key, a file of level n is newer than any of level n + 1 that holds it; every job keeps that:
+
+P1  A job of level 0 takes, with any file, all level 0 files that overlap it, transitively. So no older
+    version stays above a newer one that went down.
+P2  A job takes all files of its target level that overlap its sources. So the target stays disjoint.
+P3  A tombstone may go only where no file outside the job may hold an older version of its key. By P1 and P2
+    such files lie below the target level only; `Job.older` are their key ranges.
+
+Scores follow LevelDB: level 0 by files against `l0_compact`, because each costs a look-up; the others by
+bytes against their target, `level_base_bytes × level_factor^(n-1)`. The deepest level has no target.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tidemill.metastore.lsm.file_store import FileName
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.options import Options
+
+Levels = Sequence[Sequence[FileMeta]]
+Files = tuple[FileMeta, ...]
+
+SMALL_SHARE = 4
+"""A file below `file_bytes / SMALL_SHARE` is small: it is merged with a new neighbour instead of left beside it."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One merge. The compactor adds `names` and `prefix` before it hands the job to a merger.
+
+    level     where the sources lie; the lowest of them when the job takes several levels
+    target    where the outputs go
+    runs      inputs, oldest run first; the files of one run are disjoint and by key
+    older     inclusive key ranges, disjoint and by key, in which a file below the target may hold a key
+    move      nothing overlaps: the inputs go to the target level as they are, without any I/O
+    names     names reserved for the outputs; the last one takes all that is left
+    prefix    where the files lie in the object store
+    """
+
+    level: int
+    target: int
+    runs: tuple[Files, ...]
+    older: tuple[tuple[bytes, bytes], ...]
+    move: bool = False
+    names: tuple[FileName, ...] = ()
+    prefix: str = ""
+
+    @property
+    def inputs(self) -> Files:
+        return tuple(file for run in self.runs for file in run)
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for file in self.inputs)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.inputs)
+
+
+def target_bytes(level: int, options: Options) -> int:
+    """Bytes that level ≥ 1 should hold at most."""
+    return options.level_base_bytes * int(options.level_factor ** (level - 1))
+
+
+def scores(levels: Levels, options: Options) -> list[tuple[float, int]]:
+    """(score, level) of every level that may be a source, the most urgent first; from 1 on it is due."""
+    found = [(len(levels[0]) / options.l0_compact, 0)] if levels else []
+    for level in range(1, min(len(levels), options.levels - 1)):
+        found.append((sum(file.size_bytes for file in levels[level]) / target_bytes(level, options), level))
+    return sorted(found, key=lambda scored: (-scored[0], scored[1]))
+
+
+def pick(levels: Levels, options: Options, pointers: Mapping[int, bytes]) -> Job | None:
+    """The most urgent job, or None when no level is over its limit.
+
+    `pointers` tells per level the largest key that the last job of that level took; the next file after
+    it is taken, round-robin, so that every part of the key space goes down in turn.
+    """
+    ranked = scores(levels, options)
+    if not ranked or ranked[0][0] < 1.0:
+        return None
+    level = ranked[0][1]
+    if level == 0:
+        return _pick_level_0(levels, options)
+    files = levels[level]
+    after = bisect_right([file.smallest for file in files], pointers[level]) if level in pointers else 0
+    source = files[after % len(files)]
+    return _job(levels, options, level, ((source,),))
+
+
+def settle(levels: Levels, options: Options) -> Job | None:
+    """The job that brings everything into one level, without tombstones; None when it is so already.
+
+    That level is the deepest in use, or a deeper one if its target is below what the database holds.
+    The job takes every file, so nothing older is left outside and every tombstone goes.
+    """
+    used = [level for level, files in enumerate(levels) if files]
+    if not used:
+        return None
+    total = sum(file.size_bytes for files in levels for file in files)
+    target = max(1, used[-1])
+    while target < options.levels - 1 and target_bytes(target, options) < total:
+        target += 1
+    only = levels[used[0]]
+    if len(used) == 1 and used[0] >= 1 and not any(file.tombstones for file in only):
+        return None
+    deeper = tuple(tuple(files) for files in reversed(levels[1:]) if files)
+    return Job(used[0], target, deeper + tuple((file,) for file in reversed(levels[0])), older=())
+
+
+def overlapping(files: Sequence[FileMeta], smallest: bytes, largest: bytes) -> Sequence[FileMeta]:
+    """Those of a level's disjoint files that may hold a key in [smallest, largest]."""
+    first, end = _span(files, smallest, largest)
+    return files[first:end]
+
+
+def _span(files: Sequence[FileMeta], smallest: bytes, largest: bytes) -> tuple[int, int]:
+    first = bisect_left(files, smallest, key=lambda file: file.largest)
+    return first, max(first, bisect_right(files, largest, key=lambda file: file.smallest))
+
+
+def _pick_level_0(levels: Levels, options: Options) -> Job:
+    oldest = levels[0][-1]
+    groups = _overlap_groups(levels[0])
+    jobs = [_job(levels, options, 0, tuple((file,) for file in reversed(group))) for group in groups]
+    due = next(job for job, group in zip(jobs, groups, strict=True) if oldest in group)
+    if not due.move:
+        return due
+    # Files that touch nothing go down together: one edit, one manifest write.
+    moved = sorted((job.inputs[0] for job in jobs if job.move), key=lambda file: file.smallest)
+    return Job(0, 1, (tuple(moved),), older=(), move=True)
+
+
+def _overlap_groups(files: Sequence[FileMeta]) -> list[list[FileMeta]]:
+    """Level 0 files by transitive overlap; each group in the order given (P1)."""
+    groups: list[list[FileMeta]] = []
+    reach = b""
+    by_key = sorted(range(len(files)), key=lambda at: files[at].smallest)
+    members: list[list[int]] = []
+    for at in by_key:
+        if members and files[at].smallest <= reach:
+            members[-1].append(at)
+            reach = max(reach, files[at].largest)
+        else:
+            members.append([at])
+            reach = files[at].largest
+    for group in members:
+        groups.append([files[at] for at in sorted(group)])
+    return groups
+
+
+def _job(levels: Levels, options: Options, level: int, sources: tuple[Files, ...]) -> Job:
+    """The job of `sources` (runs, oldest first) of `level`, with what it must take of the next level (P2)."""
+    target = level + 1
+    below = levels[target] if target < len(levels) else ()
+    smallest = min(file.smallest for run in sources for file in run)
+    largest = max(file.largest for run in sources for file in run)
+    first, end = _span(below, smallest, largest)
+    first, end = _with_small_neighbours(below, first, end, sources, options)
+    taken = tuple(below[first:end])
+    if taken:
+        smallest, largest = min(smallest, taken[0].smallest), max(largest, taken[-1].largest)
+    older = _older(levels, target, smallest, largest)
+    # A file of tombstones that nothing below needs must not sink to the bottom with them: it is merged with itself.
+    if not taken and len(sources) == 1 and (older or not any(file.tombstones for file in sources[0])):
+        return Job(level, target, sources, older=(), move=True)
+    return Job(level, target, ((taken,) if taken else ()) + sources, older)
+
+
+def _with_small_neighbours(
+    below: Sequence[FileMeta], first: int, end: int, sources: tuple[Files, ...], options: Options
+) -> tuple[int, int]:
+    """Small files beside the job join it, so that frequent small flushes do not pile up small files.
+
+    Only while a neighbour is not much larger than what the job has: each row is rewritten a bounded
+    number of times before its file is no longer small, as in a size-tiered merge.
+    """
+    bytes_so_far = sum(file.size_bytes for run in sources for file in run)
+    bytes_so_far += sum(file.size_bytes for file in below[first:end])
+
+    def joins(file: FileMeta) -> bool:
+        small = file.size_bytes < options.file_bytes // SMALL_SHARE
+        return small and file.size_bytes <= options.level_factor * bytes_so_far
+
+    if bytes_so_far >= options.file_bytes:
+        return first, end
+    while first > 0 and joins(below[first - 1]):
+        first -= 1
+        bytes_so_far += below[first].size_bytes
+    while end < len(below) and joins(below[end]):
+        bytes_so_far += below[end].size_bytes
+        end += 1
+    return first, end
+
+
+def _older(levels: Levels, target: int, smallest: bytes, largest: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    """Where files below the target may hold a key of the job, as disjoint ranges by key (P3)."""
+    ranges = sorted(
+        (file.smallest, file.largest)
+        for files in levels[target + 1 :]
+        for file in overlapping(files, smallest, largest)
+    )
+    merged: list[tuple[bytes, bytes]] = []
+    for low, high in ranges:
+        if merged and low <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    return tuple(merged)

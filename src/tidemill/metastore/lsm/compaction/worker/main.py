@@ -1,0 +1,92 @@
+"""The merge worker: `python -m` this, frames on stdin and stdout. It is started by client.py and by nothing else.
+
+It ends when stdin ends: the database's process has died or does not want it any more, and whatever it is
+writing could only become an orphan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import TidemillError
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.metastore.lsm.compaction.inline_executor import Throttle, drive
+from tidemill.metastore.lsm.compaction.picker import Job
+from tidemill.metastore.lsm.compaction.worker.protocol import (
+    Done,
+    Failed,
+    FromWorker,
+    Progressed,
+    Setup,
+    Work,
+    frame,
+    read_frame,
+    to_worker,
+)
+from tidemill.metastore.lsm.options import Options
+from tidemill.objects.factory import open_objects
+from tidemill.objects.store import ObjectStore
+
+
+async def main() -> None:
+    # Whatever prints must not get between the frames.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    jobs: asyncio.Queue[Job] = asyncio.Queue()
+    setup = to_worker.decode(await read_frame(reader))
+    assert isinstance(setup, Setup)
+    os.nice(setup.nice)
+    clock = SystemClock()
+    objects = await open_objects(setup.objects_url, clock, Rand(), verify=False)
+    throttle = Throttle(setup.options.compaction_bytes_per_s, clock)
+    async with Tasks(_listening_failed) as tasks:
+        tasks.spawn(_listen(reader, jobs), name="merge-worker-stdin")
+        while True:
+            try:
+                job = await asyncio.wait_for(jobs.get(), setup.idle_s)
+            except TimeoutError:
+                break
+            _answer(answers, await _work(job, objects, setup.options, throttle, answers))
+    await objects.aclose()
+
+
+def _listening_failed(name: str, error: BaseException) -> None:
+    """Without ears this process is of no use: whoever started it starts another."""
+    sys.stderr.write(f"merge worker: {name}: {error!r}\n")
+    os._exit(1)
+
+
+async def _listen(reader: asyncio.StreamReader, jobs: asyncio.Queue[Job]) -> None:
+    """Jobs as they come. A merge lets this run after every slice, so the end of stdin ends it at once."""
+    while True:
+        try:
+            message = to_worker.decode(await read_frame(reader))
+        except asyncio.IncompleteReadError:
+            os._exit(0)
+        assert isinstance(message, Work)
+        jobs.put_nowait(message.job)
+
+
+async def _work(job: Job, objects: ObjectStore, options: Options, throttle: Throttle, answers: int) -> FromWorker:
+    def progress(rows_done: int) -> None:
+        _answer(answers, Progressed(rows_done))
+
+    try:
+        return Done(await drive(job, objects, options, throttle, progress))
+    except TidemillError as error:
+        return Failed.of(error)
+
+
+def _answer(answers: int, message: FromWorker) -> None:
+    data = memoryview(frame(message))
+    while data:
+        data = data[os.write(answers, data) :]
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,48 @@
+"""What flushes and back-pressure ask of the database they belong to, so that they need not know it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import TidemillError
+from tidemill.metastore.lsm.file_store import FileName, Files
+from tidemill.metastore.lsm.memtable import Memtable
+from tidemill.metastore.lsm.notifier import Wake
+from tidemill.metastore.lsm.options import Options
+from tidemill.metastore.lsm.version import Edit, Version
+
+
+class Owner(Protocol):
+    """`Database` is one. Attributes are its own; nothing here changes them but by these methods."""
+
+    domain_uuid: str
+    options: Options
+    clock: Clock
+    rand: Rand
+    files: Files
+    memtable: Memtable
+    wake: Wake
+    read_only: bool
+    compacts: bool
+    max_applied_seqno: int
+    failure: BaseException | None
+
+    @property
+    def max_persisted_seqno(self) -> int: ...
+    @property
+    def buffer_is_full(self) -> bool: ...
+    @property
+    def version(self) -> Version: ...
+    @property
+    def ended(self) -> TidemillError | None: ...
+    @property
+    def struggle(self) -> object:
+        """How the last flush or merge failed; falsy while neither does."""
+        ...
+
+    def check(self) -> None: ...
+    async def commit_edit(self, edit: Edit, installed: Callable[[], None] | None = None) -> None: ...
+    def next_file_name(self) -> FileName: ...
+    def release_file_names(self, names: Iterable[FileName]) -> None: ...

@@ -1,0 +1,329 @@
+"""Many sorted runs as one, forward and backward, in chunks.
+
+Each run has a window of rows at hand. The smallest of the windows' last keys (of runs that have more) is
+as far as all of them can go: up to there the rows are put into one dict, oldest run first, so that the
+newest row of a key is what remains, and sorted: timsort takes ascending runs as they are. All of that is
+loops in C. Where one run only has rows, they pass as they are. Backward is the same from the other end.
+
+A run is filled from what is cached by a plain call; only when something must be read does anybody wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, bisect_right
+from itertools import compress
+
+from tidemill.metastore.lsm.block import Block
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.memtable import Layer
+from tidemill.metastore.lsm.sst import TableMeta
+from tidemill.metastore.lsm.table_cache import Tables
+
+Rows = tuple[list[bytes], list[bytes]]
+
+LAYER_ROWS = 1_024
+"""Rows of a layer at hand at once."""
+
+WINDOW_BLOCKS = 16
+"""Most blocks in one window: about a thousand rows, more would not stay in the processor's cache while merged."""
+
+READ_BLOCKS = 64
+"""Most blocks that one read takes: half a MiB before compression, so that a distant bucket is not asked too often."""
+
+READ_BYTES = 512 << 10
+"""Most bytes of one read, if it takes more than one block: blocks of large values are larger than others."""
+
+FEW_BLOCKS = 4
+"""A range of at most so many blocks is read whole; a longer one begins with one block and doubles."""
+
+
+FREE_SHARE = 0.75
+"""A cache filled less than this takes whatever is read."""
+
+
+class Run:
+    """One sorted run within [lower, upper). The window is `keys[start:end]`, ascending, and `values` beside it."""
+
+    __slots__ = ("done", "end", "keys", "start", "values")
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+        self.values: list[bytes] = []
+        self.start = self.end = 0
+        self.done = False
+        """No row comes after the window (before it, when going backward)."""
+
+    def refill(self) -> bool:
+        """Give an empty window its next rows, or find the run done. False: `read` must come first."""
+        raise NotImplementedError
+
+    async def read(self) -> None:
+        """Wait for what `refill` lacked."""
+        raise NotImplementedError
+
+
+class LayerRun(Run):
+    """A pinned layer: it stands still. Its keys may have to be sorted first, by and by."""
+
+    __slots__ = ("_at", "_layer", "_lower", "_reverse", "_sorted", "_stop", "_upper")
+
+    def __init__(self, layer: Layer, lower: bytes, upper: bytes | None, reverse: bool) -> None:
+        super().__init__()
+        self._layer = layer
+        self._lower = lower
+        self._upper = upper
+        self._reverse = reverse
+        self._sorted: list[bytes] | None = None
+        self._at = self._stop = 0
+
+    def refill(self) -> bool:
+        keys = self._sorted
+        if keys is None:
+            layer = self._layer
+            keys = layer.sorted_keys
+            if keys is None:
+                if not layer.sort_step():
+                    return False
+                keys = layer.sorted_keys
+                assert keys is not None
+            self._sorted = keys
+            self._at = bisect_left(keys, self._lower) if self._lower else 0
+            self._stop = len(keys) if self._upper is None else max(self._at, bisect_left(keys, self._upper))
+        if self._reverse:
+            end = self._stop
+            start = self._stop = max(self._at, end - LAYER_ROWS)
+        else:
+            start = self._at
+            end = self._at = min(self._stop, start + LAYER_ROWS)
+        self.done = self._at >= self._stop
+        self.keys = keys = keys[start:end]
+        self.values = list(map(self._layer.values.__getitem__, keys))
+        self.start, self.end = 0, len(keys)
+        return True
+
+    async def read(self) -> None:
+        await sort(self._layer)
+
+
+async def sort(layer: Layer) -> None:
+    """Sort the keys of a layer that stands still, a step at a time."""
+    sorted_now = layer.sort_step()
+    while not sorted_now:
+        await asyncio.sleep(0)
+        sorted_now = layer.sort_step()
+
+
+class FilesRun(Run):
+    """Disjoint files in key order, opened when the scan gets there. Neighbouring blocks are read at once."""
+
+    __slots__ = (
+        "_ahead",
+        "_fill_blocks",
+        "_first",
+        "_got",
+        "_last",
+        "_left",
+        "_lower",
+        "_meta",
+        "_reverse",
+        "_right",
+        "_tables",
+        "_todo",
+        "_upper",
+    )
+
+    def __init__(
+        self,
+        tables: Tables,
+        files: tuple[FileMeta, ...],
+        lower: bytes,
+        upper: bytes | None,
+        reverse: bool,
+        fill_blocks: int,
+    ) -> None:
+        super().__init__()
+        self._tables = tables
+        self._todo = list(files if reverse else reversed(files))  # the one being read is the last
+        self._lower = lower
+        self._upper = upper
+        self._reverse = reverse
+        self._fill_blocks = fill_blocks  # how many blocks more may go into the cache
+        self._ahead = 1
+        self._meta: TableMeta | None = None
+        self._got: list[Block] = []  # read, not yet in a window
+        self._left = self._right = 0  # blocks still to come: [left, right)
+        self._first = self._last = 0  # the blocks where the range begins and where it ends
+
+    def refill(self) -> bool:
+        meta = self._meta
+        if meta is None:
+            meta = self._tables.cached_meta(self._todo[-1])
+            if meta is None:
+                return False
+            self._enter(meta)
+        blocks = self._got or self._cached()
+        if not blocks:
+            return False
+        # What was read may be more than a window takes; the rest waits.
+        if self._reverse:
+            self._got = blocks[:-WINDOW_BLOCKS]
+            self._show(blocks[-WINDOW_BLOCKS:])
+        else:
+            self._got = blocks[WINDOW_BLOCKS:]
+            self._show(blocks[:WINDOW_BLOCKS])
+        return True
+
+    async def read(self) -> None:
+        file = self._todo[-1]
+        if self._meta is None:
+            # Kept here too: a cache without room must not send us round for ever.
+            self._enter(await self._tables.meta(file))
+            self._got = self._cached()
+            if self._got:
+                return
+        first, count = self._next_read()
+        cache = self._tables.cache
+        # Into room that nobody uses a scan may put all it reads.
+        fill = self._fill_blocks > 0 or cache.used_bytes < cache.budget_bytes * FREE_SHARE
+        if count == 1 and fill:
+            self._got = [await self._tables.block(file, first)]
+        else:
+            self._got = await self._tables.blocks(file, first, count, fill_cache=fill)
+        self._fill_blocks -= count
+
+    def _enter(self, meta: TableMeta) -> None:
+        """Open the next file: which of its blocks may hold keys of the range."""
+        last_keys, lower, upper = meta.last_keys, self._lower, self._upper
+        self._meta = meta
+        self._left = self._first = bisect_left(last_keys, lower) if lower else 0
+        count = len(last_keys)
+        self._right = count if upper is None else min(bisect_left(last_keys, upper, self._left) + 1, count)
+        self._last = self._right - 1
+
+    def _count(self) -> int:
+        count = self._right - self._left
+        return count if count <= FEW_BLOCKS else min(self._ahead, count)
+
+    def _next_read(self) -> tuple[int, int]:
+        """First block and number of blocks: those that come next, up to READ_BYTES, but at least one."""
+        assert self._meta is not None
+        starts, count = self._meta.starts, self._count()
+        if self._reverse:
+            end = self._right
+            first = max(end - count, bisect_left(starts, starts[end] - READ_BYTES))
+            first = min(first, end - 1)
+            return first, end - first
+        first = self._left
+        end = min(first + count, bisect_right(starts, starts[first] + READ_BYTES) - 1)
+        return first, max(end, first + 1) - first
+
+    def _cached(self) -> list[Block]:
+        """The next blocks as far as they are cached; in key order."""
+        find, file, blocks = self._tables.cached_block, self._todo[-1], []
+        if self._reverse:
+            for index in range(self._right - 1, self._right - 1 - min(self._count(), WINDOW_BLOCKS), -1):
+                block = find(file, index)
+                if block is None:
+                    break
+                blocks.append(block)
+            blocks.reverse()
+        else:
+            for index in range(self._left, self._left + min(self._count(), WINDOW_BLOCKS)):
+                block = find(file, index)
+                if block is None:
+                    break
+                blocks.append(block)
+        return blocks
+
+    def _show(self, blocks: list[Block]) -> None:
+        """Make the window of these blocks, cut to the range, and go on behind them."""
+        if len(blocks) == 1:
+            keys, values = blocks[0].keys, blocks[0].values  # the cache's own: whoever passes rows on slices them
+        else:
+            keys, values = [], []
+            for block in blocks:
+                keys += block.keys
+                values += block.values
+        start, end = 0, len(keys)
+        if self._reverse:
+            shown_right = self._right
+            shown_left = self._right = shown_right - len(blocks)
+        else:
+            shown_left = self._left
+            shown_right = self._left = shown_left + len(blocks)
+        if shown_left == self._first and self._lower:
+            start = bisect_left(keys, self._lower)
+        if shown_right > self._last and self._upper is not None:
+            end = bisect_left(keys, self._upper, start)
+        self.keys, self.values, self.start, self.end = keys, values, start, end
+        self._ahead = min(2 * self._ahead, READ_BLOCKS)
+        if self._left >= self._right:
+            self._meta = None
+            self._todo.pop()
+            self.done = not self._todo
+
+
+def take(runs: list[Run], reverse: bool) -> Rows:
+    """The next rows of all runs, tombstones left out; ascending, or descending when `reverse`. May be empty.
+
+    `runs` are oldest first, and each has a window or is done. What is returned is nobody else's.
+    """
+    if reverse:
+        return _take_backward(runs)
+    bound = None
+    live = []
+    for run in runs:
+        if run.start < run.end:
+            live.append(run)
+            if not run.done:
+                last = run.keys[run.end - 1]
+                if bound is None or last < bound:
+                    bound = last
+    parts = []
+    for run in live:
+        start = run.start
+        end = run.end if bound is None else bisect_right(run.keys, bound, start, run.end)
+        if start < end:
+            run.start = end
+            parts.append((run.keys[start:end], run.values[start:end]))
+    return _merged(parts, reverse=False)
+
+
+def _take_backward(runs: list[Run]) -> Rows:
+    bound = None
+    live = []
+    for run in runs:
+        if run.start < run.end:
+            live.append(run)
+            if not run.done:
+                first = run.keys[run.start]
+                if bound is None or first > bound:
+                    bound = first
+    parts = []
+    for run in live:
+        end = run.end
+        start = run.start if bound is None else bisect_left(run.keys, bound, run.start, end)
+        if start < end:
+            run.end = start
+            parts.append((run.keys[start:end], run.values[start:end]))
+    return _merged(parts, reverse=True)
+
+
+def _merged(parts: list[Rows], *, reverse: bool) -> Rows:
+    """Of a key in several parts the last one's row; without tombstones."""
+    if not parts:
+        return [], []
+    keys, values = parts[0]
+    if len(parts) > 1:
+        merged: dict[bytes, bytes] = {}
+        for keys, values in parts:
+            merged.update(zip(keys, values, strict=True))
+        keys = sorted(merged, reverse=reverse)
+        values = list(map(merged.__getitem__, keys))
+    elif reverse:
+        keys.reverse()
+        values.reverse()
+    if all(values):
+        return keys, values
+    return list(compress(keys, values)), list(filter(None, values))

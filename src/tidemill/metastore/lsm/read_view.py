@@ -1,0 +1,240 @@
+"""What a reader sees: layers and a version. Point reads, without waiting where everything is cached.
+
+A view is made anew whenever the stack of layers or the version changes; only the newest layer's contents
+change beneath it, and not even those while it is pinned. The order of a look-up is the order of age:
+layers from the newest, files of level 0 from the newest, then one file of each level. The first row found
+is the answer, a tombstone too; no file is passed over because of its seqnos.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, Final, Literal, NamedTuple, cast
+
+from tidemill.metastore.lsm.block import Block
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.memtable import Layer
+from tidemill.metastore.lsm.sst import TableMeta
+from tidemill.metastore.lsm.table_cache import Tables
+from tidemill.metastore.lsm.version_set import Versions
+
+
+class Pending(Enum):
+    """What `peek` returns when the answer is not in memory."""
+
+    PENDING = "pending"
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
+PENDING: Final = Pending.PENDING
+
+
+class Row(NamedTuple):
+    seqno: int
+    value: bytes
+
+
+class View:
+    """`layers` newest first. Whoever waits pins the version meanwhile: a merge must not take its files away.
+
+    The waiting reads raise Missing, Corrupt, Invalid (newer format), Unavailable.
+    """
+
+    __slots__ = ("_deep", "_dicts", "_entries", "_level0", "_versions", "layers", "tables", "version")
+
+    def __init__(self, layers: tuple[Layer, ...], versions: Versions, tables: Tables) -> None:
+        self.layers = layers
+        self.version = versions.current
+        self.tables = tables
+        self._versions = versions
+        self._dicts = tuple(layer.values for layer in layers)
+        self._level0 = self.version.levels[0]
+        self._deep = self.version.deep
+        self._entries = cast("dict[Any, Any]", tables.cache.entries)  # metas by file, blocks by (file, index)
+
+    def peek(self, key: bytes) -> bytes | Pending | None:
+        """The live value, None when there is none, PENDING when something must be read to know."""
+        for values in self._dicts:
+            value = values.get(key)
+            if value is not None:
+                return value or None
+        for file in self._level0:
+            if file.smallest <= key <= file.largest:
+                found = self._peek_file(file, key)
+                if found is not None:
+                    return found or (PENDING if found is PENDING else None)
+        for files, largest in self._deep:
+            at = bisect_left(largest, key)
+            if at < len(files):
+                file = files[at]
+                if file.smallest <= key:
+                    found = self._peek_file(file, key)
+                    if found is not None:
+                        return found or (PENDING if found is PENDING else None)
+        return None
+
+    def _peek_file(self, file: FileMeta, key: bytes) -> bytes | Pending | None:
+        """The stored value, b"" for a tombstone, None when the file has no row for the key."""
+        entries = self._entries
+        meta: TableMeta | None = entries.get(file)
+        if meta is None:
+            return PENDING
+        meta.hot = True
+        block: Block | None = entries.get((file, bisect_left(meta.last_keys, key)))
+        if block is None:
+            return PENDING if meta.may_hold(key) else None
+        # The only block that can hold the key is here: it knows for sure, and sooner than the filter.
+        block.hot = True
+        return (block.by_key or block.index()).get(key)
+
+    async def get(self, key: bytes) -> bytes | None:
+        """The live value of a key for which `peek` just said PENDING: the layers are not asked again."""
+        found = await self._find(key)
+        return (found[0].values[found[1]] or None) if found else None
+
+    def peek_row(self, key: bytes) -> Row | Pending | None:
+        """As `peek`, with the seqno."""
+        for layer in self.layers:
+            value = layer.values.get(key)
+            if value is not None:
+                return Row(layer.seqnos[key], value) if value else None
+        tables = self.tables
+        for file in self.version.candidates(key):
+            meta = tables.cached_meta(file)
+            if meta is None:
+                return PENDING
+            if meta.may_hold(key):
+                block = tables.cached_block(file, bisect_left(meta.last_keys, key))
+                if block is None:
+                    return PENDING
+                at = block.find(key)
+                if at >= 0:
+                    return Row(block.seqno(at), block.values[at]) if block.values[at] else None
+        return None
+
+    async def get_row(self, key: bytes) -> Row | None:
+        """The live row of a key for which `peek_row` just said PENDING."""
+        found = await self._find(key)
+        if found is None:
+            return None
+        block, at = found
+        return Row(block.seqno(at), block.values[at]) if block.values[at] else None
+
+    async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The live value or None for each key, in order."""
+        values = list(map(self.peek, keys))
+        lacking = {key for key, value in zip(keys, values, strict=True) if value is PENDING}
+        found = await self._find_many(sorted(lacking)) if lacking else {}
+        return [
+            (found.get(key) or None) if value is PENDING else value for key, value in zip(keys, values, strict=True)
+        ]
+
+    async def _find(self, key: bytes) -> tuple[Block, int] | None:
+        """The block and the place in it of the file row for `key`, tombstones too.
+
+        The filter before any block; at most one read for filter and index and one for the block, of each
+        file that may hold the key.
+        """
+        tables = self.tables
+        self._versions.pin(self.version)
+        try:
+            for file in self.version.candidates(key):
+                meta = tables.cached_meta(file) or await tables.meta(file)
+                if not meta.may_hold(key):
+                    continue
+                block = await tables.block(file, bisect_left(meta.last_keys, key))
+                at = block.find(key)
+                if at >= 0:
+                    return block, at
+            return None
+        finally:
+            self._versions.unpin(self.version)
+
+    async def _find_many(self, keys: list[bytes]) -> dict[bytes, bytes]:
+        """Stored values of the file rows for these ascending keys, b"" for tombstones.
+
+        Keys of one file's neighbouring blocks share a read; the reads of one file run at once.
+        """
+        found: dict[bytes, bytes] = {}
+        self._versions.pin(self.version)
+        try:
+            for files in self.version.runs(keys[0], keys[-1] + b"\0"):
+                for file, wanted in _by_file(files, keys):
+                    await self._find_in_file(file, wanted, found)
+                keys = [key for key in keys if key not in found]
+            return found
+        finally:
+            self._versions.unpin(self.version)
+
+    async def _find_in_file(self, file: FileMeta, keys: list[bytes], found: dict[bytes, bytes]) -> None:
+        tables = self.tables
+        meta = tables.cached_meta(file) or await tables.meta(file)
+        wanted: dict[int, list[bytes]] = {}
+        for key in filter(meta.may_hold, keys):
+            wanted.setdefault(bisect_left(meta.last_keys, key), []).append(key)
+        blocks: dict[int, Block] = {}
+        lacking = []
+        for index in wanted:
+            block = tables.cached_block(file, index)
+            if block is None:
+                lacking.append(index)
+            else:
+                blocks[index] = block
+        if lacking:
+            spans = list(_spans(lacking))
+            for (first, _), read in zip(
+                spans, await asyncio.gather(*(tables.blocks(file, *span) for span in spans)), strict=True
+            ):
+                blocks.update(enumerate(read, first))
+        for index, here in wanted.items():
+            block = blocks[index]
+            for key in here:
+                at = block.find(key)
+                if at >= 0:
+                    found[key] = block.values[at]
+
+
+class ClosedView(View):
+    """Takes the place of the view when the database ends, so that the fast path needs no check of its own."""
+
+    __slots__ = ("_check",)
+
+    def __init__(self, view: View, check: Callable[[], None]) -> None:
+        super().__init__((), view._versions, view.tables)
+        self._check = check
+
+    def peek(self, key: bytes) -> bytes | Pending | None:
+        self._check()
+        raise AssertionError("an ended database passed its own check")
+
+    def peek_row(self, key: bytes) -> Row | Pending | None:
+        self._check()
+        raise AssertionError("an ended database passed its own check")
+
+
+def _by_file(files: tuple[FileMeta, ...], keys: list[bytes]) -> Iterator[tuple[FileMeta, list[bytes]]]:
+    """Of disjoint files by key, each with those of the ascending keys that lie within it."""
+    for file in files:
+        start = bisect_left(keys, file.smallest)
+        end = bisect_left(keys, file.largest + b"\0", start)
+        if start < end:
+            yield file, keys[start:end]
+
+
+def _spans(indexes: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of each run of neighbours in ascending indexes."""
+    first = count = 0
+    for index in indexes:
+        if count and index == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = index, 1
+    if count:
+        yield first, count

@@ -1,0 +1,217 @@
+"""All open files of a database: filters, indexes and blocks, read once and kept while the budget lasts.
+
+Readers of the same missing thing at the same moment share one read. Whoever comes first reads; its
+failure reaches all who wait and is not kept. When it is cancelled, one of the waiting reads instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any, cast
+
+from tidemill.base.errors import Corrupt
+from tidemill.metastore.lsm.block import Block, decode_block
+from tidemill.metastore.lsm.block_cache import BlockCache
+from tidemill.metastore.lsm.file_store import Files
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.lsm.sst import TableMeta, decode_meta
+from tidemill.objects.verified_read import checked, read_again
+
+DECODE_SLICE = 64
+"""Blocks decoded between two yields to the event loop: about a millisecond."""
+
+_Flight = asyncio.Future["Block | TableMeta | Exception | None"]
+"""A read under way. Its result is what was read, the failure, or None when its reader was cancelled."""
+
+
+class Tables:
+    """The `cached_` calls are plain and fast; the others wait for the bucket when they must."""
+
+    def __init__(self, files: Files, cache: BlockCache) -> None:
+        self.files = files
+        self.cache = cache
+        self.reads = 0
+        self.read_bytes = 0
+        # One dictionary in three types: metas are kept by file, blocks by (file, index).
+        self._entries = cast("dict[Any, Any]", cache.entries)
+        self._flights: dict[Hashable, _Flight | None] = {}  # reads under way; a future once somebody waits
+        self._block_counts: dict[FileMeta, int] = {}
+
+    def cached_meta(self, file: FileMeta) -> TableMeta | None:
+        found: TableMeta | None = self._entries.get(file)
+        if found is not None:
+            found.hot = True
+        return found
+
+    def cached_block(self, file: FileMeta, index: int) -> Block | None:
+        found: Block | None = self._entries.get((file, index))
+        if found is not None:
+            found.hot = True
+        return found
+
+    async def meta(self, file: FileMeta) -> TableMeta:
+        """Filter and index, by one ranged read. Raises Missing, Corrupt, Unavailable, Invalid (newer format)."""
+        while True:
+            found = self.cached_meta(file)
+            if found is not None:
+                return found
+            if file not in self._flights:
+                return await self._read_meta(file)
+            landed = await self._landing(file)
+            if landed is not None:
+                return cast(TableMeta, landed)
+
+    async def block(self, file: FileMeta, index: int) -> Block:
+        """As `blocks`, one of them. The path of a cold get: it does no more than it must."""
+        found = self.cached_block(file, index)
+        if found is not None:
+            return found
+        key, meta = (file, index), self.cached_meta(file)
+        if meta is None or key in self._flights:
+            return (await self.blocks(file, index, 1))[0]
+        self._flights[key] = None
+        try:
+            start, end = meta.starts[index], meta.starts[index + 1]
+            data = await self.files.read(file, start, end)
+            self.reads += 1
+            self.read_bytes += end - start
+            try:
+                block = decode_block(data, meta.name, start, meta.rows[index])
+            except Corrupt as error:
+                decoded = partial(self._read_and_decode, file, meta, [index])
+                [block] = await read_again(self.files.objects, self.files.key(file), error, decoded)
+        except BaseException as error:
+            self._land(key, error)
+            raise
+        self.cache.put(key, block)
+        self._land(key, block)
+        return block
+
+    async def blocks(self, file: FileMeta, first: int, count: int, *, fill_cache: bool = True) -> list[Block]:
+        """`count` blocks from `first` on, some tens; those not cached by one ranged read where they are neighbours.
+
+        `fill_cache=False` leaves the cache as it is: for merges and long scans. What others read meanwhile is
+        shared either way. Raises as `meta`.
+        """
+        meta = self.cached_meta(file) or await self.meta(file)
+        wanted = range(first, first + count)
+        entries, flights = self._entries, self._flights
+        if not any((file, index) in entries or (file, index) in flights for index in wanted):
+            return await self._read_blocks(file, meta, wanted, fill_cache)
+        found: dict[int, Block] = {}
+        while len(found) < count:
+            # Looked up and claimed without an await between: two readers never claim the same block.
+            mine: list[int] = []
+            others: list[int] = []
+            for index in wanted:
+                if index not in found:
+                    block = self.cached_block(file, index)
+                    if block is not None:
+                        found[index] = block
+                    else:
+                        (others if (file, index) in self._flights else mine).append(index)
+            if mine:
+                found.update(zip(mine, await self._read_blocks(file, meta, mine, fill_cache), strict=True))
+            for index in others:
+                landed = await self._landing((file, index))
+                if landed is not None:
+                    found[index] = cast(Block, landed)
+        return [found[index] for index in wanted]
+
+    def forget(self, file: FileMeta) -> None:
+        """Drop what is kept of a file that no version needs any more. A read under way may still put some back."""
+        self.cache.remove(file)
+        for index in range(self._block_counts.pop(file, 0)):
+            self.cache.remove((file, index))
+
+    async def _read_meta(self, file: FileMeta) -> TableMeta:
+        self._flights[file] = None
+        try:
+            key = self.files.key(file)
+            meta = await checked(self.files.objects, key, partial(self._read_and_decode_meta, file, key))
+        except BaseException as error:
+            self._land(file, error)
+            raise
+        self._block_counts[file] = len(meta.rows)
+        self.cache.put(file, meta)
+        self._land(file, meta)
+        return meta
+
+    async def _read_and_decode_meta(self, file: FileMeta, key: str) -> TableMeta:
+        data = await self.files.read(file, file.meta_start, file.size_bytes)
+        self.reads += 1
+        self.read_bytes += len(data)
+        return decode_meta(data, file, key)
+
+    async def _read_blocks(
+        self, file: FileMeta, meta: TableMeta, indexes: Sequence[int], fill_cache: bool
+    ) -> list[Block]:
+        for index in indexes:
+            self._flights[(file, index)] = None
+        try:
+            decoded = partial(self._read_and_decode, file, meta, indexes)
+            blocks = await checked(self.files.objects, self.files.key(file), decoded)
+        except BaseException as error:
+            for index in indexes:
+                self._land((file, index), error)
+            raise
+        for index, block in zip(indexes, blocks, strict=True):
+            if fill_cache:
+                self.cache.put((file, index), block)
+            self._land((file, index), block)
+        return blocks
+
+    async def _read_and_decode(self, file: FileMeta, meta: TableMeta, indexes: Sequence[int]) -> list[Block]:
+        starts, rows, name = meta.starts, meta.rows, meta.name
+        runs = list(_runs(indexes))
+        ranges = [(starts[first], starts[end]) for first, end in runs]
+        if len(ranges) == 1:
+            pieces = [await self.files.read(file, *ranges[0])]
+        else:
+            pieces = await self.files.read_ranges(file, ranges)
+        self.reads += len(ranges)
+        self.read_bytes += sum(map(len, pieces))
+        blocks: list[Block] = []
+        for (first, end), piece in zip(runs, pieces, strict=True):
+            base = starts[first]
+            for index in range(first, end):
+                data = piece if end - first == 1 else piece[starts[index] - base : starts[index + 1] - base]
+                blocks.append(decode_block(data, name, starts[index], rows[index]))
+                if len(blocks) % DECODE_SLICE == 0:
+                    await asyncio.sleep(0)
+        return blocks
+
+    def _land(self, key: Hashable, outcome: Block | TableMeta | BaseException) -> None:
+        flight = self._flights.pop(key)
+        if flight is not None:
+            # A cancelled reader says nothing about the file: whoever waits tries again.
+            lost = isinstance(outcome, BaseException) and not isinstance(outcome, Exception)
+            flight.set_result(None if lost else cast("Block | TableMeta | Exception", outcome))
+
+    async def _landing(self, key: Hashable) -> Block | TableMeta | None:
+        """What a read under way brings; None when it was cancelled, or is over by now. Raises its failure."""
+        if key not in self._flights:
+            return None
+        flight = self._flights[key]
+        if flight is None:
+            flight = self._flights[key] = asyncio.get_running_loop().create_future()
+        # Shielded: cancelling one who waits must not cancel the future that the others wait for.
+        outcome = await asyncio.shield(flight)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+def _runs(indexes: Iterable[int]) -> Iterable[tuple[int, int]]:
+    """Half-open runs of neighbours in ascending indexes."""
+    first = end = -1
+    for index in indexes:
+        if index != end:
+            if first >= 0:
+                yield first, end
+            first = index
+        end = index + 1
+    if first >= 0:
+        yield first, end

@@ -1,0 +1,107 @@
+"""A row family: a typed row, the columns of it that are its key, and the bytes of the rest.
+
+    value   format uint8 = 1 | msgpack array of the fields that are not in the key, in the order of the struct
+
+Fields are only ever added, at the end and with a default: a shorter array is an older row, and what a newer
+version appended is ignored. A value is never empty, since the empty value is the tombstone (L8).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.metastore.rows.key_encoding import UNFIT, Column, Kind, Part, put, put_text, take, writer
+
+FORMAT = 1
+R = TypeVar("R", bound=msgspec.Struct)
+
+_FORMAT = bytes([FORMAT])
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Family(Generic[R]):
+    """One family. `key` are the first fields of `row`, in order; `own_entity` = the first of them is the entity."""
+
+    def __init__(self, tag: int, name: str, row: type[R], *key: Column, own_entity: bool = True) -> None:
+        fields = msgspec.structs.fields(row)
+        if tuple(field.name for field in fields[: len(key)]) != tuple(column.name for column in key):
+            raise TypeError(f"the key of {name} must be the first fields of {row.__name__}")
+        if own_entity and key[0].kind is not Kind.TEXT:
+            raise TypeError(f"the entity of {name} must be text")
+        self.tag = tag
+        self.name = name
+        self.row = row
+        self.own_entity = own_entity
+        self.columns = key
+        self._writers = [writer(column.kind) for column in key]
+        self._head = bytes([tag]) if own_entity else bytes([tag]) + put_text("")
+        self._decoder = msgspec.msgpack.Decoder(_value_type(row, len(key)))
+
+    def __repr__(self) -> str:
+        return f"Family({self.name})"
+
+    def key(self, *parts: Part) -> bytes:
+        """The key of one row. Raises Invalid for a wrong number of columns or a value that does not fit."""
+        if len(parts) != len(self.columns):
+            raise Invalid(f"A key of {self.name} has {len(self.columns)} columns: given={len(parts)}.")
+        return self.prefix(*parts)
+
+    def prefix(self, *parts: Part) -> bytes:
+        """What the keys of all rows with these first columns begin with; nothing given = the whole family."""
+        try:
+            written = [write(part) for write, part in zip(self._writers[: len(parts)], parts, strict=True)]
+        except UNFIT:  # told by its column
+            written = [put(column, part) for column, part in zip(self.columns, parts, strict=False)]
+        return self._head + b"".join(written)
+
+    def key_of(self, row: R) -> bytes:
+        return self.prefix(*msgspec.structs.astuple(row)[: len(self.columns)])
+
+    def encode(self, row: R) -> tuple[bytes, bytes]:
+        """(key, value). Raises Invalid for a key that cannot be written."""
+        fields, count = msgspec.structs.astuple(row), len(self.columns)
+        return self.prefix(*fields[:count]), _FORMAT + _encoder.encode(fields[count:])
+
+    def decode_key(self, key: bytes) -> tuple[Part, ...]:
+        """Raises Corrupt for a key of another family or a damaged one."""
+        if not key.startswith(self._head):
+            raise Corrupt(f"Not a key of this family: family={self.name} key={key.hex()}.")
+        parts: list[Part] = []
+        at = len(self._head)
+        for column in self.columns:
+            part, at = take(column, key, at)
+            parts.append(part)
+        if at != len(key):
+            raise Corrupt(f"A key is longer than its columns: family={self.name} key={key.hex()}.")
+        return tuple(parts)
+
+    def decode(self, key: bytes, value: bytes) -> R:
+        """Raises Corrupt (damaged) or Invalid (written by a newer version)."""
+        parts = self.decode_key(key)
+        if value[:1] != _FORMAT:
+            raise Invalid(
+                f"A row has another format: family={self.name} key={key.hex()} "
+                f"format={value[:1].hex()} known={FORMAT}.",
+                fix="Upgrade tidemill: a newer version wrote this row.",
+            )
+        try:
+            rest = self._decoder.decode(memoryview(value)[1:])
+        except msgspec.DecodeError as error:
+            raise Corrupt(f"A row is unreadable: family={self.name} key={key.hex()} cause={error}.") from error
+        return self.row(*parts, *msgspec.structs.astuple(rest))
+
+
+def _value_type(row: type[msgspec.Struct], skipped: int) -> type[msgspec.Struct]:
+    """An array-like struct of the fields after the key: types and defaults are those of the row."""
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(row)[skipped:]:
+        if field.default is not msgspec.NODEFAULT:
+            fields.append((field.name, field.type, field.default))
+        elif field.default_factory is not msgspec.NODEFAULT:
+            fields.append((field.name, field.type, msgspec.field(default_factory=field.default_factory)))
+        else:
+            fields.append((field.name, field.type))
+    return msgspec.defstruct(f"{row.__name__}Value", fields, array_like=True, frozen=True)
