@@ -34,7 +34,7 @@ from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.shards.front import Binding, Remap
 from tidemill.shards.open import open_remap
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 NAME = "bench"
 RAW_SLOT = "raw"

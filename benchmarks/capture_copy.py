@@ -34,9 +34,9 @@ from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.shards.open import open_remap
+from tidemill.topics.api import FetchRead, TopicLog
 from tidemill.topics.batch import decode_batch
-from tidemill.topics.front import FetchRead, TopicLog
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 
 async def read_raw(dsn: str) -> tuple[float, float, int]:

@@ -29,7 +29,7 @@ from tidemill.capture.poison import take
 from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.wire.stream import Framed
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import ProduceResult
+from tidemill.topics.api import ProduceResult
 
 NEVER = 1 << 60
 TRANSACTION_ROWS = 100

@@ -37,9 +37,9 @@ from tidemill.metastore.lsm.manifest import encode_manifest
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.factory import open_objects
+from tidemill.topics.l1.extent_store import L1Rows
 from tidemill.topics.l1.format import Region
-from tidemill.topics.l1.rules import Add
-from tidemill.topics.l1.store import L1Rows
+from tidemill.topics.l1.row_transitions import Add
 from tidemill.topics.partition.apply import apply
 from tidemill.topics.partition.codec import encode_state
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder

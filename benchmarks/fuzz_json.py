@@ -28,9 +28,9 @@ from tidemill.spark.decode.slices import Slice
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
+from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.columns import of_fields
-from tidemill.topics.front import BatchRef
 
 MEMORY_LIMIT_MIB = 300
 BLOCK_LIMIT_S = 2.0

@@ -31,7 +31,7 @@ from kafka.record.default_records import DefaultRecordBatch
 
 from tidemill.kafka.handlers import APIS
 from tidemill.topics.batch import Record, encode_batch, split_batches
-from tidemill.topics.batch.codecs import CODECS, compress, decompress
+from tidemill.topics.batch.compression import CODECS, compress, decompress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kafka"))
 from processes import Process

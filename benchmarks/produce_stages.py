@@ -41,14 +41,13 @@ from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects import local
 from tidemill.objects.factory import open_objects
-from tidemill.topics import checking
 from tidemill.topics.l0.writer import L0Writer
-from tidemill.topics.leadership import Alone
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.partition import machine
-from tidemill.topics.partition.machine import LedPartition
-from tidemill.topics.partition.pending import Pending
-from tidemill.topics.queue import ProducerQueue
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Alone
+from tidemill.topics.partition import leader
+from tidemill.topics.partition.leader import LedPartition
+from tidemill.topics.partition.pending_batch import Pending
+from tidemill.topics.produce import ProducerQueue, validator_pool
 
 POINTS = ("staged", "gathered", "in the thread", "durable", "heard", "acknowledged")
 BETWEEN = (
@@ -66,14 +65,14 @@ STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
     ("parse: header, request", LOOP, ((session, "peek"), (session, "read_request"), (k00_produce, "decode"))),
     ("who may, quota", LOOP, ((k00_produce, "_look_up"), (k00_produce, "_allowed"), (Session, "_charge"))),
     ("begin: slot, futures, the rest of the request", LOOP, ((Session, "_begin"), (k00_produce, "_reserve_one"))),
-    ("check: batch header", LOOP, ((k00_produce, "_refuse"), (machine, "check_header"))),
-    ("check: checksum, every record", LOOP, ((checking, "check_records"),)),
+    ("check: batch header", LOOP, ((k00_produce, "_refuse"), (leader, "check_header"))),
+    ("check: checksum, every record", LOOP, ((validator_pool, "check_records"),)),
     ("reserve: partition, ticket", LOOP, ((LedPartition, "produce_nowait"), (ProducerQueue, "reserve"))),
     ("stage: rhythm of the objects", LOOP, ((LedPartition, "_stage"), (L0Writer, "stage"), (L0Writer, "answered"))),
     ("seal: assemble the object, its first touch", LOOP, ((L0Writer, "_flush"), (L0Writer, "_look"))),
     ("put: create, write, fdatasync, link, fsync", THREAD, ((local, "durable_create"),)),
     ("turn: uploaded, in line", LOOP, ((LedPartition, "batch_uploaded"),)),
-    ("decide: plan, apply, command", LOOP, ((machine, "plan_group"), (machine, "apply"), (machine, "encode_command"))),
+    ("decide: plan, apply, command", LOOP, ((leader, "plan_group"), (leader, "apply"), (leader, "encode_command"))),
     ("log append: client", LOOP, ((SqliteConsensus, "_flush"), (Link, "buffer_updated"))),
     ("publish, wake readers", LOOP, ((LedPartition, "_settle"),)),
     ("answer: gather, encode", LOOP, ((_Gathering, "answer"), (Session, "_done"))),

@@ -20,7 +20,7 @@ from confluent_kafka.admin import AdminClient
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.factory import open_consensus
-from tidemill.topics.leadership import NODES_REGISTER
+from tidemill.topics.membership import NODES_REGISTER
 
 AS_KAFKA: Final = "4.1.0"
 """The release of Kafka that the suites take the node for."""

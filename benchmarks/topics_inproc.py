@@ -26,10 +26,10 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
+from tidemill.topics.api import FetchRead
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.header import add_sequence
-from tidemill.topics.front import FetchRead
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 RECORD_BYTES = 1024
 SEQUENCE = struct.Struct(">i")

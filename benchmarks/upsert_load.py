@@ -21,7 +21,7 @@ from tidemill.shards.open import open_remap
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.stores import Stores
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 SCHEMA = "click_id string, product_id long, at timestamp, page string"
 KEY = "click_id"

@@ -23,7 +23,7 @@ from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.shards.remap import LogRemap
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 
 async def main(dsn: str, name: str, directory: Path, more: Collection[str] = ()) -> None:

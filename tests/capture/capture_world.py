@@ -26,9 +26,9 @@ from tidemill.metastore.factory import metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.front import Binding
 from tidemill.shards.remap import LogRemap
+from tidemill.topics.api import FetchRead
 from tidemill.topics.batch import Record, decode_batch
-from tidemill.topics.front import FetchRead
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 
 class World:

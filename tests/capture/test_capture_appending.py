@@ -13,8 +13,8 @@ from tidemill.base.errors import Corrupt, Unavailable, Unknown
 from tidemill.base.runtime.coop import Pace
 from tidemill.capture import appending
 from tidemill.capture.appending import Appending
+from tidemill.topics.api import FetchRead
 from tidemill.topics.batch import Record, decode_batch, encode_batch
-from tidemill.topics.front import FetchRead
 
 OWN, COPY, PARTITIONS = 7, 8, 2
 

@@ -12,7 +12,7 @@ import pytest
 from capture_world import World, until
 
 from tidemill.capture.converter import FRAGMENT_BYTES
-from tidemill.topics.front import ProduceResult
+from tidemill.topics.api import ProduceResult
 
 pytestmark = pytest.mark.postgres
 

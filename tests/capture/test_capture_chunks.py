@@ -28,8 +28,8 @@ from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import TableCopy
 from tidemill.objects.factory import open_objects
+from tidemill.topics.api import FetchRead
 from tidemill.topics.batch import decode_batch
-from tidemill.topics.front import FetchRead
 
 PROGRAM = Path(__file__).with_name("capture_process.py")
 SMALL: dict[str, Any] = {"copy_chunk_blocks": 4, "table_poll_s": 0.1, "tables": ("a",)}

@@ -28,7 +28,7 @@ from tidemill.capture.wire.pgoutput import Delete, Update, decode
 from tidemill.capture.wire.status import PAYLOAD_START, Keepalive
 from tidemill.capture.wire.stream import Framed
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import ProduceResult
+from tidemill.topics.api import ProduceResult
 
 INT4, INT8, FLOAT8, BOOL, TEXT, NUMERIC, STAMP = 23, 20, 701, 16, 25, 1700, 1184
 OID, DATE, TIME, PLAIN_STAMP, BYTEA = 26, 1082, 1083, 1114, 17

@@ -14,7 +14,7 @@ from tidemill.capture.boundaries import Boundary
 from tidemill.capture.changes import Change
 from tidemill.capture.topic_writer import ROW_BYTES, CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import ProduceResult
+from tidemill.topics.api import ProduceResult
 
 
 class AtOnce:

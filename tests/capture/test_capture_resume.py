@@ -14,7 +14,7 @@ from test_capture_bounds import Gate
 
 from tidemill.base.errors import Unavailable, Unknown
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.partition.replay import partition_log
+from tidemill.topics.partition.recovery import partition_log
 
 pytestmark = pytest.mark.postgres
 

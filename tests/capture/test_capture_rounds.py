@@ -13,8 +13,8 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.capture import rounds as rounds_module
 from tidemill.capture.lane import Lane
 from tidemill.capture.rounds import SMALL_BYTES, Rounds
+from tidemill.topics.api import ProduceResult
 from tidemill.topics.batch import Record
-from tidemill.topics.front import ProduceResult
 
 RECORD = Record(b"k", b"v", (), 0)
 

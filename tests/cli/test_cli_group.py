@@ -15,7 +15,7 @@ from tidemill.cli.main import application
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.groups import ConsumerMember, GroupMemberRow, GroupOffsetRow, GroupRow
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 
 def run(directory: Path, *arguments: str) -> Result:

@@ -14,8 +14,8 @@ from tidemill.base.errors import Invalid, Missing, TidemillError
 from tidemill.cli.context import Stores, stores
 from tidemill.cli.main import app
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.leadership import Alone
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Alone
 
 
 def command(config: Path, *arguments: str) -> str:

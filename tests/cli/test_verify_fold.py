@@ -16,8 +16,8 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.front import DIFF, TIME, Binding, Column, ShardSchema
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.spark.feeds import TopicFeed
+from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.front import BatchRef
 
 SCHEMA = ShardSchema((Column("id", "string"), Column("n", "int64"), Column("x", "float64")), ("id",))
 

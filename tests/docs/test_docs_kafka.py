@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tidemill.kafka.groups.configs import SETTINGS as GROUP_SETTINGS
 from tidemill.kafka.handlers import APIS
-from tidemill.topics.configs import SETTINGS, Setting
+from tidemill.topics.config.configs import SETTINGS, Setting
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/kafka.md").read_text()

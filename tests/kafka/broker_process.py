@@ -24,9 +24,9 @@ from tidemill.kafka import KafkaServer, KafkaSettings
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
-from tidemill.topics.leadership import Membership, NodeInfo
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Membership, NodeInfo
 
 
 def settings_of(words: list[str], prefix: str) -> dict[str, Any]:

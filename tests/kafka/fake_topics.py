@@ -15,7 +15,7 @@ import crc32c
 
 from tidemill.base.errors import Invalid
 from tidemill.objects.store import Buffer
-from tidemill.topics.front import (
+from tidemill.topics.api import (
     BatchRef,
     Confirm,
     CorruptBatch,
@@ -31,7 +31,7 @@ from tidemill.topics.front import (
     ProducerStatus,
     Within,
 )
-from tidemill.topics.times import first_at
+from tidemill.topics.fetch.timestamp_lookup import first_at
 
 Fault = Callable[[str, int, bytes, bool], Exception | None]
 """(topic id, partition, batch, stored already?) → the error to answer with, or None."""

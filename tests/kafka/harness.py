@@ -27,10 +27,10 @@ from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore
-from tidemill.topics.front import TopicLog
-from tidemill.topics.leadership import Alone, Membership, NodeInfo
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.api import TopicLog
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Alone, Membership, NodeInfo
 
 T = TypeVar("T")
 GateOf = Gate | Callable[[Users], Gate] | None

@@ -26,9 +26,9 @@ from tidemill.keeper.topic_compaction import TopicCompaction
 from tidemill.keeper.topic_holds import PipelineHolds
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.remap import LogRemap
-from tidemill.topics.checkpoint import PartitionsStage
+from tidemill.topics.l1.extent_store import L1Rows
 from tidemill.topics.l1.reconciler import Reconciler
-from tidemill.topics.l1.store import L1Rows
+from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 
 pytestmark = pytest.mark.postgres
 

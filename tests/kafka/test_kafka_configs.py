@@ -13,7 +13,7 @@ from raw import RawClient, encode, nested
 
 from tidemill.kafka import errors
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.altering import Op
+from tidemill.topics.config.alter import Op
 
 SET, DELETE, APPEND, SUBTRACT = Op.SET, Op.DELETE, Op.APPEND, Op.SUBTRACT
 TOPIC, BROKER = 2, 4

@@ -18,7 +18,7 @@ from processes import Process
 from patience import DEADLINE_S
 from tidemill.base.errors import Closed, Unavailable, Unknown
 from tidemill.objects.store import Buffer
-from tidemill.topics.front import NotLeader, ProduceResult, TopicLog
+from tidemill.topics.api import NotLeader, ProduceResult, TopicLog
 
 PARTITIONS = 2
 

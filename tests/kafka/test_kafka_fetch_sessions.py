@@ -14,7 +14,7 @@ from tidemill.kafka import KafkaSettings, errors
 from tidemill.kafka.fetches import sessions as sessions_module
 from tidemill.kafka.handlers import APIS
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import NotLeader
+from tidemill.topics.api import NotLeader
 
 VERSIONS = range(7, APIS[1].max_version + 1)
 

@@ -23,7 +23,7 @@ from tidemill.kafka import KafkaSettings, errors
 from tidemill.kafka.groups.configbook import GroupConfigs
 from tidemill.kafka.groups.configs import HEARTBEAT, SESSION, limited, refuse_change
 from tidemill.kafka.groups.state import GroupLimits
-from tidemill.topics.altering import Op
+from tidemill.topics.config.alter import Op
 
 GROUP = 32
 SETTINGS = KafkaSettings(

@@ -11,7 +11,7 @@ from processes import Process
 from test_kafka_groups import PARTITIONS, Member, produce, shared
 
 from tidemill.cli.demo.ports import free_port
-from tidemill.topics.leadership import rendezvous
+from tidemill.topics.membership import rendezvous
 
 NODES = ("n1", "n2")
 SETTINGS = (

@@ -546,7 +546,7 @@ def test_coordinators_of_anything_but_groups_and_transactions_are_refused_with_a
 
 def test_every_kind_of_error_has_a_retriable_or_honest_code() -> None:
     from tidemill.base import errors as kinds
-    from tidemill.topics import front
+    from tidemill.topics import api as front
 
     expected = {
         kinds.Unavailable: errors.KAFKA_STORAGE_ERROR,
@@ -577,7 +577,7 @@ def test_a_fault_of_ours_counts_as_an_unknown_outcome() -> None:
 
 
 def test_only_a_batch_that_can_never_be_stored_gets_a_code_that_loses_messages() -> None:
-    from tidemill.topics import front
+    from tidemill.topics import api as front
 
     losing = {kind for kind, code in errors._CODES if code in (-1, 10, 59, 87, 89)}
     assert losing == {front.InvalidRecords, front.BatchTooLarge}

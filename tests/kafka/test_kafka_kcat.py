@@ -61,7 +61,7 @@ async def _topic_id(broker: RealBroker, name: str) -> str:
 
 
 async def _bytes(broker: RealBroker, topic_id: str) -> int:
-    from tidemill.topics.front import FetchRead
+    from tidemill.topics.api import FetchRead
 
     (got,) = await broker.topics.fetch(
         [FetchRead(topic_id, 0, 0, 1 << 30)], max_wait_s=0, min_bytes=0, max_bytes=1 << 30

@@ -14,8 +14,8 @@ from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.topic_objects import TopicObjects
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.checkpoint import PartitionsStage
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 
 PARTITIONS = 2
 

@@ -29,7 +29,7 @@ from tidemill.kafka.request import read_request
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.objects.store import Buffer
-from tidemill.topics.front import NotLeader, ProduceResult
+from tidemill.topics.api import NotLeader, ProduceResult
 
 API_VERSIONS = 18
 

@@ -13,8 +13,8 @@ from tidemill.base.errors import Unavailable
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka.transactions.machine import Transactions
 from tidemill.kafka.transactions.state import Offsets
-from tidemill.topics.front import Here, Marker, NotLeader
-from tidemill.topics.producer_ids import ProducerIds
+from tidemill.topics.api import Here, Marker, NotLeader
+from tidemill.topics.produce.producer_ids import ProducerIds
 
 
 class Led:

@@ -18,8 +18,8 @@ from tidemill.kafka.transactions.decide import Decision
 from tidemill.kafka.transactions.registers import change
 from tidemill.kafka.transactions.state import EPOCH_LAST, State, key_of
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.batch.control import transactional
-from tidemill.topics.front import Marker, Within
+from tidemill.topics.api import Marker, Within
+from tidemill.topics.batch.control_batch import transactional
 
 ID, GROUP = "tx", "g"
 Identity = tuple[int, int]

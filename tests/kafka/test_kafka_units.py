@@ -20,10 +20,10 @@ from tidemill.kafka import errors
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
+from tidemill.topics.api import BadBatch
 from tidemill.topics.batch import decode_columns
-from tidemill.topics.batch.codecs import compress
-from tidemill.topics.front import BadBatch
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.batch.compression import compress
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 STALL_S = 0.1
 """The endpoint's own limit is 0.05 s on a quiet machine; beside others' work the same instructions take longer."""

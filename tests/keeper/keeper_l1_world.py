@@ -15,12 +15,12 @@ from tidemill.metastore.check.objects import References
 from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.checkpoint import PartitionsStage
-from tidemill.topics.l1.reading import L1Reader
+from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler
-from tidemill.topics.l1.store import L1Rows
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.lifecycle.checkpoint import PartitionsStage
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 
 class L1World:

@@ -16,12 +16,12 @@ from tidemill.keeper.jobs import Budget
 from tidemill.keeper.topic_compaction import TopicCompaction
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows import ABORTED, L1_CLEANED, L1_EXTENTS, PARTITIONS
+from tidemill.topics.api import FetchRead, InvalidRecords, Marker, Within
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.batch.control import commits, transactional
+from tidemill.topics.batch.control_batch import commits, transactional
 from tidemill.topics.batch.header import CONTROL, HEADER_BYTES, parse_header
-from tidemill.topics.checkpoint import PartitionsStage
-from tidemill.topics.front import FetchRead, InvalidRecords, Marker, Within
-from tidemill.topics.retention import no_holds
+from tidemill.topics.lifecycle.checkpoint import PartitionsStage
+from tidemill.topics.lifecycle.retention import no_holds
 
 COMPACT = {"cleanup.policy": "compact", "min.cleanable.dirty.ratio": "0"}
 Row = tuple[int, bytes | None, bytes | None]

@@ -19,9 +19,9 @@ from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TE
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects
+from tidemill.topics.l1.extent_store import L1Rows
 from tidemill.topics.l1.format import Region
-from tidemill.topics.l1.rules import Add
-from tidemill.topics.l1.store import L1Rows
+from tidemill.topics.l1.row_transitions import Add
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:

@@ -22,15 +22,15 @@ from tidemill.metastore.rows import PARTITIONS
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.l0.lost import let_go
-from tidemill.topics.leadership import Alone
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.lifecycle.restore import restore_partition
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.lost_objects import let_go
+from tidemill.topics.membership import Alone
 from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
-from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.restore import restore_partition
-from tidemill.topics.settings import TopicSettings
 
 T = TypeVar("T")
 

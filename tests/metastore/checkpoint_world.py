@@ -30,10 +30,10 @@ from tidemill.shards.open import open_remap, open_shard
 from tidemill.shards.remap import LogRemap, decode_binding, decode_stored
 from tidemill.shards.state import ShardState, check_whole
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.partition.rowform import partition_state
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.partition.row_codec import partition_state
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.settings import TopicSettings
 
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "int64")), ("k",))
 Rows = dict[bytes, bytes]

@@ -16,14 +16,14 @@ from tidemill.metastore.backup.checkpoint import Unit
 from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS
 from tidemill.metastore.rows.aborted_transactions import AbortedRow
 from tidemill.objects.memory import MemoryObjects
-from tidemill.topics.checkpoint import PartitionFollower
+from tidemill.topics.lifecycle.checkpoint import PartitionFollower
+from tidemill.topics.lifecycle.restore import restore_partition
 from tidemill.topics.partition.codec import encode_command
 from tidemill.topics.partition.commands import PlaceBatches, Placeholder
-from tidemill.topics.partition.replay import catch_up, partition_log
-from tidemill.topics.partition.rowform import partition_state
+from tidemill.topics.partition.recovery import catch_up, partition_log
+from tidemill.topics.partition.row_codec import partition_state
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import ABORT, PLAIN, TRANSACTIONAL
-from tidemill.topics.restore import restore_partition
 
 LOG = partition_log("t", 0)
 

@@ -24,10 +24,10 @@ from tidemill.shards.compaction import compact_once
 from tidemill.shards.open import open_shard
 from tidemill.shards.remap import encode_binding
 from tidemill.shards.restore import restore_bindings, restore_shard
-from tidemill.topics.checkpoint import PartitionFollower
-from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.lifecycle.checkpoint import PartitionFollower
+from tidemill.topics.lifecycle.restore import restore_partition
+from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.restore import restore_partition
 
 
 def run(body: Callable[[World], Awaitable[None]], domains: int = 1, **settings: int) -> None:

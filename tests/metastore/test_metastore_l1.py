@@ -21,13 +21,13 @@ from tidemill.keeper.topic_l1 import TopicL1
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import EXTENTS, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, PARTITIONS
 from tidemill.topics.batch import decode_columns
-from tidemill.topics.l0.cache import ObjectCache
-from tidemill.topics.l1.reading import L1Reader
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.l0.object_cache import ObjectCache
+from tidemill.topics.l1.extent_store import L1Rows, Place
+from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler
-from tidemill.topics.l1.store import L1Rows, Place
-from tidemill.topics.partition.rowform import partition_state
-from tidemill.topics.reader import PartitionReaderImpl
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.partition.row_codec import partition_state
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 
 def run(body: Callable[[World], Awaitable[None]], **world: Any) -> None:

@@ -18,9 +18,9 @@ from tidemill.metastore.rows import CHECKPOINTS, PARTITIONS
 from tidemill.shards.machine import shard_log
 from tidemill.shards.remap import log_name
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.partition.idempotence import Producer, Remembered
-from tidemill.topics.partition.replay import partition_log
-from tidemill.topics.partition.rowform import partition_row, producers_of
+from tidemill.topics.partition.producer_state import Producer, Remembered
+from tidemill.topics.partition.recovery import partition_log
+from tidemill.topics.partition.row_codec import partition_row, producers_of
 from tidemill.topics.partition.state import PartitionState
 
 

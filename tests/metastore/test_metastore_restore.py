@@ -34,10 +34,10 @@ from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.open import open_remap, open_shard
+from tidemill.topics.api import FetchRead, InvalidProducerEpoch, OutOfOrderSequence
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.front import FetchRead, InvalidProducerEpoch, OutOfOrderSequence
-from tidemill.topics.leadership import Membership, NodeInfo
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Membership, NodeInfo
 
 T = TypeVar("T")
 Body = Callable[[World], Awaitable[None]]

@@ -15,13 +15,13 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.shards.remap import encode_binding
 from tidemill.shards.restore import restore_bindings, restore_shard, restored_id
-from tidemill.topics.front import FetchRead
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.api import FetchRead
+from tidemill.topics.lifecycle.restore import newest_epoch, restore_partition, restore_registers
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.producer_ids import ProducerIds
-from tidemill.topics.reader import PartitionReaderImpl
-from tidemill.topics.restore import newest_epoch, restore_partition, restore_registers
+from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.produce.producer_ids import ProducerIds
 
 
 def run(body: Callable[[World], Awaitable[None]]) -> None:
@@ -207,7 +207,7 @@ def test_no_producer_id_or_object_epoch_is_ever_given_twice() -> None:
         for _ in range(2):
             await restore_registers(fresh, world.objects, Rand(2), incarnation=3, node_ids={"n1": 4})
         assert await ProducerIds(fresh, Rand(1)).allocate() == 3 << 40 > old
-        from tidemill.topics.leadership import Membership, NodeInfo
+        from tidemill.topics.membership import Membership, NodeInfo
 
         membership = Membership(fresh, "n1", NodeInfo(), world.clock, Rand(3))
         await membership.start()

@@ -14,7 +14,7 @@ from tidemill.cli import serve
 from tidemill.keeper import upkeep
 from tidemill.keeper.topic_objects import TopicObjects
 from tidemill.node import assembly
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.config.settings import TopicSettings
 
 EVERY_S = 0.3
 

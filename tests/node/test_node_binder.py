@@ -22,13 +22,13 @@ from tidemill.node.binder import Binder
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.front import Binding
 from tidemill.shards.remap import LogRemap
+from tidemill.topics.api import Marker, Within
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.batch.control import transactional
-from tidemill.topics.front import Marker, Within
-from tidemill.topics.leadership import Alone
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.batch.control_batch import transactional
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Alone
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 
 class Led:

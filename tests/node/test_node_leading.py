@@ -20,7 +20,7 @@ from tidemill.metastore.factory import metastore_on
 from tidemill.node.assignment import CaptureFirst
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.objects.memory import MemoryObjects
-from tidemill.topics.leadership import Membership, NodeInfo
+from tidemill.topics.membership import Membership, NodeInfo
 
 TTL_MS = 300
 

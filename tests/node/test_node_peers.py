@@ -18,7 +18,7 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.status.board import FORGET_AFTER_MS, Board
 from tidemill.node import peers as peers_module
 from tidemill.node.peers import FRESH_S, Peers
-from tidemill.topics.leadership import Membership, NodeInfo
+from tidemill.topics.membership import Membership, NodeInfo
 
 
 class Counting(MemoryConsensus):

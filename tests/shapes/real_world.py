@@ -21,7 +21,7 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes import ShapeService, shape_routes
 from tidemill.shards.open import open_shard
 from tidemill.shards.remap import LogRemap
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 
 class RealWorld(ShapeWorld):

@@ -20,7 +20,7 @@ from tidemill.shards.front import Binding
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.spark.stores import Stores, Urls, open_stores
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 
 class Harbour:

@@ -18,8 +18,8 @@ from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.slices import Descriptor, Slice
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.tasks import BESIDE, BESIDE_RECORDS, _beside, decode
+from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.front import BatchRef
 
 FEED = TopicFeed("t", "t", 3, False, stream_schema("k string, n long", "k"))
 CAPTURED = TopicFeed("t", "t", 3, True, FEED.schema, "public.t")

@@ -22,8 +22,8 @@ from tidemill.spark.decode.records import Records, blocks_of
 from tidemill.spark.decode.slices import Slice, cut
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.commands import Truncate
+from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.front import BatchRef
 
 
 def records(

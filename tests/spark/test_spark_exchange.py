@@ -22,7 +22,7 @@ from tidemill.spark import bytasks, exchange, ranges
 from tidemill.spark.decode.slices import Descriptor, Slice
 from tidemill.spark.ranges import HashRange, RangeMirrors, cut
 from tidemill.spark.steps import Step, pieces
-from tidemill.topics.front import BatchRef
+from tidemill.topics.api import BatchRef
 
 
 class Here:

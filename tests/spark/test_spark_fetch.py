@@ -10,8 +10,8 @@ from tidemill.base.errors import Corrupt
 from tidemill.objects.memory import MemoryObjects
 from tidemill.spark.decode.slices import Descriptor, Slice
 from tidemill.spark.tasks import fetch
+from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.front import BatchRef
 
 
 class Counting(MemoryObjects):

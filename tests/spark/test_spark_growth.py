@@ -12,7 +12,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import Tracker
 from tidemill.node.binder import Binder
 from tidemill.shards.open import open_remap
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 pytestmark = pytest.mark.spark
 

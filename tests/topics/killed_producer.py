@@ -15,8 +15,8 @@ from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.local_topics import LocalTopics
 
 
 async def main(directory: Path, topic_id: str, partitions: int, life: int) -> None:

@@ -10,15 +10,15 @@ from topics_world import World, batch, run
 from tidemill.base.clock import Rand
 from tidemill.metastore.rows import L1_OBJECTS
 from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow
-from tidemill.topics.checkpoint import PartitionsStage
-from tidemill.topics.fetch import Ranges
-from tidemill.topics.l1.reading import L1Reader
+from tidemill.topics.batch_reads import Ranges
+from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler, Round
-from tidemill.topics.l1.store import L1Rows
-from tidemill.topics.leadership import Assignment
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.lifecycle.checkpoint import PartitionsStage
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Assignment
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 
 class L1World(World):

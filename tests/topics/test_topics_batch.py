@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 
 from tidemill.base.errors import Invalid
+from tidemill.topics.api import BadBatch, CorruptBatch
 from tidemill.topics.batch import Record, check_batch, decode_batch, decode_columns, encode_batch, patch, split_batches
 from tidemill.topics.batch.header import MAX_SEQUENCE
-from tidemill.topics.front import BadBatch, CorruptBatch
 
 CODECS = ["none", "gzip", "snappy", "lz4", "zstd"]
 records = st.lists(

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.limits import DECOMPRESSED_BYTES
+from tidemill.topics.api import BadBatch, BatchRef, BatchTooLarge, CorruptBatch, InvalidRecords
 from tidemill.topics.batch import Record, check_batch, decode_columns, encode_batch
-from tidemill.topics.batch import check as module
-from tidemill.topics.batch.check import check_body, check_header
-from tidemill.topics.batch.codecs import CODECS, compress, decompress
-from tidemill.topics.front import BadBatch, BatchRef, BatchTooLarge, CorruptBatch, InvalidRecords
+from tidemill.topics.batch import validation as module
+from tidemill.topics.batch.compression import CODECS, compress, decompress
+from tidemill.topics.batch.validation import check_body, check_header
 
 COUNT = 40
 

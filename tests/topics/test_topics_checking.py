@@ -9,8 +9,8 @@ import pytest
 from topics_world import batch, run
 
 from tidemill.base.errors import Closed, TidemillError
-from tidemill.topics.batch.check import check_header
-from tidemill.topics.checking import THREADS, Checker, Good
+from tidemill.topics.batch.validation import check_header
+from tidemill.topics.produce.validator_pool import THREADS, Checker, Good
 
 
 def test_who_sends_thousands_of_dear_batches_delays_another_sender_by_one() -> None:

@@ -8,9 +8,9 @@ import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.topics.api import BadBatch
 from tidemill.topics.batch import Columns, Record, decode_opened, encode_batch, open_batch
 from tidemill.topics.batch.decode import Opened, _alone, _together
-from tidemill.topics.front import BadBatch
 
 fields = st.none() | st.binary(max_size=3) | st.binary(min_size=60, max_size=200) | st.just(b"x" * 20_000)
 records = st.builds(

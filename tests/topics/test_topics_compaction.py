@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.topics.api import BatchRef, InvalidRecords, Marker
 from tidemill.topics.batch import Record, decode_batch, encode_batch, parse_header
-from tidemill.topics.batch.check import check_body
 from tidemill.topics.batch.columns import of_fields
-from tidemill.topics.batch.control import encode_marker, transactional
+from tidemill.topics.batch.control_batch import encode_marker, transactional
+from tidemill.topics.batch.validation import check_body
 from tidemill.topics.compaction.clean import Pass, Stored, clean, take_keys
 from tidemill.topics.compaction.hashes import LONG_BYTES, KeyHash
 from tidemill.topics.compaction.keymap import KeyMap
-from tidemill.topics.front import BatchRef, InvalidRecords, Marker
-from tidemill.topics.times import first_at
+from tidemill.topics.fetch.timestamp_lookup import first_at
 
 HASH = KeyHash(b"secret")
 keys = st.none() | st.sampled_from([b"", b"a", b"b", b"\0", b"\0\0", b"longer key", b"k" * 300, b"k" * 301])

@@ -12,14 +12,14 @@ from topics_world import World, batch, eventually, fetch, run
 
 from tidemill.base.errors import Invalid
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.altering import Op, altered
+from tidemill.topics.api import BatchTooLarge, InvalidTimestamp
 from tidemill.topics.batch import decode_batch
-from tidemill.topics.batch.check import check_batch, check_body, check_records
-from tidemill.topics.batch.codecs import CODECS, codec_number
+from tidemill.topics.batch.compression import CODECS, codec_number
 from tidemill.topics.batch.encode import recompressed
 from tidemill.topics.batch.header import parse_header
-from tidemill.topics.configs import SETTINGS, VALUE_CHARS_MAX, TopicConfig, stored_config, topic_config
-from tidemill.topics.front import BatchTooLarge, InvalidTimestamp
+from tidemill.topics.batch.validation import check_batch, check_body, check_records
+from tidemill.topics.config.alter import Op, altered
+from tidemill.topics.config.configs import SETTINGS, VALUE_CHARS_MAX, TopicConfig, stored_config, topic_config
 
 KAFKA_4 = re.findall(
     r"\S+",

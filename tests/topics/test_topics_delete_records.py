@@ -11,9 +11,9 @@ from topics_world import World, batch, eventually, fetch, run, values_of
 
 from tidemill.base.errors import Unavailable
 from tidemill.metastore.catalogue import TopicRow
+from tidemill.topics.api import NotLeader, OffsetOutOfRange, StillRead
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.front import NotLeader, OffsetOutOfRange, StillRead
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 
 async def filled(world: World, count: int = 5) -> tuple[LocalTopics, TopicRow]:

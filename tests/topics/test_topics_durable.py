@@ -17,10 +17,10 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
-from tidemill.topics.front import NotLeader
-from tidemill.topics.leadership import Membership, NodeInfo
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.api import NotLeader
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Membership, NodeInfo
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 PARTITIONS = 3
 SCRIPT = Path(__file__).with_name("killed_producer.py")

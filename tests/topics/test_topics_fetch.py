@@ -9,13 +9,13 @@ from topics_world import World, batch, eventually, fetch, run, values_of
 from patience import DEADLINE_S
 from tidemill.base.errors import Corrupt, Invalid, Missing
 from tidemill.base.limits import OBJECT_CONCURRENCY
-from tidemill.topics import serve
+from tidemill.topics.api import BatchRef, FetchRead, NotLeader, OffsetOutOfRange
 from tidemill.topics.batch.header import patch
-from tidemill.topics.fetch import read_batches
-from tidemill.topics.front import BatchRef, FetchRead, NotLeader, OffsetOutOfRange
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
-from tidemill.topics.serve import COLD_OBJECTS_MAX
+from tidemill.topics.batch_reads import read_batches
+from tidemill.topics.fetch import fetch_planner
+from tidemill.topics.fetch.fetch_planner import COLD_OBJECTS_MAX
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 
 def in_world(scenario: Coroutine[object, object, None], world: World) -> None:
@@ -56,8 +56,8 @@ def test_who_is_given_all_that_an_answer_may_have_does_not_wait_for_more(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World()
-    monkeypatch.setattr(serve, "BATCHES_MAX", 2 if limit == "batches" else 4_096)
-    monkeypatch.setattr(serve, "COLD_OBJECTS_MAX", 2 if limit == "cold objects" else 64)
+    monkeypatch.setattr(fetch_planner, "BATCHES_MAX", 2 if limit == "batches" else 4_096)
+    monkeypatch.setattr(fetch_planner, "COLD_OBJECTS_MAX", 2 if limit == "cold objects" else 64)
 
     async def scenario() -> None:
         topics, topic_id = await filled(world, 3)

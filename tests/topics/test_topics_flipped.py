@@ -9,9 +9,9 @@ from l1_world import L1World, in_world, produced
 from topics_world import fetch, values_of
 
 from tidemill.topics.batch.header import is_intact
-from tidemill.topics.l1.ahead import ReadAhead
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.l1.read_ahead import ReadAhead
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 WRITTEN = [(i, f"{n}{half}") for i, (n, half) in enumerate((n, half) for n in range(6) for half in "ab")]
 

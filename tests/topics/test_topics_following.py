@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from topics_world import World, batch, eventually, run, values_of
 
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.batch.control import transactional
+from tidemill.topics.api import Fetched, FetchRead, Marker, NotLeader, Within
+from tidemill.topics.batch.control_batch import transactional
 from tidemill.topics.batch.header import parse_header
-from tidemill.topics.following import LocalFollowing
-from tidemill.topics.front import Fetched, FetchRead, Marker, NotLeader, Within
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.fetch.fetch_interest import LocalFollowing
+from tidemill.topics.local_topics import LocalTopics
 
 PARTITIONS = 3
 WITHIN = Within("tx")

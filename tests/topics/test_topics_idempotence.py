@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.topics.batch.header import MAX_SEQUENCE, add_sequence
-from tidemill.topics.partition.holes import HOLE_EXPIRY_S, HOLES_LIMIT, Holes
-from tidemill.topics.partition.idempotence import Producer, Refusal, Remembered, judge, remember
+from tidemill.topics.partition.producer_state import Producer, Refusal, Remembered, judge, remember
+from tidemill.topics.partition.sequence_gaps import HOLE_EXPIRY_S, HOLES_LIMIT, Holes
 
 
 def after(*batches: tuple[int, int], epoch: int = 0) -> Producer | None:

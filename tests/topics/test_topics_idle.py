@@ -10,11 +10,11 @@ import pytest
 from topics_world import World, batch, eventually, run
 
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.checkpoint import PartitionsStage
-from tidemill.topics.front import FetchRead, NotLeader
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.marks import OWN_MARKS
+from tidemill.topics.api import FetchRead, NotLeader
+from tidemill.topics.lifecycle.checkpoint import PartitionsStage
+from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition.state import LED_BYTES
+from tidemill.topics.status_report import OWN_MARKS
 
 WEEK_MS = 604_800_000
 
@@ -160,7 +160,7 @@ def test_what_a_late_partition_holds_is_gathered_again_though_it_stands_still() 
 
 
 def test_a_partition_that_was_let_go_is_followed_on_from_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.topics.checkpoint.FOLLOWED_ROUNDS", 2)
+    monkeypatch.setattr("tidemill.topics.lifecycle.checkpoint.FOLLOWED_ROUNDS", 2)
 
     async def scenario() -> None:
         world = World()

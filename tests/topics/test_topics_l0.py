@@ -10,11 +10,11 @@ from topics_world import GatedObjects, eventually, run
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Corrupt, TidemillError, Unavailable
-from tidemill.topics.fetch import choose
-from tidemill.topics.l0.cache import ObjectCache
+from tidemill.topics.batch_reads import choose
+from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.format import Region, decode_footer, encode_footer, object_key
+from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l0.writer import L0Writer
-from tidemill.topics.settings import TopicSettings
 
 regions = st.lists(
     st.builds(

@@ -13,7 +13,7 @@ from tidemill.base.clock import ManualClock
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.memory import MemoryObjects
-from tidemill.topics.l1.ahead import ReadAhead
+from tidemill.topics.l1.read_ahead import ReadAhead
 
 DATA = bytes(range(256)) * 40
 KEY = "l1/t/o"

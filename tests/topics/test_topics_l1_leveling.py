@@ -9,8 +9,8 @@ from topics_world import batch
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.topics.batch import patch
 from tidemill.topics.l1.builder import ObjectBuilder
+from tidemill.topics.l1.extent_merge import FANOUT, add_run, run_of
 from tidemill.topics.l1.format import decode_index
-from tidemill.topics.l1.leveling import FANOUT, add_run, run_of
 
 TARGET = 32 << 20
 

@@ -8,9 +8,9 @@ from topics_world import run
 
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.memory import MemoryObjects
+from tidemill.topics.l1.extent_cache import AT_ONCE, RecentExtents
 from tidemill.topics.l1.format import RegionIndex, decode_index, encode_index
-from tidemill.topics.l1.reading import L1Reader, region_of
-from tidemill.topics.l1.recent import AT_ONCE, RecentExtents
+from tidemill.topics.l1.reader import L1Reader, region_of
 
 
 class Counted:

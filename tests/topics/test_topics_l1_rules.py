@@ -19,9 +19,9 @@ from tidemill.metastore.rows.l1 import (
     L1PartitionRow,
     L1TermRow,
 )
-from tidemill.topics.l1 import rules
+from tidemill.topics.l1 import row_transitions
 from tidemill.topics.l1.format import Region
-from tidemill.topics.l1.rules import Add, Held, Replace, Written
+from tidemill.topics.l1.row_transitions import Add, Held, Replace, Written
 
 T = "topic"
 
@@ -61,7 +61,7 @@ class Table:
         return Held(partitions, terms, {row.object_id: row for row in self.of(L1ObjectRow)})
 
     def register(self, name: str) -> None:
-        self.write([L1_OBJECTS.encode(rules.register(T, name, 1))])
+        self.write([L1_OBJECTS.encode(row_transitions.register(T, name, 1))])
 
     def add(
         self, name: str, *regions: Region, terms: Mapping[int, Sequence[tuple[int, int]]] | None = None
@@ -74,14 +74,14 @@ class Table:
     ) -> dict[int, int]:
         if terms is None:
             terms = {each.partition: [(1, each.base_offset)] for each in reversed(regions)}
-        added = rules.add(self.held(), Add(T, name, 1000, regions, terms), 5)
+        added = row_transitions.add(self.held(), Add(T, name, 1000, regions, terms), 5)
         self.write(added.rows)
         return added.next
 
     def start(self, partition: int, start: int, page: int = 100) -> bool:
         row = self.partition(partition)
         assert row is not None
-        done = rules.set_start(row, start, self.extents(partition)[:page], self.held().objects, 6)
+        done = row_transitions.set_start(row, start, self.extents(partition)[:page], self.held().objects, 6)
         self.write(done.rows)
         return done.more
 
@@ -96,20 +96,20 @@ def test_an_object_is_added_once() -> None:
     assert table.add("o", region(0, 0, 9)) == {0: 10}
     with pytest.raises(Invalid, match="not registered"):
         table.add_registered("o", region(0, 10, 19))
-    assert rules.was_added(table.object("o"))
+    assert row_transitions.was_added(table.object("o"))
 
 
 def test_an_object_whose_registration_expired_cannot_be_added_and_is_garbage() -> None:
     table = Table()
     table.register("o")
-    assert not rules.is_garbage(table.object("o"))
-    expired = rules.expire(table.object("o"), 7)
-    assert expired is not None and rules.is_garbage(expired) and not rules.was_added(expired)
+    assert not row_transitions.is_garbage(table.object("o"))
+    expired = row_transitions.expire(table.object("o"), 7)
+    assert expired is not None and row_transitions.is_garbage(expired) and not row_transitions.was_added(expired)
     table.write([L1_OBJECTS.encode(expired)])
     with pytest.raises(Invalid, match="expired=True"):
         table.add_registered("o", region(0, 0, 9))
     table.add("p", region(0, 0, 9))
-    assert rules.expire(table.object("p"), 7) is None
+    assert row_transitions.expire(table.object("p"), 7) is None
 
 
 def test_a_partition_begins_at_its_first_extent_and_goes_on_where_it_ends() -> None:
@@ -140,7 +140,7 @@ def test_an_object_of_which_every_extent_was_left_out_is_garbage() -> None:
     table = Table()
     table.add("o", region(0, 0, 9))
     assert table.add("p", region(0, 0, 9)) == {0: 10}
-    assert rules.is_garbage(table.object("p")) and rules.was_added(table.object("p"))
+    assert row_transitions.is_garbage(table.object("p")) and row_transitions.was_added(table.object("p"))
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_a_start_drops_what_lies_wholly_below_and_counts_it_as_removed() -> None
     assert table.object("o").removed_bytes == 110
     assert not table.start(0, 20)
     assert table.extents(0) == [] and table.object("o").removed_bytes == 220
-    assert not rules.is_garbage(table.object("o")), "the other partition's extent lives"
+    assert not row_transitions.is_garbage(table.object("o")), "the other partition's extent lives"
     table.start(1, 10)
-    assert rules.is_garbage(table.object("o"))
+    assert row_transitions.is_garbage(table.object("o"))
 
 
 def test_a_start_never_goes_back_and_made_again_changes_nothing() -> None:
@@ -235,7 +235,7 @@ def test_many_extents_go_in_bounded_steps_each_of_which_is_whole() -> None:
 
 
 def test_an_object_that_lost_more_than_it_held_is_left_alone() -> None:
-    assert not rules.is_garbage(L1ObjectRow(T, "o", 100, 101, registered=True))
+    assert not row_transitions.is_garbage(L1ObjectRow(T, "o", 100, 101, registered=True))
 
 
 def replaced(table: Table, name: str, *regions: Region, epochs: Mapping[int, int] | None = None) -> tuple[int, ...]:
@@ -252,7 +252,7 @@ def replaced(table: Table, name: str, *regions: Region, epochs: Mapping[int, int
     }
     if epochs is None:
         epochs = {p: held.partitions[p].compaction_epoch for p in standing}
-    done = rules.replace_extents(held, standing, Replace(T, name, 1000, regions, epochs), 9)
+    done = row_transitions.replace_extents(held, standing, Replace(T, name, 1000, regions, epochs), 9)
     table.write(done.rows)
     return done.stale
 
@@ -267,7 +267,7 @@ def test_extents_are_replaced_whole_and_the_epoch_of_their_partition_rises() -> 
     assert (table.object("o").removed_bytes, table.object("p").total_bytes) == (220, 160)
     assert replaced(table, "q", region(0, 0, 29), region(0, 30, 39)) == ()
     assert [e.object_id for e in table.extents(0)] == ["q", "q"]
-    assert rules.is_garbage(table.object("o")) and rules.is_garbage(table.object("p"))
+    assert row_transitions.is_garbage(table.object("o")) and row_transitions.is_garbage(table.object("p"))
 
 
 @pytest.mark.parametrize(("base", "last"), [(0, 18), (1, 19), (5, 9), (0, 25), (30, 39)])

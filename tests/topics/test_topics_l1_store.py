@@ -18,10 +18,10 @@ from tidemill.metastore.rows import L1_OBJECTS, PARTITIONS
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects
-from tidemill.topics.l1 import rules
+from tidemill.topics.l1 import row_transitions
+from tidemill.topics.l1.extent_store import TRIES, L1Rows
 from tidemill.topics.l1.format import Region
-from tidemill.topics.l1.rules import Add
-from tidemill.topics.l1.store import TRIES, L1Rows
+from tidemill.topics.l1.row_transitions import Add
 
 Rows = Sequence[tuple[bytes, bytes]]
 Commit = Callable[[], Awaitable[int]]
@@ -177,7 +177,7 @@ def test_a_registration_that_expires_under_an_add_refuses_it() -> None:
 
             async def expire_first(real: Commit) -> int:
                 rows.fault = None
-                expired = rules.expire(rules.register("t", "o", 1), 2)
+                expired = row_transitions.expire(row_transitions.register("t", "o", 1), 2)
                 assert expired is not None
                 await rows._metastore.commit([L1_OBJECTS.encode(expired)])
                 return await real()
@@ -186,7 +186,7 @@ def test_a_registration_that_expires_under_an_add_refuses_it() -> None:
             with pytest.raises(Invalid, match="expired=True"):
                 await rows.add(add_of("o", (0, 9, 5)))
             found = await rows._metastore.get_row(key)
-            assert found is not None and rules.is_garbage(L1_OBJECTS.decode(key, found.value))
+            assert found is not None and row_transitions.is_garbage(L1_OBJECTS.decode(key, found.value))
 
     run(scenario())
 
@@ -195,7 +195,7 @@ def test_a_start_removes_any_number_of_extents_and_goes_on_after_a_lost_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr("tidemill.topics.l1.store.TRIMMED_AT_ONCE", 3)
+        monkeypatch.setattr("tidemill.topics.l1.extent_store.TRIMMED_AT_ONCE", 3)
         async with opened() as rows:
             await added(rows, add_of("o", *[(i, i, 5) for i in range(10)]))
 

@@ -10,10 +10,10 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.topics import deposed
-from tidemill.topics.front import FetchRead, NotLeader
-from tidemill.topics.leadership import Membership, NodeInfo, rendezvous
-from tidemill.topics.producer_ids import BLOCK, ProducerIds
+from tidemill.topics import leader_check
+from tidemill.topics.api import FetchRead, NotLeader
+from tidemill.topics.membership import Membership, NodeInfo, rendezvous
+from tidemill.topics.produce.producer_ids import BLOCK, ProducerIds
 
 
 async def member(world: World, name: str, ttl_ms: int = 2000, poll_s: float = 0.02) -> Membership:
@@ -357,7 +357,7 @@ def test_a_node_whose_lease_ran_out_answers_nothing_before_it_has_asked_who_lead
 
 
 def test_reads_go_on_while_consensus_is_away_for_longer_than_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deposed, "SURE_S", 0.05)
+    monkeypatch.setattr(leader_check, "SURE_S", 0.05)
 
     async def scenario() -> None:
         world = World(leaders_check_s=600.0)

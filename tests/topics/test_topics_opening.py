@@ -11,12 +11,12 @@ from topics_world import World, batch, eventually, read_all, run
 
 from tidemill.base.errors import Unavailable
 from tidemill.consensus.api import LogHead
-from tidemill.topics.front import FetchRead, NotLeader
-from tidemill.topics.marks import OWN_MARKS
-from tidemill.topics.partition import rolling
+from tidemill.topics.api import FetchRead, NotLeader
+from tidemill.topics.partition import rollup_scheduler
 from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
-from tidemill.topics.partition.replay import partition_log
+from tidemill.topics.partition.recovery import partition_log
+from tidemill.topics.status_report import OWN_MARKS
 
 
 def test_a_topic_made_while_the_catalogue_is_being_read_is_found() -> None:
@@ -206,8 +206,8 @@ def test_a_roll_up_with_too_long_a_tail_is_given_up_and_tried_again(monkeypatch:
         world = World(rollup_records=4)
         node = world.node()
         row = await world.topic(partitions=1)
-        monkeypatch.setattr(rolling, "TAIL_BYTES", 100)
-        monkeypatch.setattr(rolling, "RETRY_RECORDS", 10)
+        monkeypatch.setattr(rollup_scheduler, "TAIL_BYTES", 100)
+        monkeypatch.setattr(rollup_scheduler, "RETRY_RECORDS", 10)
         put = world.objects.put
         gate = asyncio.Event()
 

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.errors import Corrupt
-from tidemill.topics.front import OffsetOutOfRange
+from tidemill.topics.api import OffsetOutOfRange
 from tidemill.topics.partition.apply import Rejected, apply
 from tidemill.topics.partition.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder, Rollup
-from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS
+from tidemill.topics.partition.producer_state import PRODUCER_EXPIRY_MS
 from tidemill.topics.partition.state import PRODUCERS_LIMIT, PartitionState
 
 

@@ -10,14 +10,8 @@ from topics_world import World, batch, eventually, fetch, read_all, run, values_
 
 from tidemill.base.errors import Missing, Unavailable, Unknown
 from tidemill.consensus.api import LogHead
+from tidemill.topics.api import CorruptBatch, InvalidProducerEpoch, NotLeader, OutOfOrderSequence, ProduceResult
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.front import (
-    CorruptBatch,
-    InvalidProducerEpoch,
-    NotLeader,
-    OutOfOrderSequence,
-    ProduceResult,
-)
 from tidemill.topics.l0.format import decode_footer
 
 

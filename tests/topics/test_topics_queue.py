@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from topics_world import run
 
 from tidemill.base.errors import Unavailable
-from tidemill.topics.queue import Line, ProducerQueue, QueueCore, Ticket, TicketState
+from tidemill.topics.produce import Line, ProducerQueue, QueueCore, Ticket, TicketState
 
 
 def test_basic_the_first_ticket_redeems_at_once() -> None:

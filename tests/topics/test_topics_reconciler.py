@@ -16,14 +16,14 @@ from topics_world import Append, batch, eventually, fetch, values_of
 from tidemill.base.errors import Conflict, Corrupt, Unavailable, Unknown
 from tidemill.consensus.api import LogHead
 from tidemill.objects.store import Buffer
+from tidemill.topics.api import Marker, OffsetOutOfRange, Within
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.header import is_intact
-from tidemill.topics.front import Marker, OffsetOutOfRange, Within
-from tidemill.topics.l0.lost import let_go, lost_ranges
+from tidemill.topics.l1.object_planner import ROUND_BATCHES, next_interval_s, part_moved, terms_of
 from tidemill.topics.l1.reconciler import Round
-from tidemill.topics.l1.schedule import ROUND_BATCHES, next_interval_s, part_moved, terms_of
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.lost_objects import let_go, lost_ranges
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 EVERY = [(i, f"{n}{half}") for i, (n, half) in enumerate((n, half) for n in range(10) for half in "ab")]
 

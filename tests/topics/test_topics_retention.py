@@ -7,15 +7,15 @@ from topics_world import World, batch, eventually, fetch, read_all, run, values_
 
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.configs import TopicConfig
-from tidemill.topics.front import OffsetOutOfRange
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.api import OffsetOutOfRange
+from tidemill.topics.config.configs import TopicConfig
+from tidemill.topics.lifecycle.retention import kept_start
+from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition.apply import apply
 from tidemill.topics.partition.codec import decode_state, encode_state
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder
-from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.retention import kept_start
 
 DAY_MS = 86_400_000
 

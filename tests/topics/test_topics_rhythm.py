@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.limits import MIB
-from tidemill.topics.l0.rhythm import (
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.l0.group_commit import (
     GATHER_BYTES,
     GATHER_LEAST_S,
     GATHER_MOST_S,
@@ -17,7 +18,6 @@ from tidemill.topics.l0.rhythm import (
     SPREAD_LEAST_S,
     Rhythm,
 )
-from tidemill.topics.settings import TopicSettings
 
 SETTINGS = TopicSettings()
 SHORT_S = 0.001

@@ -14,7 +14,7 @@ from topics_world import World, batch, eventually, fetch, read_all, values_of
 from tidemill.base.errors import Corrupt, Fenced, Missing
 from tidemill.consensus.api import LogHead
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import (
+from tidemill.topics.api import (
     FetchRead,
     InvalidProducerEpoch,
     InvalidTransaction,
@@ -22,14 +22,14 @@ from tidemill.topics.front import (
     NotLeader,
     OutOfOrderSequence,
 )
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition import state as partition_state
 from tidemill.topics.partition.apply import Rejected, apply
 from tidemill.topics.partition.codec import encode_command
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder
-from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.queue import QueueCore, TicketState
+from tidemill.topics.produce import QueueCore, TicketState
 
 # producer queue -----------------------------------------------------------------------------------
 

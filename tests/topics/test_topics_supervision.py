@@ -10,7 +10,7 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import Tracker
-from tidemill.topics.supervision import TOGETHER, TOLD_BY_NAME, PartitionKey, Supervision
+from tidemill.topics.partition_supervisor import TOGETHER, TOLD_BY_NAME, PartitionKey, Supervision
 
 
 def test_thousands_that_fail_at_once_are_a_few_marks_and_all_heal() -> None:

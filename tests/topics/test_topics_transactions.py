@@ -16,10 +16,7 @@ from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.metastore.rows.aborted_transactions import AbortedRow
 from tidemill.spark.decode.records import blocks_of
 from tidemill.spark.decode.slices import Slice
-from tidemill.topics.batch.control import encode_marker, transactional
-from tidemill.topics.batch.header import CONTROL, parse_header
-from tidemill.topics.configs import TopicConfig
-from tidemill.topics.front import (
+from tidemill.topics.api import (
     Fetched,
     FetchRead,
     InvalidProducerEpoch,
@@ -31,15 +28,18 @@ from tidemill.topics.front import (
     OutOfOrderSequence,
     Within,
 )
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.batch.control_batch import encode_marker, transactional
+from tidemill.topics.batch.header import CONTROL, parse_header
+from tidemill.topics.config.configs import TopicConfig
+from tidemill.topics.lifecycle.retention import kept_start
+from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition.apply import Rejected, apply
 from tidemill.topics.partition.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder
 from tidemill.topics.partition.rollup import copy_of
-from tidemill.topics.partition.rowform import aborted_rows, extents, partition_row, partition_state
+from tidemill.topics.partition.row_codec import aborted_rows, extents, partition_row, partition_state
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import ABORT, COMMIT, OPEN_LIMIT, PLAIN, TRANSACTIONAL
-from tidemill.topics.retention import kept_start
 
 WITHIN = Within("tx")
 

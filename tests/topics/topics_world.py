@@ -17,12 +17,12 @@ from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import Buffer
+from tidemill.topics.api import Fetched, FetchRead
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.front import Fetched, FetchRead
-from tidemill.topics.leadership import Alone, Assignment
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Alone, Assignment
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ from tidemill.base.errors import Corrupt, Unavailable, Unknown
 from tidemill.base.runtime.coop import Pace
 from tidemill.capture.lane import SEQUENCE_MODULUS
 from tidemill.objects.store import Buffer
+from tidemill.topics.api import FetchRead, OutOfOrderSequence, ProduceResult, TopicLog
 from tidemill.topics.batch import decode_batch, encode_batch, parse_header
 from tidemill.topics.batch.header import CRC_START, HEADER
-from tidemill.topics.front import FetchRead, OutOfOrderSequence, ProduceResult, TopicLog
 
 log = structlog.get_logger()
 

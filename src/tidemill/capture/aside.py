@@ -34,7 +34,7 @@ from tidemill.capture.setup import SlotState
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, SetAside, TableSnapshot, TopicRow
 from tidemill.shards.front import Binding
-from tidemill.topics.front import TopicLog
+from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 

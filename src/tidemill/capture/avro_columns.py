@@ -19,7 +19,7 @@ from tidemill.capture.encoded import numbers_of, text_columns, text_of
 from tidemill.capture.segment import Block
 from tidemill.capture.values import event_form
 from tidemill.capture.walk import Values
-from tidemill.topics.batch.joined import join, sizes_of, varints
+from tidemill.topics.batch.columnar_encode import join, sizes_of, varints
 
 _FLOATS: dict[Kind, tuple[pa.DataType, int]] = {"float": (pa.float32(), 4), "double": (pa.float64(), 8)}
 _EMPTY = pa.scalar(b"")

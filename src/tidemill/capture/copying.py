@@ -44,7 +44,7 @@ from tidemill.capture.topic_writer import CapturedTable, TopicWriter
 from tidemill.capture.wire.connection import Wire, server
 from tidemill.capture.wire.errors import may_pass
 from tidemill.metastore.catalogue import CaptureTableRow, TableCopy, TableSnapshot
-from tidemill.topics.front import TopicLog
+from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 

@@ -25,7 +25,7 @@ from tidemill.capture.events import AFTER, BEFORE
 from tidemill.capture.segment import Block
 from tidemill.capture.values import MINUS_ZERO, Form, event_form, row_form
 from tidemill.capture.walk import DELETE, INSERT, Bytes, Int64s, Values, gather, strings
-from tidemill.topics.batch.joined import join, sizes_of, varints
+from tidemill.topics.batch.columnar_encode import join, sizes_of, varints
 
 RECORD_OVERHEAD_BYTES = 80
 TAIL_ROOM_BYTES = 4096

@@ -49,7 +49,7 @@ from tidemill.capture.wire.connection import Wire
 from tidemill.capture.wire.errors import may_pass
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.shards.front import Binding
-from tidemill.topics.front import TopicLog
+from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 

@@ -34,7 +34,7 @@ from tidemill.capture.timeline import History
 from tidemill.capture.wire.connection import server, where
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.front import Remap
-from tidemill.topics.front import TopicLog
+from tidemill.topics.api import TopicLog
 
 MARK_INTERVAL_S = 0.5
 STALL_GRACE_MS = 60_000

@@ -34,7 +34,7 @@ from tidemill.capture.topic_writer import CapturedTable, position_of
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.front import Binding, Remap
 from tidemill.shards.minting import Minter
-from tidemill.topics.front import TopicLog
+from tidemill.topics.api import TopicLog
 
 
 class Moved(msgspec.Struct, frozen=True):

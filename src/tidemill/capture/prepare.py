@@ -72,7 +72,7 @@ from tidemill.metastore.catalogue import (
     TopicRow,
 )
 from tidemill.shards.front import Binding, Remap
-from tidemill.topics.front import TopicLog
+from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 

@@ -27,8 +27,8 @@ from tidemill.capture.encoded import RECORD_OVERHEAD_BYTES, TOMBSTONE, LaneRows
 from tidemill.capture.events import OPS, Tail
 from tidemill.capture.walk import DELETE, INSERT, UPDATE, Int64s
 from tidemill.topics.batch import Record
+from tidemill.topics.batch.columnar_encode import join, records, sizes_of, varints
 from tidemill.topics.batch.encode import encode_records, frame_records, signed
-from tidemill.topics.batch.joined import join, records, sizes_of, varints
 
 POSITION_HEADER, OP_HEADER, XID_HEADER, VERSION_HEADER = "tm.pos", "tm.op", "tm.xid", "tm.version"
 UNCHANGED_HEADER, WAS_HEADER = "tm.unchanged", "tm.was"

@@ -22,8 +22,8 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.capture.lane import Lane, LaneBatch, Round
 from tidemill.capture.ranges import RowRange
+from tidemill.topics.api import OutOfOrderSequence, ProduceResult, TopicLog
 from tidemill.topics.batch import Record
-from tidemill.topics.front import OutOfOrderSequence, ProduceResult, TopicLog
 
 log = structlog.get_logger()
 

@@ -65,7 +65,7 @@ from tidemill.capture.wire.status import Status, keepalive_interval_s
 from tidemill.capture.wire.stream import ReplicationStream
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.front import Binding, Remap
-from tidemill.topics.front import TopicLog
+from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()
 

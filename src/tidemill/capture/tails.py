@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.base.errors import Missing, Unavailable, Unknown
+from tidemill.topics.api import FetchRead, TopicLog
 from tidemill.topics.batch import Record, decode_batch
-from tidemill.topics.front import FetchRead, TopicLog
 
 OPEN_ATTEMPTS = 100
 TAIL_FETCH_BYTES = 1 << 20

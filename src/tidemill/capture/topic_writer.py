@@ -80,9 +80,9 @@ from tidemill.capture.sinks import FlushNotices
 from tidemill.capture.tails import OPEN_ATTEMPTS, high_watermark, last_record
 from tidemill.capture.values import RowEncoder
 from tidemill.metastore.catalogue import TableSnapshot, TopicRow
+from tidemill.topics.api import TopicLog
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.records import Headers
-from tidemill.topics.front import TopicLog
 
 log = structlog.get_logger()
 

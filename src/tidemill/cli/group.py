@@ -68,7 +68,7 @@ def alter(
     from tidemill.kafka.groups.configs import GROUP
     from tidemill.kafka.groups.coordinator import is_name
     from tidemill.node.served import kafka_settings
-    from tidemill.topics.altering import altered
+    from tidemill.topics.config.alter import altered
 
     changes = changes_of(settings, unset)
     if not changes:
@@ -155,7 +155,7 @@ class _View:
 
     def __init__(self, opened: Stores) -> None:
         from tidemill.metastore.catalogue import TopicRow
-        from tidemill.topics.reader import PartitionReaderImpl
+        from tidemill.topics.partition_reader import PartitionReaderImpl
 
         self._opened = opened
         self._call = opened.portal.call

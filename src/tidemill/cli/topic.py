@@ -14,7 +14,7 @@ from tidemill.cli.topic_records import consume, produce
 from tidemill.metastore.catalogue import TopicRow, grown
 
 if TYPE_CHECKING:
-    from tidemill.topics.altering import Change
+    from tidemill.topics.config.alter import Change
 
 app = typer.Typer(help="Topics: their partitions, configs and records.", no_args_is_help=True)
 Set = Annotated[
@@ -40,7 +40,7 @@ def create(
     as_json: JsonOption = False,
 ) -> None:
     """Create a topic."""
-    from tidemill.topics.configs import topic_config
+    from tidemill.topics.config.configs import topic_config
 
     configs = dict(_setting(text) for text in settings or ())
     topic_config(configs)
@@ -60,7 +60,7 @@ def alter(
     as_json: JsonOption = False,
 ) -> None:
     """Give a topic more partitions, or other configs: all of it, or nothing. Who serves it follows within a moment."""
-    from tidemill.topics.altering import altered
+    from tidemill.topics.config.alter import altered
 
     changes = changes_of(settings, unset)
     if partitions is None and not changes:
@@ -83,7 +83,7 @@ def alter(
 
 def changes_of(settings: list[str] | None, unset: list[str] | None) -> list[Change]:
     """What --set and --unset ask for. Raises Invalid."""
-    from tidemill.topics.altering import Op
+    from tidemill.topics.config.alter import Op
 
     changes: list[Change] = [(key, Op.SET, value) for key, value in map(_setting, settings or ())]
     return changes + [(key, Op.DELETE, None) for key in unset or ()]
@@ -114,7 +114,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
 @app.command("delete")
 def delete(name: Name, really: Really = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Delete a topic; a later topic of this name has a new id. One that a capture or a pipeline uses is refused."""
-    from tidemill.topics.uses import users_of
+    from tidemill.topics.usage import users_of
 
     with stores(config) as opened:
         row = _find(opened, name)
@@ -139,7 +139,7 @@ def _find(opened: Stores, name: str) -> TopicRow:
 
 
 def _describe(opened: Stores, row: TopicRow) -> dict[str, Any]:
-    from tidemill.topics.reader import PartitionReaderImpl
+    from tidemill.topics.partition_reader import PartitionReaderImpl
 
     reader = PartitionReaderImpl(opened.consensus, opened.objects)
     ends = [opened.portal.call(reader.high_watermark(row.topic_id, p)) for p in range(row.partitions)]

@@ -10,7 +10,7 @@ from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 
 if TYPE_CHECKING:
-    from tidemill.topics.l0.lost import LostRange
+    from tidemill.topics.lost_objects import LostRange
     from tidemill.topics.partition.state import PartitionState
 
 LetGo = Annotated[
@@ -51,8 +51,8 @@ def lost(
 
 def _found(opened: Stores, name: str) -> list[LostRange]:
     from tidemill.metastore.catalogue import TopicRow
-    from tidemill.topics.l0.lost import lost_ranges
-    from tidemill.topics.partition.replay import catch_up, partition_log
+    from tidemill.topics.lost_objects import lost_ranges
+    from tidemill.topics.partition.recovery import catch_up, partition_log
     from tidemill.topics.partition.state import PartitionState
 
     async def states(row: TopicRow) -> list[tuple[int, PartitionState]]:
@@ -69,7 +69,7 @@ def _found(opened: Stores, name: str) -> list[LostRange]:
 
 
 def _let_go(opened: Stores, found: list[LostRange], keys: list[str]) -> None:
-    from tidemill.topics.l0.lost import let_go
+    from tidemill.topics.lost_objects import let_go
 
     lost = {each.object_key for each in found if not each.let_go}
     strange = sorted(set(keys) - lost - {"all"} - {each.object_key for each in found})

@@ -18,7 +18,7 @@ def verify(
 ) -> None:
     """Compare tables with their sources: rows missing, extra, different, and a hash. Exit 1 when any differs."""
     from tidemill.cli.verify.tables import Verifier
-    from tidemill.topics.l1.reading import l1_reader
+    from tidemill.topics.l1.reader import l1_reader
 
     with stores(config) as opened, _Bar() as bar:
         verifier = Verifier(

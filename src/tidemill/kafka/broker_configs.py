@@ -13,8 +13,8 @@ import msgspec
 from tidemill.base.errors import Invalid
 from tidemill.kafka.context import Context
 from tidemill.kafka.groups.assignors import ASSIGNORS
-from tidemill.topics.altering import BadRequest
-from tidemill.topics.configs import SETTINGS
+from tidemill.topics.config.alter import BadRequest
+from tidemill.topics.config.configs import SETTINGS
 
 TOPIC: Final = 2
 BROKER: Final = 4

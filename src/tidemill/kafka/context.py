@@ -19,8 +19,8 @@ from tidemill.kafka.listeners import DEFAULT, Advertised
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.topics.front import TopicLog
-from tidemill.topics.producer_ids import ProducerIds
+from tidemill.topics.api import TopicLog
+from tidemill.topics.produce.producer_ids import ProducerIds
 
 if TYPE_CHECKING:
     from tidemill.kafka.fetches.repeated import Repeats

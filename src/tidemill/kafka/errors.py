@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, Missing, Unavailable, Unknown
-from tidemill.topics.front import (
+from tidemill.topics.api import (
     BatchTooLarge,
     ConcurrentTransactions,
     CorruptBatch,

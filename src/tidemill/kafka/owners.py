@@ -7,7 +7,7 @@ what they write is fenced (groups) or compared and set (transactions), so at mos
 from __future__ import annotations
 
 from tidemill.kafka.context import Broker, Context
-from tidemill.topics.leadership import rendezvous
+from tidemill.topics.membership import rendezvous
 
 
 class Owners:

@@ -51,8 +51,8 @@ from tidemill.kafka.transactions.hints import Hints
 from tidemill.kafka.transactions.machine import Transactions
 from tidemill.kafka.transactions.offsets import CoordinatedOffsets
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.topics.front import TopicLog
-from tidemill.topics.producer_ids import ProducerIds
+from tidemill.topics.api import TopicLog
+from tidemill.topics.produce.producer_ids import ProducerIds
 
 log = structlog.get_logger()
 

@@ -35,7 +35,7 @@ from tidemill.shards.commands import Create
 from tidemill.shards.open import all_registered
 from tidemill.shards.remap import LOG_PREFIX, decode_stored
 from tidemill.shards.restore import restored_id
-from tidemill.topics.checkpoint import PartitionsStage
+from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 
 BINDINGS_A_GROUP = 256
 BATCHES_A_GROUP = 4096

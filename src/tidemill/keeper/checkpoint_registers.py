@@ -15,7 +15,7 @@ from tidemill.metastore.backup.checkpoint import Unit
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import NODES
 from tidemill.metastore.rows.nodes import NodeRow
-from tidemill.topics.leadership import NODES_REGISTER
+from tidemill.topics.membership import NODES_REGISTER
 
 Rows = dict[bytes, bytes]
 THING = "nodes"

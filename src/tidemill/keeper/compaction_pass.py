@@ -21,14 +21,14 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, l1_key
+from tidemill.topics.api import BatchRef
 from tidemill.topics.compaction.clean import Cleaned, Pass, clean, take_keys
 from tidemill.topics.compaction.hashes import KeyHash
 from tidemill.topics.compaction.keymap import KeyMap
-from tidemill.topics.front import BatchRef
 from tidemill.topics.l1.builder import ObjectBuilder
 from tidemill.topics.l1.format import RegionIndex, object_id
-from tidemill.topics.l1.reading import L1Reader
-from tidemill.topics.l1.rules import Replace
+from tidemill.topics.l1.reader import L1Reader
+from tidemill.topics.l1.row_transitions import Replace
 from tidemill.topics.partition.transactions import AbortedIndex
 
 SLICE_BYTES = 8 << 20

@@ -16,7 +16,7 @@ from tidemill.shards.machine import shard_replica
 from tidemill.shards.open import created_shards
 from tidemill.topics.partition.codec import decode_command, decode_state
 from tidemill.topics.partition.commands import Rollup
-from tidemill.topics.partition.replay import partition_log
+from tidemill.topics.partition.recovery import partition_log
 
 FIX = "Stop the nodes and restore the cluster from its bucket into empty consensus."
 

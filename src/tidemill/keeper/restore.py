@@ -68,8 +68,8 @@ from tidemill.shards.checkpoint import assemble, decode_header
 from tidemill.shards.codec import decode_batch
 from tidemill.shards.remap import decode_stored
 from tidemill.shards.restore import restore_bindings, restore_shard
-from tidemill.topics.partition.rowform import partition_state
-from tidemill.topics.restore import restore_partition, restore_registers
+from tidemill.topics.lifecycle.restore import restore_partition, restore_registers
+from tidemill.topics.partition.row_codec import partition_state
 
 LEAD_TIMEOUT_S = 60.0
 SCHEMA_IDS_LEFT_OUT = 10_000

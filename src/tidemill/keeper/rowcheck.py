@@ -25,7 +25,7 @@ from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
 from tidemill.shards.checkpoint import decode_header
 from tidemill.shards.codec import decode_batch
 from tidemill.shards.remap import decode_stored
-from tidemill.topics.partition.rowform import batches_of, producers_of, transactions_of
+from tidemill.topics.partition.row_codec import batches_of, producers_of, transactions_of
 
 R = TypeVar("R", bound=msgspec.Struct)
 

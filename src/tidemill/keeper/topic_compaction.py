@@ -26,13 +26,13 @@ from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.metastore.rows import L1_PARTITIONS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1PartitionRow
-from tidemill.topics.configs import TopicConfig, stored_config
-from tidemill.topics.l1.reading import L1Reader
-from tidemill.topics.l1.store import L1Rows
-from tidemill.topics.partition.replay import catch_up, partition_log
+from tidemill.topics.config.configs import TopicConfig, stored_config
+from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.reader import L1Reader
+from tidemill.topics.lifecycle.retention import NEVER_MS, Holds, is_compacted
+from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import AbortedIndex
-from tidemill.topics.retention import NEVER_MS, Holds, is_compacted
 
 KEYS_ROOM = 1 << 20
 """Keys of one pass: 24 MiB, twice that while some are added."""

@@ -24,8 +24,8 @@ from tidemill.keeper.jobs import Budget
 from tidemill.keeper.persisted import Persisted
 from tidemill.metastore.rows import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import PREFIX, L1ObjectRow, l1_key
-from tidemill.topics.l1 import rules
-from tidemill.topics.l1.store import L1Rows
+from tidemill.topics.l1 import row_transitions
+from tidemill.topics.l1.extent_store import L1Rows
 
 REGISTERED_S = 3600.0
 """An upload and its add take seconds; who was paused for longer begins anew."""
@@ -73,7 +73,7 @@ class TopicL1:
         async for row in self._objects():
             of.add(row.topic_id)
             strange += row.removed_bytes > row.total_bytes
-            if not row.registered or rules.is_garbage(row):
+            if not row.registered or row_transitions.is_garbage(row):
                 seen.add(await self._look(row))
         self._seen = {key: since for key, since in self._seen.items() if key in seen}
         more = await self._topics_gone(of - topics, budget)
@@ -110,7 +110,7 @@ class TopicL1:
         if found is None or not found.value or L1_OBJECTS.decode(key, found.value) != row:
             return key
         if not row.registered:
-            expired = rules.expire(row, self._g.clock.now_ms())
+            expired = row_transitions.expire(row, self._g.clock.now_ms())
             if expired is not None and await self._commit([L1_OBJECTS.encode(expired)], {key: found.seqno}):
                 self._figures.expired += 1
         elif self._fault == "unpersisted" or await self._persisted.holds(key, found.seqno):

@@ -18,11 +18,11 @@ from tidemill.keeper.jobs import Budget
 from tidemill.metastore.rows import L1_PARTITIONS
 from tidemill.metastore.rows.l1 import L1PartitionRow, l1_key
 from tidemill.topics.l1.builder import ObjectBuilder
+from tidemill.topics.l1.extent_merge import FANOUT, Run, add_run, run_of
+from tidemill.topics.l1.extent_store import L1Rows
 from tidemill.topics.l1.format import object_id
-from tidemill.topics.l1.leveling import FANOUT, Run, add_run, run_of
-from tidemill.topics.l1.reading import L1Reader
-from tidemill.topics.l1.rules import Replace
-from tidemill.topics.l1.store import L1Rows
+from tidemill.topics.l1.reader import L1Reader
+from tidemill.topics.l1.row_transitions import Replace
 
 EXTENTS_AT_ONCE = 5_000
 """Of one partition, oldest first: those beyond are looked at when these have become few."""

@@ -28,9 +28,9 @@ from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.objects.store import ObjectMeta
 from tidemill.objects.verified_read import checked
 from tidemill.topics.l0.format import PREFIX, decode_footer, writer_of
-from tidemill.topics.partition.replay import LOG_PREFIX, catch_up, partition_log, place_of
+from tidemill.topics.lifecycle.settle import settle
+from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, partition_log, place_of
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.settle import settle
 
 LISTED_AT_ONCE = 20_000
 """Keys held at once; the next step goes on after them."""

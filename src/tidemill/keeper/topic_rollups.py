@@ -23,10 +23,10 @@ from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
+from tidemill.topics.lifecycle.settle import end_log
 from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
-from tidemill.topics.partition.replay import LOG_PREFIX, partition_log, place_of
-from tidemill.topics.settle import end_log
+from tidemill.topics.partition.recovery import LOG_PREFIX, partition_log, place_of
 
 PREFIX = "rollup/topic/"
 

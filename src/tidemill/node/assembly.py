@@ -88,9 +88,9 @@ from tidemill.shapes.store.left import watch as watch_left
 from tidemill.shards.cpu import pooled_cpu
 from tidemill.shards.front import Shard
 from tidemill.shards.open import open_remap, open_shard
-from tidemill.topics.leadership import Membership, NodeInfo
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Membership, NodeInfo
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 log = structlog.get_logger()
 

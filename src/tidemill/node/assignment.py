@@ -18,7 +18,7 @@ from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
 from tidemill.node.spreading import View, node_of
-from tidemill.topics.leadership import Membership
+from tidemill.topics.membership import Membership
 
 POLL_S = 1.0
 LEASE_PREFIX = "capture/"

@@ -23,7 +23,7 @@ from tidemill.base.status.status import Tracker
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.front import Remap
 from tidemill.shards.minting import Minter
-from tidemill.topics.front import PartitionReader
+from tidemill.topics.api import PartitionReader
 
 BUSY_S = 0.05
 LOOKS_AT_ONCE = 8

@@ -15,7 +15,7 @@ from tidemill.base.errors import Closed
 from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.base.status.status import NODE, Report, derive_process
 from tidemill.consensus.status.board import FORGET_AFTER_MS, Board
-from tidemill.topics.leadership import Membership
+from tidemill.topics.membership import Membership
 
 LOOK_S = 0.5
 FRESH_S = 2.0

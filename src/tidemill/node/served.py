@@ -26,7 +26,7 @@ from tidemill.shapes.named import FromClaim, FromClient, NamedShape, Param
 from tidemill.shapes.settings import CacheAges, ShapeSettings
 from tidemill.shapes.signing import Signing
 from tidemill.shapes.sink import BacklogLimits
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.config.settings import TopicSettings
 
 
 def http_limits(section: HttpSection) -> HttpLimits:

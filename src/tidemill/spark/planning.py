@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tidemill.shards.front import Binding, Remap
 from tidemill.spark.decode.slices import Descriptor, Slice, cut
-from tidemill.topics.front import BatchRef, PartitionReader
+from tidemill.topics.api import BatchRef, PartitionReader
 
 PLANS_AT_ONCE = 32
 

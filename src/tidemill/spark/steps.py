@@ -21,7 +21,7 @@ from tidemill.spark.decode.slices import Descriptor, Slice, cut, record_count
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.planning import locate
 from tidemill.spark.stores import Stores
-from tidemill.topics.front import BatchRef
+from tidemill.topics.api import BatchRef
 
 STEP_RECORDS = 100_000
 STEP_BYTES = 32 << 20

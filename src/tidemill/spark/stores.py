@@ -28,7 +28,7 @@ from tidemill.objects.store import ObjectStore
 from tidemill.shards.cpu import Cpu, pooled_cpu
 from tidemill.shards.front import Remap, ShardSchema
 from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
-from tidemill.topics.front import PartitionReader
+from tidemill.topics.api import PartitionReader
 
 if TYPE_CHECKING:
     from tidemill.shards.handle import LogShard
@@ -61,8 +61,8 @@ class Stores:
     def __init__(
         self, urls: Urls, objects: ResilientObjects, consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0
     ) -> None:
-        from tidemill.topics.l1.reading import l1_reader
-        from tidemill.topics.reader import PartitionReaderImpl
+        from tidemill.topics.l1.reader import l1_reader
+        from tidemill.topics.partition_reader import PartitionReaderImpl
 
         self.urls = urls
         self.directory = local_directory(urls.objects)

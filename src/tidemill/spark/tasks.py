@@ -26,7 +26,7 @@ from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import shared_objects
 from tidemill.spark.upsert.commands import BEFORE_ALL, Commands, Truncate, join, no_commands, select, times_of
-from tidemill.topics.fetch import read_batches
+from tidemill.topics.batch_reads import read_batches
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -13,7 +13,7 @@ from tidemill.spark.decode.slices import cut
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION
-from tidemill.topics.front import PartitionReader
+from tidemill.topics.api import PartitionReader
 
 BINDINGS_AT_ONCE = 2_000
 REFS_AT_ONCE = 32

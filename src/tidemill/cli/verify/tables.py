@@ -23,8 +23,8 @@ from tidemill.shards.front import Shard
 from tidemill.shards.open import open_remap, open_shard
 from tidemill.spark.feeds import TopicFeed, forms_of
 from tidemill.spark.pipeline import Pipeline, load_pipeline
-from tidemill.topics.l1.reading import L1Reader
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.l1.reader import L1Reader
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 
 class Plan(msgspec.Struct):

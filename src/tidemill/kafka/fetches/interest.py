@@ -20,7 +20,7 @@ from tidemill.kafka.gate import Visitor
 from tidemill.kafka.schema.fetch import FetchPartition, FetchRequest, FetchTopic, PartitionRecords
 from tidemill.kafka.topic_cache import SETTLE_ROUNDS
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import Fetched, FetchRead
+from tidemill.topics.api import Fetched, FetchRead
 
 log = structlog.get_logger()
 

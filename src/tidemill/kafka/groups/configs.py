@@ -13,8 +13,8 @@ import msgspec
 
 from tidemill.base.errors import Invalid
 from tidemill.kafka.groups.state import GroupLimits
-from tidemill.topics.altering import Kind
-from tidemill.topics.configs import Setting
+from tidemill.topics.config.alter import Kind
+from tidemill.topics.config.configs import Setting
 
 _INT: Final = 2**31 - 1
 

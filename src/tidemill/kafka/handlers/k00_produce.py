@@ -38,7 +38,7 @@ from tidemill.kafka.schema.produce import PartitionAnswer, PartitionData, Produc
 from tidemill.kafka.schema.wire import I32
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import InvalidRecords, InvalidTransaction, ProduceResult, Within
+from tidemill.topics.api import InvalidRecords, InvalidTransaction, ProduceResult, Within
 
 log = structlog.get_logger()
 

@@ -18,7 +18,7 @@ from tidemill.kafka.handlers.k32_describe_configs import topic_entries
 from tidemill.kafka.request import Api, Request, cold, each, within
 from tidemill.kafka.schema.compiled import Body
 from tidemill.metastore.catalogue import PARTITIONS_MAX, TopicRow, check_topic_name
-from tidemill.topics.configs import topic_config
+from tidemill.topics.config.configs import topic_config
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

@@ -14,7 +14,7 @@ from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
 from tidemill.kafka.schema.wire import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.uses import users_of
+from tidemill.topics.usage import users_of
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

@@ -18,7 +18,7 @@ from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold, each, within
 from tidemill.kafka.schema.compiled import Body
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import StillRead
+from tidemill.topics.api import StillRead
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import PartitionOffsets
+from tidemill.topics.api import PartitionOffsets
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

@@ -15,7 +15,7 @@ from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
-from tidemill.topics.front import Marker
+from tidemill.topics.api import Marker
 
 FIRST_THAT_BUMPS: Final = 2
 """Version of transactions, of which version 2 of this API tells."""

@@ -20,7 +20,7 @@ from tidemill.kafka.groups.coordinator import is_name
 from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.configs import SETTINGS, topic_config
+from tidemill.topics.config.configs import SETTINGS, topic_config
 
 SOURCE_TOPIC: Final = 1
 SOURCE_STATIC_BROKER: Final = 4

@@ -11,7 +11,7 @@ from tidemill.kafka.context import Context
 from tidemill.kafka.handlers import k44_incremental_alter_configs as incremental
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
-from tidemill.topics.altering import Kind, Op, altered
+from tidemill.topics.config.alter import Kind, Op, altered
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

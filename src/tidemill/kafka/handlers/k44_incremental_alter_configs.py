@@ -24,8 +24,8 @@ from tidemill.kafka.groups.coordinator import is_name
 from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics import altering
-from tidemill.topics.altering import BadRequest, Kind, Op, altered
+from tidemill.topics.config import alter
+from tidemill.topics.config.alter import BadRequest, Kind, Op, altered
 
 log = structlog.get_logger()
 
@@ -58,7 +58,7 @@ async def _alter(
     kind, name = asked["resource_type"], asked["resource_name"]
 
     def topic(config: Mapping[str, str]) -> dict[str, str]:
-        return change(config, asked, altering.TOPIC)
+        return change(config, asked, alter.TOPIC)
 
     def group(config: Mapping[str, str]) -> dict[str, str]:
         return change(config, asked, configs.GROUP)

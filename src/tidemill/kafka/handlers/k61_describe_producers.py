@@ -13,7 +13,7 @@ from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold, each
 from tidemill.kafka.schema.compiled import Body
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.front import ProducerStatus
+from tidemill.topics.api import ProducerStatus
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

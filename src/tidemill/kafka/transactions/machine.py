@@ -38,7 +38,7 @@ from tidemill.kafka.transactions.registers import (
     undecided,
 )
 from tidemill.kafka.transactions.state import Offsets, Places, State, Transaction, key_of
-from tidemill.topics.front import (
+from tidemill.topics.api import (
     ConcurrentTransactions,
     Here,
     InvalidProducerEpoch,
@@ -48,7 +48,7 @@ from tidemill.topics.front import (
     TopicLog,
     Within,
 )
-from tidemill.topics.producer_ids import ProducerIds
+from tidemill.topics.produce.producer_ids import ProducerIds
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from tidemill.kafka.transactions import decide
 from tidemill.kafka.transactions.hints import send
 from tidemill.kafka.transactions.registers import change, read
 from tidemill.kafka.transactions.state import State, Transaction
-from tidemill.topics.leadership import LEASE_PREFIX
+from tidemill.topics.membership import LEASE_PREFIX
 
 LOOK_S = 0.1
 

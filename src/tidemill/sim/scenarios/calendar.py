@@ -26,10 +26,10 @@ from tidemill.metastore.domain.settings import DomainSettings
 from tidemill.metastore.factory import metastore_on
 from tidemill.sim.world import Actor, Violated, World
 from tidemill.topics.batch import Record, encode_batch
-from tidemill.topics.leadership import Alone
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Alone
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 DAY_MS = 86_400_000
 AWAKE_S = 40.0

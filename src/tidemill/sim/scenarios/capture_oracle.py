@@ -15,7 +15,7 @@ from tidemill.shards.remap import decode_binding, log_name
 from tidemill.sim.scenarios.capture_database import Database, Taken, Wanted
 from tidemill.sim.world import Violated, World
 from tidemill.topics.batch import decode_batch
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 NAME = "sim"
 """Of the capture."""

@@ -49,9 +49,9 @@ from tidemill.sim.scenarios.capture_plants import planted
 from tidemill.sim.scenarios.capture_server import Server, answering
 from tidemill.sim.scenarios.capture_shapes import DSN, Shapes
 from tidemill.sim.world import Actor, Crew, Down, NotLive, World, swapped
-from tidemill.topics.leadership import Alone
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Alone
 
 __all__ = ["FAULTS", "run"]
 

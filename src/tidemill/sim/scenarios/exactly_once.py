@@ -34,8 +34,8 @@ from tidemill.sim.scenarios.transactions import (
     shown_of,
 )
 from tidemill.sim.world import Crew, Down, Link, Violated, World
+from tidemill.topics.api import InvalidProducerEpoch, InvalidTransaction, OutOfOrderSequence, Within
 from tidemill.topics.batch import Record
-from tidemill.topics.front import InvalidProducerEpoch, InvalidTransaction, OutOfOrderSequence, Within
 
 SOURCE = "source"
 """Nobody writes it: record N of a partition is N."""

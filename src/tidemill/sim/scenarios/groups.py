@@ -30,7 +30,7 @@ from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.sim.world import Actor, Crew, Down, Link, Violated, World
-from tidemill.topics.leadership import Membership, NodeInfo, rendezvous
+from tidemill.topics.membership import Membership, NodeInfo, rendezvous
 
 GROUP, TOPIC = "g", "t"
 SUBSCRIBED = b"\x00\x00" + b"\x00\x00\x00\x01" + b"\x00\x01t" + b"\xff\xff\xff\xff"

@@ -21,8 +21,8 @@ from tidemill.metastore.rows import ABORTED, EXTENTS, L1_EXTENTS, L1_OBJECTS, L1
 from tidemill.metastore.rows.row_family import Family
 from tidemill.sim.world import Crew, Down, Link, Violated
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.partition.replay import partition_log
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.partition.recovery import partition_log
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 if TYPE_CHECKING:
     from tidemill.sim.scenarios.topics import Cluster

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.sim.world import Down, Link, Violated
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.reader import PartitionReaderImpl
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 if TYPE_CHECKING:
     from tidemill.sim.scenarios.topics import Cluster

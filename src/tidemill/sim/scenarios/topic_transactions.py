@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.sim.world import Down, Link, Violated
+from tidemill.topics.api import FetchRead, InvalidProducerEpoch, Marker, OffsetOutOfRange, OutOfOrderSequence, Within
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.batch.control import commits, transactional
+from tidemill.topics.batch.control_batch import commits, transactional
 from tidemill.topics.batch.header import CONTROL, HEADER_BYTES, TRANSACTIONAL
-from tidemill.topics.front import FetchRead, InvalidProducerEpoch, Marker, OffsetOutOfRange, OutOfOrderSequence, Within
-from tidemill.topics.log import LocalTopics
+from tidemill.topics.local_topics import LocalTopics
 
 if TYPE_CHECKING:
     from tidemill.sim.scenarios.topics import Cluster

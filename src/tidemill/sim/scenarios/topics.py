@@ -45,9 +45,7 @@ from tidemill.sim.scenarios.topic_lives import Lives
 from tidemill.sim.scenarios.topic_times import ask_for_times
 from tidemill.sim.scenarios.topic_transactions import Transactor, confirmed, consume_committed
 from tidemill.sim.world import Actor, Crew, Down, Link, NotLive, Violated, World
-from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.checkpoint import PartitionsStage
-from tidemill.topics.front import (
+from tidemill.topics.api import (
     CorruptBatch,
     FetchRead,
     InvalidProducerEpoch,
@@ -55,14 +53,16 @@ from tidemill.topics.front import (
     OutOfOrderSequence,
     ProduceResult,
 )
-from tidemill.topics.l1.reading import L1Reader
-from tidemill.topics.l1.store import L1Rows
-from tidemill.topics.leadership import Alone, Assignment, Membership, NodeInfo
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.partition.replay import partition_log
-from tidemill.topics.reader import PartitionReaderImpl
-from tidemill.topics.retention import no_holds
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.batch import Record, decode_columns, encode_batch
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.reader import L1Reader
+from tidemill.topics.lifecycle.checkpoint import PartitionsStage
+from tidemill.topics.lifecycle.retention import no_holds
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Alone, Assignment, Membership, NodeInfo
+from tidemill.topics.partition.recovery import partition_log
+from tidemill.topics.partition_reader import PartitionReaderImpl
 
 COMPACTION_FAULTS = ("clean-last", "aborted-supersedes")
 COLLECTION_FAULTS = ("first-region", "undecided", "one-report")

@@ -37,21 +37,15 @@ from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.sim.oracles.transactions import Fate, Sent, check_order, check_transaction
 from tidemill.sim.scenarios.topic_transactions import batch_of
 from tidemill.sim.world import Actor, Crew, Down, Link, Violated, World
+from tidemill.topics.api import FetchRead, InvalidProducerEpoch, InvalidTransaction, OutOfOrderSequence, Within
 from tidemill.topics.batch import Record, decode_columns
 from tidemill.topics.batch.decode import has_records
 from tidemill.topics.batch.header import CONTROL, TRANSACTIONAL, parse_header
-from tidemill.topics.front import (
-    FetchRead,
-    InvalidProducerEpoch,
-    InvalidTransaction,
-    OutOfOrderSequence,
-    Within,
-)
-from tidemill.topics.leadership import Alone, Assignment, Membership, NodeInfo, rendezvous
-from tidemill.topics.log import LocalTopics
-from tidemill.topics.producer_ids import ProducerIds
-from tidemill.topics.reader import PartitionReaderImpl
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.membership import Alone, Assignment, Membership, NodeInfo, rendezvous
+from tidemill.topics.partition_reader import PartitionReaderImpl
+from tidemill.topics.produce.producer_ids import ProducerIds
 
 GROUP = "g"
 NOBODY = ("", None, -1)

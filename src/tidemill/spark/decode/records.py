@@ -16,11 +16,11 @@ from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.objects.store import Buffer
 from tidemill.spark.decode.letters import Letter
 from tidemill.spark.decode.slices import Slice
+from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Columns, decode_opened, open_batch, parse_header
 from tidemill.topics.batch.columns import no_columns
 from tidemill.topics.batch.decode import Opened, has_records
 from tidemill.topics.batch.records import Headers
-from tidemill.topics.front import BatchRef
 
 BLOCK_RECORDS = 20_000
 BLOCK_BYTES = 8 << 20

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.shards.front import Binding
-from tidemill.topics.front import BatchRef
+from tidemill.topics.api import BatchRef
 
 
 class Slice(msgspec.Struct, frozen=True):

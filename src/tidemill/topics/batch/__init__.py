@@ -6,12 +6,12 @@ and partition leader epoch lie outside the CRC (which covers byte 21 onward) and
 
 from __future__ import annotations
 
-from tidemill.topics.batch.check import check_batch
 from tidemill.topics.batch.columns import Columns
 from tidemill.topics.batch.decode import DecodedBatch, decode_batch, decode_columns, decode_opened, open_batch
 from tidemill.topics.batch.encode import encode_batch
 from tidemill.topics.batch.header import BatchHeader, parse_header, patch, split_batches
 from tidemill.topics.batch.records import Record
+from tidemill.topics.batch.validation import check_batch
 
 __all__ = [
     "BatchHeader",

@@ -1,6 +1,7 @@
 """Decoder of record batches for our own consumers (Spark executors, tools): columns, and no object per record.
 
-    batches ─► header, checksum, decompressed bytes, each ─► all bytes joined ─► scanned at once (scan.py) ─► Columns
+    batches ─► header, checksum, decompressed bytes, each ─► all bytes joined ─► scanned at once (columnar_scan.py) ─►
+    Columns
                                                                   └─ anything odd: batch by batch, record by record
 
 Many small batches cost what one large one does. A batch whose deltas have gaps is one of a compacted topic.
@@ -15,8 +16,10 @@ import msgspec
 import numpy as np
 
 from tidemill.objects.store import Buffer
-from tidemill.topics.batch.codecs import decompress
+from tidemill.topics.api import BadBatch, BatchRef, CorruptBatch
+from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_any, scan_places
 from tidemill.topics.batch.columns import Columns, Int64s, columns_of, no_columns
+from tidemill.topics.batch.compression import decompress
 from tidemill.topics.batch.header import (
     APPEND_TIME,
     CONTROL,
@@ -27,9 +30,7 @@ from tidemill.topics.batch.header import (
     parse_header,
 )
 from tidemill.topics.batch.records import Record
-from tidemill.topics.batch.scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_any, scan_places
 from tidemill.topics.batch.varint import varint
-from tidemill.topics.front import BadBatch, BatchRef, CorruptBatch
 
 GROUP_BYTES = 8 << 20
 """Decompressed batches are scanned together up to about this many bytes or CHUNK_RECORDS records."""

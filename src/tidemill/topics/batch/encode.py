@@ -14,7 +14,7 @@ import crc32c
 
 from tidemill.base.errors import Invalid
 from tidemill.objects.store import Buffer
-from tidemill.topics.batch.codecs import codec_number, compress
+from tidemill.topics.batch.compression import codec_number, compress
 from tidemill.topics.batch.header import CODEC_MASK, CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END, BatchHeader
 from tidemill.topics.batch.records import Record
 

@@ -26,7 +26,7 @@ import crc32c
 import msgspec
 
 from tidemill.objects.store import Buffer
-from tidemill.topics.front import CorruptBatch
+from tidemill.topics.api import CorruptBatch
 
 HEADER = struct.Struct(">qiibIhiqqqhii")
 HEADER_BYTES = HEADER.size

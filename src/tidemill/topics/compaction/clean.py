@@ -20,15 +20,15 @@ import msgspec
 import numpy as np
 
 from tidemill.objects.store import Buffer
-from tidemill.topics.batch.codecs import compress
+from tidemill.topics.api import BadBatch, BatchRef
+from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS
 from tidemill.topics.batch.columns import Columns, Int64s
-from tidemill.topics.batch.control import aborts, commits
+from tidemill.topics.batch.compression import compress
+from tidemill.topics.batch.control_batch import aborts, commits
 from tidemill.topics.batch.decode import GROUP_BYTES, Opened, has_records, open_batch, scan_opened
 from tidemill.topics.batch.header import APPEND_TIME, CONTROL, CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END
-from tidemill.topics.batch.scan import CHUNK_RECORDS
 from tidemill.topics.compaction.hashes import KeyHash
 from tidemill.topics.compaction.keymap import KeyMap
-from tidemill.topics.front import BadBatch, BatchRef
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 

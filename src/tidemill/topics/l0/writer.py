@@ -28,10 +28,10 @@ from tidemill.base.errors import Closed, TidemillError, Unavailable
 from tidemill.base.runtime.coop import Pace
 from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.topics.l0.cache import ObjectCache
+from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.format import Region, encode_footer, object_key, writer_of
-from tidemill.topics.l0.rhythm import GATHER_LINES, Rhythm
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.l0.group_commit import GATHER_LINES, Rhythm
+from tidemill.topics.l0.object_cache import ObjectCache
 
 _log = structlog.get_logger()
 

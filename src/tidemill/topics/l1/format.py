@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from tidemill.base.errors import Corrupt
 from tidemill.objects.store import Buffer
-from tidemill.topics.front import BatchRef
+from tidemill.topics.api import BatchRef
 
 INDEX_MAGIC = b"TMI1"
 FOOTER_MAGIC = b"TML1\x01"

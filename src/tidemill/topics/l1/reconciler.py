@@ -26,16 +26,16 @@ from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.batch.header import CONTROL, parse_header
-from tidemill.topics.fetch import INLINE_BATCHES, Ranges, read_batches
-from tidemill.topics.l0.cache import ObjectCache
-from tidemill.topics.l0.lost import is_let_go
+from tidemill.topics.batch_reads import INLINE_BATCHES, Ranges, read_batches
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l1.builder import ObjectBuilder
+from tidemill.topics.l1.extent_store import L1Rows, Place
 from tidemill.topics.l1.format import Footer, object_id
-from tidemill.topics.l1.rules import Add
-from tidemill.topics.l1.schedule import PIECES, Piece, cut
-from tidemill.topics.l1.store import L1Rows, Place
-from tidemill.topics.partition.machine import LedPartition
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.l1.object_planner import PIECES, Piece, cut
+from tidemill.topics.l1.row_transitions import Add
+from tidemill.topics.lost_objects import is_let_go
+from tidemill.topics.partition.leader import LedPartition
 
 PartitionKey = tuple[str, int]
 Taken = tuple[Piece, list[Buffer]]

@@ -7,7 +7,7 @@ import asyncio
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Closed, Conflict, Fenced, Missing, TidemillError, Unavailable, Unknown
 from tidemill.consensus.api import Consensus, LogHead, resolve_append
-from tidemill.topics.settings import TopicSettings
+from tidemill.topics.config.settings import TopicSettings
 
 FENCE_TRIES = 8
 

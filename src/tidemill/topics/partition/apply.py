@@ -7,7 +7,7 @@ from typing import assert_never
 import msgspec
 
 from tidemill.topics.partition.commands import Advance, Command, PlaceBatches, Rollup
-from tidemill.topics.partition.idempotence import Producer, judge, marked, remember
+from tidemill.topics.partition.producer_state import Producer, judge, marked, remember
 from tidemill.topics.partition.state import PartitionState, Settled
 from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, Ledger
 

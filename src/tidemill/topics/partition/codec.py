@@ -19,7 +19,7 @@ import msgspec
 
 from tidemill.base.errors import Corrupt
 from tidemill.topics.partition.commands import Command
-from tidemill.topics.partition.idempotence import Producer
+from tidemill.topics.partition.producer_state import Producer
 from tidemill.topics.partition.state import PartitionState, Settled, running_maximum
 from tidemill.topics.partition.transactions import AbortedIndex, Open
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from tidemill.topics.front import BatchRef, OffsetOutOfRange
-from tidemill.topics.partition.idempotence import PRODUCER_EXPIRY_MS, Producer
+from tidemill.topics.api import BatchRef, OffsetOutOfRange
+from tidemill.topics.partition.producer_state import PRODUCER_EXPIRY_MS, Producer
 from tidemill.topics.partition.transactions import AbortedIndex, Open, first_open
 
 PRODUCERS_LIMIT = 20_000

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from tidemill.topics.front import BatchRef
+from tidemill.topics.api import BatchRef
 
 PLAIN: Final = 0
 TRANSACTIONAL: Final = 1

@@ -1,0 +1,314 @@
+"""A produced batch, checked whole before anything of it is stored: what Kafka's log validator refuses is refused here.
+
+    header   magic, size, counts, attributes, producer fields      always in the plain call     `check_header`
+    body     CRC, decompression within DECOMPRESSED_BYTES,         in a thread when large       `check_body`
+             every record's length, deltas 0 … n−1, fields that fill it exactly
+
+V1  No Python object per record on the good path: records of one shape are looked at together (`runs`); of others, where
+    they are many, one tight loop hops over the lengths and all other fields are read by columns (`scan`), and few are
+    read in line. Whatever these do not like is decided by `_walk`.
+"""
+
+from __future__ import annotations
+
+import crc32c
+import numpy as np
+
+from tidemill.objects.store import Buffer
+from tidemill.topics.api import CorruptBatch, InvalidRecords
+from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan, scan_any
+from tidemill.topics.batch.compression import decompress
+from tidemill.topics.batch.header import (
+    APPEND_TIME,
+    CODEC_MASK,
+    CONTROL,
+    CRC_START,
+    HEADER_BYTES,
+    LAST_CODEC,
+    TRANSACTIONAL,
+    BatchHeader,
+    parse_header,
+)
+from tidemill.topics.batch.uniform_runs import run
+from tidemill.topics.batch.varint import BadVarint, varint
+
+_BY_COLUMNS_FROM = 128
+"""Fewer records are looked at one by one, without an object each: the columns cost some 60 µs however few there are."""
+
+_BY_RUNS_FROM = 24
+"""Fewer are read in line faster than one table is made."""
+_RUNS_MOST = 8
+"""Of a batch: each is looked for among all records that are left."""
+
+_COPY_BYTES = 64 << 10
+
+_TOLD = 1_000
+"""Records without a key that a refusal names."""
+
+_INT64 = 2**63
+
+
+def check_batch(buffer: Buffer) -> BatchHeader:
+    """The header of the one good batch that `buffer` holds. Raises CorruptBatch and its subclasses."""
+    header = check_header(buffer)
+    check_body(header, buffer)
+    return header
+
+
+def check_header(buffer: Buffer, *, in_transaction: bool = False) -> BatchHeader:
+    """All that the 61 bytes tell. Raises CorruptBatch (size), InvalidRecords (wrong magic, counts that disagree, a
+    control batch, a transactional one that is not sent as one or has no producer id, append time set by the producer,
+    a producer id without epoch or sequence)."""
+    header = parse_header(buffer)
+    if header.magic != 2:
+        raise InvalidRecords(
+            f"unsupported record format: magic={header.magic}.", fix="Use message format v2 (Kafka ≥ 0.11)."
+        )
+    if header.size_bytes != len(buffer):
+        raise CorruptBatch(f"not exactly one record batch: batch_bytes={header.size_bytes} sent_bytes={len(buffer)}.")
+    count = header.record_count
+    if count < 1 or header.last_offset_delta + 1 != count:
+        raise InvalidRecords(f"record counts disagree: records={count} last_offset_delta={header.last_offset_delta}.")
+    attributes = header.attributes
+    if attributes & CODEC_MASK > LAST_CODEC:
+        raise InvalidRecords(f"unknown compression codec: codec={attributes & CODEC_MASK}.")
+    if attributes & (APPEND_TIME | CONTROL):
+        raise InvalidRecords(f"append-time and control batches are not accepted: attributes={attributes:#06x}.")
+    if attributes & TRANSACTIONAL and (not in_transaction or header.producer_id < 0):
+        raise InvalidRecords(
+            f"a transactional batch without a transactional id or producer: producer_id={header.producer_id}.",
+            fix="Initialise the producer with its transactional id.",
+        )
+    if header.producer_id >= 0:
+        if header.producer_epoch < 0 or header.base_sequence < 0:
+            raise InvalidRecords(
+                f"a producer id needs epoch and sequence: producer_id={header.producer_id} "
+                f"epoch={header.producer_epoch} sequence={header.base_sequence}."
+            )
+    elif header.producer_id != -1:
+        raise InvalidRecords(f"negative producer id: producer_id={header.producer_id}.")
+    return header
+
+
+def check_body(header: BatchHeader, buffer: Buffer, *, keyed: bool = False) -> int:
+    """The greatest timestamp of the records, ms: what the header says of it is the client's word. `keyed`: every record
+    must have a key, as those of a compacted topic do.
+
+    Raises CorruptBatch (checksum), BatchTooLarge, InvalidRecords with the first bad record. Plain work without waiting,
+    0.02 µs a record of one shape, else 0.2 to 0.7, and 0.03 ms a MiB; decompression besides.
+    """
+    return check_records(header, buffer, keyed=keyed)[0]
+
+
+def check_records(header: BatchHeader, buffer: Buffer, *, keyed: bool = False) -> tuple[int, memoryview]:
+    """As `check_body`, with the records as they are when decompressed."""
+    view = memoryview(buffer)
+    if crc32c.crc32c(view[CRC_START:]) != header.crc:
+        raise CorruptBatch(f"record batch checksum mismatch: stated={header.crc:#010x}.", fix="Send the batch again.")
+    data = decompress(header.codec, view[HEADER_BYTES:])
+    count = header.record_count
+    if count * RECORD_BYTES_MIN > len(data):
+        raise InvalidRecords(f"fewer bytes than records need: records={count} bytes={len(data)}.")
+    highest = _highest(data, header)
+    if keyed:
+        _check_keys(data, header)
+    return highest, data
+
+
+def _highest(data: memoryview, header: BatchHeader) -> int:
+    count = header.record_count
+    highest = _by_runs(data, header) if count >= _BY_RUNS_FROM else None
+    if highest is not None:
+        return highest
+    if count >= _BY_COLUMNS_FROM:
+        highest = _by_columns(data, header)
+    else:
+        # Bytes are read faster than a view of them; copying many would cost more.
+        highest = _one_by_one(bytes(data) if len(data) <= _COPY_BYTES else data, header)
+    return _walk(data, header) if highest is None else highest
+
+
+def _check_keys(data: memoryview, header: BatchHeader) -> None:
+    """Of a batch that is good otherwise. Raises InvalidRecords, naming those without a key."""
+    at = done = 0
+    without: list[int] = []
+    while done < header.record_count and len(without) < _TOLD:
+        found = scan_any(data, at, min(CHUNK_RECORDS, header.record_count - done))
+        if found is None:
+            raise InvalidRecords(f"the keys of a compacted topic's records cannot be told: record={done}.")
+        without += (done + np.flatnonzero(found.key_bytes < 0)).tolist()
+        at = found.end
+        done += len(found.key_bytes)
+    if without:
+        reason = "a record of a compacted topic needs a key"
+        raise InvalidRecords(
+            f"{reason}: record={without[0]}.", record_errors=tuple((index, reason) for index in without[:_TOLD])
+        )
+
+
+def _by_runs(data: memoryview, header: BatchHeader) -> int | None:
+    """The greatest timestamp, or None when the records are not a few runs or something is not as it should be."""
+    at, done, count, highest = 0, 0, header.record_count, -_INT64
+    base_ms = header.base_timestamp_ms
+    there = bytes(data) if len(data) <= _COPY_BYTES else data
+    for _ in range(_RUNS_MOST):
+        found = run(there, at, done, count - done)
+        if found is None or base_ms + found.low_ms < -_INT64 or base_ms + found.high_ms >= _INT64:
+            return None
+        highest = max(highest, base_ms + found.high_ms)
+        at = found.end
+        done += found.records
+        if done == count:
+            return highest if at == len(data) else None
+    return None
+
+
+def _by_columns(data: memoryview, header: BatchHeader) -> int | None:
+    """The greatest timestamp, or None when something is not as it should be."""
+    at, done, count, highest = 0, 0, header.record_count, -_INT64
+    base_ms = header.base_timestamp_ms
+    while done < count:
+        found = scan(data, at, done, min(CHUNK_RECORDS, count - done))
+        if found is None:
+            return None
+        low, high = base_ms + int(found.time_deltas.min()), base_ms + int(found.time_deltas.max())
+        if low < -_INT64 or high >= _INT64:
+            return None
+        highest = max(highest, high)
+        at = found.end
+        done += len(found.time_deltas)
+    return highest if at == len(data) else None
+
+
+def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
+    """As `_by_columns`, for few records: the sizes that nearly all records have, in line; anything else is None."""
+    at, low, high = 0, 0, -_INT64
+    try:
+        for index in range(header.record_count):
+            byte = data[at]
+            if byte < 0x80:
+                end = at + 1 + (byte >> 1)
+                at += 2
+            elif data[at + 1] < 0x80:
+                end = at + 2 + ((byte & 0x7F | data[at + 1] << 7) >> 1)
+                at += 3
+            else:
+                length, at = varint(data, at, 32)
+                end = at + length
+                at += 1
+            if byte & 1:
+                return None
+            byte = data[at]
+            if byte < 0x80:
+                delta = (byte >> 1) ^ -(byte & 1)
+                at += 1
+            else:
+                delta, at = varint(data, at)
+            if delta > high:
+                high = delta
+            if delta < low:
+                low = delta
+            byte = data[at]
+            at += 1
+            if byte > 0x7F:
+                byte = byte & 0x7F | data[at] << 7
+                at += 1
+            if byte != index << 1:
+                return None
+            for _ in _KEY_AND_VALUE:
+                byte = data[at]
+                if byte < 0x80:
+                    if not byte & 1:
+                        at += 1 + (byte >> 1)
+                    elif byte == 1:
+                        at += 1
+                    else:
+                        return None
+                elif byte & 1:
+                    return None
+                elif data[at + 1] < 0x80:
+                    at += 2 + ((byte & 0x7F | data[at + 1] << 7) >> 1)
+                else:
+                    size, at = varint(data, at, 32)
+                    at += size
+            headers = data[at]
+            at += 1
+            if headers:
+                if headers & 1 or headers > 0x7F:
+                    return None
+                for _ in range(headers >> 1):
+                    byte = data[at]
+                    if byte & 1 or byte > 0x7F:
+                        return None
+                    at += 1 + (byte >> 1)
+                    byte = data[at]
+                    if byte == 1:
+                        at += 1
+                    elif byte & 1 or byte > 0x7F:
+                        return None
+                    else:
+                        at += 1 + (byte >> 1)
+            if at != end:
+                return None
+    except (IndexError, BadVarint):
+        return None
+    base_ms = header.base_timestamp_ms
+    whole = at == len(data) and base_ms + low >= -_INT64 and base_ms + high < _INT64
+    return base_ms + high if whole else None
+
+
+_KEY_AND_VALUE = (0, 1)
+
+
+class _Bad(ValueError):
+    pass
+
+
+def _walk(data: memoryview, header: BatchHeader) -> int:
+    """Record by record; slow, exact. Returns the greatest timestamp."""
+    at, highest = 0, -_INT64
+    index = 0
+    try:
+        for index in range(header.record_count):
+            time_delta, at = _record(data, at, index)
+            timestamp_ms = header.base_timestamp_ms + time_delta
+            if not -_INT64 <= timestamp_ms < _INT64:
+                raise _Bad("its timestamp has more than 64 bits")
+            highest = max(highest, timestamp_ms)
+    except (ValueError, IndexError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "it passes the end of the batch"
+        raise InvalidRecords(
+            f"a record is malformed: record={index} reason={reason}.", record_errors=((index, reason),)
+        ) from None
+    if at != len(data):
+        raise InvalidRecords(f"bytes after the last record: records={header.record_count} bytes={len(data) - at}.")
+    return highest
+
+
+def _record(data: memoryview, at: int, index: int) -> tuple[int, int]:
+    """(timestamp delta, where the next record begins) of the record at `at`."""
+    length, at = varint(data, at, 32)
+    end = at + length
+    if length < 0 or end > len(data):
+        raise _Bad(f"its length is out of bounds: length={length}")
+    time_delta, at = varint(data, at + 1)
+    offset_delta, at = varint(data, at, 32)
+    if offset_delta != index:
+        raise _Bad(f"its offset delta is not its place: offset_delta={offset_delta}")
+    for field in ("key", "value"):
+        at = _skip(data, at, field, null=True)
+    headers, at = varint(data, at, 32)
+    if headers < 0 or headers > end - at:
+        raise _Bad(f"its header count is out of bounds: headers={headers}")
+    for _ in range(headers):
+        at = _skip(data, _skip(data, at, "header key", null=False), "header value", null=True)
+    if at != end:
+        raise _Bad(f"its length and its content disagree: length={length} difference={end - at}")
+    return time_delta, at
+
+
+def _skip(data: memoryview, at: int, field: str, *, null: bool) -> int:
+    size, at = varint(data, at, 32)
+    if size < (-1 if null else 0) or at + size > len(data):
+        raise _Bad(f"the size of a field is out of bounds: field={field!r} size={size}")
+    return at + max(size, 0)

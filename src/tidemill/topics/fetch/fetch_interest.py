@@ -1,0 +1,208 @@
+"""Partitions that one reader asks for again and again: what nothing happened to is not looked at.
+
+    put ─► due ─► planned ─► nothing left to read ─► watched ── it moved ─► due
+                     └─ batches or an error: stays due, behind the others once it gave batches
+
+FW1  Whatever is not due is watched, and had nothing for its reader in the plain call that took it out of the due.
+FW2  Offsets other than those told last are told with the next answer; they do not end a wait.
+FW3  A watcher is called once and forgotten, so a reader who never comes back costs each partition one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+
+import msgspec
+
+from tidemill.base.runtime.coop import Pace
+from tidemill.topics.api import Fetched, FetchRead
+from tidemill.topics.fetch.fetch_planner import Led, materialise, plan_fetch
+from tidemill.topics.l0.object_cache import ObjectCache
+from tidemill.topics.l0.shared_reads import SharedReads
+from tidemill.topics.l1.reader import L1Reader
+from tidemill.topics.partition.leader import LedPartition
+
+Marks = tuple[int, int, int]
+"""(high watermark, log start, last stable offset)"""
+
+
+class Serving(msgspec.Struct, frozen=True):
+    """What every reader of one process shares."""
+
+    open_all: Callable[[Sequence[FetchRead], float], Awaitable[list[Led]]]
+    """(reads, until when by the loop's time) → what leads each."""
+    l0: SharedReads
+    cache: ObjectCache
+    l1: L1Reader | None
+    pace: Pace
+
+
+class _Followed:
+    __slots__ = ("_owner", "key", "led", "marks", "read", "told")
+
+    def __init__(self, owner: LocalFollowing, key: Hashable, read: FetchRead) -> None:
+        self._owner = owner
+        self.key = key
+        self.read = read
+        self.led: LedPartition | None = None
+        """The one that it is watched at."""
+        self.marks: Marks | None = None
+        """As it was planned."""
+        self.told: Marks | None = None
+
+    def woken(self) -> None:
+        self.led = None
+        self._owner.moved(self)
+
+    def watch(self, led: Led) -> None:
+        if led is self.led or not isinstance(led, LedPartition) or led.closed_error is not None:
+            return
+        self.unwatch()
+        self.led = led
+        led.watchers.add(self)
+
+    def unwatch(self) -> None:
+        if self.led is not None:
+            self.led.watchers.discard(self)
+            self.led = None
+
+    @property
+    def rests(self) -> bool:
+        """Nothing is there for its reader, and whatever comes is told (FW1)."""
+        if self.led is None:
+            return False
+        state = self.led.state
+        end = state.last_stable if self.read.committed else state.high_watermark
+        return end <= self.read.offset <= state.high_watermark
+
+
+class LocalFollowing:
+    """Implements `front.Following`."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._followed: dict[Hashable, _Followed] = {}
+        self._due: dict[_Followed, None] = {}
+        """In the order in which they have their turn."""
+        self._untold: dict[_Followed, None] = {}
+        self._woken: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._followed)
+
+    def reads(self) -> Iterator[tuple[Hashable, FetchRead]]:
+        for each in list(self._followed.values()):
+            yield each.key, each.read
+
+    def read(self, key: Hashable) -> FetchRead | None:
+        each = self._followed.get(key)
+        return each.read if each is not None else None
+
+    def put(self, key: Hashable, read: FetchRead) -> None:
+        each = self._followed.get(key)
+        if each is not None and (each.read.topic_id, each.read.partition) == (read.topic_id, read.partition):
+            each.read = read
+        else:
+            self.drop(key)
+            each = self._followed[key] = _Followed(self, key, read)
+        self._due.setdefault(each)
+
+    def drop(self, key: Hashable) -> None:
+        each = self._followed.pop(key, None)
+        if each is not None:
+            each.unwatch()
+            self._due.pop(each, None)
+            self._untold.pop(each, None)
+
+    def close(self) -> None:
+        self._closed = True
+        for each in self._followed.values():
+            each.unwatch()
+        self._followed.clear()
+        self._due.clear()
+        self._untold.clear()
+        self._wake()
+
+    def moved(self, each: _Followed) -> None:
+        self._due.setdefault(each)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    async def fetch(self, *, max_wait_s: float, min_bytes: int, max_bytes: int) -> list[tuple[Hashable, Fetched]]:
+        serving, loop = self._serving, asyncio.get_running_loop()
+        until_s = loop.time() + max_wait_s
+        while True:
+            self._woken = loop.create_future()
+            due = list(self._due)
+            reads = [each.read for each in due]
+            led = await serving.open_all(reads, until_s)
+            # Watched first: planning may take several turns of the loop, in which batches arrive.
+            for each, at in zip(due, led, strict=True):
+                if each in self._due:
+                    each.watch(at)
+            plans, total, at_once = await plan_fetch(
+                reads, led, max_bytes, serving.pace, serving.l1, serving.cache, serving.l0
+            )
+            asked: list[int] = []
+            for number, (each, plan) in enumerate(zip(due, plans, strict=True)):
+                if plan or not isinstance(plan, list):
+                    asked.append(number)
+                else:
+                    self._gave_nothing(each, led[number])
+                if serving.pace.due:
+                    await serving.pace.rest()
+            remaining_s = until_s - loop.time()
+            waits = not at_once and total < min_bytes and remaining_s > 0 and not self._closed
+            if waits and await _woken(self._woken, remaining_s):
+                continue
+            found = await materialise(
+                serving.l0,
+                serving.cache,
+                [reads[number] for number in asked],
+                [led[number] for number in asked],
+                [plans[number] for number in asked],
+                serving.pace,
+                serving.l1.ahead if serving.l1 is not None else None,
+            )
+            return self._told([(due[number], got) for number, got in zip(asked, found, strict=True)])
+
+    def _gave_nothing(self, each: _Followed, led: Led) -> None:
+        if each not in self._due or not isinstance(led, LedPartition):
+            return
+        each.marks = (led.state.high_watermark, led.state.log_start, led.state.last_stable)
+        if each.marks != each.told:
+            self._untold.setdefault(each)
+        if each.rests:
+            del self._due[each]
+
+    def _told(self, found: list[tuple[_Followed, Fetched]]) -> list[tuple[Hashable, Fetched]]:
+        answers: list[tuple[Hashable, Fetched]] = []
+        for each, got in found:
+            self._untold.pop(each, None)
+            each.told = None
+            if got.error is None:
+                each.told = (got.high_watermark, got.log_start_offset, got.last_stable)
+                if each in self._due:
+                    self._due[each] = self._due.pop(each)
+            answers.append((each.key, got))
+        for each in self._untold:
+            if each.marks is not None:
+                high_watermark, log_start, stable = each.told = each.marks
+                answers.append((each.key, Fetched(high_watermark, log_start, [], None, stable)))
+        self._untold.clear()
+        return answers
+
+
+async def _woken(woken: asyncio.Future[None], within_s: float) -> bool:
+    """False: nothing has moved in this time, so what was planned stands."""
+    try:
+        async with asyncio.timeout(within_s):
+            await woken
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,226 @@
+"""Answering fetches from led partitions: choose by the state in one plain call, or by L1's rows; then materialise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tidemill.base.errors import Corrupt, TidemillError, Unavailable
+from tidemill.base.runtime.coop import Pace
+from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
+from tidemill.topics.api import BatchRef, Fetched, FetchRead, OffsetOutOfRange
+from tidemill.topics.batch_reads import Ranges, choose, read_batches
+from tidemill.topics.l0.object_cache import ObjectCache
+from tidemill.topics.l1.reader import L1Reader
+from tidemill.topics.partition.leader import LedPartition
+
+Led = LedPartition | TidemillError
+Plan = list[BatchRef] | TidemillError
+
+
+BATCHES_MAX = 4_096
+"""Of one answer: a topic of tiny batches would fill 16 MiB with a quarter of a million of them."""
+
+COLD_OBJECTS_MAX = 64
+"""L0 objects that one answer waits for: a client that waits for thousands gives up, and asks for them all again."""
+
+
+class AtHand(Protocol):
+    """What is read of L0 without a store."""
+
+    def holds(self, key: str, begin: int, end: int) -> bool: ...
+
+
+class _Cold:
+    """How much of one answer may wait for the store."""
+
+    def __init__(self, cache: ObjectCache, shared: AtHand) -> None:
+        self._cache = cache
+        self._shared = shared
+        self._keys: set[str] = set()
+
+    def within(self, refs: list[BatchRef]) -> list[BatchRef]:
+        """As many of them, from the first on."""
+        for index, ref in enumerate(refs):
+            key, begin = ref.object_key, ref.first_byte
+            if key in self._keys or self._cache.get(key) or self._shared.holds(key, begin, begin + ref.size_bytes):
+                continue
+            if len(self._keys) == COLD_OBJECTS_MAX:
+                return refs[:index]
+            self._keys.add(key)
+        return refs
+
+
+async def plan_fetch(
+    reads: Sequence[FetchRead],
+    led: Sequence[Led],
+    max_bytes: int,
+    pace: Pace,
+    l1: L1Reader | None,
+    cache: ObjectCache,
+    shared: AtHand,
+) -> tuple[list[Plan], int, bool]:
+    """(batches or error for each read, bytes in all, whether to answer at once). At least one batch if there is any.
+
+    Nothing is gained by waiting for more bytes where a read failed, or where there are more than an answer may have:
+    what is left out by a limit now would be left out then."""
+    cold = _Cold(cache, shared)
+    plans: list[Plan] = []
+    total = 0
+    left = BATCHES_MAX
+    at_once = False
+    if l1 is not None:
+        await l1.warm(
+            [(r.topic_id, r.partition, r.offset) for r, each in zip(reads, led, strict=True) if _past(each, r)]
+        )
+    for read, each in zip(reads, led, strict=True):
+        if isinstance(each, LedPartition) and each.at_end(read.offset):
+            plans.append([])
+            if pace.due:
+                await pace.rest()
+            continue
+        try:
+            if not isinstance(each, LedPartition):
+                raise each
+            room = max_bytes - total
+            refs, size = await _choose_past(each, read, room, left, l1, at_least_one=total == 0)
+            if size < 0:
+                refs, size = _choose_refs(each, read, room, left, at_least_one=total == 0)
+                within = cold.within(refs)
+                if within is not refs:
+                    refs, size = within, sum(ref.size_bytes for ref in within)
+        except TidemillError as error:
+            plans.append(error)
+            at_once = True
+        else:
+            plans.append(refs)
+            total += size
+            left -= len(refs)
+            at_once = at_once or (total > 0 and _leaves_some(each, read, refs))
+        if pace.due:
+            await pace.rest()
+    return plans, total, at_once
+
+
+def _leaves_some(led: LedPartition, read: FetchRead, refs: list[BatchRef]) -> bool:
+    """Is there more for its reader behind what is planned?"""
+    offset = refs[-1].base_offset + refs[-1].record_count if refs else read.offset
+    return offset < (led.state.last_stable if read.committed else led.state.high_watermark)
+
+
+def _past(led: Led, read: FetchRead) -> bool:
+    return isinstance(led, LedPartition) and led.state.log_start <= read.offset < led.state.reconciled
+
+
+async def _choose_past(
+    led: LedPartition, read: FetchRead, max_bytes: int, max_count: int, l1: L1Reader | None, *, at_least_one: bool
+) -> tuple[list[BatchRef], int]:
+    """Batches of L1 and their bytes; ([], −1) when what is asked for is hot, or nothing of it is left below what is hot
+    when this returns. Raises as `_choose_refs`; Corrupt, Unavailable."""
+    state, offset, most = led.state, read.offset, min(read.max_bytes, max_bytes)
+    while led.closed_error is None and state.log_start <= offset < state.reconciled:
+        if l1 is None:
+            raise Unavailable(f"this process does not read L1: partition={led.topic_id}/{led.partition}.")
+        end = state.reconciled
+        try:
+            refs = await l1.plan(
+                led.topic_id, led.partition, offset, end,
+                max_bytes=most, max_count=max_count, at_least_one=at_least_one,
+            )  # fmt: skip
+        except Corrupt as error:
+            raise await _told(led, offset, error) from error
+        if refs or not at_least_one:
+            return refs, sum(ref.size_bytes for ref in refs)
+        offset = end  # meanwhile more may have come to lie in L1
+    return [], -1
+
+
+def _choose_refs(
+    led: LedPartition, read: FetchRead, max_bytes: int, max_count: int, *, at_least_one: bool
+) -> tuple[list[BatchRef], int]:
+    """Raises OffsetOutOfRange, or what the partition closed with: a closed one wakes nobody any more."""
+    if led.closed_error is not None:
+        raise led.closed_error
+    state = led.state
+    state.check_range(read.offset)
+    # Below it no record is left: `_choose_past` has looked, and nothing was waited for since.
+    first = state.first_batch(max(read.offset, state.reconciled))
+    if read.committed:
+        # Whole batches below it: the log may have been made to start within one of an open transaction.
+        stable = state.first_batch(max(state.last_stable, state.reconciled))
+        max_count = min(max_count, max(stable - first, 0))
+    end, size = choose(state.sizes, first, min(read.max_bytes, max_bytes), max_count, at_least_one=at_least_one)
+    return [state.ref(index) for index in range(first, end)], size
+
+
+async def materialise(
+    l0: Ranges,
+    cache: ObjectCache,
+    reads: Sequence[FetchRead],
+    led: Sequence[Led],
+    plans: Sequence[Plan],
+    pace: Pace,
+    ahead: Ranges | None = None,
+) -> list[Fetched]:
+    """One answer per read. The offsets are of a moment after the plan's, so no batch lies above its watermark."""
+    marks = [_marks(each) for each in led]
+    batches = await read_batches(l0, [plan if isinstance(plan, list) else [] for plan in plans], cache, ahead)
+    answers = []
+    for read, each, (high_watermark, log_start, stable), plan, found in zip(
+        reads, led, marks, plans, batches, strict=True
+    ):
+        if not isinstance(plan, list):
+            answers.append(Fetched(high_watermark, log_start, [], plan, stable))
+        elif not isinstance(found, list):
+            answers.append(Fetched(high_watermark, log_start, [], await told_of(each, plan, found), stable))
+        elif read.committed and isinstance(each, LedPartition) and each.state.log_start > read.offset:
+            # What was aborted below the log's start is forgotten: nobody could tell it from what was committed.
+            gone = OffsetOutOfRange(f"retention took the records: offset={read.offset} log_start={log_start}.")
+            answers.append(Fetched(high_watermark, log_start, [], gone, stable))
+        else:
+            aborted = _aborted(each, plan) if read.committed else ()
+            answers.append(Fetched(high_watermark, log_start, found, None, stable, aborted))
+        if pace.due:
+            await pace.rest()
+    return answers
+
+
+def _marks(led: Led) -> tuple[int, int, int]:
+    """(high watermark, log start, last stable offset)"""
+    if not isinstance(led, LedPartition):
+        return -1, -1, -1
+    return led.state.high_watermark, led.state.log_start, led.state.last_stable
+
+
+def _aborted(led: Led, plan: list[BatchRef]) -> Sequence[tuple[int, int]]:
+    """All that end where a committed read may come to had ended when it was planned: later ones begin behind it."""
+    if not plan or not isinstance(led, LedPartition) or not led.state.aborted:
+        return ()
+    last = plan[-1]
+    return led.state.aborted.overlapping(plan[0].base_offset, last.base_offset + last.record_count)
+
+
+async def told_of(led: Led, plan: list[BatchRef], error: TidemillError) -> TidemillError:
+    """What is told of a planned batch that could not be read."""
+    if not isinstance(led, LedPartition):
+        return error
+    planned_hot = not plan[0].object_key.startswith(L1_PREFIX)
+    return await _told(led, plan[0].base_offset, error, planned_hot=planned_hot)
+
+
+async def _told(led: LedPartition, offset: int, error: TidemillError, *, planned_hot: bool = False) -> TidemillError:
+    """Retention may have taken the records at `offset` while they were read. Whether it did only the leader knows, and
+    one that was deposed may not know that yet: what it would call lost, its successor let go."""
+    if isinstance(error, Corrupt):
+        try:
+            await led.prove()
+        except TidemillError as away:
+            return away
+    if led.closed_error is not None:
+        return led.closed_error
+    log_start = led.state.log_start
+    if offset < log_start:
+        return OffsetOutOfRange(f"retention took the records: offset={offset} log_start={log_start}.")
+    if planned_hot and offset < led.state.reconciled:
+        return Unavailable(f"the records moved to L1 while they were read: offset={offset}.", fix="Retry.")
+    return error

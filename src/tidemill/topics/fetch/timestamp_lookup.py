@@ -1,0 +1,44 @@
+"""The first record at or after a time: one batch is found by bisection, decoded once and looked through by columns.
+
+Runs in a thread (`checking`): a batch may hold millions of records.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidemill.base.errors import TidemillError
+from tidemill.objects.store import Buffer
+from tidemill.topics.api import BatchRef
+from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, scan_any
+from tidemill.topics.batch.compression import decompress
+from tidemill.topics.batch.header import APPEND_TIME, HEADER_BYTES, parse_header
+
+
+def first_at(batch: Buffer, ref: BatchRef, timestamp_ms: int, start: int = 0) -> tuple[int, int] | None:
+    """(offset, timestamp) of the first record at or after both `timestamp_ms` and the offset `start`; None where only
+    records below `start` are of that time. A batch that cannot be read, or whose header promised a later time than its
+    records have (stored before that was checked), answers with its first offset: never after what was asked for."""
+    beginning = (max(ref.base_offset, start), ref.max_timestamp_ms)
+    try:
+        header = parse_header(batch)
+        if header.attributes & APPEND_TIME:
+            return beginning[0], header.max_timestamp_ms
+        data = decompress(header.codec, memoryview(batch)[HEADER_BYTES : header.size_bytes])
+    except TidemillError:
+        return beginning
+    wanted = max(-(2**63), min(timestamp_ms - header.base_timestamp_ms, 2**63 - 1))
+    at = done = 0
+    while done < header.record_count:
+        found = scan_any(data, at, min(CHUNK_RECORDS, header.record_count - done))
+        if found is None:
+            return beginning
+        late = np.flatnonzero((found.time_deltas >= wanted) & (found.offset_deltas >= max(0, start - ref.base_offset)))
+        if len(late):
+            index = int(late[0])
+            return ref.base_offset + int(found.offset_deltas[index]), header.base_timestamp_ms + int(
+                found.time_deltas[index]
+            )
+        at = found.end
+        done += len(found.time_deltas)
+    return beginning if start <= ref.base_offset else None

@@ -1,0 +1,311 @@
+"""L1's rows in the metastore: reading them, and committing what `rules` makes of them.
+
+L1  A commit expects the rows it was made from; where one has changed, it is made anew from what is there now.
+L2  An outcome that is unknown is looked up in the rows, never guessed: an object is registered by one commit alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
+from tidemill.metastore.api import VersionedRow
+from tidemill.metastore.lsm.version import prefix_end
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS
+from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, L1ObjectRow, L1PartitionRow, L1TermRow
+from tidemill.metastore.rows.partitions import PartitionRow
+from tidemill.metastore.rows.row_family import Family
+from tidemill.topics.l1 import row_transitions
+from tidemill.topics.l1.row_transitions import Add, Held, Replace
+
+TRIES = 8
+PAUSE_S = 0.05
+TRIMMED_AT_ONCE = 1_000
+"""Extents that one commit removes at most."""
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What the rows say of a partition: its L1 part, and how far its checkpoint has followed the log."""
+
+    l1: L1PartitionRow | None
+    checkpoint: PartitionRow | None
+
+
+class L1Rows:
+    def __init__(self, metastore: Metastore, clock: Clock, rand: Rand) -> None:
+        self._metastore = metastore
+        self._clock = clock
+        self._rand = rand
+
+    # reading --------------------------------------------------------------------------------------
+
+    async def partition(self, topic_id: str, partition: int, *, fresh: bool = True) -> L1PartitionRow | None:
+        return await self._metastore.get(L1_PARTITIONS, topic_id, partition, fresh=fresh)
+
+    async def places(self, topic_id: str, partitions: Sequence[int]) -> dict[int, Place]:
+        """Both rows of each of these partitions, read after one sync."""
+        if not partitions:
+            return {}
+        # The checkpoint's first: what it says, L1's row that is read after it is not behind (X1).
+        copies = [PARTITIONS.key(topic_id, partition) for partition in partitions]
+        keys = [L1_PARTITIONS.key(topic_id, partition) for partition in partitions]
+        found = await self._metastore.get_rows([*copies, *keys])
+        count = len(partitions)
+        return {
+            partition: Place(_row(L1_PARTITIONS, keys[i], found[count + i]), _row(PARTITIONS, copies[i], found[i]))
+            for i, partition in enumerate(partitions)
+        }
+
+    async def hot(self) -> list[tuple[str, int]]:
+        """Partitions whose checkpoint row holds something that is not in L1."""
+        rows = await self._metastore.rows(PARTITIONS, fresh=False)
+        return [(row.topic_id, row.partition) for row in rows if row.next_offset > row.hot_start]
+
+    async def extents(
+        self, topic_id: str, partition: int, offset: int = 0, *, fresh: bool = True
+    ) -> AsyncIterator[L1ExtentRow]:
+        """From the one that holds `offset`, or the first one after it, in order."""
+        for _ in range(TRIES):
+            begin = await self._at_or_below(topic_id, partition, offset, fresh=fresh)
+            lower, upper = L1_EXTENTS.key(topic_id, partition, begin or 0), self._end(topic_id, partition)
+            first = begin
+            async for keys, values in self._metastore.scan(lower, upper, fresh=False):
+                for key, value in zip(keys, values, strict=True):
+                    extent = L1_EXTENTS.decode(key, value)
+                    if first is not None and extent.base_offset != first:
+                        break  # it was replaced, or went, between the two looks
+                    first = None
+                    if extent.last_offset >= offset:
+                        yield extent
+                if first is not None:
+                    break
+            if first is None:
+                return
+        raise Unavailable(f"the extents of a partition keep changing: partition={topic_id}/{partition}.", fix="Retry.")
+
+    async def some_extents(
+        self, topic_id: str, partition: int, offset: int, count: int, *, fresh: bool = True
+    ) -> list[L1ExtentRow]:
+        """The first `count` of `extents`."""
+        found: list[L1ExtentRow] = []
+        async for extent in self.extents(topic_id, partition, offset, fresh=fresh):
+            found.append(extent)
+            if len(found) == count:
+                break
+        return found
+
+    async def extents_stamp(self, topic_id: str, partition: int, *, fresh: bool = True) -> object:
+        """Equal to an earlier one: no extent of the partition came, went or was replaced since."""
+        return await self._metastore.stamp(L1_EXTENTS.prefix(topic_id, partition), fresh=fresh)
+
+    async def extent_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> L1ExtentRow | None:
+        """The first one with a record at or after `timestamp_ms`. By bisection over `highest_timestamp_ms`, which may
+        count extents that are gone: then the ones that follow are looked through."""
+        row = await self.partition(topic_id, partition)
+        if row is None or row.highest_timestamp_ms < timestamp_ms:
+            return None
+        low, high, found = row.start, row.next, None
+        while low < high:
+            middle = await self._covering(topic_id, partition, (low + high) // 2)
+            if middle is None:
+                low = (low + high) // 2 + 1  # it went meanwhile, as the oldest do
+            elif middle.highest_timestamp_ms >= timestamp_ms:
+                found, high = middle, middle.base_offset
+            else:
+                low = middle.last_offset + 1
+        if found is None:
+            return None
+        async for extent in self.extents(topic_id, partition, found.base_offset, fresh=False):
+            if extent.max_timestamp_ms >= timestamp_ms:
+                return extent
+        return None
+
+    async def newest_time_ms(self, topic_id: str, partition: int, start: int) -> int | None:
+        """The greatest time of the extents from `start` on; None where there is none. A few reads as long as the extent
+        with the greatest time there ever was is still there, else all of them."""
+        row = await self.partition(topic_id, partition)
+        found = await self.extent_for_time(topic_id, partition, row.highest_timestamp_ms) if row is not None else None
+        if found is not None and found.last_offset >= start:
+            return found.max_timestamp_ms
+        newest: int | None = None
+        async for extent in self.extents(topic_id, partition, start, fresh=False):
+            newest = extent.max_timestamp_ms if newest is None else max(newest, extent.max_timestamp_ms)
+        return newest
+
+    async def terms(self, topic_id: str, partition: int) -> list[L1TermRow]:
+        return await self._metastore.rows(L1_TERMS, topic_id, partition)
+
+    async def cleaned(self, topic_id: str, partition: int) -> tuple[L1CleanedRow, int]:
+        """How far it has been compacted, and the seqno of that row, 0 = none yet."""
+        key = L1_CLEANED.key(topic_id, partition)
+        found = await self._metastore.get_row(key)
+        if found is None or not found.value:
+            return L1CleanedRow(topic_id, partition, 0), 0
+        return L1_CLEANED.decode(key, found.value), found.seqno
+
+    async def _covering(self, topic_id: str, partition: int, offset: int) -> L1ExtentRow | None:
+        async for extent in self.extents(topic_id, partition, offset, fresh=False):
+            return extent if extent.base_offset <= offset else None
+        return None
+
+    def _end(self, topic_id: str, partition: int) -> bytes | None:
+        return prefix_end(L1_EXTENTS.prefix(topic_id, partition))
+
+    async def _at_or_below(self, topic_id: str, partition: int, offset: int, *, fresh: bool) -> int | None:
+        """Base offset of the last extent that begins at or below `offset`."""
+        lower, upper = L1_EXTENTS.prefix(topic_id, partition), L1_EXTENTS.key(topic_id, partition, offset + 1)
+        async for keys, _ in self._metastore.scan(lower, upper, reverse=True, fresh=fresh):
+            for key in keys:
+                return int(L1_EXTENTS.decode_key(key)[-1])
+        return None
+
+    # writing --------------------------------------------------------------------------------------
+
+    async def register(self, topic_id: str, object_id: str) -> None:
+        """Say that an object is about to be uploaded. Raises Unavailable, Unknown: its id is never used then."""
+        await self._metastore.commit(
+            [L1_OBJECTS.encode(row_transitions.register(topic_id, object_id, self._clock.now_ms()))]
+        )
+
+    async def add(self, request: Add) -> dict[int, int]:
+        """Refer to an object that was registered and uploaded; where each of its partitions goes on (`rules.Added`).
+
+        Raises Invalid when its registration has expired; Unavailable when it did not happen; Unknown when nobody can
+        tell yet.
+        """
+        partitions = sorted({region.partition for region in request.regions})
+        doubtful: Unknown | None = None
+        for _ in range(TRIES):
+            held, expects = await self._held(request.topic_id, partitions, [request.object_id])
+            if doubtful is not None and row_transitions.was_added(held.objects.get(request.object_id)):
+                return {partition: held.partitions[partition].next for partition in partitions}
+            added = row_transitions.add(held, request, self._clock.now_ms())
+            try:
+                await self._metastore.commit(added.rows, expects=expects)
+                return added.next
+            except Unknown as unknown:
+                doubtful = unknown
+            except (Conflict, Fenced):
+                pass  # it did not happen; of an earlier try that is decided by the rows
+            await self._pause()
+        raise doubtful or Unavailable(f"the rows of a topic keep changing: topic_id={request.topic_id}.", fix="Retry.")
+
+    async def replace(self, request: Replace) -> tuple[int, ...]:
+        """Refer to an object in place of the extents it was made of; the partitions left out for theirs changed
+        (`rules.replace_extents`). Raises as `add`."""
+        spans: dict[int, tuple[int, int]] = {}
+        for region in request.regions:
+            first = spans.get(region.partition, (region.base_offset, 0))[0]
+            spans[region.partition] = first, region.last_offset
+        doubtful: Unknown | None = None
+        for _ in range(TRIES):
+            held, expects = await self._held(request.topic_id, sorted(spans), [])
+            # After their rows, so that expecting those vouches for them.
+            standing = {p: await self._between(request.topic_id, p, *span) for p, span in spans.items()}
+            names = {extent.object_id for extents in standing.values() for extent in extents}
+            of, of_objects = await self._held(request.topic_id, [], sorted({request.object_id, *names}))
+            if doubtful is not None and row_transitions.was_added(of.objects.get(request.object_id)):
+                return ()
+            whole = Held(held.partitions, {}, of.objects)
+            replaced = row_transitions.replace_extents(whole, standing, request, self._clock.now_ms())
+            try:
+                await self._metastore.commit(replaced.rows, expects=expects | of_objects)
+                return replaced.stale
+            except Unknown as unknown:
+                doubtful = unknown
+            except (Conflict, Fenced):
+                pass  # it did not happen; of an earlier try that is decided by the rows
+            await self._pause()
+        raise doubtful or Unavailable(f"the rows of a topic keep changing: topic_id={request.topic_id}.", fix="Retry.")
+
+    async def _between(self, topic_id: str, partition: int, first: int, last: int) -> list[L1ExtentRow]:
+        """Extents with an offset in [first, last]."""
+        found: list[L1ExtentRow] = []
+        async for extent in self.extents(topic_id, partition, first):
+            if extent.base_offset > last:
+                break
+            found.append(extent)
+        return found
+
+    async def set_start(self, topic_id: str, partition: int, start: int) -> None:
+        """See `rules.set_start`; whole, in as many commits as it takes. Made again it changes nothing.
+
+        Raises Unavailable, Unknown: call again.
+        """
+        tries = 0
+        more = True
+        while more:
+            held, expects = await self._held(topic_id, [partition], [])
+            row = held.partitions.get(partition)
+            if row is None:
+                return
+            # After their row, so that expecting it vouches for them.
+            oldest = await self.some_extents(topic_id, partition, 0, TRIMMED_AT_ONCE)
+            names = sorted({extent.object_id for extent in oldest if extent.last_offset < start})
+            charged, of_objects = await self._held(topic_id, [], names)
+            expects |= of_objects
+            change = row_transitions.set_start(row, start, oldest, charged.objects, self._clock.now_ms())
+            more = change.more
+            if not change.rows:
+                return
+            try:
+                await self._metastore.commit(change.rows, expects=expects)
+                tries = 0
+            except (Conflict, Fenced) as refused:
+                more, tries = True, tries + 1
+                if tries >= TRIES:
+                    raise Unavailable(
+                        f"the rows of a partition keep changing: partition={topic_id}/{partition}.", fix="Retry."
+                    ) from refused
+                await self._pause()
+
+    async def set_cleaned(self, row: L1CleanedRow, seqno: int) -> None:
+        """In place of the row that was read at `seqno`. Raises Conflict when another has taken its place, Unavailable,
+        Unknown."""
+        await self._metastore.commit([L1_CLEANED.encode(row)], expects={L1_CLEANED.key_of(row): seqno})
+
+    async def _held(
+        self, topic_id: str, partitions: Sequence[int], objects: Sequence[str]
+    ) -> tuple[Held, dict[bytes, int]]:
+        """The rows a change is made from, and the seqnos to expect of them."""
+        if not partitions and not objects:
+            return Held({}, {}, {}), {}
+        keys = [L1_PARTITIONS.key(topic_id, partition) for partition in partitions]
+        keys += [L1_OBJECTS.key(topic_id, name) for name in objects]
+        found = await self._metastore.get_rows(keys)
+        rows = [row if row is not None and row.value else None for row in found]
+        expects = {key: row.seqno if row is not None else 0 for key, row in zip(keys, rows, strict=True)}
+        known: dict[int, L1PartitionRow] = {}
+        stored: dict[str, L1ObjectRow] = {}
+        for key, row in zip(keys, rows, strict=True):
+            if row is None:
+                continue
+            if key[0] == L1_PARTITIONS.tag:
+                partition_row = L1_PARTITIONS.decode(key, row.value)
+                known[partition_row.partition] = partition_row
+            else:
+                object_row = L1_OBJECTS.decode(key, row.value)
+                stored[object_row.object_id] = object_row
+        terms: dict[int, L1TermRow] = {}
+        for partition in known:
+            async for term_keys, values in self._metastore.prefix(
+                L1_TERMS.prefix(topic_id, partition), reverse=True, fresh=False
+            ):
+                terms[partition] = L1_TERMS.decode(term_keys[0], values[0])
+                break
+        return Held(known, terms, stored), expects
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._rand.uniform(PAUSE_S / 2, PAUSE_S * 1.5))
+
+
+def _row(family: Family[R], key: bytes, found: VersionedRow | None) -> R | None:
+    return family.decode(key, found.value) if found is not None and found.value else None

@@ -1,0 +1,198 @@
+"""Reading L1: extents of the rows and indexes of the objects become `BatchRef`s, which everybody reads as those of L0.
+
+RD1  What the rows say is read after `reconciled` was, so every extent below that is there (X2); one that is not has
+     gone by retention since, or is lost. Only the partition's log tells which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Corrupt, Missing, TidemillError
+from tidemill.base.limits import MIB
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows.l1 import L1ExtentRow
+from tidemill.objects.store import ObjectStore
+from tidemill.objects.verified_read import checked
+from tidemill.topics.api import BatchRef
+from tidemill.topics.batch_reads import choose
+from tidemill.topics.l1.extent_cache import RecentExtents
+from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.format import Region, RegionIndex, decode_index
+from tidemill.topics.l1.read_ahead import ReadAhead
+
+INDEX_CACHE_BYTES = 16 * MIB
+ALL = 1 << 62
+
+
+class L1Reader:
+    """One process's. Raises Corrupt for what must be there and is not, Unavailable."""
+
+    def __init__(
+        self,
+        rows: L1Rows,
+        objects: ObjectStore,
+        *,
+        cache_bytes: int = INDEX_CACHE_BYTES,
+        ahead: ReadAhead | None = None,
+    ) -> None:
+        """`ahead`: hears what is planned, so that who goes on finds it read."""
+        self.rows = rows
+        self.ahead = ahead
+        self._recent = RecentExtents(rows)
+        self._objects = objects
+        self._cache_bytes = cache_bytes
+        self._indexes: OrderedDict[tuple[str, int], RegionIndex] = OrderedDict()
+        self._held_bytes = 0
+
+    async def warm(self, places: Sequence[tuple[str, int, int]]) -> None:
+        """Read side by side the indexes that plans from these offsets, (topic id, partition, offset), begin with. What
+        fails is told by the plan."""
+        cold = [place for place in places if not self._is_warm(*place)]
+        if len(cold) > 1:
+            await asyncio.gather(*(self._warm(*place) for place in cold))
+
+    def _is_warm(self, topic_id: str, partition: int, offset: int) -> bool:
+        """As far as is known: if the rows have changed since, the plan reads them and the index."""
+        extent = self._recent.known(topic_id, partition, offset)
+        return extent is not None and (extent.object_id, extent.index_byte) in self._indexes
+
+    async def _warm(self, topic_id: str, partition: int, offset: int) -> None:
+        with contextlib.suppress(TidemillError):
+            extent = await self._recent.at(topic_id, partition, offset, fresh=False)
+            if extent is not None:
+                await self.index(extent)
+
+    async def plan(
+        self,
+        topic_id: str,
+        partition: int,
+        start: int,
+        end: int,
+        *,
+        max_bytes: int = ALL,
+        max_count: int = ALL,
+        at_least_one: bool = True,
+    ) -> list[BatchRef]:
+        """The batches that overlap [start, end), in order, as many as fit; the first one regardless if asked.
+
+        Empty when none of these offsets has a record any more. Raises Corrupt when some of them lie in no extent.
+        """
+        what = (topic_id, partition, start, end)
+        try:
+            return await self._plan(*what, max_bytes, max_count, at_least_one, fresh=False)
+        except Corrupt:
+            # Rows a moment old may lack the newest extents, or name what is gone.
+            return await self._plan(*what, max_bytes, max_count, at_least_one, fresh=True)
+
+    async def _plan(
+        self,
+        topic_id: str,
+        partition: int,
+        start: int,
+        end: int,
+        max_bytes: int,
+        max_count: int,
+        at_least_one: bool,
+        *,
+        fresh: bool,
+    ) -> list[BatchRef]:
+        found: list[BatchRef] = []
+        at, passed = start, 0
+        while at < end:
+            extent = await self._recent.at(topic_id, partition, at, fresh=fresh, passed=passed)
+            if extent is None or extent.base_offset > at:
+                break
+            begin, at, fresh, passed = at, extent.last_offset + 1, False, passed + 1
+            index = await self.index(extent)
+            first, last = index.find(begin), int(np.searchsorted(index.bases, end, side="left"))
+            sizes = index.sizes[first:last].tolist()
+            one = at_least_one and not found
+            count, size = choose(sizes, 0, max_bytes, max_count, at_least_one=one)
+            found += [index.ref(i, extent.object_key, extent.first_byte) for i in range(first, first + count)]
+            max_bytes, max_count = max_bytes - size, max_count - count
+            if self.ahead is not None and count:
+                first_byte = found[-count].first_byte
+                limit = extent.first_byte + extent.size_bytes
+                self.ahead.expect(extent.object_key, first_byte, first_byte + size, limit)
+            if count < len(sizes):
+                return found
+        if at < end:
+            raise Corrupt(
+                f"offsets {at} to {end} of a partition are in no L1 extent: partition={topic_id}/{partition}."
+            )
+        return found
+
+    async def first_at(self, topic_id: str, partition: int, timestamp_ms: int, start: int) -> BatchRef | None:
+        """The first batch with a record at or after both `timestamp_ms` and the offset `start`; None = not in L1."""
+        found = await self.rows.extent_for_time(topic_id, partition, timestamp_ms)
+        if found is None:
+            return None
+        async for extent in self.rows.extents(topic_id, partition, max(found.base_offset, start)):
+            if extent.max_timestamp_ms >= timestamp_ms:
+                index = await self.index(extent)
+                first = index.find(start)
+                late = np.flatnonzero(index.timestamps[first:] >= timestamp_ms)
+                if len(late):
+                    return index.ref(first + int(late[0]), extent.object_key, extent.first_byte)
+        return None
+
+    async def index(self, extent: L1ExtentRow) -> RegionIndex:
+        """Of one extent; kept while it is among the recently used."""
+        key = (extent.object_id, extent.index_byte)
+        known = self._indexes.get(key)
+        if known is not None:
+            self._indexes.move_to_end(key)
+            return known
+        begin, end = extent.index_byte, extent.index_byte + extent.index_bytes
+
+        async def read() -> RegionIndex:
+            return decode_index(await self._objects.get(extent.object_key, begin, end), region_of(extent))
+
+        try:
+            index = await checked(self._objects, extent.object_key, read)
+        except Missing:
+            raise Corrupt(f"an object that an L1 extent names is gone: key={extent.object_key}.") from None
+        if key not in self._indexes:
+            self._indexes[key] = index
+            self._held_bytes += index.cost_bytes
+        while self._held_bytes > self._cache_bytes and len(self._indexes) > 1:
+            _, oldest = self._indexes.popitem(last=False)
+            self._held_bytes -= oldest.cost_bytes
+        return index
+
+    async def data(self, extent: L1ExtentRow, span: tuple[int, int] | None = None) -> bytes:
+        """The bytes of its batches, or of the `span` within them. Raises Corrupt when its object is gone."""
+        begin, end = span if span is not None else (0, extent.size_bytes)
+        if begin == end:
+            return b""
+        try:
+            return await self._objects.get(extent.object_key, extent.first_byte + begin, extent.first_byte + end)
+        except Missing:
+            raise Corrupt(f"an object that an L1 extent names is gone: key={extent.object_key}.") from None
+
+
+def l1_reader(
+    metastore: Metastore, objects: ObjectStore, clock: Clock, rand: Rand, ahead: ReadAhead | None = None
+) -> L1Reader:
+    return L1Reader(L1Rows(metastore, clock, rand), objects, ahead=ahead)
+
+
+def region_of(extent: L1ExtentRow) -> Region:
+    return Region(
+        extent.partition,
+        extent.first_byte,
+        extent.size_bytes,
+        extent.base_offset,
+        extent.last_offset,
+        extent.max_timestamp_ms,
+        extent.batch_count,
+        extent.index_byte,
+        extent.index_bytes,
+    )

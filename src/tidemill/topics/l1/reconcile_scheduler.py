@@ -1,0 +1,130 @@
+"""When the reconciler looks at which topic: woken by what is written, each topic in its own interval.
+
+A topic without anything to move is not looked at and costs nothing. A round that failed, of whatever type, is tried
+again after the topic's interval; the topics beside it are not kept waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from heapq import heappop, heappush
+
+import structlog
+
+from tidemill.base.clock import Clock
+from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.l1.object_planner import next_interval_s, part_moved
+from tidemill.topics.l1.reconciler import PartitionKey, Reconciler
+from tidemill.topics.partition.leader import LedPartition
+
+AT_ONCE = 2
+"""Objects made at the same time: their bytes are in memory."""
+
+_log = structlog.get_logger()
+
+
+class Rounds:
+    def __init__(
+        self,
+        reconciler: Reconciler,
+        clock: Clock,
+        settings: TopicSettings,
+        led: Mapping[PartitionKey, LedPartition],
+    ) -> None:
+        self._reconciler = reconciler
+        self._clock = clock
+        self._settings = settings
+        self._led = led
+        self._due: list[tuple[float, str]] = []
+        self._listed: set[str] = set()
+        """Topics in `_due` or in a round."""
+        self._moved: dict[str, set[int]] = {}
+        """topic id → its partitions that may have something to move"""
+        self._interval_s: dict[str, float] = {}
+        self._wake = asyncio.Event()
+
+    def moved(self, topic_id: str, partition: int) -> None:
+        """Something was written, or opened here. Plain call."""
+        self._moved.setdefault(topic_id, set()).add(partition)
+        if topic_id not in self._listed:
+            self._list(topic_id)
+
+    async def run(self) -> None:
+        """For ever."""
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def fail(_: str, error: BaseException) -> None:
+            if not failed.done():
+                failed.set_exception(error)
+
+        async with Tasks(fail) as tasks:
+            for number in range(AT_ONCE):
+                tasks.spawn(self._work(), name=f"reconcile {number}")
+            await failed
+
+    async def _work(self) -> None:
+        while True:
+            topic_id = await self._next()
+            try:
+                await self._look(topic_id)
+            finally:
+                self._listed.discard(topic_id)
+                self._again(topic_id)
+
+    async def _next(self) -> str:
+        while True:
+            now_s = self._clock.monotonic_s()
+            if self._due and self._due[0][0] <= now_s:
+                return heappop(self._due)[1]
+            self._wake.clear()
+            pause_s = self._due[0][0] - now_s if self._due else None
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    async def _look(self, topic_id: str) -> None:
+        settings, interval_s = self._settings, self._interval_of(topic_id)
+        began_s = self._clock.monotonic_s()
+        try:
+            done = await self._reconciler.round(topic_id, sorted(self._moved.get(topic_id, ())))
+        except BaseException as fault:
+            if not is_own_fault(fault):
+                raise
+            _log.error("a topic's round broke", topic_id=topic_id, error=sentence(fault), exc_info=fault)
+            return
+        if done.failed is not None:
+            _log.warning("a topic is not all in L1 yet", topic_id=topic_id, cause=str(done.failed))
+        self._interval_s[topic_id] = next_interval_s(
+            interval_s,
+            part_moved(done.size_bytes, settings.l1_object_bytes, done.batches),
+            settings.reconcile_min_s,
+            settings.reconcile_max_s,
+            full=done.full and done.failed is None,
+            took_s=self._clock.monotonic_s() - began_s,
+        )
+
+    def _again(self, topic_id: str) -> None:
+        """Listed while anything is left to move."""
+        left = {partition for partition in self._moved.pop(topic_id, ()) if self._has_more(topic_id, partition)}
+        if left:
+            self._moved[topic_id] = left
+            self._list(topic_id)
+        else:
+            self._interval_s.pop(topic_id, None)
+
+    def _has_more(self, topic_id: str, partition: int) -> bool:
+        """One that is not open here tells again when it is opened."""
+        led = self._led.get((topic_id, partition))
+        return led is not None and led.is_open and led.stable_end > led.state.hot_start
+
+    def _list(self, topic_id: str) -> None:
+        self._listed.add(topic_id)
+        heappush(self._due, (self._clock.monotonic_s() + self._interval_of(topic_id), topic_id))
+        self._wake.set()
+
+    def _interval_of(self, topic_id: str) -> float:
+        return self._interval_s.get(topic_id, self._settings.reconcile_min_s)

@@ -1,0 +1,302 @@
+"""Keeping the rows of partitions up to date with their logs (RFC 0002 §6): what changed since they were written.
+
+The log of a partition lives in consensus; its rows live in the bucket and hold the same state (`partition.rowform`).
+The extents go first and the partition row after them, so rows that were cut off only hold extents that their
+partition row does not reach yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Container, Mapping, Set
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.runtime.coop import Pace
+from tidemill.consensus.api import Consensus
+from tidemill.consensus.change_cursor import ChangedLogs
+from tidemill.metastore.backup.checkpoint import Group, Unit, each_readable
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS, TOPICS
+from tidemill.metastore.rows.extents import ExtentRow
+from tidemill.metastore.rows.partitions import PartitionRow
+from tidemill.objects.store import ObjectStore
+from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, partition_log, place_of
+from tidemill.topics.partition.row_codec import aborted_rows, extents, partition_row
+from tidemill.topics.partition.state import PartitionState
+
+FOLLOWED_AT_ONCE = 16
+"""Partition logs read at the same time."""
+
+FOLLOWED_ROUNDS = 60
+"""A partition that did not change for so many rounds is let go; when it does it is read again from its roll-up."""
+
+SLICE_ROWS = 200
+"""Rows of one group, which is written at once."""
+
+STRETCH_S = 0.002
+"""Of all partitions together in one turn of the loop: a checkpoint can wait, what it shares the loop with cannot."""
+
+Place = tuple[str, int]
+
+
+class Scan(Protocol):
+    def __call__(self, prefix: bytes, *, reverse: bool = False) -> AsyncIterator[tuple[list[bytes], list[bytes]]]:
+        """Key prefix → chunks of live rows (keys, values), ascending, or descending when `reverse`."""
+        ...
+
+
+class PartitionsStage:
+    """All partitions of all topics in the catalogue. Implements `metastore.checkpoint.Stage`.
+
+    A round looks at the partitions whose logs changed since it was last written what they hold, at no others.
+    """
+
+    name = "partitions"
+
+    def __init__(self, consensus: Consensus, objects: ObjectStore, metastore: Metastore, clock: Clock) -> None:
+        self._pace = Pace(clock, STRETCH_S)
+        self._consensus = consensus
+        self._objects = objects
+        self._metastore = metastore
+        self._logs = ChangedLogs(consensus, LOG_PREFIX)
+        self._followers: dict[Place, PartitionFollower] = {}
+        """The longest idle first."""
+        self._gathered: list[Place] = []
+        self._rows: dict[Place, PartitionRow] = {}
+        """Rows found by `load` that nobody has looked at yet."""
+        self._stored: set[str] = set()
+        """Ids of topics that have rows."""
+        self._gone: set[str] = set()
+        self._round = 0
+        self.unreadable: dict[str, TidemillError] = {}
+
+    async def load(self) -> None:
+        """Begin from what the rows say."""
+        self._followers.clear()
+        self._logs.restart()
+        self._rows = {(row.topic_id, row.partition): row for row in await self._metastore.rows(PARTITIONS)}
+        self._stored = {topic_id for topic_id, _ in self._rows}
+
+    async def gather(self) -> dict[str, Unit]:
+        """By `<topic id>/<partition>`, and by topic id where the topic is gone. Raises Unavailable."""
+        self._round += 1
+        counts = {row.topic_id: row.partitions for row in await self._metastore.rows(TOPICS)}
+        self._gathered = await self._changed(counts)
+        slots = asyncio.Semaphore(FOLLOWED_AT_ONCE)
+
+        async def follow(follower: PartitionFollower) -> Unit:
+            async with slots:
+                return await follower.gather(self._metastore.prefix)
+
+        self.unreadable = {}
+        for place in self._gathered:
+            follower = self._followers.pop(place, None)
+            if follower is None:
+                row = self._rows.get(place) or await self._metastore.get(PARTITIONS, *place, fresh=False)
+                follower = self._follower(*place, row)
+            follower.round = self._round
+            self._followers[place] = follower
+        live = {f"{at[0]}/{at[1]}": follow(self._followers[at]) for at in self._gathered}
+        units = await each_readable(live, self.unreadable)
+        self._gone = self._stored - counts.keys()
+        for topic_id in sorted(self._gone):
+            units[topic_id] = await self._deletions(topic_id)
+        return units
+
+    async def _changed(self, counts: Mapping[str, int]) -> list[Place]:
+        """The partitions to be looked at. `counts` was read before their logs are."""
+        places = {place for place in self._rows if place[0] in counts}
+
+        def there(name: str) -> bool:
+            topic_id, partition = place_of(name)
+            return partition < counts.get(topic_id, 0)
+
+        silent: list[str] = []
+        for name, head in (await self._logs.look(there)).items():
+            if head.next == 0 and place_of(name) not in places:
+                silent.append(name)  # opened, and nothing was ever said in it
+            else:
+                places.add(place_of(name))
+        self._logs.done(silent)
+        return sorted(places)
+
+    def late(self, before: Set[str]) -> set[str]:
+        """Unreadable partitions and the ids of their topics."""
+        return {name for thing in self.unreadable for name in (thing, thing.rpartition("/")[0])}
+
+    def written(self, late: Set[str]) -> None:
+        for place in self._gathered:
+            name, follower = f"{place[0]}/{place[1]}", self._followers[place]
+            if name in late:
+                # What it has replayed may be half of something: the next one begins from the row.
+                self._followers[place] = self._follower(*place, follower.row)
+                continue
+            follower.written()
+            self._logs.done([name])
+            self._rows.pop(place, None)
+            if follower.row is not None:
+                self._stored.add(place[0])
+        self._stored -= self._gone
+        for place in [at for at in self._followers.keys() | self._rows.keys() if at[0] in self._gone]:
+            self._followers.pop(place, None)
+            self._rows.pop(place, None)
+        self._gone = set()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for place, follower in list(self._followers.items()):
+            if follower.round > self._round - FOLLOWED_ROUNDS:
+                break
+            del self._followers[place]
+
+    def _follower(self, topic_id: str, partition: int, row: PartitionRow | None) -> PartitionFollower:
+        return PartitionFollower(self._consensus, self._objects, topic_id, partition, row, self._pace)
+
+    async def _deletions(self, topic_id: str) -> Unit:
+        """Partition rows first: extents without one are passed over, one without its extents would be a loss (K1)."""
+        groups: Unit = []
+        for family in (PARTITIONS, EXTENTS, ABORTED):
+            async for keys, _ in self._metastore.prefix(family.prefix(topic_id)):
+                groups.append([(key, b"") for key in keys])
+        return groups
+
+
+class PartitionFollower:
+    """Follows one partition's log and says what its rows lack. Batches that are written leave memory again.
+
+    `row` is the partition row as the metastore holds it, None when there is none; changed by `written`.
+    """
+
+    def __init__(
+        self, consensus: Consensus, objects: ObjectStore, topic_id: str, partition: int, row: PartitionRow | None,
+        pace: Pace,
+    ) -> None:  # fmt: skip
+        self._pace = pace
+        self.topic_id = topic_id
+        self.partition = partition
+        self._consensus = consensus
+        self._objects = objects
+        self._log = partition_log(topic_id, partition)
+        self.row = row
+        self.round = 0
+        """The stage's, in which it changed last."""
+        self._state = PartitionState()
+        self._next_row: PartitionRow | None = row
+        self._swept = self._next_swept = False
+
+    async def gather(self, scan: Scan) -> Unit:
+        """Groups of rows to write in this order, each group at once; [] when nothing changed since `written`.
+
+        Reads only what the log gained. Raises Corrupt (also when the log holds less than the rows), Unavailable.
+        """
+        pace = self._pace
+        self._state, _ = await catch_up(self._consensus, self._objects, self._log, self._state, pace=pace)
+        row = self.row or PartitionRow(self.topic_id, self.partition, 0, 0, log_position=-1)
+        new = partition_row(self._state, self.topic_id, self.partition)
+        if new.next_offset < row.next_offset or new.log_start < row.log_start or new.reconciled < row.reconciled:
+            # Another life of this topic id: rows that may be all that is left of it are not overwritten.
+            raise Corrupt(
+                f"a partition's log holds less than its rows: partition={self.topic_id}/{self.partition}"
+                f" next_offset={new.next_offset} row={row.next_offset}.",
+                fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
+            )
+        fresh: list[ExtentRow] = []
+        written: list[Group] = []
+        for extent in extents(self._state, self.topic_id, self.partition, row.next_offset):
+            fresh.append(extent)
+            written.append([EXTENTS.encode(extent)])
+            if pace.due:
+                await pace.rest()  # only this call changes the state
+        new = replace(
+            new,
+            size_bytes=row.size_bytes + sum(extent.size_bytes for extent in fresh),
+            compaction_epoch=row.compaction_epoch,
+        )
+        if replace(new, log_position=row.log_position) == row:
+            return []
+        # What a restore ended, the row tells of as open; it ended at the row's last offset, without a marker.
+        aborted_from = row.next_offset - 1 if row.transactions else row.next_offset
+        aborted = aborted_rows(self._state, self.topic_id, self.partition, aborted_from)
+        written += _sliced([ABORTED.encode(each) for each in aborted])
+        standing = {key for group in written for key, _ in group}
+        groups = await self._sweep(scan, row.next_offset, standing) if fresh else []
+        groups += written
+        self._next_swept = self._swept or bool(fresh)
+        remembered, before = (max(each.log_start, each.aborted_start) for each in (new, row))
+        if new.hot_start > row.hot_start or remembered > before:
+            gone = await self._forgotten(scan, new.hot_start)
+            new = replace(new, size_bytes=new.size_bytes - sum(extent.size_bytes for extent in gone))
+            groups.append([PARTITIONS.encode(new)])  # before its extents go: K1
+            groups += [[(EXTENTS.key_of(extent), b"")] for extent in gone]
+            groups += _sliced(await self._ended(scan, remembered))
+        else:
+            groups.append([PARTITIONS.encode(new)])
+        self._next_row = new
+        return groups
+
+    def written(self) -> None:
+        """What the last `gather` returned is committed."""
+        self.row = self._next_row
+        self._swept = self._next_swept
+        _forget_batches(self._state)
+
+    async def _sweep(self, scan: Scan, next_offset: int, standing: Container[bytes]) -> list[Group]:
+        """Deletions of what lies past the partition row, once, before the row reaches it.
+
+        In one life of a log it is only written again (K2). But a manifest may hold extents and aborted transactions
+        without their partition row, and the log that was restored from it goes on with other batches.
+        """
+        if self._swept:
+            return []
+        stale: Group = []
+        for family in (EXTENTS, ABORTED):
+            async for keys, _ in scan(family.prefix(self.topic_id, self.partition), reverse=True):
+                past = [key for key in keys if key >= family.key(self.topic_id, self.partition, next_offset)]
+                stale += [(key, b"") for key in past if key not in standing]
+                if len(past) < len(keys):
+                    break
+        return _sliced(stale)
+
+    async def _forgotten(self, scan: Scan, start: int) -> list[ExtentRow]:
+        """The written extents that lie wholly below `start`."""
+        found: list[ExtentRow] = []
+        async for keys, values in scan(EXTENTS.prefix(self.topic_id, self.partition)):
+            for key, value in zip(keys, values, strict=True):
+                extent = EXTENTS.decode(key, value)
+                if extent.last_offset >= start:
+                    return found
+                found.append(extent)
+        return found
+
+    async def _ended(self, scan: Scan, start: int) -> Group:
+        """Deletions of the transactions that were aborted wholly below `start`."""
+        found: Group = []
+        async for keys, values in scan(ABORTED.prefix(self.topic_id, self.partition)):
+            for key, value in zip(keys, values, strict=True):
+                if ABORTED.decode(key, value).last_offset >= start:
+                    return found
+                found.append((key, b""))
+        return found
+
+
+def _sliced(rows: Group) -> list[Group]:
+    return [rows[at : at + SLICE_ROWS] for at in range(0, len(rows), SLICE_ROWS)]
+
+
+def _forget_batches(state: PartitionState) -> None:
+    """What `apply` needs of what was before is the high watermark and what is open."""
+    for column in (
+        state.bases,
+        state.objects,
+        state.first_bytes,
+        state.sizes,
+        state.max_timestamps,
+        state.highest_timestamps,
+    ):
+        del column[:]
+    state.object_keys.clear()
+    state.aborted.clear()

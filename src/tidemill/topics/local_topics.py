@@ -1,0 +1,590 @@
+"""LocalTopics: one process's access to all partitions. Implements `front.TopicLog`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+import structlog
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Missing, TidemillError, Unavailable, ends_process
+from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.status.status import Tracker
+from tidemill.consensus.api import Consensus
+from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.metastore.metastore import Metastore
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.topics.api import (
+    BatchRef,
+    Confirm,
+    CorruptBatch,
+    Fetched,
+    FetchRead,
+    Here,
+    Marker,
+    NotLeader,
+    OffsetOutOfRange,
+    PartitionOffsets,
+    ProduceResult,
+    ProducerStatus,
+    Within,
+)
+from tidemill.topics.batch.header import parse_header
+from tidemill.topics.batch_reads import read_batches
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.fetch.fetch_interest import LocalFollowing, Serving
+from tidemill.topics.fetch.fetch_planner import Led, told_of
+from tidemill.topics.fetch.timestamp_lookup import first_at
+from tidemill.topics.l0.object_cache import ObjectCache
+from tidemill.topics.l0.shared_reads import SharedReads
+from tidemill.topics.l0.writer import L0Writer
+from tidemill.topics.l1.read_ahead import ReadAhead
+from tidemill.topics.l1.reader import L1Reader, l1_reader
+from tidemill.topics.l1.reconcile_scheduler import Rounds
+from tidemill.topics.l1.reconciler import Reconciler
+from tidemill.topics.leader_check import Heads
+from tidemill.topics.lifecycle.retention import Holds, Retainer, config_of, is_compacted
+from tidemill.topics.membership import Alone, Assignment
+from tidemill.topics.partition.leader import LedPartition, Surroundings, no_coordinator
+from tidemill.topics.partition.pending_batch import fail_future
+from tidemill.topics.partition.produce_results import producer_status
+from tidemill.topics.partition.sequence_gaps import Holes
+from tidemill.topics.partition_supervisor import PartitionKey, Supervision
+from tidemill.topics.produce.validator_pool import THREADS, Checker
+from tidemill.topics.status_report import Sums, report_marks
+
+_log = structlog.get_logger()
+
+Moved = Callable[[str, int], None]
+Listed = Callable[[Mapping[str, TopicRow]], None]
+SHUTDOWN_S = 5.0
+
+
+REFRESH = "topics refresh"
+
+OPENINGS_AT_ONCE = 128
+"""Partitions that fence and replay their logs at the same time: a request may name thousands."""
+
+
+class LocalTopics:
+    """Partitions that the assignment gives this node are opened at first use and served until it takes them away."""
+
+    def __init__(
+        self,
+        consensus: Consensus,
+        objects: ObjectStore,
+        catalogue: Catalogue,
+        *,
+        clock: Clock,
+        rand: Rand,
+        assignment: Assignment | None = None,
+        settings: TopicSettings | None = None,
+        tracker: Tracker | None = None,
+        metastore: Metastore | None = None,
+    ) -> None:
+        """`metastore`: where the rows of L1 are; without it nothing that lies there is read."""
+        self._objects = objects
+        self._catalogue = catalogue
+        self._clock = clock
+        self._assignment: Assignment = assignment if assignment is not None else Alone()
+        self._settings = settings if settings is not None else TopicSettings()
+        self._tracker = tracker
+        self._pace = Pace(clock)
+        self._cache = ObjectCache(self._settings.cache_bytes)
+        self._writer = L0Writer(
+            objects,
+            self._cache,
+            node=self._assignment.node,
+            epoch=self._assignment.epoch,
+            clock=clock,
+            rand=rand,
+            settings=self._settings,
+        )
+        self._checker = Checker()
+        self._time_lookups = asyncio.Semaphore(THREADS)
+        self._openings = asyncio.Semaphore(OPENINGS_AT_ONCE)
+        self._commits = Tasks(self._partition_broke)
+        self._tasks = Tasks(self._partition_broke)
+        self._shared = SharedReads(objects, self._tasks)
+        self._ahead = ReadAhead(objects, self._tasks)
+        self._l1 = l1_reader(metastore, objects, clock, rand, self._ahead) if metastore is not None else None
+        self._supervision = Supervision(clock, tracker, self._tasks, self._mark_of, self._reopen)
+        self._marked: set[str] = set()
+        self._sums = Sums()
+        self._around = Surroundings(
+            consensus, objects, self._writer, self._checker, clock, rand, self._settings, self._commits,
+            asyncio.Semaphore(self._settings.appends_at_once), self._moved, self._ask_coordinator,
+            self._sums.touch if tracker is not None else lambda _: None,
+        )  # fmt: skip
+        self._led: dict[PartitionKey, LedPartition] = {}
+        self._holes: dict[PartitionKey, Holes] = {}
+        self._rows: Sequence[TopicRow] = ()
+        self._topics: dict[str, TopicRow] = {}
+        self._refresh: asyncio.Task[None] | None = None
+        self._closed = False
+        self._leadership = 0
+        self._confirm: Confirm = no_coordinator
+        self._retainer = Retainer(
+            consensus, objects, clock, self._settings, self._assignment, self._led, self._leading,
+            self._l1.rows if self._l1 is not None else None,
+        )  # fmt: skip
+        self._heads = Heads(consensus, self._led, self._assignment.lapses)
+        self._watchers: list[tuple[Moved, Listed]] = []
+        self._rounds: Rounds | None = None
+        self._compacted: set[str] = set()
+        """Ids of topics that are."""
+        if self._l1 is not None:
+            rows = self._l1.rows
+            self.reconciler = Reconciler(
+                rows, objects, self._cache, self._shared, clock, rand, self._settings, self._led
+            )
+            self._rounds = Rounds(self.reconciler, clock, self._settings, self._led)
+        self._assignment.on_change(self._reassigned)
+
+    @property
+    def staged(self) -> tuple[int, int]:
+        """(bytes of batches that wait for their upload or are in it, limit)."""
+        return self._writer.staged_bytes, self._settings.staged_bytes
+
+    def l1_facts(self) -> dict[str, object]:
+        """What this node moved into L1; empty where it cannot."""
+        return msgspec.structs.asdict(self.reconciler.figures) if self._rounds is not None else {}
+
+    @property
+    def partitions_bytes(self) -> int:
+        """About what the partitions that are open here take in memory. 0 without a tracker."""
+        return self._sums.all.memory_bytes
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        """(held, limit) of recent L0 objects in memory, and of what was read of others', in bytes."""
+        shared = self._shared
+        return self._cache.bytes_held + shared.held_bytes, self._settings.cache_bytes + shared.limit_bytes
+
+    async def start(self) -> None:
+        """Read the catalogue and keep following it. Optional: without it topics are looked up when first used."""
+        await self.refresh()
+        self._keep("topics:catalogue", self._follow_catalogue)
+        self._keep("topics:leaders", self._check_leaders)
+        self._keep("topics:retention", self._retain)
+        self._keep("topics:marks", self._publish_marks)
+        if self._rounds is not None:
+            self._keep("topics:reconcile", self._rounds.run)
+            self._keep("topics:hot", self._open_hot)
+
+    async def aclose(self) -> None:
+        """Stop leading; appends under way get a moment to end. Everything that waits ends."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ahead.close()
+        for led in list(self._led.values()):
+            led.close(NotLeader("the node is shutting down."))
+        await self._commits.drain(SHUTDOWN_S)
+        self._checker.close()
+        await self._writer.aclose()
+        await self._commits.aclose()
+        await self._tasks.aclose()
+
+    @property
+    def read_ahead(self) -> tuple[int, int]:
+        """(held, limit) of what was read ahead in L1, in bytes."""
+        return self._ahead.held_bytes, self._ahead.limit_bytes
+
+    # TopicLog -------------------------------------------------------------------------------------
+    def produce_nowait(
+        self,
+        topic_id: str,
+        partition: int,
+        batch: Buffer,
+        *,
+        sender: Hashable = None,
+        within: Within | None = None,
+    ) -> asyncio.Future[ProduceResult]:
+        try:
+            led = self._leading(topic_id, partition)
+        except TidemillError as error:
+            self._remember_refused(topic_id, partition, batch)
+            future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
+            fail_future(future, error)
+            return future
+        return led.produce_nowait(batch, sender, within)
+
+    async def open_here(self, topic_id: str, partition: int, producer_id: int) -> Here:
+        return (await self._opened(topic_id, partition)).open_here(producer_id)
+
+    async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None:
+        await self._leading(topic_id, partition).mark_nowait(marker, here)
+
+    async def producers(self, topic_id: str, partition: int) -> list[ProducerStatus]:
+        state = (await self._opened(topic_id, partition)).state
+        return [producer_status(state, producer_id) for producer_id, _ in state.live_producers()]
+
+    def _remember_refused(self, topic_id: str, partition: int, batch: Buffer) -> None:
+        """A batch refused before this node leads leaves a hole too: those behind it on the same connection may
+        arrive after it has come to lead, and would be accepted from a producer it does not know."""
+        with contextlib.suppress(CorruptBatch):
+            header = parse_header(batch)
+            if header.producer_id >= 0 and self._settings.fault != "no-handover-gate":
+                self._holes.setdefault((topic_id, partition), Holes()).failed(
+                    header.producer_id, header.producer_epoch, header.base_sequence, self._clock.monotonic_s()
+                )
+
+    async def fetch(
+        self, reads: Sequence[FetchRead], *, max_wait_s: float, min_bytes: int, max_bytes: int
+    ) -> list[Fetched]:
+        following = self.follow()
+        try:
+            for number, read in enumerate(reads):
+                following.put(number, read)
+            found = dict(await following.fetch(max_wait_s=max_wait_s, min_bytes=min_bytes, max_bytes=max_bytes))
+            return [found[number] for number in range(len(reads))]
+        finally:
+            following.close()
+
+    def follow(self) -> LocalFollowing:
+        return LocalFollowing(Serving(self._open_all, self._shared, self._cache, self._l1, self._pace))
+
+    async def offsets(self, topic_id: str, partition: int, *, proved: bool = False) -> PartitionOffsets:
+        """Raises NotLeader, Missing, Unavailable."""
+        led = await self._opened(topic_id, partition)
+        if proved:
+            await led.prove()
+            if led.closed_error is not None:
+                raise led.closed_error
+        state = led.state
+        return PartitionOffsets(state.log_start, state.high_watermark, state.last_stable)
+
+    async def offset_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> tuple[int, int] | None:
+        led = await self._opened(topic_id, partition)
+        return await self._first_at(led, timestamp_ms, led.state.log_start)
+
+    async def _first_at(
+        self, led: LedPartition, timestamp_ms: int, start: int, *, whole: bool = False
+    ) -> tuple[int, int] | None:
+        """`whole`: in a batch within which the log starts a record below that may be the answer too."""
+        floor = 0 if whole or self._settings.fault == "below-start" else start
+        while True:
+            ref = await self._batch_at(led, timestamp_ms, start)
+            if ref is None:
+                return None
+            if ref.record_count == 1:
+                return ref.base_offset, ref.max_timestamp_ms  # which the index says already
+            async with self._time_lookups:
+                (found,) = await read_batches(self._shared, [[ref]], self._cache)
+                if isinstance(found, TidemillError):
+                    raise await told_of(led, [ref], found)
+                work = partial(first_at, found[0], ref, timestamp_ms, floor)
+                first = await self._checker.run("by time", work)
+            if first is not None:
+                return first
+            start = floor = ref.base_offset + ref.record_count
+
+    async def _batch_at(self, led: LedPartition, timestamp_ms: int, start: int) -> BatchRef | None:
+        state = led.state
+        index = state.batch_for_time(timestamp_ms, start)
+        ref = state.ref(index) if index is not None else None
+        if state.reconciled > start:
+            # After the hot state: the other order would miss what moves in between.
+            ref = await self._in_l1().first_at(led.topic_id, led.partition, timestamp_ms, start) or ref
+        return ref
+
+    def _in_l1(self) -> L1Reader:
+        if self._l1 is None:
+            raise Unavailable("this process does not read L1.")
+        return self._l1
+
+    async def newest_time(self, topic_id: str, partition: int) -> tuple[int, int] | None:
+        led = await self._opened(topic_id, partition)
+        state = led.state
+        times = {state.highest_timestamps[-1]} if state.highest_timestamps else set()
+        if state.reconciled > state.log_start:
+            below_ms = await self._in_l1().rows.newest_time_ms(topic_id, partition, state.log_start)
+            times |= {below_ms} if below_ms is not None else set()
+        return await self._first_at(led, max(times), state.log_start, whole=True) if times else None
+
+    async def delete_records(self, topic_id: str, partition: int, before_offset: int) -> int:
+        led = await self._opened(topic_id, partition)
+        high_watermark = led.state.high_watermark
+        wanted = high_watermark if before_offset == -1 else before_offset
+        if not 0 <= wanted <= high_watermark:
+            raise OffsetOutOfRange(f"the log cannot start there: offset={before_offset} end={high_watermark}.")
+        if wanted > led.state.log_start:
+            await self._retainer.check_unread(self._topics[topic_id], partition, wanted)
+            await led.started_at(wanted)
+        return led.state.log_start
+
+    def last_stable(self, topic_id: str, partition: int) -> int | None:
+        """The offset below which all is committed, of a partition that is open here, else None. Asks nobody."""
+        led = self._led.get((topic_id, partition))
+        return led.state.last_stable if led is not None and led.is_open else None
+
+    def coordinated_by(self, confirm: Confirm) -> None:
+        self._confirm = confirm
+
+    async def _ask_coordinator(
+        self, within: Within, producer_id: int, epoch: int, topic_id: str, partition: int
+    ) -> None:
+        await self._confirm(within, producer_id, epoch, topic_id, partition)
+
+    def watch(self, moved: Moved, listed: Listed) -> None:
+        """`moved(topic id, partition)` when what is committed moved or a partition was opened here; `listed(topic id →
+        row)` when the catalogue has changed, and now. Plain calls."""
+        self._watchers.append((moved, listed))
+        listed(self._topics)
+
+    def _moved(self, topic_id: str, partition: int) -> None:
+        self._to_move(topic_id, partition)
+        for moved, _ in self._watchers:
+            moved(topic_id, partition)
+
+    def _to_move(self, topic_id: str, partition: int) -> None:
+        if self._rounds is not None and self._goes_into_l1(topic_id):
+            self._rounds.moved(topic_id, partition)
+
+    def _goes_into_l1(self, topic_id: str) -> bool:
+        """What is settled of a compacted topic does in any case: there it is compacted."""
+        return self._settings.reconcile or topic_id in self._compacted
+
+    @property
+    def leadership(self) -> int:
+        return self._leadership
+
+    def leader_of(self, topic_id: str, partition: int) -> str:
+        return self._assignment.leader_of(topic_id, partition)
+
+    # catalogue ------------------------------------------------------------------------------------
+    async def refresh(self) -> None:
+        """Read the catalogue: what was made before this call is seen; partitions of deleted topics close with Missing.
+
+        Concurrent calls share a read that begins after them. One under way may have passed by what they look for.
+        """
+        under_way = self._refresh
+        if under_way is not None:
+            await asyncio.wait([under_way])
+        if self._closed:
+            raise Closed("the topics of this node were closed.")
+        if self._refresh is None:
+            self._refresh = self._tasks.spawn(self._read_catalogue(), name=REFRESH)
+        await asyncio.shield(self._refresh)
+
+    async def _read_catalogue(self) -> None:
+        try:
+            rows = await self._catalogue.list(TopicRow)
+        finally:
+            self._refresh = None
+        if rows is self._rows:
+            return
+        self._rows = rows
+        before, self._topics = self._topics, {row.topic_id: row for row in rows}
+        already, self._compacted = self._compacted, {row.topic_id for row in rows if is_compacted(row)}
+        for topic_id, partition in self._led if self._compacted - already else ():
+            self._to_move(topic_id, partition)
+        self._reconfigure(before)
+        for _, listed in self._watchers:
+            listed(self._topics)
+        for (topic_id, partition), led in list(self._led.items()):
+            if led.is_open and topic_id not in self._topics:
+                led.close(Missing(f"the topic was deleted: topic_id={topic_id} partition={partition}."))
+
+    def _reconfigure(self, before: Mapping[str, TopicRow]) -> None:
+        """Open partitions follow their topic's config."""
+        for topic_id, row in self._topics.items():
+            if topic_id in before and row.config != before[topic_id].config:
+                config = config_of(row)
+                for partition in range(row.partitions):
+                    if (led := self._led.get((topic_id, partition))) is not None:
+                        led.config = config
+
+    async def _follow_catalogue(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.catalogue_poll_s)
+            try:
+                await self.refresh()
+            except TidemillError as error:
+                if ends_process(error):
+                    raise
+                _log.warning("catalogue not read", cause=str(error))
+            else:
+                self._works("topics:catalogue")
+
+    def hold(self, holds: Holds) -> None:
+        """Ask `holds` before anything is taken from a topic."""
+        self._retainer.holds = holds
+
+    async def _retain(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.retention_check_s)
+            await self.refresh()
+            await self._retainer.round(self._topics)
+            self._works("topics:retention")
+
+    async def _open_hot(self) -> None:
+        """What nobody asked this node for since it started may still hold what is not in L1; opened, it is moved."""
+        while True:
+            some = self._settings.reconcile or self._compacted
+            for topic_id, partition in await self._in_l1().rows.hot() if some else ():
+                ours = self._assignment.leader_of(topic_id, partition) == self._assignment.node
+                wanted = topic_id in self._topics and self._goes_into_l1(topic_id)
+                if ours and wanted and (topic_id, partition) not in self._led:
+                    with contextlib.suppress(TidemillError):  # told under its own mark, and tried again
+                        await self._opened(topic_id, partition)
+            self._works("topics:hot")
+            await asyncio.sleep(self._settings.reconcile_max_s)
+
+    # leadership -----------------------------------------------------------------------------------
+    async def _check_leaders(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.leaders_check_s)
+            if self._settings.fault != "untold-leader":
+                await self._heads.look()
+            self._works("topics:leaders")
+
+    def _leading(self, topic_id: str, partition: int) -> LedPartition:
+        """The led partition, opening if need be. Plain: what it reserves next keeps its place. Raises NotLeader."""
+        led = self._led.get((topic_id, partition))
+        if led is not None:
+            return led
+        if self._closed:
+            raise NotLeader("the node is shutting down.")
+        leader = self._assignment.leader_of(topic_id, partition)
+        if leader != self._assignment.node:
+            self._assignment.poke()
+            raise NotLeader(f"another node leads: partition={topic_id}/{partition} leader={leader}.", leader=leader)
+        self._supervision.check((topic_id, partition))
+        return self._lead(topic_id, partition)
+
+    def _lead(self, topic_id: str, partition: int) -> LedPartition:
+        holes = self._holes.setdefault((topic_id, partition), Holes())
+        led = LedPartition(topic_id, partition, self._around, holes, self._stopped)
+        self._led[topic_id, partition] = led
+        self._tasks.spawn(self._open(led), name=f"open {topic_id}/{partition}")
+        return led
+
+    async def _open(self, led: LedPartition) -> None:
+        try:
+            if not self._exists(led):
+                await self.refresh()
+        except TidemillError as error:
+            led.fault = error
+            led.close(Unavailable(f"the catalogue cannot be read: cause={error}", fix="Retry."))
+            return
+        except asyncio.CancelledError:
+            led.close(NotLeader("the node is shutting down."))
+            raise
+        if not self._exists(led):
+            led.close(Missing(f"no such partition: topic_id={led.topic_id} partition={led.partition}."))
+        elif led.closed_error is None:
+            led.config = config_of(self._topics[led.topic_id])
+            async with self._openings:
+                # It may have moved while it waited for its turn: whoever leads it by now is not to be fenced.
+                if led.closed_error is None:
+                    await led.open()
+            if led.is_open:
+                self._supervision.opened((led.topic_id, led.partition))
+
+    def _exists(self, led: LedPartition) -> bool:
+        row = self._topics.get(led.topic_id)
+        return row is not None and 0 <= led.partition < row.partitions
+
+    async def _opened(self, topic_id: str, partition: int) -> LedPartition:
+        await self._heads.sure()
+        led = self._leading(topic_id, partition)
+        await led.opened()
+        return led
+
+    def _stopped(self, led: LedPartition, error: TidemillError) -> None:
+        key = (led.topic_id, led.partition)
+        if self._led.get(key) is led:
+            del self._led[key]
+        if led.fault is not None and not self._closed:
+            self._supervision.failed(key, led.fault)
+            return
+        self._supervision.healed(key)
+        if isinstance(error, NotLeader):
+            self._assignment.poke()
+        if isinstance(error, Missing):
+            self._holes.pop(key, None)
+
+    def _reopen(self, key: PartitionKey) -> None:
+        if self._assignment.leader_of(*key) != self._assignment.node:
+            self._supervision.healed(key)  # it is somebody else's now
+        elif key not in self._led and not self._closed:
+            self._lead(*key)
+
+    def _mark_of(self, key: PartitionKey) -> str:
+        row = self._topics.get(key[0])
+        return f"topic:{row.name if row is not None else key[0]}"
+
+    def _partition_broke(self, name: str, error: BaseException) -> None:
+        """A task that works for one partition ended as none may: "<what> topic/<id>/<partition>"."""
+        if name == REFRESH:
+            return  # raised to whoever waits for it
+        _log.error("a partition's task broke", task=name, error=sentence(error), exc_info=error)
+        topic_id, _, partition = name.rpartition(" ")[2].removeprefix("topic/").rpartition("/")
+        led = self._led.get((topic_id, int(partition))) if partition.isdigit() else None
+        if led is not None:
+            led.fault = error
+            led.close(Unavailable(f"the partition failed: task={name} cause={error!r}", fix="Retry."))
+
+    def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
+        tracker = self._tracker if self._tracker is not None else Tracker()
+        self._tasks.spawn(keep(mark, body, tracker=tracker, clock=self._clock), name=mark)
+
+    def _reassigned(self) -> None:
+        self._leadership += 1
+        for (topic_id, partition), led in list(self._led.items()):
+            leader = self._assignment.leader_of(topic_id, partition)
+            if leader != self._assignment.node:
+                led.close(NotLeader(f"the partition moved: partition={topic_id}/{partition}.", leader=leader))
+
+    # fetch ----------------------------------------------------------------------------------------
+    async def _open_all(self, reads: Sequence[FetchRead], until_s: float) -> list[Led]:
+        """The led partitions, opened side by side. A takeover outlasts a short poll; an error would make the client
+        look for a leader in vain."""
+        await self._heads.sure()
+        pace = self._pace
+        found: list[Led] = []
+        for read in reads:
+            try:
+                found.append(self._leading(read.topic_id, read.partition))
+            except TidemillError as error:
+                found.append(error)
+            if pace.due:
+                await pace.rest()
+        limit_s = max(until_s, asyncio.get_running_loop().time() + 1.0)
+        for index, led in enumerate(found):
+            if isinstance(led, LedPartition) and not led.is_open:
+                try:
+                    async with asyncio.timeout_at(limit_s):
+                        await led.opened()
+                except TimeoutError:
+                    found[index] = Unavailable(f"the partition is being opened: {led.topic_id}/{led.partition}.")
+                except TidemillError as error:
+                    found[index] = error
+        return found
+
+    def _works(self, mark: str) -> None:
+        if self._tracker is not None:
+            self._tracker.heal(mark)
+
+    async def _publish_marks(self) -> None:
+        while True:
+            self.update_marks()
+            self._works("topics:marks")
+            await asyncio.sleep(self._settings.mark_interval_s)
+
+    def update_marks(self) -> None:
+        """Set `topic:<name>` for every topic with a partition led here."""
+        if self._tracker is not None and not self._closed:
+            now_ms = self._clock.now_ms()
+            failing = self._supervision.marks()
+            marked = report_marks(self._tracker, self._sums, self._topics, self._writer, now_ms, failing)
+            for name in self._marked - marked:
+                self._tracker.remove(name)
+            self._marked = marked

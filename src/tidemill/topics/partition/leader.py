@@ -1,0 +1,598 @@
+"""The leader of one partition: the only async file of the room that proposes.
+
+    produce_nowait   reserve (plain call) ─► stage ─► upload (several under way) ─► redeem, in order ─►
+    commit loop      sequence rules ─► one append for all that queued ─► publish ─► acknowledge ─► wake fetches
+
+A batch that fails anywhere before the log is abandoned, which poisons what its producer has in line behind it.
+Leadership ends at the first refused or unresolvable append; the next leader, maybe this node, fences and replays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable
+
+import msgspec
+import structlog
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Corrupt, TidemillError, Unavailable, Unknown
+from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
+from tidemill.consensus.api import Consensus, LogHead
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.topics.api import (
+    Confirm,
+    CorruptBatch,
+    Here,
+    InvalidProducerEpoch,
+    InvalidTransaction,
+    Marker,
+    NotLeader,
+    ProduceResult,
+    Within,
+)
+from tidemill.topics.batch.control_batch import encode_marker
+from tidemill.topics.batch.header import parse_header, patch
+from tidemill.topics.batch.validation import check_header
+from tidemill.topics.config.configs import TopicConfig
+from tidemill.topics.config.settings import TopicSettings
+from tidemill.topics.l0.format import writer_of
+from tidemill.topics.l0.writer import L0Writer
+from tidemill.topics.partition.append_plan import Plan, plan_group
+from tidemill.topics.partition.appender import Appender, SteppedDown
+from tidemill.topics.partition.apply import apply
+from tidemill.topics.partition.codec import encode_command
+from tidemill.topics.partition.commands import Advance, Command, Rollup
+from tidemill.topics.partition.pending_batch import Pending, fail_future
+from tidemill.topics.partition.produce_results import duplicate, poisoned, refused
+from tidemill.topics.partition.producer_state import Refusal
+from tidemill.topics.partition.record_policy import conform
+from tidemill.topics.partition.recovery import catch_up, partition_log
+from tidemill.topics.partition.rollup_scheduler import RollUps
+from tidemill.topics.partition.sequence_gaps import Holes
+from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.transaction_verification import Permit, Permits, as_seen
+from tidemill.topics.partition.transactions import PLAIN
+from tidemill.topics.partition.watchers import Watchers
+from tidemill.topics.produce import Line, ProducerQueue, Ticket
+from tidemill.topics.produce.validator_pool import Checker, Good
+
+_log = structlog.get_logger()
+
+
+async def no_coordinator(within: Within, producer_id: int, epoch: int, topic_id: str, partition: int) -> None:
+    raise InvalidTransaction(f"nobody coordinates transactions here: transactional_id={within.transactional_id!r}.")
+
+
+class Surroundings(msgspec.Struct, frozen=True):
+    """What every partition of one process shares."""
+
+    consensus: Consensus
+    objects: ObjectStore
+    writer: L0Writer
+    checker: Checker
+    clock: Clock
+    rand: Rand
+    settings: TopicSettings
+    tasks: Tasks
+    appends: asyncio.Semaphore
+    """Who appends at the same time: one answer of consensus may be all of theirs, to be followed in one turn."""
+    moved: Callable[[str, int], None] = lambda *_: None
+    """(topic id, partition): what is committed in it moved, or it was opened here. A plain call."""
+    confirm: Confirm = no_coordinator
+    touched: Callable[[LedPartition], None] = lambda _: None
+    """What its marks say may have changed. A plain call."""
+
+
+class LedPartition:
+    """From the moment a node means to lead a partition until it stops. Never reopened: a new term is a new one."""
+
+    def __init__(
+        self,
+        topic_id: str,
+        partition: int,
+        around: Surroundings,
+        holes: Holes,
+        on_closed: Callable[[LedPartition, TidemillError], None],
+    ) -> None:
+        self.topic_id = topic_id
+        self.partition = partition
+        self.state = PartitionState()
+        self.closed_error: TidemillError | None = None
+        self.fault: BaseException | None = None
+        """What made it close, when that was no change of leadership: the unit failed, and is opened anew."""
+        self.is_open = False
+        self.reserved_records = 0
+        self.config = TopicConfig()
+        """The topic's, as of the last read of the catalogue."""
+        self._around = around
+        self._holes = holes
+        self._on_closed = on_closed
+        self._log_name = partition_log(topic_id, partition)
+        self._appender = Appender(around.consensus, self._log_name, around.clock, around.rand, around.settings)
+        self._places = ProducerQueue()
+        self._live: dict[Pending, None] = {}
+        """Every batch without a result, in reservation order."""
+        self._by_identity: dict[tuple[int, int, int, int], Pending] = {}
+        self._turned: deque[Pending] = deque()
+        """Batches whose turn has come, in the order of the log to be."""
+        self._permits = Permits(lasting=around.settings.fault == "marker-before-data")
+        self._told_stable = 0
+        self._plan: Plan | None = None
+        self._committing = False
+        self._start_at = 0
+        """Where retention lets the log start."""
+        self._reconciled = 0
+        """Up to where L1 is known to hold everything."""
+        self._aborted_start = 0
+        self._advance_due = False
+        self._placed_s: float | None = None
+        """When the first batch was placed of which no Advance tells yet."""
+        self._rollups = RollUps(
+            around.consensus, around.objects, around.rand, around.tasks, (self._log_name, topic_id, partition),
+            around.settings.rollup_records, self._commit_soon,
+        )  # fmt: skip
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.watchers = Watchers()
+        """Woken when the high watermark or the log's start moves, or leadership ends."""
+
+    # opening and closing --------------------------------------------------------------------------
+    async def open(self) -> None:
+        """Fence, replay, serve what was reserved meanwhile. On any failure the partition closes itself."""
+        try:
+            fenced = await self._appender.fence()
+            state, head = await catch_up(
+                self._around.consensus, self._around.objects, self._log_name, PartitionState(), fenced
+            )
+            if self._appender.told(head).overtaken(state.applied):
+                self.close(self._taken_over())
+        except BaseException as error:
+            if not is_own_fault(error):
+                self.close(NotLeader(f"a partition did not open: log={self._log_name} cause={error!r}"))
+                raise
+            _log.error("a partition did not open", log=self._log_name, error=sentence(error))
+            self.fault = error
+            cause = sentence(error)
+            self.close(Unavailable(f"a partition did not open: log={self._log_name} cause={cause}", fix="Retry."))
+        if self.closed_error is not None:
+            return
+        self.state = state
+        self.is_open, self._told_stable = True, state.last_stable
+        self._opened.set_result(None)
+        self._around.touched(self)
+        self._around.moved(self.topic_id, self.partition)
+        for pending in list(self._live):
+            if pending.checked:
+                self._stage(pending)
+
+    async def opened(self) -> None:
+        """Wait until it is open. Raises what it closed with."""
+        if not self._opened.done():
+            await asyncio.shield(self._opened)
+        if self.closed_error is not None:
+            raise self.closed_error
+
+    def close(self, error: TidemillError) -> None:
+        """Stop leading. What certainly is not in the log fails with `error`; an append under way decides its own."""
+        if self.closed_error is not None:
+            return
+        self.closed_error = error
+        self.is_open = False
+        committing = set(self._plan.members) if self._plan is not None else set()
+        for pending in list(self._live):
+            if pending not in committing and pending in self._live:
+                self.batch_failed(pending, error)
+        self._turned.clear()
+        if not self._opened.done():
+            self._opened.set_result(None)
+        self.watchers.wake()
+        self._around.touched(self)
+        self._on_closed(self, error)
+
+    # produce: plain calls -------------------------------------------------------------------------
+    def produce_nowait(
+        self, buffer: Buffer, sender: Hashable = None, within: Within | None = None
+    ) -> asyncio.Future[ProduceResult]:
+        """See front.TopicLog. The place in line is taken before this returns, whatever the check takes."""
+        future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
+        try:
+            header = check_header(buffer, in_transaction=within is not None)
+        except TidemillError as error:
+            fail_future(future, error)
+            return future
+        if self.closed_error is not None:
+            fail_future(future, self.closed_error)
+            return future
+        line = header.producer_id if header.producer_id >= 0 else self._line_of(sender)
+        pending = Pending(self, header, buffer, future, line, within=within)
+        if header.producer_id >= 0:
+            twin = self._by_identity.setdefault(pending.identity, pending)
+            if twin is not pending:
+                twin.futures.append(future)
+                return future
+        self._live[pending] = None
+        self.reserved_records += header.record_count
+        self._around.touched(self)
+        if self._around.settings.fault != "seed000":
+            pending.ticket = self._places.reserve(line)
+        self._check(pending, sender)
+        return future
+
+    def _check(self, pending: Pending, sender: Hashable) -> None:
+        pending.keyed, codec = self.config.asks_keys, self.config.codec
+        try:
+            self._around.checker.check(
+                pending.header, pending.buffer, sender, lambda outcome: self._batch_checked(pending, outcome),
+                keyed=pending.keyed, codec=codec,
+            )  # fmt: skip
+        except TidemillError as error:
+            self.batch_failed(pending, error)
+
+    def open_here(self, producer_id: int) -> Here:
+        return as_seen(self.state.transactions.get(producer_id), self._permits.granted(producer_id))
+
+    def mark_nowait(self, marker: Marker, here: Here | None = None) -> asyncio.Future[ProduceResult]:
+        """See front.TopicLog. It does not wait in its producer's line: a batch that it overtakes is refused (X4)."""
+        future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
+        if self.closed_error is not None:
+            fail_future(future, self.closed_error)
+            return future
+        at_ms = self._around.clock.now_ms()
+        data = encode_marker(marker, at_ms)
+        line = ("marker", marker.producer_id)
+        pending = Pending(self, parse_header(data), data, future, line, marker=marker)
+        pending.here = here if self._around.settings.fault != "late-marker" else None
+        pending.checked, pending.max_timestamp_ms = True, at_ms
+        self._live[pending] = None
+        self.reserved_records += 1
+        pending.ticket = self._places.reserve(line)
+        self._around.touched(self)
+        if self.is_open:
+            self._stage(pending)
+        return future
+
+    def _line_of(self, sender: Hashable) -> Line:
+        return object() if self._around.settings.fault == "unordered-connection" else ("sender", sender)
+
+    def _batch_checked(self, pending: Pending, outcome: Good | TidemillError) -> None:
+        if pending.abandoned:
+            return
+        if isinstance(outcome, CorruptBatch):
+            self._refuse(pending, outcome)
+        elif isinstance(outcome, TidemillError):
+            self.batch_failed(pending, outcome)
+        else:
+            pending.found_good(outcome.max_timestamp_ms, outcome.rewritten)
+            if self.is_open:
+                self._stage(pending)
+
+    def _refuse(self, pending: Pending, error: TidemillError) -> None:
+        """Never to be stored, whoever sends it again: it leaves the line, and its successors are judged without it."""
+        self._end(pending)
+        pending.fail(error)
+        self._release(pending)
+
+    def _stage(self, pending: Pending) -> None:
+        if pending.abandoned:
+            return
+        if not pending.suits(self.config):
+            self._check(pending, pending.line)  # it came before the config was known
+            return
+        try:
+            conform(pending, self.config, self._around.clock.now_ms())
+        except CorruptBatch as error:
+            self._refuse(pending, error)
+            return
+        if pending.within is not None and pending.kind != PLAIN:
+            self._ask_permit(pending, pending.within)
+        try:
+            self._around.writer.stage(pending)
+        except TidemillError as error:
+            self.batch_failed(pending, error)
+
+    def _ask_permit(self, pending: Pending, within: Within) -> None:
+        """The coordinator is asked while the batch is uploaded, once for all that a producer has under way."""
+        producer_id, epoch = pending.header.producer_id, pending.header.producer_epoch
+        opened = self.state.transactions.get(producer_id)
+        if opened is not None and opened.epoch == epoch:
+            return
+        pending.permit = self._permits.of(producer_id, epoch)
+        if pending.permit is None:
+            answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            pending.permit = self._permits.issue(producer_id, epoch, answer)
+            asking = self._confirm(pending.permit, within, producer_id)
+            self._around.tasks.spawn(asking, name=f"confirm {self._log_name}")
+
+    async def _confirm(self, permit: Permit, within: Within, producer_id: int) -> None:
+        error: TidemillError
+        try:
+            await self._around.confirm(within, producer_id, permit.epoch, self.topic_id, self.partition)
+            permit.answer.set_result(None)
+            return
+        except TidemillError as refusal:
+            error = refusal
+        except BaseException as fault:
+            error = Unavailable(f"the coordinator was not asked: producer_id={producer_id} cause={fault!r}.")
+            if not is_own_fault(fault):
+                self._no_permit(permit, producer_id, error)
+                raise
+            _log.error("a transaction was not confirmed", log=self._log_name, error=sentence(fault), exc_info=fault)
+        self._no_permit(permit, producer_id, error)
+
+    def _no_permit(self, permit: Permit, producer_id: int, error: TidemillError) -> None:
+        self._permits.refused(producer_id, permit)
+        permit.answer.set_exception(error)
+        permit.answer.exception()  # seen: whoever waited may be gone
+
+    def batch_uploaded(self, pending: Pending) -> None:
+        if pending.ticket is None:
+            pending.ticket = self._places.reserve(pending.line)
+        if pending.permit is not None and not pending.permit.answer.done():
+            pending.permit.answer.add_done_callback(lambda _: self._redeem(pending))
+        else:
+            self._redeem(pending)
+
+    def _redeem(self, pending: Pending) -> None:
+        refusal = pending.permit.answer.exception() if pending.permit is not None else None
+        if pending.abandoned or pending.ticket is None:
+            return
+        if isinstance(refusal, InvalidTransaction | InvalidProducerEpoch):
+            self._refuse(pending, refusal)
+        elif isinstance(refusal, TidemillError):
+            self.batch_failed(pending, refusal)
+        elif self._around.settings.fault == "fence-before-redeem":
+            self._around.tasks.spawn(self._fenced_first(pending, pending.ticket), name=f"fence {self._log_name}")
+        else:
+            self._places.redeem(pending.ticket, lambda _: self._take_turn(pending))
+
+    async def _fenced_first(self, pending: Pending, ticket: Ticket) -> None:
+        async with self._around.appends:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._places.redeem(ticket, lambda _: turn.set_result(None))
+            await turn
+        self._take_turn(pending)
+
+    def _take_turn(self, pending: Pending) -> None:
+        if pending.abandoned:
+            return
+        if pending.ticket is not None and pending.ticket.poisoned:
+            self.batch_failed(pending, poisoned(pending))
+            return
+        self._turned.append(pending)
+        if pending.ticket is not None:
+            self._places.place(pending.ticket)
+        self._commit_soon()
+
+    def _commit_soon(self) -> None:
+        if not self._committing and self.closed_error is None:
+            self._committing = True
+            self._around.tasks.spawn(self._commit(), name=f"commit {self._log_name}")
+
+    # retention: plain calls -------------------------------------------------------------------------
+    def start_at(self, log_start: int) -> None:
+        """Let the log start there, if it does not start later: a record of its own, in line with the batches."""
+        if self.is_open and log_start > self.state.log_start:
+            self._start_at = max(self._start_at, log_start)
+            self._advance_due = True
+            self._commit_soon()
+
+    @property
+    def stable_end(self) -> int:
+        """The offset up to which what is there is decided for readers of every kind."""
+        return self.state.last_stable
+
+    def reconciled_to(self, offset: int, aborted_start: int = 0) -> None:
+        """Forget the batches below `offset`, which L1 holds, and what was aborted wholly below `aborted_start`, where
+        nothing of it is left: a record of its own, in line with the batches."""
+        if self.is_open and offset > self.state.reconciled:
+            self._reconciled = max(self._reconciled, offset)
+            self._aborted_start = max(self._aborted_start, aborted_start)
+            self._advance_due = True
+            self._commit_soon()
+
+    async def started_at(self, log_start: int) -> None:
+        """`start_at`, and wait until that is durable. Raises what the partition closed with."""
+        self.start_at(log_start)
+        while self.state.log_start < log_start:
+            if self.closed_error is not None:
+                raise self.closed_error
+            await self.watchers.moved()
+
+    def settle(self, after_s: float) -> None:
+        """Say in the log what is decided, if something was placed `after_s` ago and nothing was said since. A
+        partition without records writes nothing."""
+        now_s = self._around.clock.monotonic_s()
+        if self.is_open and self._placed_s is not None and now_s - self._placed_s >= after_s:
+            self._advance_due = True
+            self._commit_soon()
+
+    async def _advance(self) -> None:
+        """Raises SteppedDown."""
+        around, state = self._around, self.state
+        waiting = [writer_of(pending.object_key)[1] for pending in self._live if pending.object_key]
+        # Read before the append: what is closed meanwhile has a number of its own.
+        below = min([*waiting, around.writer.first_open])
+        self._advance_due, self._placed_s = False, None
+        at_ms = max(around.clock.now_ms(), state.last_at_ms)
+        log_start = min(max(self._start_at, state.log_start), state.high_watermark)
+        reconciled = min(max(self._reconciled, state.reconciled), state.high_watermark)
+        aborted_start = min(max(self._aborted_start, state.aborted_start), reconciled)
+        before = state.log_start
+        await self._propose(Advance(at_ms, log_start, around.writer.name, below, reconciled, aborted_start))
+        if state.log_start > before:
+            self.watchers.wake()
+
+    def batch_failed(self, pending: Pending, error: TidemillError) -> None:
+        """It is not in the log, or may not be (Unknown): its producer must send it again before anything later."""
+        header, releases = pending.header, self._around.settings.fault == "release-failed"
+        if pending.idempotent and not releases:
+            now_s = self._around.clock.monotonic_s()
+            self._holes.failed(header.producer_id, header.producer_epoch, header.base_sequence, now_s)
+        self._end(pending)
+        pending.fail(error)
+        if pending.ticket is not None:
+            (self._places.release if releases else self._places.abandon)(pending.ticket)
+
+    def _end(self, pending: Pending) -> None:
+        if pending in self._live:
+            del self._live[pending]
+            self.reserved_records -= pending.header.record_count
+            self._around.touched(self)
+            self._around.writer.answered(pending)
+            if self._by_identity.get(pending.identity) is pending:
+                del self._by_identity[pending.identity]
+
+    # commit ---------------------------------------------------------------------------------------
+    async def _commit(self) -> None:
+        """Until nothing is left to append. Whatever ends it ends this leadership, and every waiting request with it."""
+        try:
+            while self.closed_error is None:
+                rollup = self._rollups.take()
+                if rollup is None and not self._turned and not self._advance_due:
+                    break
+                async with self._around.appends:
+                    if self.closed_error is not None:
+                        break
+                    await self._append_due(rollup)
+                self._rollups.consider(self.state)
+        except SteppedDown as stop:
+            self._step_down(stop)
+        except BaseException as error:
+            if not is_own_fault(error):
+                self._step_down(SteppedDown("the node is shutting down.", certain=False))
+                raise
+            _log.error("a partition failed", log=self._log_name, error=sentence(error), exc_info=error)
+            self._step_down(SteppedDown(f"an unexpected error: {error!r}.", certain=False, fault=error))
+        finally:
+            self._committing = False
+
+    async def _append_due(self, rollup: Rollup | None) -> None:
+        if rollup is not None:
+            previous, position = self.state.rollup_key, self.state.applied
+            await self._propose(rollup)
+            self._rollups.named(position, previous)
+        if self._turned:
+            await self._commit_group()
+        if self._advance_due:
+            await self._advance()
+
+    async def _commit_group(self) -> None:
+        around = self._around
+        plan = plan_group(
+            self.state,
+            self._turned,
+            self._holes,
+            self._permits,
+            at_ms=around.clock.now_ms(),
+            now_s=around.clock.monotonic_s(),
+            limit=around.settings.group_batches,
+        )
+        self._plan = plan
+        if plan.command is not None:
+            await self._propose(plan.command)
+            if self._placed_s is None:
+                self._placed_s = around.clock.monotonic_s()
+        elif plan.needless or any(refusal is not Refusal.STALE_EPOCH for _, refusal in plan.refused):
+            # A gap is only a gap, and a transaction not open, if nobody else has written here; an append would have
+            # proved that by itself.
+            await self._appender.confirm(self.state.applied)
+        self._plan = None
+        self._settle(plan)
+
+    async def _propose(self, command: Command) -> None:
+        """Append, then apply what was appended. Raises SteppedDown."""
+        position = self.state.applied
+        data = encode_command(command)
+        if self._around.settings.fault == "told-early":
+            apply(self.state, command, position, self._appender.term)
+            self.watchers.wake()
+            await self._appender.append(position, data)
+            return
+        await self._appender.append(position, data)
+        rejected = apply(self.state, command, position, self._appender.term)
+        if rejected is not None:
+            refused = Corrupt(f"a command was refused: log={self._log_name} {rejected.reason}.")
+            raise SteppedDown(refused.message, certain=True, fault=refused)
+        if not isinstance(command, Rollup):
+            self._rollups.placed(command, len(data))
+
+    def _settle(self, plan: Plan) -> None:
+        """Everything decided is durable: publish, then answer in log order, then let go of the places in line."""
+        state = self.state
+        for pending, base_offset in plan.accepted:
+            if pending.data is not None:
+                patch(pending.data, pending.first_byte, base_offset)
+        if plan.accepted:
+            self.watchers.wake()
+        if state.last_stable != self._told_stable:
+            self._told_stable = state.last_stable
+            self._around.moved(self.topic_id, self.partition)
+        for pending, base_offset in plan.accepted:
+            last_offset = base_offset + pending.header.record_count - 1
+            result = ProduceResult(base_offset, last_offset, state.log_start, append_time_ms=pending.append_time_ms)
+            self._succeed(pending, result)
+        for pending in plan.needless:
+            self._succeed(pending, ProduceResult(-1, -1, state.log_start, duplicate=True))
+        for pending, batch, _ in plan.duplicates:
+            self._succeed(pending, duplicate(batch, state))
+        for pending, refusal in plan.refused:
+            self._end(pending)
+            pending.fail(refused(pending, refusal))
+            self._release(pending)
+        for pending in plan.early + plan.poisoned:
+            self.batch_failed(pending, poisoned(pending))
+
+    def _succeed(self, pending: Pending, result: ProduceResult) -> None:
+        self._end(pending)
+        if pending.idempotent:
+            header = pending.header
+            self._holes.filled(header.producer_id, header.producer_epoch, header.base_sequence, header.record_count)
+        pending.succeed(result)
+        self._release(pending)
+
+    def _release(self, pending: Pending) -> None:
+        if pending.ticket is not None:
+            self._places.release(pending.ticket)
+
+    def _step_down(self, stop: SteppedDown) -> None:
+        """What was being appended is not there for certain, or may be; the rest is not."""
+        plan, self._plan = self._plan, None
+        error = NotLeader(f"this node stopped leading the partition: log={self._log_name} cause={stop.reason}")
+        if plan is not None:
+            unknown = Unknown(
+                f"the outcome of an append is unknown: log={self._log_name} cause={stop.reason}", fix="Send it again."
+            )
+            doubtful = {pending for pending, _ in plan.accepted} if not stop.certain else set()
+            doubtful |= {pending for pending, _, tentative in plan.duplicates if tentative and not stop.certain}
+            for pending, batch, tentative in plan.duplicates:
+                if not tentative:
+                    self._succeed(pending, duplicate(batch, self.state))
+            for pending in plan.members:
+                if pending in self._live:
+                    self.batch_failed(pending, unknown if pending in doubtful else error)
+        _log.info("partition leadership ended", log=self._log_name, term=self._appender.term, reason=stop.reason)
+        self.fault = stop.fault
+        self.close(error)
+
+    async def prove(self) -> None:
+        """Close unless the log says that this is its leader still: for an answer that another one may know better.
+
+        Raises Unavailable.
+        """
+        self.told_head(await self._around.consensus.log_head(self._log_name))
+
+    def told_head(self, head: LogHead) -> None:
+        """The log's, now or some time ago: what another leader took or wrote ends this one's leadership."""
+        self._appender.told(head)
+        # What is being appended may have landed.
+        if self.is_open and self._appender.overtaken(self.state.applied + self._committing):
+            self.close(self._taken_over())
+
+    def _taken_over(self) -> NotLeader:
+        return NotLeader(f"another node took over: log={self._log_name} term={self._appender.term}.")
+
+    # fetch ----------------------------------------------------------------------------------------
+    def at_end(self, offset: int) -> bool:
+        """Whoever reads from there has read all there is."""
+        return self.closed_error is None and offset == self.state.high_watermark

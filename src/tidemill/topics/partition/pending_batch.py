@@ -1,0 +1,160 @@
+"""One produced batch on its way from `produce_nowait` to its result."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from tidemill.base.errors import TidemillError
+from tidemill.objects.store import Buffer
+from tidemill.topics.api import Here, Marker, ProduceResult, Within
+from tidemill.topics.batch.header import TRANSACTIONAL as IN_TRANSACTION
+from tidemill.topics.batch.header import BatchHeader, parse_header, stamp
+from tidemill.topics.config.configs import AS_SENT, TopicConfig
+from tidemill.topics.partition.transaction_verification import Permit
+from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, TRANSACTIONAL
+from tidemill.topics.produce import Line, Ticket
+
+
+class Owner(Protocol):
+    """The partition that led when the batch arrived."""
+
+    topic_id: str
+    partition: int
+
+    def batch_uploaded(self, pending: Pending) -> None: ...
+
+    def batch_failed(self, pending: Pending, error: TidemillError) -> None: ...
+
+
+class Pending:
+    """Ends exactly once. Implements `l0.writer.Staged`; `futures` has one entry per caller that shares the result.
+
+    `checked`: its bytes are good; only then may it be staged, and only then is `max_timestamp_ms` known. `keyed`: that
+    each of its records has a key was looked at too.
+    `within`: whose transaction a batch of records is of; `permit`: by which it may begin one here.
+    """
+
+    __slots__ = (
+        "abandoned",
+        "append_time_ms",
+        "buffer",
+        "checked",
+        "data",
+        "ends_below",
+        "first_byte",
+        "futures",
+        "header",
+        "here",
+        "keyed",
+        "kind",
+        "line",
+        "max_timestamp_ms",
+        "object_key",
+        "owner",
+        "partition",
+        "permit",
+        "size_bytes",
+        "staged_s",
+        "ticket",
+        "topic_id",
+        "within",
+    )
+
+    def __init__(
+        self,
+        owner: Owner,
+        header: BatchHeader,
+        buffer: Buffer,
+        future: asyncio.Future[ProduceResult],
+        line: Line,
+        *,
+        within: Within | None = None,
+        marker: Marker | None = None,
+    ) -> None:
+        self.owner = owner
+        self.topic_id = owner.topic_id
+        self.partition = owner.partition
+        self.header = header
+        self.line = line
+        self.checked = False
+        self.keyed = False
+        self.max_timestamp_ms = 0
+        self.append_time_ms = -1
+        self.buffer: Buffer = buffer
+        self.size_bytes = len(buffer)
+        self.staged_s = 0.0
+        self.futures = [future]
+        self.ticket: Ticket | None = None
+        self.abandoned = False
+        self.object_key = ""
+        self.first_byte = 0
+        self.data: bytearray | None = None
+        self.within = within
+        self.permit: Permit | None = None
+        self.ends_below = 0
+        """A marker: the first epoch whose transaction it does not end."""
+        self.here: Here | None = None
+        """A marker: what it ends, where that is known."""
+        if marker is not None:
+            self.kind, self.ends_below = COMMIT if marker.commit else ABORT, marker.below
+        else:
+            self.kind = TRANSACTIONAL if header.attributes & IN_TRANSACTION else PLAIN
+
+    @property
+    def idempotent(self) -> bool:
+        """Has it a place in its producer's sequence? A marker has none."""
+        return self.header.producer_id >= 0 and self.kind < COMMIT
+
+    @property
+    def identity(self) -> tuple[int, int, int, int]:
+        """What makes a retry the same batch: producer id, epoch, first sequence, record count."""
+        h = self.header
+        return (h.producer_id, h.producer_epoch, h.base_sequence, h.record_count)
+
+    def found_good(self, max_timestamp_ms: int, rewritten: bytearray | None) -> None:
+        """`rewritten`: what is stored in place of what was sent; the same records under the same numbers."""
+        self.checked, self.max_timestamp_ms = True, max_timestamp_ms
+        if rewritten is not None:
+            self.header, self.buffer, self.size_bytes = parse_header(rewritten), rewritten, len(rewritten)
+
+    def suits(self, config: TopicConfig) -> bool:
+        """Was it checked for, and is it as, what the topic asks of its records? A marker always is."""
+        return self.kind > TRANSACTIONAL or (
+            (self.keyed or not config.asks_keys) and config.codec in (AS_SENT, self.header.codec)
+        )
+
+    def stamp(self, append_time_ms: int) -> None:
+        """Its records get this time instead of their own (message.timestamp.type=LogAppendTime). In place where the
+        bytes may be written: who sent them sees the time in the answer."""
+        if memoryview(self.buffer).readonly:
+            self.buffer = bytearray(self.buffer)
+        stamp(self.buffer, append_time_ms)
+        self.max_timestamp_ms = self.append_time_ms = append_time_ms
+
+    def uploaded(self, object_key: str, first_byte: int, data: bytearray) -> None:
+        self.object_key, self.first_byte, self.data = object_key, first_byte, data
+        self.buffer = b""
+        self.owner.batch_uploaded(self)
+
+    def upload_failed(self, error: TidemillError) -> None:
+        self.owner.batch_failed(self, error)
+
+    def succeed(self, result: ProduceResult) -> None:
+        self.abandoned = True
+        for future in self.futures:
+            if not future.done():
+                future.set_result(result)
+
+    def fail(self, error: TidemillError) -> None:
+        self.abandoned = True
+        self.buffer = b""
+        for future in self.futures:
+            fail_future(future, error)
+
+
+def fail_future(future: asyncio.Future[ProduceResult], error: TidemillError) -> None:
+    """Set the error and mark it as seen: a client that went away is no fault of ours to log."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()

@@ -1,0 +1,52 @@
+"""What the callers of `produce_nowait` are told: results and errors of decided batches."""
+
+from __future__ import annotations
+
+from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.topics.api import (
+    InvalidProducerEpoch,
+    InvalidTransaction,
+    OutOfOrderSequence,
+    ProduceResult,
+    ProducerStatus,
+)
+from tidemill.topics.partition.pending_batch import Pending
+from tidemill.topics.partition.producer_state import Refusal, Remembered
+from tidemill.topics.partition.state import PartitionState
+from tidemill.topics.partition.transactions import OPEN_LIMIT
+
+
+def duplicate(batch: Remembered, state: PartitionState) -> ProduceResult:
+    return ProduceResult(batch.base_offset, batch.base_offset + batch.record_count - 1, state.log_start, duplicate=True)
+
+
+def producer_status(state: PartitionState, producer_id: int) -> ProducerStatus:
+    producer, opened = state.producers[producer_id], state.transactions.get(producer_id)
+    last = producer.batches[-1].last_sequence if producer.batches else -1
+    first = opened.first_offset if opened is not None else -1
+    return ProducerStatus(producer_id, producer.epoch, last, producer.updated_ms, first)
+
+
+def poisoned(pending: Pending) -> Unavailable:
+    return Unavailable(
+        f"an earlier batch of this producer did not reach the log: producer_id={pending.header.producer_id} "
+        f"sequence={pending.header.base_sequence}.",
+        fix="Send the batches again in order.",
+    )
+
+
+def refused(pending: Pending, refusal: Refusal) -> TidemillError:
+    header = pending.header
+    facts = (
+        f"partition={pending.topic_id}/{pending.partition} producer_id={header.producer_id} "
+        f"epoch={header.producer_epoch} sequence={header.base_sequence}"
+    )
+    if refusal is Refusal.STALE_EPOCH:
+        return InvalidProducerEpoch(f"a newer epoch of this producer has written here: {facts}.")
+    if refusal is Refusal.NO_TRANSACTION:
+        return InvalidTransaction(f"the batch is not of its producer's open transaction: {facts}.")
+    if refusal is Refusal.TOO_MANY_TRANSACTIONS:
+        return InvalidTransaction(f"{OPEN_LIMIT} transactions are open in the partition: {facts}.")
+    if refusal is Refusal.OTHER_TRANSACTION:
+        return Unavailable(f"what the marker ends is not certain any more: {facts}.", fix="Look, and send it again.")
+    return OutOfOrderSequence(f"the batch does not follow the producer's last one: {facts}.")

@@ -1,0 +1,105 @@
+"""PartitionReaderImpl: plans from logs and L1's rows, reads from the bucket. Implements `front.PartitionReader`.
+
+For other processes: a Spark driver plans and its executors read. Nothing here talks to a server or fences anyone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from math import inf
+
+from tidemill.base.errors import Corrupt, Invalid, TidemillError
+from tidemill.consensus.api import Consensus
+from tidemill.objects.store import ObjectStore
+from tidemill.topics.api import BatchRef, OffsetOutOfRange
+from tidemill.topics.batch_reads import read_batches
+from tidemill.topics.l1.reader import L1Reader
+from tidemill.topics.partition.recovery import catch_up, partition_log
+from tidemill.topics.partition.state import PartitionState
+
+RECENT_S = 20.0
+"""A state followed so lately names no object that may be gone: those wait for longer (`collect_after_s`)."""
+
+
+class PartitionReaderImpl:
+    """Follows each partition it is asked about, reading only what the log gained since. `consensus` may be None
+    in a process that only reads batches (an executor), `l1` in one that plans nothing below what is hot."""
+
+    def __init__(self, consensus: Consensus | None, objects: ObjectStore, l1: L1Reader | None = None) -> None:
+        self._consensus = consensus
+        self._objects = objects
+        self._l1 = l1
+        self._states: dict[str, PartitionState] = {}
+        self._followed_s: dict[str, float] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def high_watermark(self, topic_id: str, partition: int) -> int:
+        """The offset after the newest durable record, as of a read of the log during this call."""
+        return (await self._follow(topic_id, partition)).high_watermark
+
+    async def last_stable(self, topic_id: str, partition: int) -> int:
+        """See front.PartitionReader; as of a read of the log during this call."""
+        return (await self._follow(topic_id, partition)).last_stable
+
+    async def log_start(self, topic_id: str, partition: int) -> int:
+        return (await self._follow(topic_id, partition)).log_start
+
+    async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
+        """See front.PartitionReader. Of what retention took nothing is planned: a reader that began before it, and
+        was held by nobody, begins where the log starts."""
+        known = self._states.get(partition_log(topic_id, partition))
+        recent = self._followed_s.get(partition_log(topic_id, partition), -inf) > _now_s() - RECENT_S
+        if known is not None and recent and end <= known.last_stable:
+            state = known
+        else:
+            state = await self._follow(topic_id, partition)
+        try:
+            return await self._plan(topic_id, partition, state, start, end)
+        except Corrupt:
+            # Retention may have taken extents since: the log tells how far, and what is left must be there.
+            return await self._plan(topic_id, partition, await self._follow(topic_id, partition), start, end)
+
+    async def _plan(self, topic_id: str, partition: int, state: PartitionState, start: int, end: int) -> list[BatchRef]:
+        if end > state.last_stable:
+            raise OffsetOutOfRange(
+                f"the range passes what is committed: end={end} last_stable={state.last_stable} "
+                f"high_watermark={state.high_watermark} partition={topic_id}/{partition}."
+            )
+        start, boundary = max(start, state.log_start), min(end, state.reconciled)
+        # All of the state before anything is waited for: others follow the log with it.
+        hot: list[BatchRef] = []
+        if end > max(start, boundary):
+            first = state.first_batch(max(start, boundary))
+            hot = [state.committed_ref(index) for index in range(first, state.end_batch(end))]
+        if start >= boundary:
+            return hot
+        if self._l1 is None:
+            raise Invalid(f"this reader has no rows of L1: partition={topic_id}/{partition}.")
+        aborted = state.aborted.copy()
+        past = await self._l1.plan(topic_id, partition, start, boundary)
+        return [aborted.told(ref) for ref in past] + hot
+
+    async def read(self, refs: Sequence[BatchRef]) -> list[bytes]:
+        (found,) = await read_batches(self._objects, [refs])
+        if isinstance(found, TidemillError):
+            raise found
+        return [bytes(batch) for batch in found]
+
+    async def _follow(self, topic_id: str, partition: int) -> PartitionState:
+        if self._consensus is None:
+            raise Invalid("this reader has no consensus.", fix="Plan on the driver; executors only read.")
+        log = partition_log(topic_id, partition)
+        # One replay at a time per partition: the state has one owner.
+        async with self._locks.setdefault(log, asyncio.Lock()):
+            state = self._states.get(log)
+            if state is None:
+                state = PartitionState()
+            followed_s = _now_s()
+            self._states[log], _ = await catch_up(self._consensus, self._objects, log, state)
+            self._followed_s[log] = followed_s
+            return self._states[log]
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,82 @@
+"""The waiting shell of the producer queue: whoever redeems is called, or woken, when its turn comes.
+
+Callbacks run one after another from a worklist, never nested: a chain of a thousand waiting batches
+must not become a thousand stack frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from tidemill.base.errors import Unavailable
+from tidemill.topics.produce.order_queue import Line, QueueCore, Ticket, TicketState
+
+Turn = Callable[[Ticket], None]
+
+
+class ProducerQueue:
+    """One partition's queue. Single-threaded: all calls come from the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._core = QueueCore()
+        self._due: deque[Ticket] = deque()
+        self._draining = False
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    def reserve(self, line: Line) -> Ticket:
+        """Take the next place in this line now. The caller must end the ticket."""
+        return self._core.reserve(line)
+
+    def redeem(self, ticket: Ticket, then: Turn) -> None:
+        """Call `then(ticket)` once it is READY or POISONED: soon if it already is, else when it becomes so."""
+        ticket.then = then
+        if ticket.state is not TicketState.WAITING:
+            self._run([ticket])
+
+    def place(self, ticket: Ticket) -> None:
+        self._run(self._core.place(ticket))
+
+    def release(self, ticket: Ticket) -> None:
+        self._run(self._core.release(ticket))
+
+    def abandon(self, ticket: Ticket) -> None:
+        self._run(self._core.abandon(ticket))
+
+    async def turn(self, ticket: Ticket) -> None:
+        """Wait for the turn. Raises Unavailable when a predecessor was abandoned.
+
+        Cancelled before or while waiting, the ticket is abandoned; cancelled afterwards, nothing happens to it.
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def woken(_: Ticket) -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self.redeem(ticket, woken)
+        try:
+            await future
+        except asyncio.CancelledError:
+            self.abandon(ticket)
+            raise
+        if ticket.poisoned:
+            self.abandon(ticket)
+            raise Unavailable(f"an earlier batch of this producer failed: line={ticket.line}.")
+
+    def _run(self, resolved: list[Ticket]) -> None:
+        self._due.extend(resolved)
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._due:
+                ticket = self._due.popleft()
+                then, ticket.then = ticket.then, None
+                if then is not None:
+                    then(ticket)  # type: ignore[operator]
+        finally:
+            self._draining = False

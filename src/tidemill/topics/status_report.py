@@ -1,0 +1,116 @@
+"""Marks of topics: one per topic, each process's share being the partitions that it leads.
+
+A process that leads more topics than OWN_MARKS has one mark for all that are at their target, `topics`; those that
+stand below theirs keep their own, the ones with most behind first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from heapq import nlargest
+
+from tidemill.base.status.status import Tracker
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.topics.l0.writer import L0Writer
+from tidemill.topics.partition.leader import LedPartition
+from tidemill.topics.partition_supervisor import TOGETHER
+
+OWN_MARKS = 200
+"""About 30 kB of a process's report."""
+
+
+class Sum:
+    """position = sum of high watermarks, target = sum of reserved ends, of `count` open partitions; memory_bytes: what
+    they take."""
+
+    __slots__ = ("count", "memory_bytes", "position", "target")
+
+    def __init__(self) -> None:
+        self.position = self.target = self.memory_bytes = self.count = 0
+
+    @property
+    def behind(self) -> int:
+        return self.target - self.position
+
+    def add(self, position: int, target: int, memory_bytes: int, count: int) -> None:
+        self.position += position
+        self.target += target
+        self.memory_bytes += memory_bytes
+        self.count += count
+
+
+class Sums:
+    """Where the topics of one process stand. Only what was touched since the last look is added up anew."""
+
+    def __init__(self) -> None:
+        self.topics: dict[str, Sum] = {}
+        """topic id → of its open partitions here"""
+        self.all = Sum()
+        self.behind: set[str] = set()
+        self._touched: set[LedPartition] = set()
+        self._counted: dict[LedPartition, tuple[int, int, int]] = {}
+
+    def touch(self, led: LedPartition) -> None:
+        """It moved, or was opened or closed. A plain call, on the path of a produce."""
+        self._touched.add(led)
+
+    def look(self) -> None:
+        touched, self._touched = self._touched, set()
+        for led in touched:
+            counted = self._counted.pop(led, None)
+            if counted is not None:
+                self._add(led.topic_id, *(-each for each in counted), -1)
+            if led.is_open:
+                position = led.state.high_watermark
+                counted = self._counted[led] = position, position + led.reserved_records, led.state.memory_bytes
+                self._add(led.topic_id, *counted, 1)
+
+    def _add(self, topic_id: str, *parts: int) -> None:
+        found = self.topics.setdefault(topic_id, Sum())
+        for each in (found, self.all):
+            each.add(*parts)
+        if found.behind:
+            self.behind.add(topic_id)
+        else:
+            self.behind.discard(topic_id)
+        if not found.count:
+            del self.topics[topic_id]
+
+
+def report_marks(
+    tracker: Tracker,
+    sums: Sums,
+    topics: Mapping[str, TopicRow],
+    writer: L0Writer,
+    now_ms: int,
+    failing: Container[str] = (),
+) -> set[str]:
+    """Returns the names set; `held_by` names the oldest open upload. The marks of `failing` topics stay as they are:
+    progress of others of their partitions is no sign that they work."""
+    sums.look()
+    own = list(sums.topics)
+    if len(own) > OWN_MARKS:
+        own = nlargest(OWN_MARKS, sorted(sums.behind), key=lambda topic_id: sums.topics[topic_id].behind)
+    told = {f"topic:{topics[topic_id].name}": sums.topics[topic_id] for topic_id in own if topic_id in topics}
+    if len(own) < len(sums.topics):
+        rest = told[TOGETHER] = Sum()
+        rest.add(sums.all.position, sums.all.target, 0, 0)
+        for topic_id in own:
+            rest.add(-sums.topics[topic_id].position, -sums.topics[topic_id].target, 0, 0)
+    oldest = writer.oldest_upload()
+    for name, each in told.items():
+        if name in failing:
+            continue
+        held_by = f"upload:{oldest.key}" if each.behind and oldest is not None else ""
+        reason = "records wait for their upload and commit" if each.behind else ""
+        tracker.set(
+            name,
+            each.position,
+            each.target,
+            now_ms=now_ms,
+            held_by=held_by,
+            reason=reason,
+            unit="records",
+            share=True,
+        )
+    return set(told)
