@@ -32,8 +32,8 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
-from tidemill.shards.front import Binding, Remap
-from tidemill.shards.open import open_remap
+from tidemill.shards.api import Binding, Remap
+from tidemill.shards.registry import open_remap
 from tidemill.topics.local_topics import LocalTopics
 
 NAME = "bench"

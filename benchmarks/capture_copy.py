@@ -33,7 +33,7 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
-from tidemill.shards.open import open_remap
+from tidemill.shards.registry import open_remap
 from tidemill.topics.api import FetchRead, TopicLog
 from tidemill.topics.batch import decode_batch
 from tidemill.topics.local_topics import LocalTopics

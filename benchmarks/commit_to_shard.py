@@ -33,8 +33,8 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.cli.demo.environment import Environment
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
-from tidemill.shards.front import TIME, Remap, Shard
-from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.api import TIME, Remap, Shard
+from tidemill.shards.registry import open_remap, open_shard
 
 KINDS = {"jvm": b"bin/java\0", "node": b"tidemill.cli.serve", "driver": b"tidemill.spark.driver"}
 WARM_UP_S = 30

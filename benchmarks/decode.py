@@ -26,8 +26,8 @@ import msgspec
 import pyarrow as pa
 import pyarrow.json as pj
 
-from tidemill.shards.front import Binding, Column, ShardSchema
-from tidemill.shards.schema import arrow_type
+from tidemill.shards.api import Binding, Column, ShardSchema
+from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode import objects
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.ddl import stream_schema

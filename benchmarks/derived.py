@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from harbour import machine
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.schema import update_schema
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.schema import update_schema
 from tidemill.spark import Pipeline
 from tidemill.spark.derived import Derivation
 from tidemill.spark.session import build_session

@@ -19,8 +19,8 @@ import crc32c
 import pyarrow as pa
 
 from fuzz_found import Found
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.parts import encode_part
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.parts import encode_part
 from tidemill.spark.decode import objects
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records, blocks_of

@@ -44,7 +44,7 @@ from tidemill.base.errors import Missing, Unavailable
 from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.runner import TABLES
-from tidemill.shards.open import open_remap
+from tidemill.shards.registry import open_remap
 from tidemill.spark.tasks import boot_id
 from tidemill.spark.upsert.mirror import Mirror
 

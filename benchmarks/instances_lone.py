@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from instances_pipeline import LONE
 from tidemill.cli.demo.runner import Runner
-from tidemill.shards.front import HistoryLost
+from tidemill.shards.api import HistoryLost
 
 READER = "bench-instances"
 WAIT_S = 10.0

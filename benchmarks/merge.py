@@ -21,12 +21,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from harbour import machine
-from tidemill.shards.compaction import _split
-from tidemill.shards.consolidate import merged
-from tidemill.shards.front import DIFF, HASH, TIME, Column, Part, ShardSchema
-from tidemill.shards.hashing import hash_rows
-from tidemill.shards.parts import decode_part, encode_part
-from tidemill.shards.schema import contents_schema, update_schema
+from tidemill.shards.api import DIFF, HASH, TIME, Column, Part, ShardSchema
+from tidemill.shards.compaction.compaction import _split
+from tidemill.shards.parts.consolidate import merged
+from tidemill.shards.parts.parts import decode_part, encode_part
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema import contents_schema, update_schema
 
 SCHEMA = ShardSchema((Column("k", "string"), Column("n", "int64"), Column("v", "string")), ("k",))
 NAMES = contents_schema(SCHEMA).names

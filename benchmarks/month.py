@@ -240,8 +240,8 @@ async def write_table(cluster: Cluster, day: int, writes: int) -> None:
     from tidemill.base.clock import Rand
     from tidemill.consensus.factory import open_consensus
     from tidemill.objects.factory import open_objects
-    from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
-    from tidemill.shards.open import open_shard
+    from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+    from tidemill.shards.registry import open_shard
 
     class Moved:
         def now_ms(self) -> int:

@@ -21,12 +21,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from harbour import machine
-from tidemill.shards.consolidate import contents
-from tidemill.shards.difference import last_states
-from tidemill.shards.front import DIFF, HASH, Column, ShardSchema
-from tidemill.shards.hashing import hash_rows
-from tidemill.shards.parts import encode_part
-from tidemill.shards.schema import contents_schema, part_schema, update_schema
+from tidemill.shards.api import DIFF, HASH, Column, ShardSchema
+from tidemill.shards.parts.consolidate import contents
+from tidemill.shards.parts.parts import encode_part
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema import contents_schema, part_schema, update_schema
+from tidemill.shards.read.keyed_delta import last_states
 
 SCHEMA = ShardSchema((Column("id", "string"), Column("amount", "int64"), Column("note", "string")), ("id",))
 NAMES = contents_schema(SCHEMA).names

@@ -50,7 +50,7 @@ IDLE_MOVE_S = 1.0
 INLINE_BYTES = 16 << 10
 """A part below it travels in the log record: no object."""
 COMPACTION_REWRITES = 8
-"""FAN_IN of shards/compaction.py: each update is rewritten about log8(size) times."""
+"""FAN_IN of shards/compaction/compaction.py: each update is rewritten about log8(size) times."""
 
 
 @dataclass(frozen=True)

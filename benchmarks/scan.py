@@ -28,7 +28,7 @@ from harbour import machine
 from positions import SCHEMA, rows
 from tidemill.base.clock import Rand
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.compaction import compact_once
+from tidemill.shards.compaction.compaction import compact_once
 from tidemill.spark import build_session, read
 from tidemill.spark.stores import Urls, open_stores
 from upsert_tree import Tree

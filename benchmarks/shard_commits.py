@@ -15,9 +15,9 @@ import time
 import pyarrow as pa
 
 from harbour import machine
-from tidemill.shards.codec import encode_state
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.schema import update_schema
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.schema import update_schema
+from tidemill.shards.state.codec import encode_state
 from tidemill.spark.stores import Urls, open_stores
 
 SCHEMA = ShardSchema((Column("id", "int64"), Column("note", "string")), ("id",))

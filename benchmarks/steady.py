@@ -36,7 +36,7 @@ from tidemill.node.processes import start_all
 from tidemill.node.supervise import Supervisor
 from tidemill.objects.factory import open_objects
 from tidemill.shards.handle import LogShard
-from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.registry import open_remap, open_shard
 from upsert import PIPELINE
 from upsert_load import KEY, SCHEMA, check, value
 from upsert_tree import Tree

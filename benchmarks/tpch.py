@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from harbour import machine
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.schema import update_schema
+from tidemill.shards.parts.schema import update_schema
 from tidemill.spark import Pipeline
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.derived import Derivation

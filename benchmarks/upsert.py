@@ -27,9 +27,9 @@ import numpy as np
 import pyarrow as pa
 
 from harbour import machine, percentile
-from tidemill.shards.consolidate import contents, merged
-from tidemill.shards.open import open_shard
-from tidemill.shards.schema import part_schema
+from tidemill.shards.parts.consolidate import contents, merged
+from tidemill.shards.parts.schema import part_schema
+from tidemill.shards.registry import open_shard
 from tidemill.spark.stores import Urls, open_stores
 from upsert_load import KEY, SCHEMA, Load
 from upsert_tree import Tree

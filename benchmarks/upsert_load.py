@@ -15,9 +15,9 @@ import pyarrow.compute as pc
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.front import DIFF, TIME, Binding
-from tidemill.shards.open import open_remap
+from tidemill.shards.api import DIFF, TIME, Binding
+from tidemill.shards.compaction.compaction import compact_once
+from tidemill.shards.registry import open_remap
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.stores import Stores
 from tidemill.topics.batch import Record, encode_batch

@@ -18,7 +18,7 @@ import pyarrow.feather as feather
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.parts.schema import contents_schema
 from tidemill.spark.decode.ddl import stream_schema
 from upsert_load import KEY, SCHEMA
 

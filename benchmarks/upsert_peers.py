@@ -31,8 +31,8 @@ import pyarrow.parquet as pq
 
 from harbour import machine
 from tidemill.base.clock import Rand
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.open import open_shard
+from tidemill.shards.compaction.compaction import compact_once
+from tidemill.shards.registry import open_shard
 from tidemill.spark.stores import Urls, open_stores
 from upsert import Lane
 from upsert_load import check, rows_of, value

@@ -22,7 +22,7 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.bindings.remap import LogRemap
 from tidemill.topics.local_topics import LocalTopics
 
 

@@ -24,8 +24,8 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shards.front import Binding
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.api import Binding
+from tidemill.shards.bindings.remap import LogRemap
 from tidemill.topics.api import FetchRead
 from tidemill.topics.batch import Record, decode_batch
 from tidemill.topics.local_topics import LocalTopics

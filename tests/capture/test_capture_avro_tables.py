@@ -30,7 +30,7 @@ from tidemill.registry.http import registry_routes
 from tidemill.registry.kinds import Given
 from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar
-from tidemill.shards.cpu import inline_cpu
+from tidemill.shards.executor import inline_cpu
 from tidemill.topics.batch import Record
 
 pytestmark = pytest.mark.postgres

@@ -24,8 +24,8 @@ from tidemill.capture.values import RowEncoder
 from tidemill.capture.wire.connection import literal
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import TableSnapshot
-from tidemill.shards.front import Binding
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.api import Binding
+from tidemill.shards.bindings.remap import LogRemap
 from tidemill.topics.batch import Record, parse_header
 
 

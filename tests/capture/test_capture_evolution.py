@@ -12,7 +12,7 @@ from test_capture_tables import GOOD, good_flows, in_world
 
 from tidemill.base.errors import Unavailable
 from tidemill.base.lsn import Lsn
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.bindings.remap import LogRemap
 
 pytestmark = pytest.mark.postgres
 

@@ -20,7 +20,7 @@ from tidemill.capture.sinks import FlushNotices
 from tidemill.capture.wire.pgoutput import Begin, Commit, Insert, RelationMessage, WireColumn
 from tidemill.capture.wire.status import Status
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.bindings.remap import LogRemap
 
 
 class Sink:

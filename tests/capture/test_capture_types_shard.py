@@ -16,10 +16,10 @@ from capture_world import World
 from test_capture_types import columns, filled, in_world, quoted, selected
 
 from tidemill.shapes.shard_text import text_columns
-from tidemill.shards.front import TIME, Column, ShardSchema
+from tidemill.shards.api import TIME, Column, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.open import open_shard
-from tidemill.shards.schema import TIMESTAMPS
+from tidemill.shards.parts.schema import TIMESTAMPS
+from tidemill.shards.registry import open_shard
 from tidemill.spark.decode.captured import Captured, CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.spark.feeds import captured_schema

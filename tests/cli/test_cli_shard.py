@@ -16,9 +16,10 @@ from tidemill.cli.context import stores
 from tidemill.cli.main import app
 from tidemill.cli.shard import exporting
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards import compaction, ranges
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
-from tidemill.shards.open import open_shard
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.compaction import compaction
+from tidemill.shards.read import hash_ranges
+from tidemill.shards.registry import open_shard
 
 SCHEMA = ShardSchema((Column("k", "int32"), Column("v", "string")), ("k",))
 DAY = 1_700_000_000_000
@@ -162,7 +163,7 @@ def test_compact_merges_what_is_due_and_leaves_contents_alone(
 def test_an_export_is_one_time_whole_or_not_at_all(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "RANGE_ROWS", 50)
+    monkeypatch.setattr(hash_ranges, "RANGE_ROWS", 50)
     cluster.append([(n, "a", 1) for n in range(300)], [(n, "a", -1) for n in range(100)])
     cluster.command("evolve", "orders", "--add", "n long default 7", "--yes")
     early = cluster.json("export", "orders", str(tmp_path / "early"), "--as-of", "2023-11-14T22:13:21Z")
@@ -184,7 +185,7 @@ def test_an_export_is_one_time_whole_or_not_at_all(
 def test_an_export_that_is_cut_off_shows_nothing_and_the_next_one_is_whole(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "RANGE_ROWS", 50)
+    monkeypatch.setattr(hash_ranges, "RANGE_ROWS", 50)
     cluster.append([(n, "a", 1) for n in range(300)])
     plain, done = exporting._write, list[Path]()
 

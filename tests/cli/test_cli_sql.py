@@ -16,7 +16,7 @@ from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
 from tidemill.query import duck
-from tidemill.shards.front import HistoryLost
+from tidemill.shards.api import HistoryLost
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from tidemill.cli.verify.fold import TopicFold
 from tidemill.cli.verify.table import verify_expected
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shards.front import DIFF, TIME, Binding, Column, ShardSchema
-from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.api import DIFF, TIME, Binding, Column, ShardSchema
+from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.feeds import TopicFeed
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch

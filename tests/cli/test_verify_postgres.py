@@ -19,10 +19,10 @@ from tidemill.cli.verify.poisoned import canonical_keys
 from tidemill.cli.verify.table import Verified, verify_captured, verify_expected
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shards.front import DIFF, TIME, Binding, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Binding, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.open import open_shard
-from tidemill.shards.pgtypes import column_for, parse_column
+from tidemill.shards.parts.pg_columns import column_for, parse_column
+from tidemill.shards.registry import open_shard
 
 pytestmark = pytest.mark.postgres
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.spark.stores import Urls, open_stores
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"

@@ -25,7 +25,7 @@ from tidemill.keeper.persisted import Persisted
 from tidemill.keeper.topic_compaction import TopicCompaction
 from tidemill.keeper.topic_holds import PipelineHolds
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.bindings.remap import LogRemap
 from tidemill.topics.l1.extent_store import L1Rows
 from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage

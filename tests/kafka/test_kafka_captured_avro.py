@@ -18,7 +18,7 @@ from tidemill.node.http import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar
-from tidemill.shards.cpu import pooled_cpu
+from tidemill.shards.executor import pooled_cpu
 
 pytestmark = pytest.mark.postgres
 

@@ -20,9 +20,9 @@ from tidemill.keeper.shard_upkeep import ShardUpkeep
 from tidemill.metastore.rows import SHARDS
 from tidemill.metastore.rows.shards import ShardRow
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.open import open_shard
+from tidemill.shards.registry import open_shard
 
 T = TypeVar("T")
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "binary")), ("k",))

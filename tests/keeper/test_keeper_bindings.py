@@ -10,9 +10,9 @@ from tidemill.keeper.grounds import Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows.pipelines import PipelineRow
-from tidemill.shards.front import Binding
-from tidemill.shards.open import open_remap
-from tidemill.shards.remap import WHOLE_EVERY, LogRemap
+from tidemill.shards.api import Binding
+from tidemill.shards.bindings.remap import WHOLE_EVERY, LogRemap
+from tidemill.shards.registry import open_remap
 
 SOURCE = "topic/clicks"
 

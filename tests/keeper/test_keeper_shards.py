@@ -11,12 +11,12 @@ from tidemill.base.errors import Corrupt, Missing, Unavailable
 from tidemill.keeper.drop import drop_shard
 from tidemill.keeper.grounds import Retention
 from tidemill.keeper.jobs import Budget
-from tidemill.shards.checkpoint import assemble, decode_header, encode_header
-from tidemill.shards.front import HistoryLost, staged_key
+from tidemill.shards.api import HistoryLost, staged_key
 from tidemill.shards.handle import LogShard
-from tidemill.shards.holding import holding
-from tidemill.shards.restore import restore_shard
-from tidemill.shards.state import check_whole
+from tidemill.shards.read.holds import holding
+from tidemill.shards.state.checkpoint import assemble, decode_header, encode_header
+from tidemill.shards.state.restore import restore_shard
+from tidemill.shards.state.state import check_whole
 
 
 def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() -> None:

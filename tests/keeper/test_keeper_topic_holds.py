@@ -9,8 +9,8 @@ from keeper_world import World, run
 from tidemill.keeper.persisted import Persisted
 from tidemill.keeper.topic_holds import PipelineHolds
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TopicRow
-from tidemill.shards.front import Binding
-from tidemill.shards.open import open_remap
+from tidemill.shards.api import Binding
+from tidemill.shards.registry import open_remap
 
 TOPIC = TopicRow("clicks", "id-1", 2)
 

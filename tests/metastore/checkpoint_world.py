@@ -21,14 +21,14 @@ from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shards.checkpoint import assemble, decode_header
-from tidemill.shards.codec import decode_batch
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.front import DIFF, TIME, Binding, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Binding, Column, ShardSchema
+from tidemill.shards.bindings.remap import LogRemap, decode_binding, decode_stored
+from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
-from tidemill.shards.open import open_remap, open_shard
-from tidemill.shards.remap import LogRemap, decode_binding, decode_stored
-from tidemill.shards.state import ShardState, check_whole
+from tidemill.shards.registry import open_remap, open_shard
+from tidemill.shards.state.checkpoint import assemble, decode_header
+from tidemill.shards.state.codec import decode_batch
+from tidemill.shards.state.state import ShardState, check_whole
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics

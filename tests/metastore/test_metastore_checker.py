@@ -32,7 +32,7 @@ from tidemill.metastore.rows import (
 )
 from tidemill.metastore.rows.topics import TopicIdRow
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shards.front import DIFF, TIME
+from tidemill.shards.api import DIFF, TIME
 
 
 def run(body: Callable[[World], Awaitable[None]], **world: Any) -> None:

@@ -20,10 +20,10 @@ from tidemill.metastore.backup.checkpoint import Checkpointer, Group, packed, sl
 from tidemill.metastore.backup.restore import ATTEMPT_REGISTER, Attempt
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.open import open_shard
-from tidemill.shards.remap import encode_binding
-from tidemill.shards.restore import restore_bindings, restore_shard
+from tidemill.shards.bindings.remap import encode_binding
+from tidemill.shards.compaction.compaction import compact_once
+from tidemill.shards.registry import open_shard
+from tidemill.shards.state.restore import restore_bindings, restore_shard
 from tidemill.topics.lifecycle.checkpoint import PartitionFollower
 from tidemill.topics.lifecycle.restore import restore_partition
 from tidemill.topics.partition.recovery import catch_up, partition_log

@@ -11,7 +11,7 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.drop import drop_shard
 from tidemill.keeper.restore import Restorer
 from tidemill.metastore.rows import SHARD_BATCHES, SHARDS
-from tidemill.shards.open import open_shard, read_shards
+from tidemill.shards.registry import open_shard, read_shards
 
 
 async def drop(world: World, name: str) -> None:

@@ -10,8 +10,8 @@ from checkpoint_world import Restored, World, family_rows, persisted, rows_of
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.restore import Restorer
 from tidemill.metastore.rows import BINDINGS
-from tidemill.shards.front import Binding
-from tidemill.shards.open import open_remap
+from tidemill.shards.api import Binding
+from tidemill.shards.registry import open_remap
 
 
 async def mint(world: World, count: int) -> None:

@@ -15,8 +15,8 @@ from tidemill.metastore.backup import checkpoint
 from tidemill.metastore.backup.checkpoint import Checkpointer, Unit
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.metastore.rows import CHECKPOINTS, PARTITIONS
-from tidemill.shards.machine import shard_log
-from tidemill.shards.remap import log_name
+from tidemill.shards.bindings.remap import log_name
+from tidemill.shards.state.state_machine import shard_log
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.partition.producer_state import Producer, Remembered
 from tidemill.topics.partition.recovery import partition_log

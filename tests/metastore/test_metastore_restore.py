@@ -33,7 +33,7 @@ from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, Group
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.registry import open_remap, open_shard
 from tidemill.topics.api import FetchRead, InvalidProducerEpoch, OutOfOrderSequence
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.local_topics import LocalTopics

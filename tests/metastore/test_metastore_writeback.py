@@ -12,9 +12,9 @@ from checkpoint_world import Restored, World, rows_of
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Unknown
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.shards.open import open_remap, open_shard
-from tidemill.shards.remap import encode_binding
-from tidemill.shards.restore import restore_bindings, restore_shard, restored_id
+from tidemill.shards.bindings.remap import encode_binding
+from tidemill.shards.registry import open_remap, open_shard
+from tidemill.shards.state.restore import restore_bindings, restore_shard, restored_id
 from tidemill.topics.api import FetchRead
 from tidemill.topics.lifecycle.restore import newest_epoch, restore_partition, restore_registers
 from tidemill.topics.local_topics import LocalTopics

@@ -20,8 +20,8 @@ from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.node.binder import Binder
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shards.front import Binding
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.api import Binding
+from tidemill.shards.bindings.remap import LogRemap
 from tidemill.topics.api import Marker, Within
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.control_batch import transactional

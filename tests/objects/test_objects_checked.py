@@ -24,12 +24,12 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import ObjectMeta
 from tidemill.objects.verified_read import checked, checked_now
-from tidemill.shards.checksums import open_part
-from tidemill.shards.fetching import fetching
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
-from tidemill.shards.parts import encode_part
-from tidemill.shards.reading import PartReader
-from tidemill.shards.verified_file import VerifiedFile
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.parts.checksums import open_part
+from tidemill.shards.parts.parts import encode_part
+from tidemill.shards.read.part_bytes import fetching
+from tidemill.shards.read.part_reader import PartReader
+from tidemill.shards.read.verified_file import VerifiedFile
 
 
 @pytest.mark.parametrize("synchronous", [False, True])

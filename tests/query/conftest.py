@@ -11,7 +11,9 @@ import pytest
 from query_world import BACKENDS, World
 
 from tidemill.query import reading
-from tidemill.shards import compaction, fetching, handle, ranges
+from tidemill.shards import handle
+from tidemill.shards.compaction import compaction
+from tidemill.shards.read import hash_ranges, part_bytes
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +46,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part an object that is read in pieces, every read held, a range for fifty rows, merges of two."""
     for writer in (handle, compaction):
         monkeypatch.setattr(writer, "INLINE_PART_BYTES", 0)
-    monkeypatch.setattr(fetching, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(part_bytes, "WHOLE_BYTES", 0)
     monkeypatch.setattr(reading, "HOLD_ABOVE_BYTES", 0)
-    monkeypatch.setattr(ranges, "RANGE_ROWS", 50)
+    monkeypatch.setattr(hash_ranges, "RANGE_ROWS", 50)
     monkeypatch.setattr(compaction, "FAN_IN", 2)
 
 

@@ -16,8 +16,8 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.keeper.collection import collect
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import ResilientObjects
-from tidemill.shards import compaction
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.compaction import compaction
 from tidemill.spark.stores import Stores, Urls
 
 ORDERS = ShardSchema((Column("id", "int64"), Column("status", "string"), Column("total", "decimal(12,2)")), ("id",))

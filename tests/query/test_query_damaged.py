@@ -14,8 +14,8 @@ from test_query_table import filled
 
 from tidemill.base.errors import Corrupt
 from tidemill.query.table import Table
-from tidemill.shards import parts
-from tidemill.shards.front import Part
+from tidemill.shards.api import Part
+from tidemill.shards.parts import parts
 
 SUM = "SELECT sum(total) FROM orders"
 

@@ -16,8 +16,8 @@ from test_query_table import filled, until_let_go
 
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.query import duck
-from tidemill.shards.evolution import Changes
-from tidemill.shards.front import Column, HistoryLost, ShardSchema
+from tidemill.shards.api import Column, HistoryLost, ShardSchema
+from tidemill.shards.parts.schema_evolution import Changes
 
 EVERY = "SELECT count(*), count(DISTINCT id), sum(total), count(*) FILTER (status = 'paid') FROM orders"
 
@@ -66,7 +66,7 @@ def test_where_no_plan_is_exact_the_contents_are_copied_and_nothing_stays_held(
             await shard.aclose()
 
         world.portal.call(evolve())
-        monkeypatch.setattr("tidemill.shards.plan.DIFFERENCE_BYTES", 0)
+        monkeypatch.setattr("tidemill.shards.read.read_plan.DIFFERENCE_BYTES", 0)
         orders.to_duckdb(connection)
         assert connection.sql("SELECT count(*), min(note), max(note) FROM orders").fetchall() == [(300, "none", "none")]
         assert world.holds() == []

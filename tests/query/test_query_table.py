@@ -20,9 +20,9 @@ from query_world import ORDERS, World, make_consensus, rows_of
 import tidemill
 from patience import DEADLINE_S
 from tidemill.base.errors import Closed, Invalid, Missing, Unavailable
-from tidemill.shards.evolution import Changes
-from tidemill.shards.front import Column, HistoryLost, ShardSchema
+from tidemill.shards.api import Column, HistoryLost, ShardSchema
 from tidemill.shards.handle import LogShard
+from tidemill.shards.parts.schema_evolution import Changes
 
 
 def filled(world: World) -> None:
@@ -119,7 +119,7 @@ async def _everything_moves(world: World, written: list[int], since: int) -> Non
 
     from tidemill.base.clock import Rand, SystemClock
     from tidemill.keeper.collection import collect
-    from tidemill.shards.compaction import compact_once
+    from tidemill.shards.compaction.compaction import compact_once
 
     shard = await world.stores.shard("orders")
     lower, upper = (await shard.frontiers())[1], written[-1] + 10

@@ -12,7 +12,7 @@ import pytest
 from query_world import World
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 
 SCHEMA = ShardSchema(
     (Column("k", "timestamp_ntz"), Column("clock", "timestamp_ntz"), Column("at", "timestamp")), ("k",)

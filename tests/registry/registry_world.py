@@ -22,7 +22,7 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.machine import Registry
 from tidemill.registry.settings import RegistrySettings
-from tidemill.shards.cpu import inline_cpu
+from tidemill.shards.executor import inline_cpu
 
 T = TypeVar("T")
 

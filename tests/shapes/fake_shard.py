@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tidemill.shards.front import DIFF, TIME, Batch, Delta, HistoryLost, Part, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Batch, Delta, HistoryLost, Part, ShardSchema
 
 ARROW = {
     "bool": pa.bool_(),

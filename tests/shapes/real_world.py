@@ -19,8 +19,8 @@ from tidemill.metastore.factory import metastore_on
 from tidemill.node.http import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes import ShapeService, shape_routes
-from tidemill.shards.open import open_shard
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.bindings.remap import LogRemap
+from tidemill.shards.registry import open_shard
 from tidemill.topics.local_topics import LocalTopics
 
 

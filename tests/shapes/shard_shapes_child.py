@@ -18,7 +18,7 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.node.http import HttpServer
 from tidemill.objects.factory import open_objects
 from tidemill.shapes import LogLimits, ShapeService, ShapeSettings, shape_routes
-from tidemill.shards.open import open_shard
+from tidemill.shards.registry import open_shard
 
 
 async def main(consensus_url: str, objects_url: str, directory: str, port: int, cluster: str) -> None:

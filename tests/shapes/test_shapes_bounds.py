@@ -15,7 +15,7 @@ from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.refusals import REFUSED_S, Refusals
 from tidemill.shapes.sink import BacklogLimits
 from tidemill.shapes.sizes import SHAPE_BYTES
-from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.api import Column, ShardSchema
 
 pytestmark = pytest.mark.postgres
 

@@ -20,7 +20,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.share import LoopShare, Step, Turn
 from tidemill.shapes.where import Type, compile_where
-from tidemill.shards.front import Column, Delta, ShardSchema
+from tidemill.shards.api import Column, Delta, ShardSchema
 
 pytestmark = pytest.mark.postgres
 

@@ -20,7 +20,7 @@ from tidemill.shapes.http.grants import Grants
 from tidemill.shapes.named import FromClaim, FromClient, NamedShape, claim_text
 from tidemill.shapes.rights import Denied
 from tidemill.shapes.where import Type, both, compile_where
-from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.api import Column, ShardSchema
 
 DDL = """
 CREATE TABLE item (id int PRIMARY KEY, tenant text NOT NULL, kind text, "Odd, Name" int, secret text);

@@ -14,8 +14,8 @@ from shape_world import Client, ShapeWorld, eventually, run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing
 from tidemill.shapes import ShapeSettings
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
-from tidemill.shards.open import open_shard
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.registry import open_shard
 
 pytestmark = pytest.mark.postgres
 

@@ -29,10 +29,10 @@ from tidemill.shapes.shard_source import ShardFeed, shard_schema_json, shard_typ
 from tidemill.shapes.shard_text import clock_text, date_text, float4_text, float8_text, text_columns, timestamp_text
 from tidemill.shapes.share import LoopShare
 from tidemill.shapes.where import compile_where
-from tidemill.shards.evolution import Changes
-from tidemill.shards.front import Column, Shard, ShardSchema
+from tidemill.shards.api import Column, Shard, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.open import open_shard
+from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.registry import open_shard
 
 SCHEMA = ShardSchema((Column("id", "int32"), Column("v", "string")), ("id",))
 BAG = ShardSchema((Column("id", "int32"), Column("v", "string")), ())

@@ -20,9 +20,9 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.cli.demo.ports import free_address
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.open import open_shard, unregister
+from tidemill.shards.registry import open_shard, unregister
 
 CHILD = Path(__file__).parent / "shard_shapes_child.py"
 KEYED = ShardSchema((Column("id", "int32"), Column("v", "string")), ("id",))

@@ -13,7 +13,7 @@ from test_shapes_subset_client import SubsetClient
 
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import ShapeSettings
-from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.api import Column, ShardSchema
 
 pytestmark = pytest.mark.postgres
 

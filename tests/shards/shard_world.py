@@ -14,9 +14,9 @@ from tidemill.base.errors import Unavailable, Unknown
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.open import open_shard
+from tidemill.shards.registry import open_shard
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Conflict, Unavailable
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
-from tidemill.shards.open import open_shard
+from tidemill.shards.registry import open_shard
 
 
 async def main(consensus_url: str, objects_url: str, name: str, until: int, mode: str) -> None:

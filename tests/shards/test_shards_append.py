@@ -8,10 +8,10 @@ import pytest
 from shard_world import SCHEMA, World, append, contents_of, run, updates
 
 from tidemill.base.errors import Closed, Conflict, Invalid, Missing, Unavailable
-from tidemill.shards.apply import Reason, Rejected, apply
-from tidemill.shards.commands import Append, Create
-from tidemill.shards.front import Batch, Column, Part, ShardSchema
-from tidemill.shards.state import ShardState, check_whole
+from tidemill.shards.api import Batch, Column, Part, ShardSchema
+from tidemill.shards.state.apply import Reason, Rejected, apply
+from tidemill.shards.state.commands import Append, Create
+from tidemill.shards.state.state import ShardState, check_whole
 
 
 def test_append_moves_upper_and_shows_the_batch() -> None:

@@ -19,10 +19,10 @@ from hypothesis.stateful import (
 from shard_world import World, run
 
 from tidemill.base.errors import Conflict, Corrupt
-from tidemill.shards import remap as remap_module
-from tidemill.shards.front import Binding, HistoryLost
-from tidemill.shards.open import open_remap
-from tidemill.shards.remap import LogRemap, decode_binding, encode_binding, encode_delta
+from tidemill.shards.api import Binding, HistoryLost
+from tidemill.shards.bindings import remap as remap_module
+from tidemill.shards.bindings.remap import LogRemap, decode_binding, encode_binding, encode_delta
+from tidemill.shards.registry import open_remap
 
 TABLES = {f"0c5b1c34-7a0e-4a8e-9a60-{n:012d}": (1000, 2000, 3000, 4000) for n in range(100)}
 

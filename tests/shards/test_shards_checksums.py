@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tidemill.base.errors import Corrupt
-from tidemill.shards.checksums import open_part, sealed, unsealed
-from tidemill.shards.codec import decode_batch, decode_command, encode_batch, encode_command
-from tidemill.shards.commands import Append
-from tidemill.shards.front import DIFF, TIME, Batch, Column, Part, ShardSchema
-from tidemill.shards.pages import check_pages
-from tidemill.shards.parts import Codec, decode_part, encode_part
-from tidemill.shards.verified_file import VerifiedFile
+from tidemill.shards.api import DIFF, TIME, Batch, Column, Part, ShardSchema
+from tidemill.shards.parts.checksums import open_part, sealed, unsealed
+from tidemill.shards.parts.parquet_pages import check_pages
+from tidemill.shards.parts.parts import Codec, decode_part, encode_part
+from tidemill.shards.read.verified_file import VerifiedFile
+from tidemill.shards.state.codec import decode_batch, decode_command, encode_batch, encode_command
+from tidemill.shards.state.commands import Append
 
 COUNT = 300
 SCHEMA = ShardSchema(

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from shard_world import SCHEMA, Row, contents_of, summed, tuples, updates
 
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.shards import consolidate
-from tidemill.shards.front import HASH, Column, Part, ShardSchema
-from tidemill.shards.parts import decode_part, encode_part
-from tidemill.shards.schema import arrow_type, canonical_type, checked, part_schema
+from tidemill.shards.api import HASH, Column, Part, ShardSchema
+from tidemill.shards.parts import consolidate
+from tidemill.shards.parts.parts import decode_part, encode_part
+from tidemill.shards.parts.schema import arrow_type, canonical_type, checked, part_schema
 
 KEYLESS = ShardSchema(SCHEMA.columns, ())
 VALUES = st.sampled_from(["a", "b", "", None])

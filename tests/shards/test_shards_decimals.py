@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.decimals import of_decimals, of_texts, rescaled
-from tidemill.shards.evolution import canonical_default
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.keys import key_hashes
-from tidemill.shards.pgtypes import parse_column
-from tidemill.shards.schema import conform
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.decimals import of_decimals, of_texts, rescaled
+from tidemill.shards.parts.key_hash import key_hashes
+from tidemill.shards.parts.pg_columns import parse_column
+from tidemill.shards.parts.schema import conform
+from tidemill.shards.parts.schema_evolution import canonical_default
 
 FORMS = ((38, 0), (38, 18), (38, 37), (38, 38), (20, 19), (8, 2), (1, 0))
 WRAPS = ("400000000000000000000", "-400000000000000000000.5", "340282366920938463463.374607431768211457")

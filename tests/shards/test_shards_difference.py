@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from shard_world import SCHEMA, Row, contents_of, summed, updates
 from test_shards_ranges import histories
 
-from tidemill.shards.consolidate import merged
-from tidemill.shards.difference import UNTIL, last_states
-from tidemill.shards.front import DIFF, HASH, TIME
-from tidemill.shards.hashing import hash_rows
+from tidemill.shards.api import DIFF, HASH, TIME
+from tidemill.shards.parts.consolidate import merged
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.read.keyed_delta import UNTIL, last_states
 
 
 def hashed(rows: pa.Table) -> pa.Table:

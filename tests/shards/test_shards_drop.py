@@ -9,7 +9,7 @@ from shard_world import SCHEMA, World, append, contents_of, run
 
 from tidemill.base.errors import Missing
 from tidemill.keeper.drop import drop_shard
-from tidemill.shards.open import created_shards, read_shards
+from tidemill.shards.registry import created_shards, read_shards
 
 
 class NoPipelines:

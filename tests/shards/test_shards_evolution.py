@@ -10,17 +10,17 @@ import pytest
 from shard_world import SCHEMA, FlakyConsensus, World, append, run, updates
 
 from tidemill.base.errors import Closed, Invalid, Unknown
-from tidemill.shards.apply import apply, batch_id
-from tidemill.shards.checkpoint import assemble, decode_header, encode_header, header_of, shard_changes
-from tidemill.shards.codec import decode_batch
-from tidemill.shards.commands import Append, Create, Evolve, Replace
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.evolution import Changes, canonical_default, changes_to, default_value, evolved
-from tidemill.shards.front import Batch, Column, Evolved, Part, ShardSchema
-from tidemill.shards.hashing import bucket_of, hash_rows
-from tidemill.shards.restore import restore_shard
-from tidemill.shards.schema import hash_columns
-from tidemill.shards.state import SchemaVersion, broken_whole
+from tidemill.shards.api import Batch, Column, Evolved, Part, ShardSchema
+from tidemill.shards.compaction.compaction import compact_once
+from tidemill.shards.parts.row_hash import bucket_of, hash_rows
+from tidemill.shards.parts.schema import hash_columns
+from tidemill.shards.parts.schema_evolution import Changes, canonical_default, changes_to, default_value, evolved
+from tidemill.shards.state.apply import apply, batch_id
+from tidemill.shards.state.checkpoint import assemble, decode_header, encode_header, header_of, shard_changes
+from tidemill.shards.state.codec import decode_batch
+from tidemill.shards.state.commands import Append, Create, Evolve, Replace
+from tidemill.shards.state.restore import restore_shard
+from tidemill.shards.state.state import SchemaVersion, broken_whole
 
 N = Column("n", "int16", "7")
 BASE = ShardSchema(
@@ -132,7 +132,7 @@ def by_key(table: pa.Table) -> list[dict[str, object]]:
 
 
 def test_a_merge_by_a_handle_of_before_keeps_the_new_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.shards.compaction.FAN_IN", 2)
+    monkeypatch.setattr("tidemill.shards.compaction.compaction.FAN_IN", 2)
     world = World()
 
     async def main() -> None:

@@ -18,16 +18,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tidemill.shards import compaction
-from tidemill.shards.apply import Reason, Rejected, apply, batch_id
-from tidemill.shards.codec import decode_command, decode_state, encode_command, encode_state
-from tidemill.shards.commands import Append, Command, Create, DowngradeSince, Evolve, Replace
-from tidemill.shards.consolidate import contents, merged
-from tidemill.shards.evolution import Changes, default_value
-from tidemill.shards.front import DIFF, TIME, Batch, Column, Part, ShardSchema
-from tidemill.shards.parts import decode_part, encode_part, within
-from tidemill.shards.schema import contents_schema, update_schema
-from tidemill.shards.state import ShardState, check_whole
+from tidemill.shards.api import DIFF, TIME, Batch, Column, Part, ShardSchema
+from tidemill.shards.compaction import compaction
+from tidemill.shards.parts.consolidate import contents, merged
+from tidemill.shards.parts.parts import decode_part, encode_part, within
+from tidemill.shards.parts.schema import contents_schema, update_schema
+from tidemill.shards.parts.schema_evolution import Changes, default_value
+from tidemill.shards.state.apply import Reason, Rejected, apply, batch_id
+from tidemill.shards.state.codec import decode_command, decode_state, encode_command, encode_state
+from tidemill.shards.state.commands import Append, Command, Create, DowngradeSince, Evolve, Replace
+from tidemill.shards.state.state import ShardState, check_whole
 
 TYPES = ["float32", "int16", "decimal(4,2)", "string", "bool"]
 WIDER = {"int16": "int32", "int32": "int64", "float32": "float64", "decimal(4,2)": "decimal(9,2)"}

@@ -7,11 +7,11 @@ import pytest
 from shard_world import SCHEMA
 
 from tidemill.base.errors import Corrupt
-from tidemill.shards.apply import apply, collectable
-from tidemill.shards.codec import decode_command, decode_state, encode_command, encode_state
-from tidemill.shards.commands import Append, BatchId, Collected, Create, Drop, Replace, SetHold, Sweep
-from tidemill.shards.front import Batch, Column, Part, ShardSchema, part_key, written_ms
-from tidemill.shards.state import Garbage, Hold, ShardState, WriterToken
+from tidemill.shards.api import Batch, Column, Part, ShardSchema, part_key, written_ms
+from tidemill.shards.state.apply import apply, collectable
+from tidemill.shards.state.codec import decode_command, decode_state, encode_command, encode_state
+from tidemill.shards.state.commands import Append, BatchId, Collected, Create, Drop, Replace, SetHold, Sweep
+from tidemill.shards.state.state import Garbage, Hold, ShardState, WriterToken
 
 PART = [3, 100, 0, "shards/id/w-0af3.parquet", b"", 1, 9]
 SCHEMA_OUT = [[["k", "int64"], ["v", "string"]], ["k"], 1]

@@ -11,7 +11,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.shards.hashing import bucket_of, hash_rows
+from tidemill.shards.parts.row_hash import bucket_of, hash_rows
 
 MASK = (1 << 64) - 1
 

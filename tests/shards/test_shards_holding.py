@@ -10,13 +10,13 @@ from shard_world import World, append, contents_of, run, summed
 
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Unavailable, Unknown
-from tidemill.shards import reads
-from tidemill.shards.apply import Reason, Rejected, apply
-from tidemill.shards.commands import Append, Close, Create, SetHold
-from tidemill.shards.front import Batch, HistoryLost, Part
-from tidemill.shards.holding import MovingHold, holding
-from tidemill.shards.open import open_shard
-from tidemill.shards.state import HOLDS_KEPT, ShardState
+from tidemill.shards.api import Batch, HistoryLost, Part
+from tidemill.shards.read import read_handle
+from tidemill.shards.read.holds import MovingHold, holding
+from tidemill.shards.registry import open_shard
+from tidemill.shards.state.apply import Reason, Rejected, apply
+from tidemill.shards.state.commands import Append, Close, Create, SetHold
+from tidemill.shards.state.state import HOLDS_KEPT, ShardState
 
 ROWS = [(n, "a", 5, 1) for n in range(50)]
 
@@ -131,7 +131,7 @@ def test_a_kept_hold_is_renewed_where_it_stands_and_at_the_head() -> None:
 
 
 def test_a_large_read_holds_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads, "HOLD_ABOVE_BYTES", 100)
+    monkeypatch.setattr(read_handle, "HOLD_ABOVE_BYTES", 100)
 
     async def scenario() -> None:
         world = World()

@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.hashing import hash_rows
-from tidemill.shards.keys import KEYS_MAX, key_hashes
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.key_hash import KEYS_MAX, key_hashes
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema import contents_schema
 
 PAIR = ShardSchema((Column("a", "int64"), Column("b", "string"), Column("v", "string")), ("b", "a"))
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from shard_world import SCHEMA
 
 from tidemill.cli.shard import exporting
-from tidemill.shards import consolidate, parts
-from tidemill.shards.consolidate import contents, merged
-from tidemill.shards.front import DIFF, TIME, Batch, Part, ShardSchema
-from tidemill.shards.hashing import hash_rows
-from tidemill.shards.parts import encode_part
-from tidemill.shards.ranges import cut, read_ordered, read_range
-from tidemill.shards.rows import cuts_of, one_chunk, rows_at, rows_equal, sizes_of
-from tidemill.shards.schema import part_schema, update_schema
+from tidemill.shards.api import DIFF, TIME, Batch, Part, ShardSchema
+from tidemill.shards.parts import consolidate, parts
+from tidemill.shards.parts.arrow_rows import cuts_of, one_chunk, rows_at, rows_equal, sizes_of
+from tidemill.shards.parts.consolidate import contents, merged
+from tidemill.shards.parts.parts import encode_part
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema import part_schema, update_schema
+from tidemill.shards.read.hash_ranges import cut, read_ordered, read_range
 
 MIB = 1 << 20
 VALUES = st.sampled_from([None, "", "a", "bcd", "é" * 9, "x" * 40])

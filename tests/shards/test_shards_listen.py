@@ -11,10 +11,10 @@ from shard_world import World, append, contents_of, run, tuples, updates
 
 from tidemill.base.errors import Closed, Corrupt, Missing, Unavailable
 from tidemill.shards import handle as handle_module
-from tidemill.shards.compaction import FAN_IN, choose, compact_once
-from tidemill.shards.front import Batch, Delta, Part
+from tidemill.shards.api import Batch, Delta, Part
+from tidemill.shards.compaction.compaction import FAN_IN, choose, compact_once
 from tidemill.shards.handle import LogShard
-from tidemill.shards.state import check_whole
+from tidemill.shards.state.state import check_whole
 
 
 async def gather(shard: LogShard, lower: int, upper: int) -> list[Delta]:

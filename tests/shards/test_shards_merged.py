@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.shards import consolidate
-from tidemill.shards.front import DIFF, HASH, TIME, Column, ShardSchema
-from tidemill.shards.hashing import hash_rows
-from tidemill.shards.schema import arrow_type, contents_schema, part_schema, update_schema
+from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
+from tidemill.shards.parts import consolidate
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema import arrow_type, contents_schema, part_schema, update_schema
 
 VALUES: dict[str, list[Any]] = {
     "bool": [True, False, None],

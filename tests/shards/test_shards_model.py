@@ -21,12 +21,14 @@ from tidemill.keeper.collection import collect
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.orphans import Orphans
-from tidemill.shards import compaction, handle, machine
-from tidemill.shards.consolidate import contents
-from tidemill.shards.front import Batch, HistoryLost
+from tidemill.shards import handle
+from tidemill.shards.api import Batch, HistoryLost
+from tidemill.shards.compaction import compaction
 from tidemill.shards.handle import LogShard
-from tidemill.shards.reading import PartReader
-from tidemill.shards.state import check_whole
+from tidemill.shards.parts.consolidate import contents
+from tidemill.shards.read.part_reader import PartReader
+from tidemill.shards.state import state_machine
+from tidemill.shards.state.state import check_whole
 
 HANDLES = st.integers(0, 2)
 
@@ -247,5 +249,5 @@ def test_shards_equal_a_sequential_multiset(monkeypatch: pytest.MonkeyPatch, inl
     monkeypatch.setattr(compaction, "INLINE_PART_BYTES", inline_bytes)
     monkeypatch.setattr(compaction, "SMALLEST_CLASS_BYTES", 4 << 10)
     monkeypatch.setattr(compaction, "FAN_IN", 3)
-    monkeypatch.setattr(machine, "ROLLUP_AFTER_RECORDS", 9)
+    monkeypatch.setattr(state_machine, "ROLLUP_AFTER_RECORDS", 9)
     run_state_machine_as_test(ShardModel, settings=settings(max_examples=25, stateful_step_count=25, deadline=None))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tidemill.base.errors import Invalid
 from tidemill.base.pgtypes.text import read_bytea
-from tidemill.shards.front import Column
-from tidemill.shards.pgtypes import DATE_INFINITY, TIMESTAMP_INFINITY, cast_text, column_for, parse_column
+from tidemill.shards.api import Column
+from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY, cast_text, column_for, parse_column
 
 
 @pytest.mark.parametrize(

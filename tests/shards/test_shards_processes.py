@@ -13,8 +13,8 @@ from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
-from tidemill.shards.open import open_shard, read_shards
-from tidemill.shards.state import check_whole
+from tidemill.shards.registry import open_shard, read_shards
+from tidemill.shards.state.state import check_whole
 
 CHILD = Path(__file__).with_name("shard_writer_child.py")
 

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_world import SCHEMA, Row, contents_of, summed, updates
 
-from tidemill.shards import parts, ranges
-from tidemill.shards.front import Batch, Column, Evolved, Part, ShardSchema
-from tidemill.shards.hashing import hash_rows
-from tidemill.shards.parts import encode_part
-from tidemill.shards.ranges import HASH_MAX, Range, cut, read_range, streamed_parts
+from tidemill.shards.api import Batch, Column, Evolved, Part, ShardSchema
+from tidemill.shards.parts import parts
+from tidemill.shards.parts.parts import encode_part
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.read import hash_ranges
+from tidemill.shards.read.hash_ranges import HASH_MAX, Range, cut, read_range, streamed_parts
 
 UNKEYED = ShardSchema(SCHEMA.columns, ())
 
@@ -96,7 +97,7 @@ def test_ranges_give_what_one_sum_gives_at_every_time(
         lower = upper
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "ROW_GROUP_ROWS", group_rows)
-        patch.setattr(ranges, "RANGE_ROWS", rows_a_range)
+        patch.setattr(hash_ranges, "RANGE_ROWS", rows_a_range)
         stored = [Batch(a, b, tuple(part_of(schema, p) for p in pieces if p)) for a, b, pieces in batches]
         for as_of in range(lower):
             assert read(schema, stored, as_of) == summed(flat, as_of), as_of
@@ -117,8 +118,8 @@ def test_keys_that_share_a_hash_are_told_apart_where_one_column_is_wanted(monkey
 
 def test_of_a_shard_with_a_key_only_the_wanted_columns_and_the_key_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
-    real = ranges.under
-    monkeypatch.setattr(ranges, "under", lambda s, rows, t: decoded.extend(rows.column_names) or real(s, rows, t))
+    real = hash_ranges.under
+    monkeypatch.setattr(hash_ranges, "under", lambda s, rows, t: decoded.extend(rows.column_names) or real(s, rows, t))
     stored = [Batch(0, 10, (part_of(SCHEMA, [(1, "a", 1, 1)]),))]
     (table,) = read_range(SCHEMA, cut(stored)[0], 9, lambda part: part.inline, ["k"])
     assert table.to_pylist() == [{"k": 1}] and "v" not in decoded
@@ -153,7 +154,7 @@ def test_a_reader_for_one_key_decodes_one_row_group(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 100)
     part = part_of(SCHEMA, [(k, "v", 1, 1) for k in range(5_000)])
     decoded = []
-    monkeypatch.setattr(ranges, "under", lambda schema, rows, target: decoded.append(rows.num_rows) or rows)
+    monkeypatch.setattr(hash_ranges, "under", lambda schema, rows, target: decoded.append(rows.num_rows) or rows)
     wanted = hash_rows(updates([(77, "", 0, 1)]), ["k"]).tolist()
     assert read(SCHEMA, [Batch(0, 10, (part,))], 9, wanted) == Counter({(77, "v"): 1})
     assert decoded == [100]
@@ -165,13 +166,13 @@ def test_what_one_reader_holds_does_not_grow_with_what_is_settled(monkeypatch: p
     base = part_of(SCHEMA, [(k, "v", 1, 1) for k in range(20_000)])
     recent = part_of(SCHEMA, [(7, "v", 12, -1), (7, "w", 12, 1)])
     summed_rows = []
-    real = ranges.newest
+    real = hash_ranges.newest
 
     def noted(schema: ShardSchema, rows: pa.Table) -> pa.Table | None:
         summed_rows.append(rows.num_rows)
         return real(schema, rows)
 
-    monkeypatch.setattr(ranges, "newest", noted)
+    monkeypatch.setattr(hash_ranges, "newest", noted)
     chosen = Range(0, HASH_MAX, [Batch(0, 10, (base,)), Batch(10, 20, (recent,))])
     tables = list(read_range(SCHEMA, chosen, 19, lambda part: part.inline))
     assert sum(t.num_rows for t in tables) == 20_000 and max(t.num_rows for t in tables) <= 1_000

@@ -12,12 +12,12 @@ from shard_world import World, run
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Conflict, Invalid, Unavailable
-from tidemill.shards import remap as remap_module
-from tidemill.shards.front import Binding, BindingsPage, HistoryLost
-from tidemill.shards.minting import Minter
-from tidemill.shards.open import open_remap
-from tidemill.shards.reclock import missing
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.api import Binding, BindingsPage, HistoryLost
+from tidemill.shards.bindings import remap as remap_module
+from tidemill.shards.bindings.minter import Minter
+from tidemill.shards.bindings.reclock import missing
+from tidemill.shards.bindings.remap import LogRemap
+from tidemill.shards.registry import open_remap
 from tidemill.spark.decode.slices import cut
 
 

@@ -6,12 +6,12 @@ import pytest
 from shard_world import World, append, run, updates
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.checkpoint import assemble, decode_header, encode_header
-from tidemill.shards.codec import decode_command, encode_command
-from tidemill.shards.commands import Evolve
-from tidemill.shards.evolution import Changes, changes_to, evolved
-from tidemill.shards.front import Column, Evolved, ShardSchema
-from tidemill.shards.restore import restore_shard
+from tidemill.shards.api import Column, Evolved, ShardSchema
+from tidemill.shards.parts.schema_evolution import Changes, changes_to, evolved
+from tidemill.shards.state.checkpoint import assemble, decode_header, encode_header
+from tidemill.shards.state.codec import decode_command, encode_command
+from tidemill.shards.state.commands import Evolve
+from tidemill.shards.state.restore import restore_shard
 
 K, V = Column("k", "int64"), Column("v", "string")
 HAVE = ShardSchema((K, V), ("k",))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.shards.apply import Rejected, apply, batch_id
-from tidemill.shards.checkpoint import assemble, header_of, shard_changes
-from tidemill.shards.codec import decode_batch
-from tidemill.shards.commands import Append, Command, Create, DowngradeSince, Replace
-from tidemill.shards.front import Batch, Column, Part, ShardSchema
-from tidemill.shards.state import ShardState, broken_whole
+from tidemill.shards.api import Batch, Column, Part, ShardSchema
+from tidemill.shards.state.apply import Rejected, apply, batch_id
+from tidemill.shards.state.checkpoint import assemble, header_of, shard_changes
+from tidemill.shards.state.codec import decode_batch
+from tidemill.shards.state.commands import Append, Command, Create, DowngradeSince, Replace
+from tidemill.shards.state.state import ShardState, broken_whole
 
 SCHEMA = ShardSchema((Column("id", "int64"),), ("id",))
 

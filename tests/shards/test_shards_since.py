@@ -6,10 +6,10 @@ import pytest
 from shard_world import SCHEMA, World, append, run
 
 from tidemill.base.errors import Fenced, Invalid
-from tidemill.shards.apply import Rejected, apply
-from tidemill.shards.commands import Append, Command, Create, DowngradeSince, ReleaseHold, SetHold
-from tidemill.shards.front import Batch, HistoryLost
-from tidemill.shards.state import ShardState
+from tidemill.shards.api import Batch, HistoryLost
+from tidemill.shards.state.apply import Rejected, apply
+from tidemill.shards.state.commands import Append, Command, Create, DowngradeSince, ReleaseHold, SetHold
+from tidemill.shards.state.state import ShardState
 
 
 def after(*commands: Command) -> ShardState:

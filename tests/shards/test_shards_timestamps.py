@@ -11,11 +11,11 @@ import pytest
 from shard_world import World, run
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.evolution import Changes, changes_to, evolved
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
-from tidemill.shards.hashing import hash_rows
-from tidemill.shards.pgtypes import TIMESTAMP_INFINITY, as_held, cast_text, parse_column
-from tidemill.shards.schema import arrow_type, canonical_type, conform
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.parts.pg_columns import TIMESTAMP_INFINITY, as_held, cast_text, parse_column
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema import arrow_type, canonical_type, conform
+from tidemill.shards.parts.schema_evolution import Changes, changes_to, evolved
 
 INSTANT, CLOCK = pa.timestamp("us", "UTC"), pa.timestamp("us")
 ENDS = [-TIMESTAMP_INFINITY, -(2**62), -1, 0, 1, 2**62, TIMESTAMP_INFINITY, None]

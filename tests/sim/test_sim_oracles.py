@@ -12,9 +12,9 @@ import pytest
 
 from tidemill.consensus.api import LogRecord
 from tidemill.consensus.state_log import codec
-from tidemill.shards.codec import encode_command
-from tidemill.shards.commands import Append, Create
-from tidemill.shards.front import Batch, Column, ShardSchema
+from tidemill.shards.api import Batch, Column, ShardSchema
+from tidemill.shards.state.codec import encode_command
+from tidemill.shards.state.commands import Append, Create
 from tidemill.sim.oracles.linearizable import Call, linearizable, log_model, register_model
 from tidemill.sim.oracles.shards import (
     Attempt,

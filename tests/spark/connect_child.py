@@ -23,7 +23,7 @@ from test_spark_streaming import until  # noqa: E402
 
 from tidemill.base.clock import SystemClock  # noqa: E402
 from tidemill.keeper.collection import collect  # noqa: E402
-from tidemill.shards.compaction import compact_once  # noqa: E402
+from tidemill.shards.compaction.compaction import compact_once  # noqa: E402
 from tidemill.spark import read, reading  # noqa: E402
 
 COUNT = 30_000

@@ -16,7 +16,7 @@ from spark_harbour import Harbour
 from test_spark_read_plan import SCHEMA, append, rows
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import ShardSchema
+from tidemill.shards.api import ShardSchema
 from tidemill.spark import read, register
 
 assert "PYSPARK_PYTHON" not in os.environ

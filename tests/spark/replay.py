@@ -9,7 +9,7 @@ from typing import Any
 from test_spark_sink import dead_letters, writer
 
 from tidemill.base.status.histogram import Stages
-from tidemill.shards.open import open_remap
+from tidemill.shards.registry import open_remap
 from tidemill.spark import Pipeline
 from tidemill.spark.derived import Derivation
 from tidemill.spark.feeds import stream_feed

@@ -16,8 +16,8 @@ from tidemill.base.errors import Missing
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.keeper.drop import drop_shard
 from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, TopicRow
-from tidemill.shards.front import Binding
-from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.api import Binding
+from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.stores import Stores, Urls, open_stores
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.local_topics import LocalTopics

@@ -14,9 +14,9 @@ from tidemill.base.errors import Missing
 from tidemill.capture.recopy import becoming
 from tidemill.cli import capture_accept
 from tidemill.metastore.catalogue import Accepted
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.open import drop_created, registered
-from tidemill.shards.state import ShardState
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.registry import drop_created, registered
+from tidemill.shards.state.state import ShardState
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.topics.batch import Record, decode_columns, encode_batch

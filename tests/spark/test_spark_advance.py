@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards.front import Binding, ShardSchema
-from tidemill.shards.remap import LogRemap
-from tidemill.shards.state import ShardState
+from tidemill.shards.api import Binding, ShardSchema
+from tidemill.shards.bindings.remap import LogRemap
+from tidemill.shards.state.state import ShardState
 from tidemill.spark.advance import advance_idle, sources_of
 
 ROWS = [

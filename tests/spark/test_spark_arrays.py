@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from upsert_world import SCHEMA, ModelShard, Writer
 
-from tidemill.shards.hashing import hash_rows
-from tidemill.shards.parts import sort_updates
-from tidemill.shards.rows import rows_at, rows_equal, values_at
+from tidemill.shards.parts.arrow_rows import rows_at, rows_equal, values_at
+from tidemill.shards.parts.parts import sort_updates
+from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.runs import Run
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.decode import objects as objects_module
 from tidemill.spark.decode.captured import Captured, CapturedDecoder
 from tidemill.spark.decode.lines import quotes

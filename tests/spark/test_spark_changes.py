@@ -13,10 +13,10 @@ from running import until
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, Missing, Unavailable, Unknown
-from tidemill.shards.evolution import Changes
-from tidemill.shards.front import DIFF, TIME, Column, Evolved, ShardSchema
-from tidemill.shards.holding import MovingHold
-from tidemill.shards.state import Hold
+from tidemill.shards.api import DIFF, TIME, Column, Evolved, ShardSchema
+from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.read.holds import MovingHold
+from tidemill.shards.state.state import Hold
 from tidemill.spark.source import changes
 from tidemill.spark.source.changes import ChangesReader
 from tidemill.spark.source.options import Options
@@ -173,12 +173,12 @@ def test_storage_that_is_away_is_waited_for_but_is_not_the_end_of_what_is_there_
 
     for reader in (changelog, records):
         with monkeypatch.context() as patched:
-            patched.setattr("tidemill.shards.reads.ShardReads.wait_upper", away)
+            patched.setattr("tidemill.shards.read.read_handle.ShardReads.wait_upper", away)
             patched.setattr(FeedReader, "_latest", away)
             assert latest(reader, {"ts": 10}) == {"ts": 10}, "a stream that goes on asks again"
         reader.prepareForTriggerAvailableNow()
         with monkeypatch.context() as patched:
-            patched.setattr("tidemill.shards.reads.ShardReads.wait_upper", away)
+            patched.setattr("tidemill.shards.read.read_handle.ShardReads.wait_upper", away)
             patched.setattr(FeedReader, "_latest", away)
             with pytest.raises(error):
                 latest(reader, {"ts": 10})

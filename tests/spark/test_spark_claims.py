@@ -13,7 +13,7 @@ from running import error_of, mark, pipeline, until
 
 from tidemill.base.errors import Unavailable
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
-from tidemill.shards.open import PREFIX
+from tidemill.shards.registry import PREFIX
 from tidemill.spark import runner as runner_module
 from tidemill.spark.claims import granted, refused
 

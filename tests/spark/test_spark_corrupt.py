@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import TIME, Column, ShardSchema
+from tidemill.shards.api import TIME, Column, ShardSchema
 from tidemill.spark.decode.letters import Letter, letter_table
 from tidemill.spark.source.corrupt import Corrupted
 from tidemill.spark.source.options import Options

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import Binding, Column, ShardSchema
+from tidemill.shards.api import Binding, Column, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.ddl import parse_ddl, stream_schema
 from tidemill.spark.decode.letters import DEAD_BYTES_MAX

@@ -21,9 +21,9 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.runtime.tasks import keep_thread
 from tidemill.base.status.status import Tracker
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.evolution import Changes
-from tidemill.shards.front import DIFF, TIME, Column
+from tidemill.shards.api import DIFF, TIME, Column
+from tidemill.shards.compaction.compaction import compact_once
+from tidemill.shards.parts.schema_evolution import Changes
 from tidemill.spark import Pipeline
 from tidemill.spark.derived import Derivation
 from tidemill.spark.pipeline import DerivedTable
@@ -40,7 +40,7 @@ class Frame:
 
     @property
     def schema(self) -> Any:
-        from tidemill.shards.front import Column
+        from tidemill.shards.api import Column
 
         return spark_schema([Column(f.name, str(f.type).replace("decimal128", "decimal")) for f in self.table.schema])
 

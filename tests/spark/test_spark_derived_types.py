@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
-from tidemill.shards.schema import arrow_type, contents_schema, update_schema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.parts.schema import arrow_type, contents_schema, update_schema
 from tidemill.spark import Pipeline
 from tidemill.spark.derived import Derivation
 

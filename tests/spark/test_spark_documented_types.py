@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from test_spark_sink import dead_letters, writer
 
 from tidemill.base.status.histogram import Stages
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.open import open_remap
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.registry import open_remap
 from tidemill.spark.decode import ddl
 from tidemill.spark.decode import objects as objects_module
 from tidemill.spark.decode.ddl import stream_schema

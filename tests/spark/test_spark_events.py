@@ -29,10 +29,10 @@ from tidemill.capture.values import RowEncoder
 from tidemill.cli.verify.table import verify_captured
 from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar
-from tidemill.shards.cpu import inline_cpu
-from tidemill.shards.front import ShardSchema
-from tidemill.shards.open import open_remap
-from tidemill.shards.pgtypes import column_for
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.executor import inline_cpu
+from tidemill.shards.parts.pg_columns import column_for
+from tidemill.shards.registry import open_remap
 from tidemill.spark.decode import avro as avro_module
 from tidemill.spark.decode import objects as objects_module
 from tidemill.spark.decode.avro import AvroVersion

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from running import error_of, pipeline, until
 
-from tidemill.shards.reads import ShardReads
+from tidemill.shards.read.read_handle import ShardReads
 
 CLICKS = 'def build(p):\n    p.table("clicks", p.topic("clicks", key="id", schema="{}"))\n'
 OLD = CLICKS.format("id int, n int")

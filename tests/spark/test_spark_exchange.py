@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_spark_sink import clicks_sink, shop_sink
 from upsert_world import SCHEMA
 
-from tidemill.shards.hashing import bucket_of, hash_rows
+from tidemill.shards.parts.row_hash import bucket_of, hash_rows
 from tidemill.spark import bytasks, exchange, ranges
 from tidemill.spark.decode.slices import Descriptor, Slice
 from tidemill.spark.ranges import HashRange, RangeMirrors, cut

@@ -14,8 +14,8 @@ import pytest
 from test_spark_derived import FakeSpark, Frame
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import DIFF, TIME, Column, HistoryLost, ShardSchema
-from tidemill.shards.hashing import hash_rows
+from tidemill.shards.api import DIFF, TIME, Column, HistoryLost, ShardSchema
+from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark import Pipeline, groups
 from tidemill.spark.derived import Derivation
 from tidemill.spark.pipeline import DerivedTable
@@ -191,7 +191,7 @@ def test_an_input_by_group_is_read_a_range_of_keys_at_a_time(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a start, and again where what changed is no longer in its history."""
-    monkeypatch.setattr("tidemill.shards.ranges.RANGE_ROWS", 100)
+    monkeypatch.setattr("tidemill.shards.read.hash_ranges.RANGE_ROWS", 100)
     shop, inserted = Shop(harbour), []
     insert = Mirror.insert
     monkeypatch.setattr(Mirror, "insert", lambda self, rows: inserted.append(rows.num_rows) or insert(self, rows))

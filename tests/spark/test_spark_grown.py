@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from running import error_of, pipeline, until
 
-from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.topics.batch import Record, decode_columns, encode_batch

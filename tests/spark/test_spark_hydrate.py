@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from upsert_world import SCHEMA
 
 from tidemill.base.errors import Corrupt, Unavailable
-from tidemill.shards import parts, reads
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.front import Batch, Part
-from tidemill.shards.open import open_shard
+from tidemill.shards.api import Batch, Part
+from tidemill.shards.compaction.compaction import compact_once
+from tidemill.shards.parts import parts
+from tidemill.shards.read import read_handle
+from tidemill.shards.registry import open_shard
 from tidemill.spark.table import TableWriter
 from tidemill.spark.tasks import saved_under
 from tidemill.spark.upsert import hydrate, mirror
@@ -121,7 +122,7 @@ def test_two_live_rows_of_a_key_are_found_whichever_batches_they_are_in(
 def test_a_large_table_is_read_under_a_hold_that_ends_with_it(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "HOLD_ABOVE_BYTES", 0)
+    monkeypatch.setattr(read_handle, "HOLD_ABOVE_BYTES", 0)
     monkeypatch.setattr(hydrate, "ADOPT_BYTES", 0)
     s = harbour.stores
     shard = harbour.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, "t", SCHEMA))

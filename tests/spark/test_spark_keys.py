@@ -18,9 +18,9 @@ from test_spark_write import write
 
 from tidemill.base.errors import Invalid
 from tidemill.base.status.histogram import Stages
-from tidemill.shards.front import Column
-from tidemill.shards.keys import normal_keys, spelled_otherwise
-from tidemill.shards.open import open_remap
+from tidemill.shards.api import Column
+from tidemill.shards.parts.key_hash import normal_keys, spelled_otherwise
+from tidemill.shards.registry import open_remap
 from tidemill.spark.decode import objects as objects_module
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.feeds import stream_feed

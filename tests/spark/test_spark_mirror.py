@@ -14,9 +14,9 @@ import pytest
 from upsert_world import SCHEMA, ModelShard, Writer, oracle
 
 from tidemill.base.errors import Corrupt
-from tidemill.shards.evolution import Changes, evolved
-from tidemill.shards.front import Column
-from tidemill.shards.hashing import hash_rows
+from tidemill.shards.api import Column
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema_evolution import Changes, evolved
 from tidemill.spark.upsert import mirror as mirror_file
 from tidemill.spark.upsert.mirror import RUNS_MAX, Mirror
 

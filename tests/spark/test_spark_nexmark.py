@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from replay import Replay, answers
 
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.parts.schema import contents_schema
 
 pytestmark = pytest.mark.spark
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from running import error_of, pipeline, until
 
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
-from tidemill.shards.schema import contents_schema, update_schema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.parts.schema import contents_schema, update_schema
 from tidemill.spark import Pipeline
 from tidemill.spark.derived import Derivation
 

@@ -13,7 +13,7 @@ import pytest
 from pyspark.sql.worker import lookup_data_sources
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.moments import as_of_ms
+from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.cluster import find_cluster
 from tidemill.spark.source import TidemillSource
 from tidemill.spark.source.options import BATCH, Options

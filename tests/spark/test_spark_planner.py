@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from tidemill.base.errors import Corrupt, TidemillError, Unavailable
-from tidemill.shards.front import HistoryLost
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.api import HistoryLost
+from tidemill.shards.bindings.remap import LogRemap
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.source import stream
 from tidemill.spark.source.bindings import Bindings

@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from test_spark_streaming import until
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.compaction.compaction import compact_once
 from tidemill.spark import read, reading
 
 pytestmark = pytest.mark.spark

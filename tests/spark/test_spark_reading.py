@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tidemill.shards.front import DIFF, TIME, Column, HistoryLost, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, HistoryLost, ShardSchema
 from tidemill.spark.source.batch import ShardReader
 from tidemill.spark.source.options import Options
 from tidemill.spark.types import spark_schema

@@ -22,7 +22,7 @@ from tidemill.base.status.freshness import verdict
 from tidemill.base.status.status import Tracker, derive_all
 from tidemill.cli.verify.derived import Recomputed
 from tidemill.consensus.status.board import Board
-from tidemill.shards.front import ShardSchema
+from tidemill.shards.api import ShardSchema
 from tidemill.spark.derived import Derivation
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.query import StreamingQuery

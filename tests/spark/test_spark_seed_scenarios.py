@@ -22,8 +22,8 @@ from spark_harbour import Harbour
 from test_spark_sink import clicks_sink, shop_sink
 
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.shards.minting import Minter
-from tidemill.shards.open import open_remap
+from tidemill.shards.bindings.minter import Minter
+from tidemill.shards.registry import open_remap
 from tidemill.spark.sink import FeedSink
 
 pytestmark = pytest.mark.spark

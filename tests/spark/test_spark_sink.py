@@ -14,10 +14,10 @@ from patience import eventually as until
 from tidemill.base.errors import Unavailable
 from tidemill.base.status.histogram import Stages
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.front import DIFF, TIME, ShardSchema
-from tidemill.shards.open import open_remap, open_shard
-from tidemill.shards.schema import update_schema
+from tidemill.shards.api import DIFF, TIME, ShardSchema
+from tidemill.shards.compaction.compaction import compact_once
+from tidemill.shards.parts.schema import update_schema
+from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.letters import DEAD_LETTERS, Letter, letter_table

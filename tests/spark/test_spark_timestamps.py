@@ -16,8 +16,8 @@ from test_spark_write_frames import save
 
 from tidemill.cli.verify.postgres import SourceColumn
 from tidemill.cli.verify.table import column_difference
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.schema import update_schema
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.schema import update_schema
 from tidemill.spark import read
 
 pytestmark = pytest.mark.spark

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pytest
 from running import error_of, pipeline, until
 
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.hashing import hash_rows
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import Commands, Truncate, join, leaving_schema, select, times_of

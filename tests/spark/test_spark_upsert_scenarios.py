@@ -8,9 +8,9 @@ import pytest
 from upsert_world import SCHEMA, ModelShard, Writer, commands, oracle, updates
 
 from tidemill.base.errors import Corrupt, Invalid
-from tidemill.shards.consolidate import contents
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.consolidate import contents
+from tidemill.shards.parts.schema import contents_schema
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, no_commands
 from tidemill.spark.upsert.contents import distinct
 from tidemill.spark.upsert.mirror import Mirror

@@ -14,11 +14,11 @@ from spark_harbour import Harbour
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.keeper.collection import collect
-from tidemill.shards import plan
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
-from tidemill.shards.reading import PartReader
+from tidemill.shards.read import read_plan
+from tidemill.shards.read.part_reader import PartReader
 from tidemill.spark import Pipeline
 from tidemill.spark.derived import Derivation
 from tidemill.spark.shipping import tell
@@ -104,7 +104,7 @@ def held(harbour: Any, at: int) -> dict[int, int]:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """No shard is small."""
-    monkeypatch.setattr(plan, "SMALL_BYTES", 0)
+    monkeypatch.setattr(read_plan, "SMALL_BYTES", 0)
 
 
 @pytest.mark.usefixtures("large")

@@ -22,9 +22,9 @@ from test_spark_sink import clicks_sink
 
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, Unavailable
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards.evolution import Changes
-from tidemill.shards.front import DIFF, HASH, TIME, Column, ShardSchema, staged_key
-from tidemill.shards.schema import arrow_type
+from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema, staged_key
+from tidemill.shards.parts.schema import arrow_type
+from tidemill.shards.parts.schema_evolution import Changes
 from tidemill.spark.advance import advance_idle
 from tidemill.spark.ranges import HashRange
 from tidemill.spark.source import TidemillSource

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-from tidemill.shards.front import Column, ShardSchema
+from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, Upsert

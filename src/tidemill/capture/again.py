@@ -30,7 +30,7 @@ from tidemill.capture.watch import Control
 from tidemill.capture.wire.connection import Wire
 from tidemill.capture.wire.errors import SqlError
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
-from tidemill.shards.evolution import changes_to, evolved
+from tidemill.shards.parts.schema_evolution import changes_to, evolved
 
 log = structlog.get_logger()
 

@@ -33,7 +33,7 @@ from tidemill.capture.naming import aside_name
 from tidemill.capture.setup import SlotState
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, SetAside, TableSnapshot, TopicRow
-from tidemill.shards.front import Binding
+from tidemill.shards.api import Binding
 from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()

@@ -31,8 +31,8 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.histogram import Stages
 from tidemill.capture.boundaries import Boundary, merged
 from tidemill.metastore.catalogue import TableSnapshot
-from tidemill.shards.front import Binding, Remap
-from tidemill.shards.minting import Minter
+from tidemill.shards.api import Binding, Remap
+from tidemill.shards.bindings.minter import Minter
 
 MERGE_ABOVE = 256
 FIRST_IDLE_MS = 500

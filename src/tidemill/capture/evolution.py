@@ -31,10 +31,10 @@ from tidemill.capture.depended import reads_alike, written
 from tidemill.capture.naming import odd
 from tidemill.capture.wire.pgoutput import RelationMessage
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, FormerType
-from tidemill.shards.evolution import canonical_default, changes_to, evolved
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.pgtypes import column_for
-from tidemill.shards.schema import checked
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.pg_columns import column_for
+from tidemill.shards.parts.schema import checked
+from tidemill.shards.parts.schema_evolution import canonical_default, changes_to, evolved
 
 TEXT, VARCHAR, NUMERIC = 25, 1043, 1700
 _WIDER = {(21, 23), (21, 20), (23, 20), (700, 701)}

@@ -48,7 +48,7 @@ from tidemill.capture.watching import Watching, altered
 from tidemill.capture.wire.connection import Wire
 from tidemill.capture.wire.errors import may_pass
 from tidemill.metastore.catalogue import Catalogue, TopicRow
-from tidemill.shards.front import Binding
+from tidemill.shards.api import Binding
 from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()

@@ -24,7 +24,7 @@ from tidemill.capture.desk import Desk
 from tidemill.capture.entry import delete_topic
 from tidemill.capture.topic_writer import CapturedTable
 from tidemill.metastore.catalogue import CaptureTableRow, SetAside, TopicRow
-from tidemill.shards.front import Binding
+from tidemill.shards.api import Binding
 
 KEEPING_POLL_S = 0.5
 RECORD_S = 5.0

@@ -33,7 +33,7 @@ from tidemill.capture.taps import Tap, Taps
 from tidemill.capture.timeline import History
 from tidemill.capture.wire.connection import server, where
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.shards.front import Remap
+from tidemill.shards.api import Remap
 from tidemill.topics.api import TopicLog
 
 MARK_INTERVAL_S = 0.5

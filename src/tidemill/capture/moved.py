@@ -32,8 +32,8 @@ from tidemill.capture.tails import high_watermark, last_record
 from tidemill.capture.timeline import Timeline, fork
 from tidemill.capture.topic_writer import CapturedTable, position_of
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
-from tidemill.shards.front import Binding, Remap
-from tidemill.shards.minting import Minter
+from tidemill.shards.api import Binding, Remap
+from tidemill.shards.bindings.minter import Minter
 from tidemill.topics.api import TopicLog
 
 

@@ -71,7 +71,7 @@ from tidemill.metastore.catalogue import (
     Catalogue,
     TopicRow,
 )
-from tidemill.shards.front import Binding, Remap
+from tidemill.shards.api import Binding, Remap
 from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid, Missing
 from tidemill.metastore.catalogue import Accepted, CaptureTableRow, Catalogue
-from tidemill.shards.evolution import changes_to
-from tidemill.shards.front import ShardSchema
-from tidemill.shards.pgtypes import as_held
-from tidemill.shards.schema import difference
-from tidemill.shards.state import ShardState
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.pg_columns import as_held
+from tidemill.shards.parts.schema import difference
+from tidemill.shards.parts.schema_evolution import changes_to
+from tidemill.shards.state.state import ShardState
 
 
 class Becoming(msgspec.Struct, frozen=True):

@@ -64,7 +64,7 @@ from tidemill.capture.wire.errors import Undecodable
 from tidemill.capture.wire.status import Status, keepalive_interval_s
 from tidemill.capture.wire.stream import ReplicationStream
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.shards.front import Binding, Remap
+from tidemill.shards.api import Binding, Remap
 from tidemill.topics.api import TopicLog
 
 log = structlog.get_logger()

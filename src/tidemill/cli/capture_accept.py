@@ -13,7 +13,7 @@ from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 if TYPE_CHECKING:
     from tidemill.capture.changes import Relation
     from tidemill.capture.recopy import Becoming
-    from tidemill.shards.front import ShardSchema
+    from tidemill.shards.api import ShardSchema
 
 
 def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool) -> None:
@@ -101,7 +101,7 @@ def _schema(row: CaptureTableRow, now: Relation) -> ShardSchema:
 def _shards(opened: Stores, row: CaptureTableRow, wanted: ShardSchema) -> list[Becoming]:
     """Of every shard that a pipeline keeps of the table, and that exists."""
     from tidemill.capture.recopy import becoming
-    from tidemill.shards.open import read_shard
+    from tidemill.shards.registry import read_shard
 
     source = f"capture:{row.capture}:{row.table}"
     pipelines = opened.portal.call(opened.catalogue.list(PipelineRow))

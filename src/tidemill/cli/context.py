@@ -69,7 +69,7 @@ class Stores(ConsensusOnly):
 
     def shard(self, name: str) -> LogShard:
         """Open an existing shard. Raises Missing."""
-        from tidemill.shards.open import open_shard
+        from tidemill.shards.registry import open_shard
 
         return self.portal.call(open_shard(self.consensus, self.objects, self.clock, self.rand, name))
 

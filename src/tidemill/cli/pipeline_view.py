@@ -58,7 +58,7 @@ def instances_of(opened: Stores, name: str) -> list[Report]:
 
 def read_view(opened: Stores) -> dict[str, View]:
     """Every pipeline that is configured, in the catalogue, or reports. Raises as storage does."""
-    from tidemill.shards.open import read_shards
+    from tidemill.shards.registry import read_shards
 
     portal, now_ms = opened.portal, opened.clock.now_ms()
     reports = portal.call(Board(opened.consensus, opened.rand).reports())

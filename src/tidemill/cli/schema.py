@@ -131,7 +131,7 @@ def check(
 def _registry(opened: Stores) -> Registry:
     from tidemill.node.served import registry_settings
     from tidemill.registry.machine import Registry
-    from tidemill.shards.cpu import inline_cpu
+    from tidemill.shards.executor import inline_cpu
 
     settings = registry_settings(opened.config.registry)
     return Registry(opened.metastore, opened.clock, opened.rand, inline_cpu, settings)

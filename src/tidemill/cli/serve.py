@@ -55,7 +55,7 @@ def _preload(config: Config) -> None:
     import tidemill.kafka.handlers
     import tidemill.node.assembly
     import tidemill.shapes.where
-    import tidemill.shards.front
+    import tidemill.shards.api
 
     if config.capture:
         import psycopg  # noqa: F401

@@ -34,10 +34,10 @@ from tidemill.keeper.persisted import Persisted
 from tidemill.keeper.told import TOLD_AT_ONCE, Told
 from tidemill.metastore.rows import PIPELINES
 from tidemill.metastore.rows.pipelines import PipelineRow, source_of
-from tidemill.shards.commands import Create
-from tidemill.shards.machine import shard_replica
-from tidemill.shards.open import created_shards
-from tidemill.shards.remap import LOG_PREFIX, WHOLE_EVERY, LogRemap
+from tidemill.shards.bindings.remap import LOG_PREFIX, WHOLE_EVERY, LogRemap
+from tidemill.shards.registry import created_shards
+from tidemill.shards.state.commands import Create
+from tidemill.shards.state.state_machine import shard_replica
 
 EVERY_S = 10.0
 FIRST_PAUSE_S = 15.0

@@ -23,7 +23,9 @@ from tidemill.metastore.rows.bindings import BindingRow
 from tidemill.metastore.rows.pipelines import PipelineRow, source_of
 from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.checkpoint import (
+from tidemill.shards.bindings.remap import LOG_PREFIX, decode_stored
+from tidemill.shards.registry import all_registered
+from tidemill.shards.state.checkpoint import (
     BindingFollower,
     ShardFollower,
     ShardGroup,
@@ -31,10 +33,8 @@ from tidemill.shards.checkpoint import (
     decode_header,
     encode_header,
 )
-from tidemill.shards.commands import Create
-from tidemill.shards.open import all_registered
-from tidemill.shards.remap import LOG_PREFIX, decode_stored
-from tidemill.shards.restore import restored_id
+from tidemill.shards.state.commands import Create
+from tidemill.shards.state.restore import restored_id
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 
 BINDINGS_A_GROUP = 256

@@ -12,8 +12,8 @@ import asyncio
 from tidemill.base.clock import Clock
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.objects.store import ObjectStore
-from tidemill.shards import apply as rules
 from tidemill.shards.handle import LogShard
+from tidemill.shards.state import apply as rules
 
 
 async def collect(

@@ -22,11 +22,11 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.check.findings import Findings, RowSource
 from tidemill.metastore.rows import SHARD_BATCHES
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
-from tidemill.shards.checksums import open_part
-from tidemill.shards.codec import decode_batch
-from tidemill.shards.front import Batch, Part
-from tidemill.shards.machine import shard_replica
-from tidemill.shards.open import created_shards
+from tidemill.shards.api import Batch, Part
+from tidemill.shards.parts.checksums import open_part
+from tidemill.shards.registry import created_shards
+from tidemill.shards.state.codec import decode_batch
+from tidemill.shards.state.state_machine import shard_replica
 from tidemill.topics.batch import parse_header
 from tidemill.topics.batch.header import CRC_START
 from tidemill.topics.l0 import format as l0

@@ -21,8 +21,8 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import PIPELINES
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.commands import Create, Drop
-from tidemill.shards.open import drop_created, registered
+from tidemill.shards.registry import drop_created, registered
+from tidemill.shards.state.commands import Create, Drop
 
 
 class Dropped(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.cpu import Cpu, inline_cpu
+from tidemill.shards.executor import Cpu, inline_cpu
 
 
 class Retention(msgspec.Struct, frozen=True):

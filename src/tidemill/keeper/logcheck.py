@@ -12,8 +12,8 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.rows.topics import TopicRow
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.machine import shard_replica
-from tidemill.shards.open import created_shards
+from tidemill.shards.registry import created_shards
+from tidemill.shards.state.state_machine import shard_replica
 from tidemill.topics.partition.codec import decode_command, decode_state
 from tidemill.topics.partition.commands import Rollup
 from tidemill.topics.partition.recovery import partition_log

@@ -19,11 +19,11 @@ from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.persisted import Persisted
 from tidemill.objects.store import ObjectMeta
-from tidemill.shards.front import STAGED, written_ms
+from tidemill.shards.api import STAGED, written_ms
 from tidemill.shards.handle import LogShard
-from tidemill.shards.machine import open_machine
-from tidemill.shards.open import created_shards
-from tidemill.shards.state import ShardState
+from tidemill.shards.registry import created_shards
+from tidemill.shards.state.state import ShardState
+from tidemill.shards.state.state_machine import open_machine
 
 PREFIX = "shards/"
 LISTED_AT_ONCE = 20_000

@@ -64,10 +64,10 @@ from tidemill.metastore.rows.captures import CaptureRow, TableSnapshot
 from tidemill.metastore.rows.groups import GroupRow
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.checkpoint import assemble, decode_header
-from tidemill.shards.codec import decode_batch
-from tidemill.shards.remap import decode_stored
-from tidemill.shards.restore import restore_bindings, restore_shard
+from tidemill.shards.bindings.remap import decode_stored
+from tidemill.shards.state.checkpoint import assemble, decode_header
+from tidemill.shards.state.codec import decode_batch
+from tidemill.shards.state.restore import restore_bindings, restore_shard
 from tidemill.topics.lifecycle.restore import restore_partition, restore_registers
 from tidemill.topics.partition.row_codec import partition_state
 

@@ -22,9 +22,9 @@ from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.metastore.rows.pipelines import source_of
 from tidemill.metastore.rows.row_family import Family
 from tidemill.metastore.rows.shards import ShardBatchRow, ShardRow
-from tidemill.shards.checkpoint import decode_header
-from tidemill.shards.codec import decode_batch
-from tidemill.shards.remap import decode_stored
+from tidemill.shards.bindings.remap import decode_stored
+from tidemill.shards.state.checkpoint import decode_header
+from tidemill.shards.state.codec import decode_batch
 from tidemill.topics.partition.row_codec import batches_of, producers_of, transactions_of
 
 R = TypeVar("R", bound=msgspec.Struct)

@@ -18,11 +18,11 @@ from tidemill.keeper.grounds import Grounds
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.persisted import Persisted
 from tidemill.keeper.told import Told
-from tidemill.shards.commands import Create
-from tidemill.shards.compaction import compact_once
+from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
-from tidemill.shards.machine import open_machine
-from tidemill.shards.open import created_shards
+from tidemill.shards.registry import created_shards
+from tidemill.shards.state.commands import Create
+from tidemill.shards.state.state_machine import open_machine
 
 OWNER = "retention"
 BUSY_S = 5.0

@@ -17,10 +17,10 @@ from tidemill.consensus.api import Consensus
 from tidemill.keeper.persisted import Persisted
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.rows.pipelines import source_of
-from tidemill.shards.commands import Create
-from tidemill.shards.front import Binding
-from tidemill.shards.machine import shard_replica
-from tidemill.shards.open import open_remap, registered
+from tidemill.shards.api import Binding
+from tidemill.shards.registry import open_remap, registered
+from tidemill.shards.state.commands import Create
+from tidemill.shards.state.state_machine import shard_replica
 
 
 class PipelineHolds:

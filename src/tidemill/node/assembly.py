@@ -85,9 +85,9 @@ from tidemill.registry.registrar import Registrar
 from tidemill.shapes.http import shape_routes
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.store.left import watch as watch_left
-from tidemill.shards.cpu import pooled_cpu
-from tidemill.shards.front import Shard
-from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.api import Shard
+from tidemill.shards.executor import pooled_cpu
+from tidemill.shards.registry import open_remap, open_shard
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import Membership, NodeInfo
 from tidemill.topics.partition_reader import PartitionReaderImpl

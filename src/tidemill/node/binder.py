@@ -21,8 +21,8 @@ from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import Tasks, keep, sentence
 from tidemill.base.status.status import Tracker
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.shards.front import Remap
-from tidemill.shards.minting import Minter
+from tidemill.shards.api import Remap
+from tidemill.shards.bindings.minter import Minter
 from tidemill.topics.api import PartitionReader
 
 BUSY_S = 0.05

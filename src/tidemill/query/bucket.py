@@ -12,8 +12,8 @@ from tidemill.base.errors import Invalid
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.front import Part
-from tidemill.shards.verified_file import VerifiedFile
+from tidemill.shards.api import Part
+from tidemill.shards.read.verified_file import VerifiedFile
 
 _numbers = count(1)
 

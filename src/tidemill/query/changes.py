@@ -9,9 +9,9 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.shards.front import Delta
+from tidemill.shards.api import Delta
 from tidemill.shards.handle import LogShard
-from tidemill.shards.holding import HOLD_TTL_MS, MovingHold
+from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
 
 log = structlog.get_logger()
 

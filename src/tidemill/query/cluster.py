@@ -16,9 +16,9 @@ from tidemill.base.runtime.sync_context import Entered
 from tidemill.query.reading import NEWEST_ATTEMPTS
 from tidemill.query.table import WAIT_S, Moment, Table
 from tidemill.query.together import common_time
-from tidemill.shards.front import HistoryLost
-from tidemill.shards.moments import as_of_ms
-from tidemill.shards.open import created_shards
+from tidemill.shards.api import HistoryLost
+from tidemill.shards.read.time_parsing import as_of_ms
+from tidemill.shards.registry import created_shards
 from tidemill.spark.cluster import find_cluster
 from tidemill.spark.stores import Stores, open_stores
 

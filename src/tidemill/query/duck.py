@@ -20,11 +20,11 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.runtime.sync_context import Entered
 from tidemill.objects.factory import local_directory
 from tidemill.query.reading import Chosen
-from tidemill.shards.difference import UNTIL
-from tidemill.shards.fetching import read_whole
-from tidemill.shards.front import DIFF, HASH, TIME, Part
-from tidemill.shards.plan import NoPlan, Plan, plan_parts
-from tidemill.shards.schema import contents_schema, part_schema
+from tidemill.shards.api import DIFF, HASH, TIME, Part
+from tidemill.shards.parts.schema import contents_schema, part_schema
+from tidemill.shards.read.keyed_delta import UNTIL
+from tidemill.shards.read.part_bytes import read_whole
+from tidemill.shards.read.read_plan import NoPlan, Plan, plan_parts
 
 if TYPE_CHECKING:
     import duckdb

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from tidemill.base.errors import Missing
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.fetching import fetching
-from tidemill.shards.front import Batch, HistoryLost
-from tidemill.shards.holding import HOLD_ABOVE_BYTES
-from tidemill.shards.ranges import cut, read_range
+from tidemill.shards.api import Batch, HistoryLost
+from tidemill.shards.read.hash_ranges import cut, read_range
+from tidemill.shards.read.holds import HOLD_ABOVE_BYTES
+from tidemill.shards.read.part_bytes import fetching
 
 if TYPE_CHECKING:
     import pyarrow as pa

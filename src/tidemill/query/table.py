@@ -14,11 +14,11 @@ from tidemill.base.runtime.sync_context import Entered
 from tidemill.query.changes import following, following_one
 from tidemill.query.reading import Chosen, chosen, rows_of
 from tidemill.query.where import Filter, Where, filter_of
-from tidemill.shards.counting import count_rows
-from tidemill.shards.fetching import fetching
-from tidemill.shards.front import Delta
-from tidemill.shards.moments import as_of_ms
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.api import Delta
+from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.read.part_bytes import fetching
+from tidemill.shards.read.row_count import count_rows
+from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.stores import Stores
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tidemill.base.errors import Unavailable
-from tidemill.shards.front import HistoryLost
+from tidemill.shards.api import HistoryLost
 from tidemill.shards.handle import LogShard
 from tidemill.spark.advance import LAG_MS, advance_idle
 from tidemill.spark.stores import Stores

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import ShardSchema
-from tidemill.shards.keys import key_hashes
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.key_hash import key_hashes
+from tidemill.shards.parts.schema import contents_schema
 
 Condition = tuple[str, str, Any]
 Where: TypeAlias = "pc.Expression | Sequence[Condition] | Sequence[Sequence[Condition]]"

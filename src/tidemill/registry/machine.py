@@ -22,7 +22,7 @@ from tidemill.registry.kinds import Given, given_of
 from tidemill.registry.parsed import Parsed
 from tidemill.registry.settings import SCHEMA_BYTES_MOST, RegistrySettings
 from tidemill.registry.understanding import Understanding
-from tidemill.shards.cpu import Cpu
+from tidemill.shards.executor import Cpu
 
 EVERY = ""
 """The subject under which what counts for all is configured."""

@@ -13,7 +13,7 @@ from tidemill.registry.compat import problems
 from tidemill.registry.kinds import Given, Place, understand
 from tidemill.registry.parsed import Parsed
 from tidemill.registry.settings import RegistrySettings
-from tidemill.shards.cpu import Cpu
+from tidemill.shards.executor import Cpu
 
 VERDICTS = 10_000
 T = TypeVar("T")

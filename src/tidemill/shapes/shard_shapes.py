@@ -35,7 +35,7 @@ from tidemill.shapes.store.kept import KeptShard
 from tidemill.shapes.store.store import ShapeStore
 from tidemill.shapes.subset import Metadata, SubsetRequest, SubsetScope
 from tidemill.shapes.where import Where
-from tidemill.shards.front import Evolved, HistoryLost, Shard
+from tidemill.shards.api import Evolved, HistoryLost, Shard
 
 _log = structlog.get_logger()
 

@@ -22,8 +22,8 @@ from tidemill.shapes.shape import LogMode, Replica
 from tidemill.shapes.shard_rows import Row, rows_of, slices
 from tidemill.shapes.share import LoopShare, Turn
 from tidemill.shapes.where import EvaluationError, Type, Where
-from tidemill.shards.front import DIFF, TIME, HistoryLost, Shard, ShardSchema
-from tidemill.shards.schema import canonical_type
+from tidemill.shards.api import DIFF, TIME, HistoryLost, Shard, ShardSchema
+from tidemill.shards.parts.schema import canonical_type
 
 if TYPE_CHECKING:
     import pyarrow as pa

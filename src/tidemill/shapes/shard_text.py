@@ -18,7 +18,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.pgtypes.text import DAY_US
-from tidemill.shards.pgtypes import DATE_INFINITY, TIMESTAMP_INFINITY
+from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,8 +1,8 @@
 """shards: durable multisets over time, and the bindings that give records their time.
 
 Owns the state of a shard (schema, since, upper, batches, holds, writer tokens), the format of its parts and
-of its row hash, compare-and-append, snapshots, listeners, compaction, and remap bindings. Front: `front.py`;
-start at `open.py`. Does not own: what a pipeline computes, how records become rows, where consensus and
+of its row hash, compare-and-append, snapshots, listeners, compaction, and remap bindings. Front: `api.py`;
+start at `registry.py`. Does not own: what a pipeline computes, how records become rows, where consensus and
 objects live, when since moves and a replaced object is deleted (keeper: leak before lose).
 
 S1  since and upper only advance; a read at t is exact when since ≤ t < upper.     state.broken_step, tests/shards

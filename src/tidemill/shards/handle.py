@@ -14,13 +14,13 @@ import pyarrow as pa
 
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
-from tidemill.shards.apply import Reason, Rejected, bounds_error
-from tidemill.shards.commands import Append, Close, Collected, Drop, Evolve, Replace, Sweep
-from tidemill.shards.evolution import Changes
-from tidemill.shards.front import Batch, Part, ShardSchema
-from tidemill.shards.parts import store_part
-from tidemill.shards.reads import ShardReads
-from tidemill.shards.state import ShardState
+from tidemill.shards.api import Batch, Part, ShardSchema
+from tidemill.shards.parts.parts import store_part
+from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.read.read_handle import ShardReads
+from tidemill.shards.state.apply import Reason, Rejected, bounds_error
+from tidemill.shards.state.commands import Append, Close, Collected, Drop, Evolve, Replace, Sweep
+from tidemill.shards.state.state import ShardState
 
 INLINE_BUDGET_BYTES = 1 * MIB
 """Inline parts a shard's state may hold; beyond it small parts become objects until compaction made room."""
@@ -144,7 +144,7 @@ class LogShard(ShardReads):
 
 
 if TYPE_CHECKING:
-    from tidemill.shards.front import Shard
+    from tidemill.shards.api import Shard
 
     def _is_the_front(handle: LogShard) -> Shard:
         return handle

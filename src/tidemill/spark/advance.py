@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from tidemill.base.errors import Conflict
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
 from tidemill.metastore.rows.pipelines import source_of
-from tidemill.shards.front import Remap
+from tidemill.shards.api import Remap
 from tidemill.shards.handle import LogShard
 from tidemill.spark.write import WRITES
 

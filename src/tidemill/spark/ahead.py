@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future
 import msgspec
 
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.front import Remap
+from tidemill.shards.api import Remap
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.steps import Planner, Step
 from tidemill.spark.stores import Stores

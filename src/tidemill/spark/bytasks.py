@@ -13,7 +13,7 @@ import pyarrow as pa
 import structlog
 
 from tidemill.base.runtime.tasks import sentence
-from tidemill.shards.front import Part
+from tidemill.shards.api import Part
 from tidemill.spark.decode.letters import no_dead_letters
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.exchange import PENDING, Piece, Plan, RangeResult, read, resolve_range

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards.open import is_created
+from tidemill.shards.registry import is_created
 from tidemill.spark.stores import Stores
 
 DERIVED = "derived"

@@ -21,9 +21,9 @@ import structlog
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.front import TIME, Batch, Evolved, HistoryLost
+from tidemill.shards.api import TIME, Batch, Evolved, HistoryLost
 from tidemill.shards.handle import LogShard
-from tidemill.shards.rows import int64s
+from tidemill.shards.parts.arrow_rows import int64s
 
 log = structlog.get_logger()
 

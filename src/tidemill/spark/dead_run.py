@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from tidemill.shards.front import TIME
-from tidemill.shards.rows import int64s
+from tidemill.shards.api import TIME
+from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.spark.upsert.commands import ORDER, PARTITION, Commands
 
 RECORDS = 10

@@ -28,10 +28,10 @@ import structlog
 
 from tidemill.base.errors import Invalid, Missing, TidemillError
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.front import Evolved, HistoryLost, ShardSchema
+from tidemill.shards.api import Evolved, HistoryLost, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.hashing import U64
-from tidemill.shards.schema import checked, update_schema
+from tidemill.shards.parts.row_hash import U64
+from tidemill.shards.parts.schema import checked, update_schema
 from tidemill.spark.advance import LAG_MS, advance_idle
 from tidemill.spark.groups import NO_GROUPS, groups_of
 from tidemill.spark.inputs import GroupedInput, Input

@@ -16,9 +16,9 @@ import msgspec
 import pyarrow as pa
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.shards.front import Part, ShardSchema
-from tidemill.shards.parts import store_part
-from tidemill.shards.rows import one_chunk
+from tidemill.shards.api import Part, ShardSchema
+from tidemill.shards.parts.arrow_rows import one_chunk
+from tidemill.shards.parts.parts import store_part
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.feeds import TopicFeed

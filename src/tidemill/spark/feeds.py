@@ -12,9 +12,9 @@ from tidemill.base.errors import Invalid
 from tidemill.base.pgtypes.avro import key_of, layout_of
 from tidemill.base.pgtypes.debezium import form_of
 from tidemill.metastore.catalogue import Accepted, CapturedColumn, CaptureRow, CaptureTableRow, Catalogue, TopicRow
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.pgtypes import column_for
-from tidemill.shards.schema import checked
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.pg_columns import column_for
+from tidemill.shards.parts.schema import checked
 from tidemill.spark.decode.avro import AvroVersion
 
 

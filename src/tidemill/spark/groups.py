@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from tidemill.shards.front import ShardSchema
-from tidemill.shards.hashing import U64, hash_rows
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.row_hash import U64, hash_rows
+from tidemill.shards.parts.schema import contents_schema
 from tidemill.spark.upsert.lookup import HashRows
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.runs import Run, merge

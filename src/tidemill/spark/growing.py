@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid, Missing
 from tidemill.metastore.catalogue import Accepted, Catalogue
-from tidemill.shards.commands import Create
-from tidemill.shards.evolution import changes_to
-from tidemill.shards.front import Evolved
-from tidemill.shards.open import drop_created, registered
-from tidemill.shards.pgtypes import as_held
+from tidemill.shards.api import Evolved
+from tidemill.shards.parts.pg_columns import as_held
+from tidemill.shards.parts.schema_evolution import changes_to
+from tidemill.shards.registry import drop_created, registered
+from tidemill.shards.state.commands import Create
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.stores import Stores
 

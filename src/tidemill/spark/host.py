@@ -20,7 +20,7 @@ from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.status.freshness import REFUSED
 from tidemill.base.status.histogram import Stages
 from tidemill.base.status.status import Tracker
-from tidemill.shards.front import ShardSchema
+from tidemill.shards.api import ShardSchema
 from tidemill.spark.claims import Claims
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.growing import grow, held

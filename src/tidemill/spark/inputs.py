@@ -16,13 +16,13 @@ from tidemill.base.limits import MIB
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.runtime.sync_context import Entered
 from tidemill.objects.store import Buffer
-from tidemill.shards.evolution import check_known
-from tidemill.shards.front import Batch, HistoryLost, Part
+from tidemill.shards.api import Batch, HistoryLost, Part
 from tidemill.shards.handle import LogShard
-from tidemill.shards.hashing import U64
-from tidemill.shards.holding import MovingHold
-from tidemill.shards.ranges import cut, read_range
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.parts.row_hash import U64
+from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.parts.schema_evolution import check_known
+from tidemill.shards.read.hash_ranges import cut, read_range
+from tidemill.shards.read.holds import MovingHold
 from tidemill.spark.groups import NO_GROUPS, grouped, groups_of, rows_of
 
 LOOK_BYTES = 1 * MIB

@@ -16,10 +16,10 @@ from typing import Any
 import pyarrow as pa
 
 from tidemill.base.errors import Corrupt
-from tidemill.shards.checksums import checksum
-from tidemill.shards.front import TIME, Part
-from tidemill.shards.hashing import U64, bucket_of, hash_rows
-from tidemill.shards.rows import Index, int64s
+from tidemill.shards.api import TIME, Part
+from tidemill.shards.parts.arrow_rows import Index, int64s
+from tidemill.shards.parts.checksums import checksum
+from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.lost import lost_letters
 from tidemill.spark.ranges import cut

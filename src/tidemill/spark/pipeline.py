@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import ShardSchema
+from tidemill.shards.api import ShardSchema
 from tidemill.spark.decode.ddl import stream_schema
 
 Names = str | tuple[str, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from tidemill.shards.front import Binding, Remap
+from tidemill.shards.api import Binding, Remap
 from tidemill.spark.decode.slices import Descriptor, Slice, cut
 from tidemill.topics.api import BatchRef, PartitionReader
 

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.consolidate import contents
-from tidemill.shards.front import HASH, Batch, HistoryLost, ShardSchema
+from tidemill.shards.api import HASH, Batch, HistoryLost, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.hashing import U64, bucket_of, hash_rows
-from tidemill.shards.rows import Index, rows_at
-from tidemill.shards.schema import part_schema
+from tidemill.shards.parts.arrow_rows import Index, rows_at
+from tidemill.shards.parts.consolidate import contents
+from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
+from tidemill.shards.parts.schema import part_schema
 from tidemill.spark.stores import Urls, shared
 from tidemill.spark.upsert.mirror import Mirror
 

@@ -25,11 +25,11 @@ from pyspark.sql.types import LongType, StructField, StructType
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.front import TIME, ShardSchema
-from tidemill.shards.holding import holding
-from tidemill.shards.moments import as_of_ms
-from tidemill.shards.plan import NoPlan, plan_parts
-from tidemill.shards.schema import part_schema
+from tidemill.shards.api import TIME, ShardSchema
+from tidemill.shards.parts.schema import part_schema
+from tidemill.shards.read.holds import holding
+from tidemill.shards.read.read_plan import NoPlan, plan_parts
+from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.cluster import find_cluster
 from tidemill.spark.python import data_source_found
 from tidemill.spark.source import registered_with

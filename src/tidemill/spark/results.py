@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import ShardSchema
-from tidemill.shards.hashing import U64, hash_rows
-from tidemill.shards.keys import normal_keys
-from tidemill.shards.rows import Mask, one_chunk, shown, to_mask
-from tidemill.shards.schema import conform, contents_schema
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.arrow_rows import Mask, one_chunk, shown, to_mask
+from tidemill.shards.parts.key_hash import normal_keys
+from tidemill.shards.parts.row_hash import U64, hash_rows
+from tidemill.shards.parts.schema import conform, contents_schema
 from tidemill.spark.groups import groups_of
 from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.commands import Commands

@@ -29,7 +29,7 @@ from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.runtime.tasks import sentence
 from tidemill.base.status.histogram import Stages
-from tidemill.shards.front import Remap
+from tidemill.shards.api import Remap
 from tidemill.spark.ahead import Ahead
 from tidemill.spark.bytasks import ByTasks
 from tidemill.spark.dead_letters import DeadLetters

@@ -16,7 +16,7 @@ import numpy as np
 
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.shards.front import Binding, BindingsPage, Remap
+from tidemill.shards.api import Binding, BindingsPage, Remap
 from tidemill.spark.decode.slices import Descriptor, Slice, cut, record_count
 from tidemill.spark.feeds import TopicFeed
 from tidemill.spark.planning import locate

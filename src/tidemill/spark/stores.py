@@ -25,8 +25,8 @@ from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import local_directory, open_objects
 from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.cpu import Cpu, pooled_cpu
-from tidemill.shards.front import Remap, ShardSchema
+from tidemill.shards.api import Remap, ShardSchema
+from tidemill.shards.executor import Cpu, pooled_cpu
 from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.topics.api import PartitionReader
 
@@ -82,12 +82,12 @@ class Stores:
 
     async def shard(self, name: str, schema: ShardSchema | None = None) -> LogShard:
         """A shard's handle; with `schema` it is created when absent, and evolved. Raises as `open_shard` does."""
-        from tidemill.shards.open import open_shard
+        from tidemill.shards.registry import open_shard
 
         return await open_shard(self.consensus, self.objects, self.clock, self.rand, name, schema, cpu=self.cpu)
 
     async def remap(self, name: str) -> Remap:
-        from tidemill.shards.open import open_remap
+        from tidemill.shards.registry import open_remap
 
         return await open_remap(self.consensus, self.clock, self.rand, name)
 

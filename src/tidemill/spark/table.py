@@ -15,9 +15,9 @@ from tidemill.base.errors import Conflict, Corrupt, Invalid, Unavailable
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.runtime.sync_context import Entered
 from tidemill.objects.store import Buffer
-from tidemill.shards.front import HistoryLost, Part, ShardSchema
+from tidemill.shards.api import HistoryLost, Part, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.keys import spelled_otherwise
+from tidemill.shards.parts.key_hash import spelled_otherwise
 from tidemill.spark.dead_run import DeadRun
 from tidemill.spark.facts import Progress
 from tidemill.spark.feeds import TopicFeed

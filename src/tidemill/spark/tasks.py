@@ -16,8 +16,8 @@ import pyarrow as pa
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.shards.front import TIME
-from tidemill.shards.rows import int64s
+from tidemill.shards.api import TIME
+from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.spark.decode.captured import CapturedDecoder, Stop
 from tidemill.spark.decode.letters import no_dead_letters
 from tidemill.spark.decode.records import Records, blocks_of

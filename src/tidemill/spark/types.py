@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import Column
+from tidemill.shards.api import Column
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType

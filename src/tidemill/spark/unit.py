@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.runtime.tasks import Restarts, keep_thread, sentence
-from tidemill.shards.front import Evolved
+from tidemill.shards.api import Evolved
 from tidemill.spark.dead_run import DeadRun
 from tidemill.spark.feeds import NotReady, TopicFeed
 from tidemill.spark.growing import LOOK_S as LOOK_GROWN_S

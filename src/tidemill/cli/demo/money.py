@@ -14,7 +14,7 @@ import msgspec
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.lsn import Lsn
-from tidemill.shards.front import Binding, Remap, Shard
+from tidemill.shards.api import Binding, Remap, Shard
 
 LOCK_TIMEOUT = "2s"
 WAIT_S = 30.0

@@ -38,8 +38,8 @@ from tidemill.metastore.factory import metastore_on
 from tidemill.node.processes import next_port, start_all
 from tidemill.node.supervise import Supervisor
 from tidemill.objects.factory import open_objects
-from tidemill.shards.front import Shard
-from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.api import Shard
+from tidemill.shards.registry import open_remap, open_shard
 
 TABLES = (*shop.TABLES, "clicks", "conversion_by_product")
 OPEN_ORDERS = {"table": "public.orders", "where": "w_id = 1 AND status = 'open'"}

@@ -11,7 +11,7 @@ from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, s
 from tidemill.cli.shard.showing import Name
 
 if TYPE_CHECKING:
-    from tidemill.shards.evolution import Changes
+    from tidemill.shards.parts.schema_evolution import Changes
 
 Added = Annotated[list[str] | None, typer.Option("--add", help='A new column: "name type", "name type default 5".')]
 Widened = Annotated[list[str] | None, typer.Option("--widen", help='A column and its wider type: "name type".')]
@@ -20,7 +20,7 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 def compact(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Merge what the keeper would merge, now. Contents and readable times stay; replaced objects go later."""
-    from tidemill.shards.compaction import compact_once
+    from tidemill.shards.compaction.compaction import compact_once
 
     merges = lost = rows_in = rows_out = bytes_in = bytes_out = 0
     with stores(config) as opened:
@@ -58,7 +58,7 @@ def evolve(
 
     It cannot be taken back. What the shard has already is left alone, so a repeat is harmless.
     """
-    from tidemill.shards.evolution import Changes, evolved
+    from tidemill.shards.parts.schema_evolution import Changes, evolved
     from tidemill.spark.decode.ddl import parse_column
 
     asked = Changes(tuple(map(parse_column, add or ())), tuple(map(parse_column, widen or ())))

@@ -54,7 +54,7 @@ def _users(opened: Stores, name: str) -> list[str]:
     """
     from tidemill.cli.shape import live_shapes
     from tidemill.keeper.drop import derived_from, users_of
-    from tidemill.shards.open import read_shard
+    from tidemill.shards.registry import read_shard
 
     state, now_ms = opened.portal.call(read_shard(opened.consensus, name)), opened.clock.now_ms()
     holds = state.holds if state is not None else ()

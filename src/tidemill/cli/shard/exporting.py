@@ -15,12 +15,12 @@ import typer
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.cli.shard.showing import Name, when
-from tidemill.shards.moments import LATEST, as_of_ms
+from tidemill.shards.read.time_parsing import LATEST, as_of_ms
 
 if TYPE_CHECKING:
-    from tidemill.shards.front import ShardSchema
+    from tidemill.shards.api import ShardSchema
     from tidemill.shards.handle import LogShard
-    from tidemill.shards.ranges import Fetch, Range
+    from tidemill.shards.read.hash_ranges import Fetch, Range
 
 MANIFEST = "_tidemill.json"
 
@@ -61,8 +61,8 @@ async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) 
             f"not readable yet: shard={shard.name} as_of={time_ms} upper={upper}.", fix="Ask for a time below upper."
         )
     from tidemill.cli.progress import Bars
-    from tidemill.shards.fetching import fetching
-    from tidemill.shards.ranges import cut
+    from tidemill.shards.read.hash_ranges import cut
+    from tidemill.shards.read.part_bytes import fetching
 
     partial = to.with_name(f"{to.name}.partial")
     async with shard.holding("export", time_ms):
@@ -95,7 +95,7 @@ async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) 
 
 def _or_empty(ranges: Sequence[Range]) -> Sequence[Range]:
     """A shard without rows is one file without rows: readers find its columns."""
-    from tidemill.shards.ranges import HASH_MAX, Range
+    from tidemill.shards.read.hash_ranges import HASH_MAX, Range
 
     return ranges or [Range(0, HASH_MAX, [])]
 
@@ -104,8 +104,8 @@ def _write(path: Path, schema: ShardSchema, piece: Range, as_of: int, fetch: Fet
     """The rows of one range as one file, in its final bytes on the disk."""
     import pyarrow.parquet as pq
 
-    from tidemill.shards.ranges import read_range
-    from tidemill.shards.schema import contents_schema
+    from tidemill.shards.parts.schema import contents_schema
+    from tidemill.shards.read.hash_ranges import read_range
 
     rows = 0
     with pq.ParquetWriter(path, contents_schema(schema), compression="zstd") as writer:

@@ -12,8 +12,8 @@ from tidemill.base.errors import Missing
 from tidemill.cli.context import ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
 
 if TYPE_CHECKING:
-    from tidemill.shards.front import Column, ShardSchema
-    from tidemill.shards.state import SchemaVersion, ShardState
+    from tidemill.shards.api import Column, ShardSchema
+    from tidemill.shards.state.state import SchemaVersion, ShardState
 
 Name = Annotated[str, typer.Argument(help="Shard name.")]
 _YEAR_9999_MS = 253_402_300_799_000
@@ -21,7 +21,7 @@ _YEAR_9999_MS = 253_402_300_799_000
 
 def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the shards: readable times, batches, updates, and bytes stored and waiting for deletion."""
-    from tidemill.shards.open import read_shards
+    from tidemill.shards.registry import read_shards
 
     with consensus_only(config) as opened:
         found = [facts_of(state) for state in opened.portal.call(read_shards(opened.consensus))]
@@ -138,7 +138,7 @@ def _default(text: str | None) -> str:
 
 def state_of(opened: ConsensusOnly, name: str) -> ShardState:
     """Raises Missing."""
-    from tidemill.shards.open import read_shard
+    from tidemill.shards.registry import read_shard
 
     state = opened.portal.call(read_shard(opened.consensus, name))
     if state is None:

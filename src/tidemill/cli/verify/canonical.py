@@ -21,9 +21,9 @@ import pyarrow as pa
 
 from tidemill.capture.wire.connection import identifier
 from tidemill.cli.verify.compare import NAN, Row
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.pgtypes import DATE_INFINITY, TIMESTAMP_INFINITY
-from tidemill.shards.schema import TIMESTAMPS
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY
+from tidemill.shards.parts.schema import TIMESTAMPS
 
 
 def ordered_columns(schema: ShardSchema) -> tuple[Column, ...]:

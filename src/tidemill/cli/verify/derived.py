@@ -12,7 +12,7 @@ import pyarrow as pa
 from tidemill.base.errors import Unavailable
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
-from tidemill.shards.front import DIFF, Shard
+from tidemill.shards.api import DIFF, Shard
 from tidemill.spark.pipeline import DerivedTable
 from tidemill.spark.results import is_frame, no_frame, stored_rows
 from tidemill.spark.types import spark_schema

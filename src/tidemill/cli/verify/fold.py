@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
-from tidemill.shards.front import TIME, Binding, Remap
+from tidemill.shards.api import TIME, Binding, Remap
 from tidemill.spark.decode.records import blocks_of
 from tidemill.spark.decode.slices import cut
 from tidemill.spark.decode.stream import StreamDecoder

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from tidemill.base.errors import Missing
 from tidemill.cli.verify.canonical import fix_floats, ordered_columns, plain_arrow
 from tidemill.cli.verify.compare import Row
-from tidemill.shards.front import Shard, ShardSchema
+from tidemill.shards.api import Shard, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import ORDER

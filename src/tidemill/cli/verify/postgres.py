@@ -22,7 +22,7 @@ from tidemill.capture.naming import split_name
 from tidemill.capture.wire.connection import qualified, session_settings, settings_statement, where
 from tidemill.cli.verify.canonical import fix_floats, order_expression, ordered_columns, select_expression
 from tidemill.cli.verify.compare import Row
-from tidemill.shards.front import ShardSchema
+from tidemill.shards.api import ShardSchema
 
 if TYPE_CHECKING:
     import psycopg

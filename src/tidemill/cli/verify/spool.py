@@ -16,7 +16,7 @@ import pyarrow as pa
 from tidemill.base.errors import Corrupt
 from tidemill.cli.verify.canonical import fix_floats, ordered_columns, plain_arrow
 from tidemill.cli.verify.compare import Row
-from tidemill.shards.front import DIFF, ShardSchema
+from tidemill.shards.api import DIFF, ShardSchema
 
 MEMORY_LIMIT = "384MB"
 CHUNK_ROWS = 20_000

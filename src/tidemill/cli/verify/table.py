@@ -16,9 +16,9 @@ from tidemill.base.lsn import Lsn
 from tidemill.cli.verify.compare import Comparison, Outcome, Row
 from tidemill.cli.verify.postgres import SourceColumn, SourcePoint, source_point
 from tidemill.cli.verify.spool import Spool
-from tidemill.shards.front import Binding, Remap, Shard, ShardSchema
-from tidemill.shards.pgtypes import as_held, column_for
-from tidemill.shards.schema import canonical_type
+from tidemill.shards.api import Binding, Remap, Shard, ShardSchema
+from tidemill.shards.parts.pg_columns import as_held, column_for
+from tidemill.shards.parts.schema import canonical_type
 
 Progress = Callable[[str, int, int], None]
 """(table, rows of the source compared, rows expected; 0 = not known)"""

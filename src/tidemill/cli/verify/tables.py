@@ -19,8 +19,8 @@ from tidemill.cli.verify.table import Progress, Verified, verify_captured, verif
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.front import Shard
-from tidemill.shards.open import open_remap, open_shard
+from tidemill.shards.api import Shard
+from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.feeds import TopicFeed, forms_of
 from tidemill.spark.pipeline import Pipeline, load_pipeline
 from tidemill.topics.l1.reader import L1Reader

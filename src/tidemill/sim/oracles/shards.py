@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 
 from tidemill.consensus.state_log import codec
-from tidemill.shards.apply import Rejected, apply
-from tidemill.shards.codec import decode_command
-from tidemill.shards.commands import Append
 from tidemill.shards.handle import LogShard
-from tidemill.shards.state import ShardState, check_whole
+from tidemill.shards.state.apply import Rejected, apply
+from tidemill.shards.state.codec import decode_command
+from tidemill.shards.state.commands import Append
+from tidemill.shards.state.state import ShardState, check_whole
 from tidemill.sim.world import Violated
 
 DEFAULT_N = 7

@@ -10,8 +10,8 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.topic_writer import position_of
 from tidemill.capture.visibility import PgSnapshot
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
-from tidemill.shards.front import Binding
-from tidemill.shards.remap import decode_binding, log_name
+from tidemill.shards.api import Binding
+from tidemill.shards.bindings.remap import decode_binding, log_name
 from tidemill.sim.scenarios.capture_database import Database, Taken, Wanted
 from tidemill.sim.world import Violated, World
 from tidemill.topics.batch import decode_batch

@@ -34,7 +34,7 @@ from tidemill.capture.machine import Capture
 from tidemill.capture.recopy import ask
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.bindings.remap import LogRemap
 from tidemill.sim.scenarios.capture_aside import FAULTS as ASIDE_FAULTS
 from tidemill.sim.scenarios.capture_aside import planted_aside, slowly_copied
 from tidemill.sim.scenarios.capture_database import STRANGER, VANISHING, WIDE, WRITERS, Database, Txn

@@ -22,7 +22,7 @@ from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERS
 from tidemill.registry.errors import Refused
 from tidemill.registry.kinds import Given
 from tidemill.registry.machine import Registry
-from tidemill.shards.cpu import inline_cpu
+from tidemill.shards.executor import inline_cpu
 from tidemill.sim.oracles.linearizable import Call, linearizable
 from tidemill.sim.scenarios.callers import Guessing, drawn_settings, opening, recorded, soon, through_any, under_crashes
 from tidemill.sim.world import Actor, Violated, World

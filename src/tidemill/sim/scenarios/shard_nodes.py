@@ -16,12 +16,12 @@ from tidemill.keeper.collection import collect
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.orphans import Orphans
-from tidemill.shards.compaction import compact_once
-from tidemill.shards.evolution import Changes
-from tidemill.shards.front import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
-from tidemill.shards.open import open_shard
-from tidemill.shards.schema import contents_schema, update_schema
+from tidemill.shards.parts.schema import contents_schema, update_schema
+from tidemill.shards.parts.schema_evolution import Changes
+from tidemill.shards.registry import open_shard
 from tidemill.sim.oracles.shards import DEFAULT_N, Attempt, Frontiers, Model, Row, Update
 from tidemill.sim.world import Actor, Down, World
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.base.errors import Invalid, Missing, Unavailable, Unknown
-from tidemill.shards.consolidate import contents
-from tidemill.shards.front import Evolved, HistoryLost
+from tidemill.shards.api import Evolved, HistoryLost
+from tidemill.shards.parts.consolidate import contents
 from tidemill.sim.scenarios.shard_nodes import Node, Shared, rows_of, updates_of
 from tidemill.sim.world import Violated
 

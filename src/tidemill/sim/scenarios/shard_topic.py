@@ -14,10 +14,10 @@ import numpy as np
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable, Unknown
-from tidemill.shards.front import Binding
-from tidemill.shards.minting import Minter
-from tidemill.shards.open import open_remap
-from tidemill.shards.remap import LogRemap
+from tidemill.shards.api import Binding
+from tidemill.shards.bindings.minter import Minter
+from tidemill.shards.bindings.remap import LogRemap
+from tidemill.shards.registry import open_remap
 from tidemill.sim.clock import EPOCH_MS
 from tidemill.sim.oracles.shards import Command
 from tidemill.sim.scenarios.shard_nodes import Node

@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.base.errors import Conflict, Unavailable, Unknown
-from tidemill.shards.front import TIME, Batch, Evolved, HistoryLost, ShardSchema
+from tidemill.shards.api import TIME, Batch, Evolved, HistoryLost, ShardSchema
+from tidemill.shards.bindings.remap import LogRemap
 from tidemill.shards.handle import LogShard
-from tidemill.shards.remap import LogRemap
-from tidemill.shards.schema import arrow_type, contents_schema
+from tidemill.shards.parts.schema import arrow_type, contents_schema
 from tidemill.sim.oracles.shards import Attempt, Command, Model, check_nothing_skipped, folded, n_of
 from tidemill.sim.scenarios.shard_nodes import Node, Shared, build, oracle_handle, rows_of
 from tidemill.sim.scenarios.shard_readers import again

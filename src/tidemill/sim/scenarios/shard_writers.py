@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from tidemill.base.errors import Conflict, Unavailable, Unknown
-from tidemill.shards.front import Evolved
+from tidemill.shards.api import Evolved
 from tidemill.sim.oracles.shards import DEFAULT_N, Attempt, Model, Update
 from tidemill.sim.scenarios.shard_nodes import Node, Shared, build, table
 from tidemill.sim.scenarios.shard_readers import again

@@ -21,11 +21,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.base.limits import INLINE_PART_BYTES
-from tidemill.shards import apply as apply_rules
-from tidemill.shards import compaction, consolidate, handle, machine, reading
-from tidemill.shards.front import TIME, Part, ShardSchema
-from tidemill.shards.parts import decode_part
-from tidemill.shards.state import Garbage, ShardState
+from tidemill.shards import handle
+from tidemill.shards.api import TIME, Part, ShardSchema
+from tidemill.shards.compaction import compaction
+from tidemill.shards.parts import consolidate
+from tidemill.shards.parts.parts import decode_part
+from tidemill.shards.read import part_reader
+from tidemill.shards.state import apply as apply_rules
+from tidemill.shards.state import state_machine
+from tidemill.shards.state.state import Garbage, ShardState
 from tidemill.sim.oracles.shards import check_heard, check_landed, check_reads, check_stored
 from tidemill.sim.scenarios import shard_upserts
 from tidemill.sim.scenarios.shard_nodes import Shared, build, evolve, keep, keep_up, oracle_handle, rows_of, updates_of
@@ -52,12 +56,12 @@ async def run(world: World, fault: str = "") -> None:
     with (
         swapped(handle, "INLINE_PART_BYTES", inline_bytes),
         swapped(compaction, "INLINE_PART_BYTES", inline_bytes),
-        swapped(machine, "ROLLUP_AFTER_RECORDS", world.source.choice((5, 512))),
+        swapped(state_machine, "ROLLUP_AFTER_RECORDS", world.source.choice((5, 512))),
         swapped(compaction, "FAN_IN", world.source.choice((2, 4, 8))),
         swapped(compaction, "SMALLEST_CLASS_BYTES", world.source.choice((1 << 10, 64 << 10))),
         swapped(compaction, "RANGE_BYTES", world.source.choice((4 << 10, 32 << 20))),
         swapped(compaction, "PART_ROWS", world.source.choice((3, 1 << 20))),
-        swapped(reading, "decode_part", decode_once),
+        swapped(part_reader, "decode_part", decode_once),
         swapped(apply_rules, "collectable", _deaf if fault == "collect-held" else apply_rules.collectable),
         swapped(operator, "resolve", shard_upserts.drained_twice if fault == "drain-twice" else resolve.resolve),
         swapped(compaction, "merged", _eager if fault == "consolidate-above-since" else consolidate.merged),

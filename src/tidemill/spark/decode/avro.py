@@ -21,8 +21,8 @@ import pyarrow as pa
 
 from tidemill.base.pgtypes.avro import PREFIX_BYTES, Kind, Layout, prefix
 from tidemill.base.pgtypes.debezium import NUMBERS
-from tidemill.shards.front import Column
-from tidemill.shards.schema import arrow_type
+from tidemill.shards.api import Column
+from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.lines import Mask, Places, of_ranges
 from tidemill.spark.decode.objects import FEW, Block, Dialect
 from tidemill.topics.batch import Columns

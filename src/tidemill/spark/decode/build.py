@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemill.shards.front import TIME, ShardSchema
-from tidemill.shards.keys import normal_keys
+from tidemill.shards.api import TIME, ShardSchema
+from tidemill.shards.parts.key_hash import normal_keys
 from tidemill.spark.decode.records import Records
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, command_schema
 

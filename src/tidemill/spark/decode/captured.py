@@ -31,10 +31,10 @@ import pyarrow.compute as pc
 from msgspec.structs import replace
 
 from tidemill.base.runtime.tasks import is_fault, sentence
-from tidemill.shards.floats import float32s
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.pgtypes import cast_text, parse_column
-from tidemill.shards.schema import TIMESTAMPS, arrow_type
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.floats import float32s
+from tidemill.shards.parts.pg_columns import cast_text, parse_column
+from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
 from tidemill.spark.decode import events
 from tidemill.spark.decode.avro import AvroReader, AvroVersion, OtherSchema, after_in, found_in
 from tidemill.spark.decode.build import command_table

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.schema import canonical_type, checked
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.schema import canonical_type, checked
 
 _TYPES = {
     "string": "string",

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.shards.decimals import DIGITS
-from tidemill.shards.floats import float32s
-from tidemill.shards.front import Column
-from tidemill.shards.schema import TIMESTAMPS, arrow_type
+from tidemill.shards.api import Column
+from tidemill.shards.parts.decimals import DIGITS
+from tidemill.shards.parts.floats import float32s
+from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
 from tidemill.spark.decode.lines import Mask
 from tidemill.spark.decode.objects import bools, strange_floats
 

@@ -28,9 +28,9 @@ from tidemill.base.pgtypes.debezium import (
     clock_text,
     zoned_text,
 )
-from tidemill.shards.front import Column
-from tidemill.shards.pgtypes import TIMESTAMP_INFINITY, cast_text, parse_column
-from tidemill.shards.schema import arrow_type
+from tidemill.shards.api import Column
+from tidemill.shards.parts.pg_columns import TIMESTAMP_INFINITY, cast_text, parse_column
+from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.lines import Mask, Places, of_ranges
 from tidemill.topics.batch import Columns
 

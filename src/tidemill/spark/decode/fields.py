@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.runtime.tasks import is_fault, sentence
-from tidemill.shards.front import Column
-from tidemill.shards.schema import arrow_type
+from tidemill.shards.api import Column
+from tidemill.shards.parts.schema import arrow_type
 
 FLOATS = frozenset({"float32", "float64"})
 NESTED_MAX = 500

@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 
 from tidemill.base.pgtypes.avro import prefix
 from tidemill.base.pgtypes.debezium import NUMBERS
-from tidemill.shards.evolution import default_value
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.schema import arrow_type
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.schema import arrow_type
+from tidemill.shards.parts.schema_evolution import default_value
 from tidemill.spark.decode.avro import AvroReader, AvroVersion
 from tidemill.spark.decode.fields import RowDecoder, row_decoder
 from tidemill.spark.decode.lines import Places

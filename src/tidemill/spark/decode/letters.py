@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.schema import update_schema
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.schema import update_schema
 
 DEAD_LETTERS = ShardSchema(
     (

@@ -155,7 +155,8 @@ def _no_numbers(text: Bytes, offsets: Offsets) -> Mask | None:
 
 def _small_exponents(text: Bytes, offsets: Offsets) -> Mask | None:
     """Rows with a number, or a text of one, that has an exponent of -10 or less: Arrow does not check the power of ten
-    that it looks up for a decimal (shards/decimals.py). A digit, e or - that is escaped in a string may be of one."""
+    that it looks up for a decimal (shards/parts/decimals.py). A digit, e or - that is escaped in a string may be of
+    one."""
     last = len(text) - 1
     small = np.flatnonzero(text == _MINUS) - 1  # no row begins with it
     small = small[(text[small] | 0x20) == _E]

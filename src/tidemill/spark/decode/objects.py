@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
-from tidemill.shards.front import Column
+from tidemill.shards.api import Column
 from tidemill.spark.decode.lines import Lines, Mask, Places, quotes, stretches, texts
 
 FEW = 64

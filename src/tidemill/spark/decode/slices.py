@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.shards.front import Binding
+from tidemill.shards.api import Binding
 from tidemill.topics.api import BatchRef
 
 

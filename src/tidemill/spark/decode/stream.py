@@ -23,10 +23,10 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.runtime.tasks import is_fault, sentence
-from tidemill.shards.decimals import of_decimals
-from tidemill.shards.floats import float32s
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.schema import arrow_type
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.decimals import of_decimals
+from tidemill.shards.parts.floats import float32s
+from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.build import command_table
 from tidemill.spark.decode.declared import Declared
 from tidemill.spark.decode.fields import check_nesting, columns_of_rows, row_decoder

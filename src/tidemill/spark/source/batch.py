@@ -9,10 +9,10 @@ import msgspec
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from tidemill.base.errors import Invalid, Missing
-from tidemill.shards.fetching import fetching
-from tidemill.shards.front import Column, Evolved, HistoryLost, ShardSchema
-from tidemill.shards.holding import HOLD_ABOVE_BYTES
-from tidemill.shards.ranges import Range, cut, read_range
+from tidemill.shards.api import Column, Evolved, HistoryLost, ShardSchema
+from tidemill.shards.read.hash_ranges import Range, cut, read_range
+from tidemill.shards.read.holds import HOLD_ABOVE_BYTES
+from tidemill.shards.read.part_bytes import fetching
 from tidemill.spark.source.options import Options
 from tidemill.spark.stores import shared, shared_objects
 from tidemill.spark.types import spark_schema

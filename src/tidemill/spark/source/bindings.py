@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
-from tidemill.shards.front import Binding, Remap
+from tidemill.shards.api import Binding, Remap
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.planning import plan
 from tidemill.spark.stores import Stores

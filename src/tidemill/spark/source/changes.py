@@ -20,11 +20,11 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTri
 
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.limits import MIB
-from tidemill.shards.fetching import fetching
-from tidemill.shards.front import DIFF, TIME, Batch, Column, Evolved, ShardSchema
-from tidemill.shards.holding import HOLD_TTL_MS, MovingHold
-from tidemill.shards.ranges import Range, cut, read_range
-from tidemill.shards.reading import PartReader
+from tidemill.shards.api import DIFF, TIME, Batch, Column, Evolved, ShardSchema
+from tidemill.shards.read.hash_ranges import Range, cut, read_range
+from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
+from tidemill.shards.read.part_bytes import fetching
+from tidemill.shards.read.part_reader import PartReader
 from tidemill.spark.source.batch import check_columns
 from tidemill.spark.source.options import Options
 from tidemill.spark.stores import shared, shared_objects

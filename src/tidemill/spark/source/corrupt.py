@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import TIME, Column
-from tidemill.shards.rows import int64s
-from tidemill.shards.schema import arrow_type
+from tidemill.shards.api import TIME, Column
+from tidemill.shards.parts.arrow_rows import int64s
+from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.source.options import Options
 from tidemill.spark.upsert.commands import ORDER, PARTITION, RECORD_KEY, UNCHANGED
 

@@ -19,7 +19,7 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from tidemill.base.errors import Invalid, Unavailable, Unknown
-from tidemill.shards.front import Column
+from tidemill.shards.api import Column
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.slices import Descriptor
 from tidemill.spark.feeds import NotReady, TopicFeed, captured_feed, stream_feed

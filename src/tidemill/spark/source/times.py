@@ -19,7 +19,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from tidemill.base.errors import TidemillError, Unavailable, Unknown
 from tidemill.base.runtime.tasks import Tasks, sentence
-from tidemill.shards.front import Column
+from tidemill.shards.api import Column
 from tidemill.spark.source.bindings import Bindings
 from tidemill.spark.source.options import Options
 from tidemill.spark.source.stream import PACE_MS, FeedPartition, end_quietly_with_the_query

@@ -11,7 +11,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.shards.front import staged_key
+from tidemill.shards.api import staged_key
 from tidemill.spark.source.options import Options
 from tidemill.spark.stores import shared, shared_objects
 from tidemill.spark.types import columns_of

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemill.shards.hashing import U64
-from tidemill.shards.rows import Index, Mask, bits_of, rows_equal, values_at
+from tidemill.shards.parts.arrow_rows import Index, Mask, bits_of, rows_equal, values_at
+from tidemill.shards.parts.row_hash import U64
 
 
 def exact_keys(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any, ...]]:

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemill.shards.front import TIME, ShardSchema
-from tidemill.shards.rows import int64s, one_chunk
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.api import TIME, ShardSchema
+from tidemill.shards.parts.arrow_rows import int64s, one_chunk
+from tidemill.shards.parts.schema import contents_schema
 
 ORDER = "_order"
 PARTITION = "_partition"

@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import TIME, ShardSchema
-from tidemill.shards.hashing import hash_rows
-from tidemill.shards.keys import normal_keys
-from tidemill.shards.rows import Mask, one_chunk, rows_at, shown
+from tidemill.shards.api import TIME, ShardSchema
+from tidemill.shards.parts.arrow_rows import Mask, one_chunk, rows_at, shown
+from tidemill.shards.parts.key_hash import normal_keys
+from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
 from tidemill.spark.upsert.lookup import Lookup

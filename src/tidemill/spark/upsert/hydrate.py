@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from tidemill.base.errors import Corrupt
-from tidemill.shards.front import DIFF, Batch, ShardSchema
-from tidemill.shards.ranges import Fetch, read_ordered
-from tidemill.shards.rows import int64s
-from tidemill.shards.schema import part_schema
+from tidemill.shards.api import DIFF, Batch, ShardSchema
+from tidemill.shards.parts.arrow_rows import int64s
+from tidemill.shards.parts.schema import part_schema
+from tidemill.shards.read.hash_ranges import Fetch, read_ordered
 from tidemill.spark.upsert.mirror import Mirror
 
 ADOPT_BYTES = 4 << 20

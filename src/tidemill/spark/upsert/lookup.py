@@ -7,8 +7,8 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from tidemill.shards.hashing import U64
-from tidemill.shards.rows import Index
+from tidemill.shards.parts.arrow_rows import Index
+from tidemill.shards.parts.row_hash import U64
 
 HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
 

@@ -20,10 +20,10 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Corrupt
-from tidemill.shards.front import DIFF, HASH, TIME, ShardSchema
-from tidemill.shards.hashing import U64, hash_rows
-from tidemill.shards.rows import Index, int64s, one_chunk, rows_at, rows_equal
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
+from tidemill.shards.parts.arrow_rows import Index, int64s, one_chunk, rows_at, rows_equal
+from tidemill.shards.parts.row_hash import U64, hash_rows
+from tidemill.shards.parts.schema import contents_schema
 from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.lookup import HashRows
 from tidemill.spark.upsert.resolve import KeyChanges

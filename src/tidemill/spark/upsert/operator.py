@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Invalid
-from tidemill.shards.front import ShardSchema
-from tidemill.shards.hashing import hash_rows
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.upsert.classify import AT, BELOW, classify
 from tidemill.spark.upsert.commands import Commands, join, no_commands, select, times_of
 from tidemill.spark.upsert.lookup import HashRows

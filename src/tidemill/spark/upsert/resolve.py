@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.shards.front import DIFF, TIME, ShardSchema
-from tidemill.shards.hashing import U64, hash_rows
-from tidemill.shards.rows import Index, Mask, int64s, one_chunk, rows_at, rows_equal, to_mask, values_at
-from tidemill.shards.schema import contents_schema, update_schema
+from tidemill.shards.api import DIFF, TIME, ShardSchema
+from tidemill.shards.parts.arrow_rows import Index, Mask, int64s, one_chunk, rows_at, rows_equal, to_mask, values_at
+from tidemill.shards.parts.row_hash import U64, hash_rows
+from tidemill.shards.parts.schema import contents_schema, update_schema
 from tidemill.spark.upsert.arrays import exact_keys, group_by_key
 from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, stacked
 from tidemill.spark.upsert.lookup import HashRows, Lookup

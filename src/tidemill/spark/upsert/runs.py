@@ -30,12 +30,12 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Corrupt
-from tidemill.shards.checksums import checksum
-from tidemill.shards.evolution import under
-from tidemill.shards.front import ShardSchema
-from tidemill.shards.hashing import U64
-from tidemill.shards.rows import Index, Mask, one_chunk, rows_at, rows_equal
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.arrow_rows import Index, Mask, one_chunk, rows_at, rows_equal
+from tidemill.shards.parts.checksums import checksum
+from tidemill.shards.parts.row_hash import U64
+from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.parts.schema_evolution import under
 from tidemill.spark.upsert.arrays import exact_keys, group_by_key
 
 FORM = b"tm-run-3"

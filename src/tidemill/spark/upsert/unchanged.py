@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.shards.front import TIME, ShardSchema
-from tidemill.shards.rows import Index, Mask, int64s, one_chunk, rows_at, to_mask, values_at
+from tidemill.shards.api import TIME, ShardSchema
+from tidemill.shards.parts.arrow_rows import Index, Mask, int64s, one_chunk, rows_at, to_mask, values_at
 from tidemill.spark.upsert.arrays import group_by_key
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
 from tidemill.spark.upsert.lookup import HashRows, Lookup

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 
-from tidemill.shards.front import Remap
+from tidemill.shards.api import Remap
 
 
 async def quiet_at(open_remap: Callable[[str], Awaitable[Remap]], sources: Iterable[str], time_ms: int) -> bool:

@@ -22,12 +22,12 @@ from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.metastore.rows.pipelines import source_of
-from tidemill.shards.fetching import fetching
-from tidemill.shards.front import HASH, Batch, Evolved, HistoryLost, Part
+from tidemill.shards.api import HASH, Batch, Evolved, HistoryLost, Part
 from tidemill.shards.handle import LogShard
-from tidemill.shards.holding import HOLD_TTL_MS, MovingHold
-from tidemill.shards.ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, between, read_range
-from tidemill.shards.schema import contents_schema
+from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.read.hash_ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, between, read_range
+from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
+from tidemill.shards.read.part_bytes import fetching
 from tidemill.spark.ranges import HashRange
 from tidemill.spark.stores import Stores
 from tidemill.spark.upsert.contents import distinct

@@ -17,11 +17,11 @@ import pyarrow as pa
 
 from tidemill.base.errors import Corrupt, Invalid
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
-from tidemill.shards.checksums import sealed, unsealed
-from tidemill.shards.front import HASH
-from tidemill.shards.hashing import bucket_of, hash_rows
-from tidemill.shards.rows import Index, one_chunk, rows_at, to_mask
-from tidemill.shards.schema import conform, contents_schema
+from tidemill.shards.api import HASH
+from tidemill.shards.parts.arrow_rows import Index, one_chunk, rows_at, to_mask
+from tidemill.shards.parts.checksums import sealed, unsealed
+from tidemill.shards.parts.row_hash import bucket_of, hash_rows
+from tidemill.shards.parts.schema import conform, contents_schema
 from tidemill.spark.ranges import HashRange
 from tidemill.spark.upsert.commands import LIVE
 from tidemill.spark.write.target import Frame

@@ -8,9 +8,9 @@ import msgspec
 from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid, Missing
-from tidemill.shards.evolution import widens
-from tidemill.shards.front import Column, ShardSchema
-from tidemill.shards.schema import checked, difference
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.schema import checked, difference
+from tidemill.shards.parts.schema_evolution import widens
 
 
 class Frame(msgspec.Struct, frozen=True):

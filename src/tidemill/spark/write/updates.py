@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from tidemill.shards.front import ShardSchema
-from tidemill.shards.rows import to_mask
-from tidemill.shards.schema import conform, contents_schema
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.arrow_rows import to_mask
+from tidemill.shards.parts.schema import conform, contents_schema
 from tidemill.spark.upsert.commands import LIVE, Commands
 from tidemill.spark.upsert.contents import as_commands, difference, distinct
 from tidemill.spark.upsert.mirror import Mirror

@@ -1,0 +1,127 @@
+"""The one engine that turns progress into time: stores what is known of a source as its next binding.
+
+    who                what it knows                             another minter was first
+    a capture          commit boundaries, the only one to mint    its own late attempt, or this session is over
+    a stream's nodes   high watermarks of what each leads         mint what is still missing, or nothing (MG2)
+
+MG1  Nothing is minted while nothing moved: an idle source costs no write and no look. Who needs its time to move on
+     advances it (`Remap.advance`).
+MG2  Minters that are equals lose nothing: a binding is completed by what the newest one says of everything else.
+MG3  A binding whose outcome is unknown is looked up, never guessed; until it is known nothing else is minted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+from msgspec.structs import replace
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Conflict, Unavailable, Unknown
+from tidemill.shards.api import Binding, Remap
+from tidemill.shards.bindings.reclock import missing
+
+RETRY_PAUSE_S = 0.1
+
+Offsets = dict[str, tuple[int, ...]]
+
+log = structlog.get_logger()
+
+
+class Minter:
+    """Of one source. One caller at a time."""
+
+    def __init__(self, remap: Remap, clock: Clock, *, interval_ms: int) -> None:
+        self.latest: Binding | None = None
+        self._remap = remap
+        self._clock = clock
+        self._interval_ms = interval_ms
+        self._minted_s = float("-inf")
+
+    @property
+    def name(self) -> str:
+        return self._remap.name
+
+    async def open(self) -> Binding | None:
+        """Read the newest binding."""
+        self.latest = await self._remap.latest()
+        return self.latest
+
+    def due_in_s(self, interval_ms: int | None = None) -> float:
+        """How long until the next binding may be minted; at most the interval."""
+        wait_s = (self._interval_ms if interval_ms is None else interval_ms) / 1000
+        return max(0.0, min(wait_s, self._minted_s + wait_s - self._clock.monotonic_s()))
+
+    async def until_due(self) -> None:
+        if wait_s := self.due_in_s():
+            await asyncio.sleep(wait_s)
+
+    async def mint(self, said: Binding) -> None:
+        """Store `said` at the first free time from now on (its own time is not looked at), as the only minter.
+
+        Raises Unavailable when somebody else's binding makes the caller's count worthless.
+        """
+        while True:
+            attempt = replace(said, time_ms=self._next_ms())
+            try:
+                self.latest = await self._remap.mint(attempt)
+                break
+            except Conflict:
+                self.latest = await self._remap.latest()
+                if self._lands_on(attempt):
+                    break
+                if self.latest is not None and self._goes_back(attempt):
+                    raise Unavailable(
+                        f"another minter is ahead: remap={self.name} lsn={self.latest.lsn} ours={attempt.lsn}."
+                    ) from None
+            except (Unavailable, Unknown) as error:
+                await self._pause(error)
+        self._minted_s = self._clock.monotonic_s()
+
+    async def mint_missing(self, seen: Offsets, source_time_ms: int) -> bool:
+        """Store what of `seen` (topic → next offsets, 0 = not known here) no binding covers yet; False when all is."""
+        while True:
+            offsets = missing(self.latest, seen)
+            if not offsets and self.latest is not None:
+                return False
+            try:
+                self.latest = await self._remap.mint(
+                    Binding(self._next_ms(), offsets or seen, source_time_ms=source_time_ms)
+                )
+                break
+            except Conflict:
+                self.latest = await self._remap.latest()
+            except (Unavailable, Unknown) as error:
+                await self._pause(error)
+                self.latest = await self._remap.latest()
+        self._minted_s = self._clock.monotonic_s()
+        return True
+
+    def whole(self, binding: Binding, topics: Offsets) -> Offsets:
+        """Its offsets of these topics (bindings also carry topics of tables that are captured no longer)."""
+        return {topic_id: binding.offsets.get(topic_id, ()) for topic_id in topics}
+
+    def _next_ms(self) -> int:
+        now_ms = self._clock.now_ms()
+        return now_ms if self.latest is None else max(now_ms, self.latest.time_ms + 1)
+
+    async def _pause(self, error: Unavailable | Unknown) -> None:
+        log.warning("binding not stored, trying again", remap=self.name, cause=str(error))
+        await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _lands_on(self, binding: Binding) -> bool:
+        """The attempt whose answer was lost did land."""
+        latest = self.latest
+        return latest is not None and (
+            latest.time_ms, latest.era, latest.lsn, latest.tag, self.whole(latest, binding.offsets),
+        ) == (binding.time_ms, binding.era, binding.lsn, binding.tag, binding.offsets)  # fmt: skip
+
+    def _goes_back(self, binding: Binding) -> bool:
+        assert self.latest is not None
+        theirs = self.whole(self.latest, binding.offsets)
+        return (self.latest.era, self.latest.lsn) > (binding.era, binding.lsn) or any(
+            old > new
+            for topic_id, offsets in binding.offsets.items()
+            for old, new in zip(theirs[topic_id], offsets, strict=False)
+        )

@@ -1,0 +1,79 @@
+"""Bindings as a value: which time a record gets, which times a minter may take. Pure (notes: reclocking).
+
+B1  times grow; no partition's offset ever goes back, and no LSN within one era (RFC 0010).
+B2  a record gets the smallest time whose offsets pass it, for every reader, for ever.
+
+A binding at time t makes the data's upper t + 1: everything up to and including t is then known.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.api import Binding
+
+
+def carried(latest: Binding | None, binding: Binding) -> Binding:
+    """The binding with what it does not name carried forward from the latest: a binding is always whole."""
+    if latest is None:
+        return binding
+    return replace(
+        binding,
+        offsets={**latest.offsets, **binding.offsets} if binding.offsets else latest.offsets,
+        lsn=binding.lsn or latest.lsn,
+        era=binding.era if binding.lsn else latest.era,
+        source_time_ms=binding.source_time_ms or latest.source_time_ms,
+    )
+
+
+def check_alone(binding: Binding) -> None:
+    """What no history could make right. Raises Invalid."""
+    if binding.time_ms < 0 or binding.lsn < 0:
+        raise Invalid(f"a binding cannot be negative: time_ms={binding.time_ms} lsn={binding.lsn}.")
+    for topic, offsets in binding.offsets.items():
+        if not offsets or min(offsets) < 0:
+            raise Invalid(f"bad offsets in a binding: topic={topic} offsets={offsets}.")
+
+
+def follows(latest: Binding | None, binding: Binding) -> str:
+    """Why the binding cannot come next (B1), or ""."""
+    if latest is None:
+        return ""
+    if binding.time_ms <= latest.time_ms:
+        return f"time_ms={binding.time_ms} latest={latest.time_ms}"
+    if (binding.era, binding.lsn) < (latest.era, latest.lsn):
+        return f"lsn={binding.lsn} era={binding.era} latest={latest.lsn} its_era={latest.era}"
+    for topic, old in latest.offsets.items():
+        new = binding.offsets.get(topic, ())
+        if len(new) < len(old) or any(n < o for n, o in zip(new, old, strict=False)):
+            return f"topic={topic} offsets={new} latest={old}"
+    return ""
+
+
+def in_force(bindings: Sequence[Binding], time_ms: int) -> Binding | None:
+    """The newest binding with time ≤ time_ms, or None."""
+    at = bisect_right(bindings, time_ms, key=lambda b: b.time_ms)
+    return bindings[at - 1] if at else None
+
+
+def later_than(bindings: Sequence[Binding], time_ms: int, limit: int) -> list[Binding]:
+    at = bisect_right(bindings, time_ms, key=lambda b: b.time_ms)
+    return list(bindings[at : at + limit])
+
+
+def missing(latest: Binding | None, seen: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """What of `seen` (topic → next offsets) no binding covers yet, per topic the elementwise greatest; {} = nothing.
+
+    The loser of a mint calls this with the winner's binding, and mints only what is still missing.
+    """
+    out = {}
+    for topic, offsets in seen.items():
+        old = latest.offsets.get(topic, ()) if latest is not None else ()
+        whole = tuple(max(n, old[i] if i < len(old) else 0) for i, n in enumerate(offsets)) + old[len(offsets) :]
+        if whole != old:
+            out[topic] = whole
+    return out

@@ -1,0 +1,367 @@
+"""`Remap` on a fenced log: one record a binding, appended at the expected position in term 0.
+
+The append *is* the compare-and-append: whoever lands at position n minted the n-th binding, and every
+other minter is told Conflict before or after the attempt. No rollup is needed: the newest record is the
+state. Records are msgpack:
+
+    whole = [1, time_ms, {topic id: [next offset…]}, lsn, source_time_ms, tag, era]
+    delta = [2, back, time_ms, {topic id: [next offset…]}, lsn, source_time_ms, tag, era]
+
+A delta names only the topics that moved, 0 for an LSN or a source time that did not, and how many records back the
+newest whole one stands (at most WHOLE_EVERY). "Still the same" is a delta without anything: some twenty bytes. The era
+is absent where it is 0 or the delta has no LSN.
+
+Opening costs one or two reads. `_window` holds the newest bindings contiguously and follows the log; older ones
+are found by bisection over log positions (times grow with positions) and read when asked for.
+
+B3  The log begins with a whole record. It is truncated (`forget`) only behind what every reader may still ask for;
+    who asks for less is told HistoryLost. Time -1 is before everything, and always known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Conflict, Corrupt, Missing, Unavailable, Unknown
+from tidemill.consensus.api import Consensus, resolve_append
+from tidemill.shards.api import Binding, BindingsPage, HistoryLost
+from tidemill.shards.bindings import reclock
+
+WHOLE = 1
+DELTA = 2
+WHOLE_EVERY = 64
+"""Records from one whole binding to the next at most: what reading one old binding costs."""
+
+WINDOW_BINDINGS = 2_000
+"""Newest bindings kept in memory; trimmed to half of it when it grows past. One of 100 tables takes about 5 kB."""
+
+RESOLVE_ATTEMPTS = 20
+RESOLVE_PAUSE_S = 0.1
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder()
+
+
+class Stored(NamedTuple):
+    """A record: `binding` is all of it when `back` is 0, else what changed since the record before."""
+
+    back: int
+    binding: Binding
+
+
+def encode_binding(b: Binding) -> bytes:
+    """A whole record."""
+    return _encoder.encode([WHOLE, b.time_ms, b.offsets, b.lsn, b.source_time_ms, b.tag, *_era(b)])
+
+
+def encode_delta(latest: Binding, b: Binding, back: int) -> bytes:
+    """`b`, which follows `latest`; the newest whole record stands `back` records before."""
+    moved = {topic: offsets for topic, offsets in b.offsets.items() if latest.offsets.get(topic) != offsets}
+    moves = (b.era, b.lsn) != (latest.era, latest.lsn)
+    lsn = b.lsn if moves else 0
+    source_time_ms = b.source_time_ms if b.source_time_ms != latest.source_time_ms else 0
+    return _encoder.encode([DELTA, back, b.time_ms, moved, lsn, source_time_ms, b.tag, *(_era(b) if moves else ())])
+
+
+def _era(b: Binding) -> tuple[int, ...]:
+    return (b.era,) if b.era else ()
+
+
+def decode_stored(data: bytes) -> Stored:
+    """Raises Corrupt."""
+    try:
+        form, *fields = _decoder.decode(data)
+        if form not in (WHOLE, DELTA):
+            raise Corrupt(f"unknown binding format: format={form!r}.", fix="Upgrade tidemill.")
+        back = fields.pop(0) if form == DELTA else 0
+        time_ms, offsets, lsn, source_time_ms, tag, *more = fields
+        (era,) = more or (0,)
+        return Stored(back, Binding(time_ms, {t: tuple(o) for t, o in offsets.items()}, lsn, source_time_ms, tag, era))
+    except (msgspec.DecodeError, ValueError, TypeError, AttributeError) as error:
+        raise Corrupt(f"binding is unreadable: bytes={len(data)} ({error}).") from error
+
+
+def decode_binding(data: bytes, before: Binding | None = None) -> Binding:
+    """The whole binding; `before`: that of the record before, which a delta rests on. Raises Corrupt."""
+    back, binding = decode_stored(data)
+    if not back:
+        return binding
+    if before is None:
+        raise Corrupt(f"a binding rests on one that is not there: time_ms={binding.time_ms}.")
+    return reclock.carried(before, binding)
+
+
+LOG_PREFIX = "remap/"
+
+
+def log_name(name: str) -> str:
+    return LOG_PREFIX + name
+
+
+class LogRemap:
+    """One process's handle; any number of them mint and read the same bindings.
+
+    `clock` is not read: every time is in a binding, and waiting is the event loop's.
+    """
+
+    def __init__(self, consensus: Consensus, name: str, clock: Clock, rand: Rand) -> None:
+        self.name = name
+        self._consensus = consensus
+        self._rand = rand
+        self._log = log_name(name)
+        self._next = 0  # position after the last binding in the window
+        self._window: list[Binding] = []  # bindings at positions [_next - len, _next)
+        self._whole_at = 0  # position of the newest whole record
+        self._log_start = 0  # as of the last read
+        self._opened = False
+        self._syncing = asyncio.Lock()
+
+    @property
+    def position(self) -> int:
+        """Next position of the log, as last seen."""
+        return self._next
+
+    @property
+    def length(self) -> int:
+        """Records that the log keeps, as last seen."""
+        return self._next - self._log_start
+
+    async def latest(self) -> Binding | None:
+        await self._sync()
+        return self._window[-1] if self._window else None
+
+    async def mint(self, binding: Binding) -> Binding:
+        """Append `binding`, completed by what it leaves out (`reclock.carried`); returns what was stored.
+
+        Raises Conflict(current=Binding | None) when somebody was first or B1 would break, Invalid when it is wrong
+        in itself, Unavailable (did not happen), Unknown (not even its nonce could be looked up).
+        """
+        reclock.check_alone(binding)
+        await self._sync()
+        latest, position = (self._window[-1] if self._window else None), self._next
+        whole = reclock.carried(latest, binding)
+        wrong = reclock.follows(latest, whole)
+        if wrong:
+            raise Conflict(f"binding does not follow the latest: remap={self.name} {wrong}.", current=latest)
+        nonce = self._rand.nonce()
+        back = position - self._whole_at
+        data = encode_binding(whole) if latest is None or back >= WHOLE_EVERY else encode_delta(latest, whole, back)
+        try:
+            await self._consensus.append(self._log, 0, position, [data], nonce)
+        except Conflict as error:
+            await self._sync()
+            raise Conflict(
+                f"another minter was first: remap={self.name} time_ms={whole.time_ms}.",
+                current=self._window[-1] if self._window else None,
+            ) from error
+        except Unknown as error:
+            if not await self._landed(position, nonce):
+                await self._sync()
+                if self._next > position:
+                    current = self._window[-1] if self._window else None
+                    raise Conflict(f"another minter was first: remap={self.name}.", current=current) from error
+                raise Unavailable(f"binding was not stored: remap={self.name} time_ms={whole.time_ms}.") from error
+        self._push(position, data)
+        return whole
+
+    async def advance(self, time_ms: int) -> Binding | None:
+        """Make the newest binding's time at least `time_ms`, everything else being the same; None while there is none.
+
+        Anybody may: what is bound later gets a later time. For who needs an idle source's time to move (a derived
+        table beside a busy one); nobody else mints for an idle source. Raises Unavailable, Unknown.
+        """
+        while True:
+            latest = await self.latest()
+            if latest is None or latest.time_ms >= time_ms:
+                return latest
+            with contextlib.suppress(Conflict):  # somebody else's binding may be late enough
+                return await self.mint(Binding(time_ms, {}))
+
+    async def after(self, time_ms: int, limit: int = 10_000) -> list[Binding]:
+        await self._sync()
+        return await self._after(time_ms, limit)
+
+    async def at(self, time_ms: int) -> Binding | None:
+        await self._sync()
+        return await self._at(time_ms)
+
+    async def page(self, lower: int, limit: int = 10_000) -> BindingsPage:
+        await self._sync()
+        newest = self._window[-1] if self._window else None
+        return BindingsPage(await self._at(lower - 1), await self._after(lower - 1, limit), newest)
+
+    async def _after(self, time_ms: int, limit: int) -> list[Binding]:
+        if self._in_window(time_ms):
+            return reclock.later_than(self._window, time_ms, limit)
+        return await self._read(await self._position_after(time_ms), limit)
+
+    async def _at(self, time_ms: int) -> Binding | None:
+        if time_ms < 0:
+            return None
+        if self._in_window(time_ms):
+            return reclock.in_force(self._window, time_ms)
+        position = await self._position_after(time_ms)
+        return (await self._read(position - 1, 1))[0] if position else None
+
+    async def oldest_ms(self) -> int | None:
+        """Time of the oldest binding that is kept; None while there is none. Raises Missing: truncated meanwhile."""
+        await self._sync()
+        found = await self._stored(self._log_start, 1) if self.length else []
+        return found[0].binding.time_ms if found else None
+
+    async def forget(self, time_ms: int) -> int:
+        """Truncate what nobody asks for who asks for `time_ms` and later; returns how many bindings went.
+
+        The binding in force at `time_ms` stays, and the whole record that it rests on.
+        """
+        await self._sync()
+        head = await self._consensus.log_head(self._log)
+        if head.next - head.start <= WHOLE_EVERY or time_ms < 0:
+            return 0
+        try:
+            position = await self._position_after(time_ms) - 1
+        except HistoryLost:
+            return 0
+        if position <= head.start:
+            return 0
+        found = await self._consensus.read(self._log, position, limit_records=1)
+        position -= decode_stored(found.records[0].data).back
+        if position <= head.start:
+            return 0
+        self._log_start = (await self._consensus.truncate(self._log, position)).start
+        return position - head.start
+
+    async def wait(self, beyond_ms: int, timeout_s: float) -> bool:
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            await self._sync()
+            if self._window and self._window[-1].time_ms > beyond_ms:
+                return True
+            left_s = until_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return False
+            await self._consensus.wait(self._log, self._next, left_s)
+
+    # ------------------------------------------------------------------------------------------------
+
+    @property
+    def _start(self) -> int:
+        return self._next - len(self._window)
+
+    def _in_window(self, time_ms: int) -> bool:
+        """Does the window answer for this time? It reaches back to the time, or to the beginning of everything."""
+        if not self._window or time_ms >= self._window[0].time_ms or self._start == 0:
+            return True
+        return time_ms < 0 and self._start <= self._log_start
+
+    def _push(self, position: int, data: bytes) -> None:
+        """Add the binding at `position` unless a concurrent sync already did. No await: it is one step."""
+        if position != self._next:
+            return
+        back, changed = decode_stored(data)
+        if not self._window and back:
+            raise Corrupt(f"a binding rests on one that is not there: remap={self.name} position={position}.")
+        self._window.append(reclock.carried(self._window[-1], changed) if back else changed)
+        self._whole_at = position - back
+        self._next += 1
+        if len(self._window) > WINDOW_BINDINGS:
+            del self._window[: WINDOW_BINDINGS // 2]
+
+    async def _sync(self) -> None:
+        """Bring the window to the head of the log: one read when nothing or little is new."""
+        async with self._syncing:
+            while True:
+                if not self._opened:
+                    self._window = []
+                    self._next = await self._newest_whole()
+                    self._opened = True
+                try:
+                    found = await self._consensus.read(self._log, self._next)
+                except Missing:
+                    self._opened = False  # truncated past where this handle was: begin anew at the newest
+                    continue
+                self._log_start = found.head.start
+                for record in found.records:
+                    self._push(record.position, record.data)
+                if self._next >= found.head.next:
+                    return
+
+    async def _newest_whole(self) -> int:
+        """The position to open at. Raises Missing never: a truncation meanwhile is looked at again."""
+        while True:
+            head = await self._consensus.log_head(self._log)
+            if head.next == head.start:
+                return head.next
+            try:
+                found = await self._consensus.read(self._log, head.next - 1, limit_records=1)
+            except Missing:
+                continue
+            return head.next - 1 - decode_stored(found.records[0].data).back
+
+    async def _landed(self, position: int, nonce: str) -> bool:
+        """Resolve an unknown append by its nonce, patiently: guessing would mint a binding twice or lose one."""
+        for attempt in range(RESOLVE_ATTEMPTS):
+            try:
+                return await resolve_append(self._consensus, self._log, position, nonce)
+            except Unavailable:
+                if attempt == RESOLVE_ATTEMPTS - 1:
+                    break
+                await asyncio.sleep(RESOLVE_PAUSE_S)
+        raise Unknown(f"a mint could not be resolved: remap={self.name} position={position} nonce={nonce}.")
+
+    async def _position_after(self, time_ms: int) -> int:
+        """Position of the first binding later than `time_ms`: bisection, one read a step. Raises HistoryLost (B3)."""
+        while True:
+            start = (await self._consensus.log_head(self._log)).start
+            low, high = start, self._next
+            try:
+                while low < high:
+                    middle = (low + high) // 2
+                    if (await self._stored(middle, 1))[0].binding.time_ms > time_ms:
+                        high = middle
+                    else:
+                        low = middle + 1
+            except Missing:
+                continue  # truncated meanwhile
+            if low == start > 0 and time_ms >= 0:
+                raise HistoryLost(
+                    f"bindings this old are forgotten: remap={self.name} wanted={time_ms}.",
+                    fix="Read from a newer time; a shard that stood for so long is made again after `shard drop`.",
+                )
+            return low
+
+    async def _read(self, position: int, limit: int) -> list[Binding]:
+        """Whole bindings from `position` on. Raises HistoryLost when they are truncated meanwhile."""
+        try:
+            first = (await self._stored(position, 1))[:1]
+            back = first[0].back if first else 0
+            found = await self._stored(position - back, limit + back)
+        except Missing as error:
+            raise HistoryLost(f"bindings were forgotten while they were read: remap={self.name}.") from error
+        out: list[Binding] = []
+        for stored in found:
+            out.append(reclock.carried(out[-1], stored.binding) if stored.back else stored.binding)
+        return out[back:]
+
+    async def _stored(self, position: int, limit: int) -> list[Stored]:
+        out: list[Stored] = []
+        while len(out) < limit:
+            found = await self._consensus.read(
+                self._log, position + len(out), limit_records=min(1000, limit - len(out))
+            )
+            out += [decode_stored(r.data) for r in found.records]
+            if not found.records:
+                break
+        return out
+
+
+if TYPE_CHECKING:
+    from tidemill.shards.api import Remap
+
+    def _is_the_front(handle: LogRemap) -> Remap:
+        return handle

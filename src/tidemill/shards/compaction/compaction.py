@@ -1,0 +1,224 @@
+"""Compaction: consecutive batches become one, and what lies at or below since becomes its sum. Off the commit path.
+
+C1  The merged batch covers exactly [first lower, last upper), so the batches stay contiguous (S2).
+C2  For every readable time the sum of updates is unchanged: only times below since move, and only up to
+    min(since, upper - 1); a listener at frontier f ≤ since is stopped by its own check, every other one
+    filters by time and sees nothing twice.
+C3  The merge is shown only if every batch it read still stands as it was (Replace); a loser has made
+    orphans and nothing else, also where what it was reading was collected before it had read it. Replaced objects
+    become garbage in the same step, and are collected later.
+    Parts are written under the newest schema that the state had when the batches were chosen.
+C4  Memory is bounded by RANGE_BYTES of parts, whatever the shard's size: hashes are uniform, so a merge goes by
+    equal ranges of them.
+
+Two reasons to merge:
+  tiers   FAN_IN small neighbours: so that a shard has few batches
+  space   what is settled (at or below since) and not yet summed up with the oldest batch weighs as much as it: all
+          of it may be dead, so that what is stored stays within twice what lives
+
+`compact_once` is the keeper's. Any number may call it at once; one wins a run, the others find it moved.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Missing
+from tidemill.base.limits import INLINE_PART_BYTES, MIB
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.api import HASH, Batch, Part, ShardSchema
+from tidemill.shards.executor import Cpu, inline_cpu
+from tidemill.shards.handle import INLINE_BUDGET_BYTES, LogShard
+from tidemill.shards.parts.consolidate import merged
+from tidemill.shards.parts.parts import store_part, within
+from tidemill.shards.parts.row_hash import bucket_of
+from tidemill.shards.parts.schema import part_schema
+from tidemill.shards.read.part_reader import PartReader
+from tidemill.shards.state.apply import batch_id
+from tidemill.shards.state.commands import Replace
+from tidemill.shards.state.state import ShardState, batch_sums, garbage_full
+
+FAN_IN = 8
+"""Batches of one size class before they are merged; each update is rewritten about log8(size) times."""
+
+RUN_BATCHES = 512
+RUN_BYTES = 128 * MIB
+"""One merge of small neighbours reads at most this much."""
+
+RANGE_BYTES = 32 * MIB
+"""A merge holds at most about this much of encoded parts at once; decoded rows take about three times as much, and of
+texts that compress better than that as many times more as they do: nothing says it before they are decoded."""
+
+PART_ROWS = 1 << 20
+SMALLEST_CLASS_BYTES = 64 << 10
+
+
+class Compacted(msgspec.Struct, frozen=True):
+    """What one merge did. `shown` False = somebody moved the batches first, and nothing changed."""
+
+    batches: int
+    rows_in: int
+    rows_out: int
+    bytes_in: int
+    bytes_out: int
+    shown: bool
+
+
+def size_class(batch: Batch) -> int:
+    """0 up to SMALLEST_CLASS_BYTES, then one more for every factor of FAN_IN."""
+    size, out, bound = batch_sums(batch)[1], 0, SMALLEST_CLASS_BYTES
+    while size > bound:
+        bound *= FAN_IN
+        out += 1
+    return out
+
+
+def choose(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
+    """[start, end) of the run to merge, (0, 0) = none. Pure.
+
+    Space first. Else the oldest run of at least FAN_IN consecutive batches of one class or smaller, smallest class
+    first, within the run limits. The newest batch is left alone while empty: idle ticks extend it, and would unseat
+    every merge.
+    """
+    count = len(batches) - 1 if batches and not batches[-1].parts else len(batches)
+    classes = [size_class(b) for b in batches[:count]]
+    sizes = [batch_sums(b)[1] for b in batches[:count]]
+    settled = bisect_right(batches, since, hi=count, key=lambda b: b.upper - 1)
+    if settled:
+        summed = sizes[0] if batches[0].summed_to >= batches[0].upper - 1 else 0
+        if sum(sizes[:settled]) - summed >= max(summed, SMALLEST_CLASS_BYTES):
+            return 0, settled
+    for top in sorted(set(classes)):
+        start = 0
+        while start < count:
+            end, held = start, 0
+            while end < count and classes[end] <= top and end - start < RUN_BATCHES and held + sizes[end] <= RUN_BYTES:
+                held += sizes[end]
+                end += 1
+            if end - start >= FAN_IN:
+                return start, end
+            start = end + 1
+    return 0, 0
+
+
+async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu: Cpu = inline_cpu) -> Compacted | None:
+    """Merge one run, or return None when there is nothing to do. When it raises, nothing changed.
+
+    Raises Missing only of what the shard still names.
+    """
+    await shard.frontiers()
+    state = shard.state
+    start, end = choose(state.batches, state.since)
+    run = state.batches[start:end]
+    if not run or garbage_full(state):
+        return None
+    gone = tuple(batch_id(b) for b in run)
+    try:
+        batch = await _merged(shard, objects, rand, state, run, cpu)
+        shown = await shard.replace(Replace(gone, batch, shard.stamp_ms()))
+    except Missing:
+        await shard.frontiers()
+        if {*gone} <= {batch_id(b) for b in shard.state.batches}:
+            raise
+        batch, shown = Batch(run[0].lower, run[-1].upper, ()), False  # somebody merged them, and they were collected
+    sums = [batch_sums(b) for b in run]
+    out = batch_sums(batch)
+    return Compacted(len(run), sum(s[0] for s in sums), out[0], sum(s[1] for s in sums), out[1], shown)
+
+
+async def _merged(
+    shard: LogShard, objects: ObjectStore, rand: Rand, state: ShardState, run: Sequence[Batch], cpu: Cpu
+) -> Batch:
+    """The batch that may stand for the run: its parts are stored, and nothing refers to them yet."""
+    lower, upper = run[0].lower, run[-1].upper
+    advance_to = min(state.since, upper - 1)
+    now_ms = shard.stamp_ms()
+    parts: list[Part] = []
+    inline_left = INLINE_BUDGET_BYTES - state.inline_bytes
+    schema, reader = state.schema, shard.reader_under(state.schema)
+    for low, high in hash_ranges(sum(batch_sums(b)[1] for b in run)):
+        updates = await _in_range(schema, reader, run, low, high, cpu)
+        if not updates.num_rows:
+            continue
+        for bucket, rows in await cpu(partial(_compacted, schema, updates, advance_to)):
+            part = await store_part(
+                objects,
+                shard.shard_id,
+                schema,
+                rows,
+                writer=f"c-{shard.writer}",
+                rand=rand,
+                now_ms=now_ms,
+                bucket=bucket,
+                codec="zstd",
+                inline_bytes=INLINE_PART_BYTES if inline_left > 0 else 0,
+                cpu=cpu,
+            )
+            inline_left -= len(part.inline)
+            parts.append(part)
+    summed_to = advance_to if lower == 0 else -1
+    return Batch(lower, upper, tuple(parts), shard.writer, rand.nonce(), summed_to, schema.version)
+
+
+def hash_ranges(size_bytes: int) -> list[tuple[int, int]]:
+    """Equal inclusive ranges of the 64 bits of a hash, about RANGE_BYTES of parts each."""
+    count = max(1, -(-size_bytes // RANGE_BYTES))
+    cuts = [(i << 64) // count for i in range(count + 1)]
+    return [(a, b - 1) for a, b in pairwise(cuts)]
+
+
+async def _in_range(
+    schema: ShardSchema, reader: PartReader, run: Sequence[Batch], low: int, high: int, cpu: Cpu
+) -> pa.Table:
+    """Updates of the run whose hash is in [low, high], part after part, so that one decoded part is held at a time."""
+    found = [part_schema(schema).empty_table()]
+    for batch in run:
+        for part in batch.parts:
+            if part.max_hash < low or high < part.min_hash:
+                continue
+            rows = within(await reader.read_part(part), batch.lower, batch.upper)
+            if part.min_hash < low or high < part.max_hash:
+                rows = await cpu(partial(_of_hashes, rows, low, high))
+            found.append(rows)
+    return pa.concat_tables(found)
+
+
+def _of_hashes(rows: pa.Table, low: int, high: int) -> pa.Table:
+    """Rows are sorted by hash: a slice, copied so that the rest is let go."""
+    hashes = rows.column(HASH).to_numpy()
+    start, end = np.searchsorted(hashes, np.uint64(low), "left"), np.searchsorted(hashes, np.uint64(high), "right")
+    chosen = np.zeros(len(hashes), dtype=bool)
+    chosen[start:end] = True
+    return rows.filter(pa.array(chosen))
+
+
+def _compacted(schema: ShardSchema, updates: pa.Table, advance_to: int) -> list[tuple[int, pa.Table]]:
+    return _split(schema, merged(schema, updates, advance_to))
+
+
+def _split(schema: ShardSchema, updates: pa.Table) -> list[tuple[int, pa.Table]]:
+    """(bucket, rows) of the merged parts: by bucket, then by hash range, none above PART_ROWS but for one hash.
+
+    `updates` as `merged` gives them.
+    """
+    hashes = updates.column(HASH).to_numpy()
+    buckets = bucket_of(hashes, schema.buckets)
+    cuts = [0]
+    while cuts[-1] < len(hashes):
+        at = cuts[-1]
+        bucket_end = int(np.searchsorted(buckets, buckets[at], side="right"))
+        end = min(at + PART_ROWS, bucket_end)
+        if end < bucket_end:
+            # Never cut inside one hash: a key's history stays in one part, in order.
+            first = int(np.searchsorted(hashes, hashes[end], side="left"))
+            end = first if first > at else int(np.searchsorted(hashes, hashes[end], side="right"))
+        cuts.append(end)
+    return [(int(buckets[a]), updates.slice(a, b - a)) for a, b in pairwise(cuts)]

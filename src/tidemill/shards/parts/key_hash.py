@@ -1,0 +1,86 @@
+"""Keys: the one spelling of each, and from values of a key's columns to hashes. Pure.
+
+S7  A key has one spelling. Floats that every engine calls equal are one key: −0.0 is 0.0, a NaN of any bits is the one
+    NaN. Commands are made with such keys, whatever they are made of: records, tombstones, a function's rows, a
+    DataFrame's. Text is compared byte by byte: PostgreSQL says the key that a row had as the row spelled it, where its
+    own equality is wider (citext, a collation that is not deterministic, numeric without a scale, jsonb).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.decimals import of_decimals
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema import contents_schema
+
+KEYS_MAX = 1_000
+"""More keys than this are read as all are."""
+
+
+def key_hashes(schema: ShardSchema, values: Mapping[str, Sequence[Any]]) -> list[int] | None:
+    """The hashes of all keys whose columns have one of their `values`, sorted; None = any key may: too many rather than
+    too few.
+
+    Only equality with every column of the key says something: the hash knows no order.
+    """
+    if not schema.key or any(name not in values for name in schema.key):
+        return None
+    if prod(len(values[name]) for name in schema.key) > KEYS_MAX:
+        return None
+    combined = list(product(*(values[name] for name in schema.key)))
+    try:
+        columns = [
+            _array([row[at] for row in combined], contents_schema(schema).field(name).type)
+            for at, name in enumerate(schema.key)
+        ]
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, ValueError, OverflowError):
+        return None  # a value that the column cannot hold; what that means is the engine's to say
+    return sorted(set(hash_rows(pa.table(columns, names=list(schema.key)), schema.key).tolist()))
+
+
+def normal_keys(rows: pa.Table, key: Sequence[str]) -> pa.Table:
+    """The rows with the one spelling of their keys (S7); the same table when they have it."""
+    for name in key:
+        index = rows.schema.get_field_index(name)
+        field = rows.schema.field(index)
+        if pa.types.is_floating(field.type):
+            column = pa.chunked_array([_normal_floats(chunk) for chunk in rows.column(index).chunks], field.type)
+            rows = rows.set_column(index, field, column)
+    return rows
+
+
+def spelled_otherwise(rows: pa.Table, key: Sequence[str]) -> bool:
+    """Does any row have a key that `normal_keys` would change? Nothing that is made today finds such a row (S7)."""
+    for name in key:
+        if not pa.types.is_floating(rows.schema.field(name).type):
+            continue
+        for chunk in rows.column(name).chunks:
+            bits = np.uint32 if chunk.type.bit_width == 32 else np.uint64
+            was, now = (each.drop_null().to_numpy().view(bits) for each in (chunk, _normal_floats(chunk)))
+            if (was != now).any():
+                return True
+    return False
+
+
+def _normal_floats(array: pa.Array) -> pa.Array:
+    values = array.to_numpy(zero_copy_only=False)
+    strange = np.isnan(values) | ((values == 0) & np.signbit(values))  # null is NaN there
+    if not strange.any():
+        return array
+    one = np.where(np.isnan(values), values.dtype.type(np.nan), values + values.dtype.type(0))
+    return pa.array(one, array.type, mask=array.is_null().to_numpy(zero_copy_only=False), from_pandas=False)
+
+
+def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_decimal(kind) and all(value is None or isinstance(value, Decimal | int) for value in values):
+        return of_decimals([None if value is None else Decimal(value) for value in values], kind)
+    return pa.array(values, kind)

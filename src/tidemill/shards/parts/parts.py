@@ -1,0 +1,164 @@
+"""Parts: immutable Parquet runs of updates, sorted by (`_hash`, `_time`, `_diff`).
+
+Sorted by hash, so that whoever mirrors a shard merges runs without sorting; by time and diff inside one
+hash, so that a key's history reads in order and its retraction precedes its insertion. Fresh parts are
+lz4 (written once, read soon), merged ones zstd (half the bytes). A part at most INLINE_PART_BYTES
+travels inside the log record instead of an object.
+
+An object that no batch names is an orphan: its key says when it was written, and the keeper sweeps it by age.
+Nothing here deletes one.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.limits import INLINE_PART_BYTES, MIB
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.api import DIFF, HASH, TIME, Part, ShardSchema, part_key
+from tidemill.shards.executor import Cpu, inline_cpu
+from tidemill.shards.parts.arrow_rows import cuts_of, rows_at, sizes_of
+from tidemill.shards.parts.checksums import checksums_of, open_part
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema import FLOATS, conform, hash_columns, part_schema, update_schema
+from tidemill.shards.parts.schema_evolution import under
+
+Codec = Literal["lz4", "zstd"]
+
+ROW_GROUP_ROWS = 128 << 10
+ROW_GROUP_BYTES = 32 * MIB
+"""Rows of a row group, and their bytes in memory but for a single row: what one hash-range read must decode at least.
+Encoded bytes bound nothing: a long text that comes again and again is a few of them each time."""
+
+
+class Encoded:
+    """One encoded part, not yet stored. `data` is a readable buffer."""
+
+    __slots__ = ("data", "max_hash", "min_hash", "rows", "sums")
+
+    def __init__(self, data: pa.Buffer, rows: int, min_hash: int, max_hash: int) -> None:
+        self.data, self.rows, self.min_hash, self.max_hash = data, rows, min_hash, max_hash
+        self.sums = checksums_of(data)
+
+    def part(self, bucket: int = 0, object_key: str = "") -> Part:
+        """As the state of its shard names it; without a key the bytes go with it."""
+        inline = b"" if object_key else self.data.to_pybytes()
+        return Part(self.rows, self.data.size, bucket, object_key, inline, self.min_hash, self.max_hash, *self.sums)
+
+
+def sort_updates(rows: pa.Table, hashes: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, Any] | None:
+    """Row order by (hash, _time, _diff), or None when the rows already are. One stable sort in the common case."""
+    times = rows.column(TIME).to_numpy()
+    diffs = rows.column(DIFF).to_numpy()
+    if _ordered(hashes, times, diffs):
+        return None
+    order = np.argsort(hashes, kind="stable")
+    if _ordered(hashes[order], times[order], diffs[order]):
+        return order
+    return np.lexsort((diffs, times, hashes))
+
+
+def _ordered(hashes: Any, times: Any, diffs: Any) -> bool:
+    if len(hashes) < 2:
+        return True
+    if not bool((hashes[1:] >= hashes[:-1]).all()):
+        return False
+    same = hashes[1:] == hashes[:-1]
+    if not same.any():
+        return True
+    at = np.nonzero(same)[0]
+    before, after = times[at], times[at + 1]
+    return bool(((before < after) | ((before == after) & (diffs[at] <= diffs[at + 1]))).all())
+
+
+def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> Encoded:
+    """Sort and encode updates (columns, `_time`, `_diff`; a `_hash` column is recomputed). Raises Invalid."""
+    if rows.num_rows == 0:
+        raise Invalid("a part needs at least one row.", fix="Append without parts to publish progress.")
+    updates = conform(rows, update_schema(schema))
+    if updates.column(TIME).null_count or updates.column(DIFF).null_count:
+        raise Invalid(f"{TIME} and {DIFF} may not be null.", fix="Give every update its time and diff.")
+    hashes = hash_rows(updates, hash_columns(schema))
+    order = sort_updates(updates, hashes)
+    if order is not None:
+        updates = rows_at(updates, order)
+        hashes = hashes[order]
+    table = pa.Table.from_arrays([*updates.columns, pa.array(hashes, pa.uint64())], schema=part_schema(schema))
+    sink = pa.BufferOutputStream()
+    cuts = cuts_of(sizes_of(table), ROW_GROUP_BYTES, ROW_GROUP_ROWS)
+    # A float's statistics leave NaN out, the greatest of its values to most engines, which skip row groups by them.
+    compared = [c.name for c in schema.columns if c.name in schema.key and c.type not in FLOATS]
+    with pq.ParquetWriter(
+        sink,
+        table.schema,
+        compression=codec,
+        # Keys and values rarely repeat enough to pay for a dictionary when fresh; times and diffs always do.
+        use_dictionary=[TIME, DIFF] if codec == "lz4" else True,
+        write_statistics=[TIME, HASH, *compared],
+        store_schema=True,
+        write_page_checksum=True,
+    ) as writer:
+        for start, end in pairwise(cuts):
+            writer.write_table(table.slice(start, end - start), row_group_size=end - start)
+    return Encoded(sink.getvalue(), table.num_rows, int(hashes[0]), int(hashes[-1]))
+
+
+def decode_part(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
+    """The rows of a part under `schema`, with `_time`, `_diff`, `_hash`, in stored order. Raises Corrupt."""
+    where = part.object_key or "inline"
+    try:
+        # Not read_table: it imports the data sets of Arrow, and pandas, a second of a process's start.
+        table = open_part(part, data).read(use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise Corrupt(f"part is unreadable: object={where} ({error}).") from error
+    if table.num_rows != part.rows:
+        raise Corrupt(f"part has other rows: object={where} rows={table.num_rows} want={part.rows}.")
+    return under(schema, table, part_schema(schema))
+
+
+def within(rows: pa.Table, lower: int, upper: int) -> pa.Table:
+    """Rows with lower ≤ `_time` < upper; the same table when all are."""
+    if rows.num_rows == 0:
+        return rows
+    times = rows.column(TIME)
+    bounds = pc.min_max(times).as_py()
+    if lower <= bounds["min"] and bounds["max"] < upper:
+        return rows
+    return rows.filter(pc.and_(pc.greater_equal(times, lower), pc.less(times, upper)))
+
+
+async def store_part(
+    objects: ObjectStore,
+    shard_id: str,
+    schema: ShardSchema,
+    rows: pa.Table,
+    *,
+    writer: str,
+    rand: Rand,
+    now_ms: int,
+    bucket: int = 0,
+    codec: Codec = "lz4",
+    inline_bytes: int = INLINE_PART_BYTES,
+    cpu: Cpu = inline_cpu,
+) -> Part:
+    """Encode and store updates; nothing refers to the part until it is appended.
+
+    Needs no shard handle, so executors call it with the bucket's credentials alone. `now_ms` is stamped on the key:
+    a part that is appended hours later may have been swept as an orphan, and is refused. Raises Invalid,
+    Unavailable, Unknown (the object may exist, as an orphan: write again, under a new key).
+    """
+    encoded = await cpu(lambda: encode_part(schema, rows, codec))
+    size = encoded.data.size
+    if size <= min(inline_bytes, INLINE_PART_BYTES):
+        return encoded.part(bucket)
+    key = part_key(shard_id, writer, now_ms, rand.nonce())
+    await objects.put(key, memoryview(encoded.data))
+    return encoded.part(bucket, key)

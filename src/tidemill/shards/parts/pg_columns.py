@@ -1,0 +1,219 @@
+"""PostgreSQL's types and text output → shard columns and Arrow arrays. Pure; the one place that knows this mapping.
+
+    smallint integer bigint      int16 int32 int64        oid                 int64
+    boolean                      bool                     bytea               binary ('hex' output)
+    real, double precision       float32, float64         date                date
+    numeric(p,s), 0 ≤ s ≤ p ≤ 38 decimal(p,s)             json, jsonb         json (text, as PostgreSQL prints it)
+    timestamp with time zone     timestamp                timestamp           timestamp_ntz; see `as_held`
+    everything else              string, PostgreSQL's text as it is (uuid, inet, interval, time, money,
+                                 enums, arrays, ranges, unconstrained numeric, …)
+
+Text is that of DateStyle 'ISO', bytea_output 'hex', extra_float_digits ≥ 1 (a replication session's own).
+
+±infinity: timestamps ±(2⁶³−1) µs, dates ±(2³¹−1) days, as DuckDB represents them. Years BC and beyond
+9999 are kept as numbers (Arrow and Spark hold them, Python's datetime does not). NaN in numeric(p,s)
+has no decimal: Invalid.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from msgspec.structs import replace
+
+from tidemill.base.errors import Invalid
+from tidemill.base.pgtypes.text import names_zone, read_bytea, read_date, read_timestamp, read_timestamptz
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.decimals import of_decimals, of_texts
+from tidemill.shards.parts.floats import infinite
+from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type, canonical_type
+
+_PLAIN = {
+    "smallint": "int16",
+    "integer": "int32",
+    "bigint": "int64",
+    "oid": "int64",
+    "boolean": "bool",
+    "real": "float32",
+    "double precision": "float64",
+    "date": "date",
+    "bytea": "binary",
+    "json": "json",
+    "jsonb": "json",
+}
+_NUMERIC = re.compile(r"numeric\((\d+),(-?\d+)\)")
+_TIMESTAMP = re.compile(r"timestamp(?:\(\d\))?( with time zone| without time zone)?")
+
+_DIGITS = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_INFINITY = "^[+-]?inf(inity)?$"
+
+TIMESTAMP_INFINITY = 2**63 - 1
+DATE_INFINITY = 2**31 - 1
+
+_NIBBLES = np.full(256, 255, dtype=np.uint8)
+_NIBBLES[list(b"0123456789")] = range(10)
+_NIBBLES[list(b"abcdef")] = _NIBBLES[list(b"ABCDEF")] = range(10, 16)
+
+_HEX_MARK = np.frombuffer(b"\\x", dtype=np.uint8)
+
+T = TypeVar("T")
+
+
+def column_for(name: str, type_name: str) -> Column:
+    """The shard column of a PostgreSQL column; `type_name` is format_type's text, e.g. `numeric(12,2)`."""
+    if type_name in _PLAIN:
+        return Column(name, _PLAIN[type_name])
+    found = _TIMESTAMP.fullmatch(type_name)
+    if found:
+        return Column(name, "timestamp" if found[1] == " with time zone" else "timestamp_ntz")
+    found = _NUMERIC.fullmatch(type_name)
+    if found:
+        precision, scale = int(found[1]), int(found[2])
+        if 1 <= precision <= 38 and 0 <= scale <= precision:
+            return Column(name, f"decimal({precision},{scale})")
+    return Column(name, "string")
+
+
+def as_held(columns: Iterable[Column], have: ShardSchema) -> tuple[Column, ...]:
+    """Columns of a captured table as a shard that is there holds them. One that was made before shards had
+    `timestamp_ntz` has `timestamp` in its place, its digits read as UTC, and keeps it (RFC 0007)."""
+    instants = {c.name for c in have.columns if c.type == "timestamp"}
+    return tuple(
+        replace(c, type="timestamp") if c.type == "timestamp_ntz" and c.name in instants else c for c in columns
+    )
+
+
+def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
+    """PostgreSQL text (None = NULL) → one Arrow array of the column's type, vectorised wherever Arrow can.
+
+    Raises Invalid naming the column and the first value that is no such type.
+    """
+    kind = canonical_type(column.type)
+    if kind in ("string", "json"):
+        return pa.array(values, pa.string())
+    try:
+        return cast_text(pa.array(values, pa.string()), kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return _slowly(values, column, kind, arrow_type(kind))
+
+
+def cast_text(text: pa.Array, kind: str) -> pa.Array:
+    """The same for an Arrow array of text, by columns, for ordinary values: Arrow's own parsers take exactly what
+    PostgreSQL prints for them. Raises ArrowInvalid or ArrowNotImplementedError where one of them is none."""
+    target = arrow_type(kind)
+    if kind in ("string", "json"):
+        return text
+    if kind == "binary":
+        return _bytea(text)
+    if kind == "bool":
+        true, false = pc.equal(text, "t"), pc.equal(text, "f")
+        if pc.any(pc.invert(pc.or_(true, false))).as_py():
+            raise pa.ArrowInvalid("not a boolean")
+        return true
+    if kind == "timestamp":  # a `timestamp_ntz` is one cast, which refuses a zone
+        # With a zone on every value Arrow applies it; without any, the digits are taken as UTC.
+        try:
+            return text.cast(target)
+        except pa.ArrowInvalid:
+            return text.cast(pa.timestamp("us")).cast(target)
+    if pa.types.is_decimal(target):
+        return of_texts(text, target)
+    found = text.cast(target)
+    if pa.types.is_floating(target) and (beyond := infinite(found)).any():
+        said = text.filter(pa.array(beyond))
+        if not pc.all(pc.match_substring_regex(said, _INFINITY, ignore_case=True)).as_py():
+            raise pa.ArrowInvalid(f"beyond a {kind}")
+    return found
+
+
+def _bytea(text: pa.Array) -> pa.Array:
+    _, offsets, data = text.buffers()
+    places = np.frombuffer(offsets, dtype=np.int32)[text.offset : text.offset + len(text) + 1]
+    begins, sizes = places[:-1], np.diff(places)
+    present = np.flatnonzero(sizes) if text.null_count else slice(None)  # what is null has no bytes
+    digits = np.maximum(sizes - 2, 0)
+    characters = np.frombuffer(data if data is not None else b"", dtype=np.uint8)
+    marks = np.add.outer(begins[present], np.arange(2))
+    if (
+        np.count_nonzero(sizes > 1) != len(text) - text.null_count
+        or (digits & 1).any()
+        or (characters[marks] != _HEX_MARK).any()
+    ):
+        raise pa.ArrowInvalid("not in the hex format")
+    kept = np.ones(int(places[-1]), dtype=bool)
+    kept[: int(places[0])] = False
+    kept[marks] = False
+    nibbles = _NIBBLES[characters[: len(kept)][kept]]
+    if (nibbles > 15).any():
+        raise pa.ArrowInvalid("not in the hex format")
+    ends = np.zeros(len(places), dtype=np.int32)
+    np.cumsum(digits >> 1, out=ends[1:])
+    joined = pa.py_buffer((nibbles[0::2] << 4) | nibbles[1::2])
+    found = pa.Array.from_buffers(pa.binary(), len(text), [None, pa.py_buffer(ends), joined])
+    return pc.if_else(text.is_valid(), found, None) if text.null_count else found
+
+
+def _slowly(values: Sequence[str | None], column: Column, kind: str, target: pa.DataType) -> pa.Array:
+    """Value by value: names the bad one, and reads what only PostgreSQL writes (infinity, BC, year 10000)."""
+    if kind in TIMESTAMPS:
+        read = _timestamp_us if kind == "timestamp" else _clock_us
+        numbers = [None if v is None else _each(read, v, column) for v in values]
+        return pa.array(numbers, pa.int64()).view(target)
+    if kind == "date":
+        numbers = [None if v is None else _each(_date_days, v, column) for v in values]
+        return pa.array(numbers, pa.int32()).view(target)
+    if kind == "binary":
+        return pa.array([None if v is None else _each(read_bytea, v, column) for v in values], target)
+    if pa.types.is_decimal(target):
+        return pa.concat_arrays(
+            [pa.nulls(1, target) if v is None else _each(lambda v: _decimal(v, target), v, column) for v in values]
+        )
+    for value in values:
+        if value is not None:
+            _each(lambda v: cast_text(pa.array([v], pa.string()), kind), value, column)
+    raise Invalid(f"values do not fit together: column={column.name} type={column.type}.")
+
+
+def _each(parse: Callable[[str], T], value: str, column: Column) -> T:
+    try:
+        return parse(value)
+    except (ValueError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise Invalid(
+            f"not a {column.type}: column={column.name} value={value[:80]!r}.",
+            fix="Give the column a type that holds the value, or string.",
+        ) from error
+
+
+def _decimal(text: str, kind: pa.Decimal128Type) -> pa.Array:
+    if _DIGITS.fullmatch(text) is None:
+        raise ValueError("no digits")
+    return of_decimals([Decimal(text)], kind)
+
+
+def _number(value: int | float, infinity: int) -> int:
+    if isinstance(value, float):
+        return infinity if value > 0 else -infinity
+    if abs(value) >= infinity:
+        raise ValueError("out of range")
+    return value
+
+
+def _date_days(text: str) -> int:
+    return _number(read_date(text), DATE_INFINITY)
+
+
+def _timestamp_us(text: str) -> int:
+    return _number(read_timestamptz(text), TIMESTAMP_INFINITY)
+
+
+def _clock_us(text: str) -> int:
+    """PostgreSQL ignores a zone in such a text; here nothing of a value is left out."""
+    if names_zone(text):
+        raise ValueError("it has a zone")
+    return _number(read_timestamp(text), TIMESTAMP_INFINITY)

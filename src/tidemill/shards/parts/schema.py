@@ -1,0 +1,177 @@
+"""ShardSchema ↔ Arrow: what a type string means, and the one order of columns in a stored part.
+
+    type string      Arrow                     canonical from
+    bool             bool
+    int16 … int64    int16 … int64
+    float32 float64  float, double
+    string           string                    (never large_string: Spark refuses it)
+    json             string                    text of one JSON value, unparsed
+    binary           binary
+    date             date32
+    timestamp        timestamp(us, UTC)        the spelling `timestamp(us, UTC)` is accepted too
+    timestamp_ntz    timestamp(us)             what a clock on the wall shows, in no zone (RFC 0007)
+    decimal(p,s)     decimal128(p, s)          1 ≤ p ≤ 38, 0 ≤ s ≤ p
+
+Stored order: columns, `_time` int64 (ms), `_diff` int64, `_hash` uint64. All columns are nullable on
+disk: NOT NULL is a rule of the source, and a source may drop it. What a schema may become: `evolution`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import pyarrow as pa
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
+from tidemill.shards.parts.decimals import rescaled
+
+FLOATS = ("float32", "float64")
+
+_PLAIN: dict[str, pa.DataType] = {
+    "bool": pa.bool_(),
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "string": pa.string(),
+    "json": pa.string(),
+    "binary": pa.binary(),
+    "date": pa.date32(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "timestamp_ntz": pa.timestamp("us"),
+}
+TIMESTAMPS = frozenset({"timestamp", "timestamp_ntz"})
+_DECIMAL = re.compile(r"decimal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
+_TIMESTAMP = re.compile(r"timestamp\(\s*us\s*,\s*utc\s*\)", re.IGNORECASE)
+_RESERVED = frozenset({TIME, DIFF, HASH, "_order", "_partition", "_live", "_tm.unchanged", "_tm.key"})
+"""What parts hold beside the columns, and what commands and streams of a table's records do."""
+_BUCKETS_MAX = 4096
+
+
+def canonical_type(type_name: str) -> str:
+    """The one spelling of a type string. Raises Invalid for a type that shards do not have."""
+    if type_name in _PLAIN:
+        return type_name
+    if _TIMESTAMP.fullmatch(type_name):
+        return "timestamp"
+    found = _DECIMAL.fullmatch(type_name)
+    if found:
+        precision, scale = int(found[1]), int(found[2])
+        if 1 <= precision <= 38 and scale <= precision:
+            return f"decimal({precision},{scale})"
+    raise Invalid(
+        f"no such column type: type={type_name!r}.",
+        fix=f"Use one of {' '.join(sorted(_PLAIN))} decimal(p,s).",
+    )
+
+
+def arrow_type(type_name: str) -> pa.DataType:
+    """The Arrow type of a type string. Raises Invalid."""
+    name = canonical_type(type_name)
+    if name in _PLAIN:
+        return _PLAIN[name]
+    found = _DECIMAL.fullmatch(name)
+    assert found is not None
+    return pa.decimal128(int(found[1]), int(found[2]))
+
+
+def checked(schema: ShardSchema) -> ShardSchema:
+    """The schema as version 1, with canonical type strings. Raises Invalid naming the column that is wrong."""
+    if not schema.columns:
+        raise Invalid("a shard needs at least one column.", fix="Name its columns.")
+    seen: set[str] = set()
+    columns = []
+    for column in schema.columns:
+        check_name(column.name)
+        if column.name in seen:
+            raise Invalid(f"column named twice: column={column.name}.", fix="Name each column once.")
+        seen.add(column.name)
+        columns.append(Column(column.name, canonical_type(column.type)))
+    for name in schema.key:
+        if name not in seen:
+            raise Invalid(f"key column is not a column: key={name}.", fix="Name only columns of the shard.")
+    if len(set(schema.key)) != len(schema.key):
+        raise Invalid(f"key names a column twice: key={','.join(schema.key)}.", fix="Name each key column once.")
+    if not 1 <= schema.buckets <= _BUCKETS_MAX:
+        raise Invalid(f"bad bucket count: buckets={schema.buckets}.", fix=f"Use 1 to {_BUCKETS_MAX}.")
+    return ShardSchema(tuple(columns), tuple(schema.key), schema.buckets)
+
+
+def check_name(name: str) -> None:
+    """Raises Invalid: no column of a shard may have this name."""
+    if not name or name in _RESERVED:
+        raise Invalid(f"reserved column name: column={name!r}.", fix="Rename the column.")
+
+
+def difference(have: ShardSchema, want: ShardSchema) -> str:
+    """What differs, for people, or "" when the two are the same."""
+    out = []
+    old = {c.name: c.type for c in have.columns}
+    new = {c.name: c.type for c in want.columns}
+    retired = {c.name for c in have.columns if c.retired}
+    out += [f"-{name} {kind}" for name, kind in old.items() if name not in new and name not in retired]
+    out += [f"+{name} {kind}" for name, kind in new.items() if name not in old]
+    out += [f"{n} {old[n]}→{new[n]}" for n in old if n in new and old[n] != new[n]]
+    if not out and [n for n in old if n in new or n not in retired] != list(new):
+        out.append("column order")
+    if have.key != want.key:
+        out.append(f"key ({','.join(have.key)})→({','.join(want.key)})")
+    if have.buckets != want.buckets:
+        out.append(f"buckets {have.buckets}→{want.buckets}")
+    return ", ".join(out)
+
+
+@lru_cache(maxsize=256)
+def contents_schema(schema: ShardSchema) -> pa.Schema:
+    """Arrow schema of contents: the shard's columns only."""
+    return pa.schema([pa.field(c.name, arrow_type(c.type)) for c in schema.columns])
+
+
+@lru_cache(maxsize=256)
+def update_schema(schema: ShardSchema) -> pa.Schema:
+    """Arrow schema of updates: columns, `_time`, `_diff`."""
+    return contents_schema(schema).append(pa.field(TIME, pa.int64())).append(pa.field(DIFF, pa.int64()))
+
+
+@lru_cache(maxsize=256)
+def part_schema(schema: ShardSchema) -> pa.Schema:
+    """Arrow schema of a stored part: columns, `_time`, `_diff`, `_hash`."""
+    return update_schema(schema).append(pa.field(HASH, pa.uint64()))
+
+
+def hash_columns(schema: ShardSchema) -> tuple[str, ...]:
+    """The columns `_hash` is taken of: the key, or, where there is none, every column that was there from the start.
+
+    So a row has one hash under every version, and a retraction meets what it retracts.
+    """
+    return schema.key or tuple(c.name for c in schema.columns if c.version == 1)
+
+
+def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:
+    """`rows` with exactly the columns, order and types of `target`. Raises Invalid naming the column.
+
+    Casts are safe ones only (int32 → int64 yes, a value that does not fit: Invalid); a timestamp with a zone and one
+    without are not each other's, though Arrow would cast them.
+    """
+    columns = []
+    for field in target:
+        index = rows.schema.get_field_index(field.name)
+        if index < 0:
+            raise Invalid(f"rows lack a column: column={field.name}.", fix="Give every column of the shard.")
+        column = rows.column(index)
+        if not column.type.equals(field.type):
+            try:
+                if pa.types.is_timestamp(field.type) and bool(field.type.tz) != bool(getattr(column.type, "tz", "")):
+                    raise pa.ArrowInvalid("only one of the two has a zone")
+                both = pa.types.is_decimal(field.type) and pa.types.is_decimal(column.type)
+                column = rescaled(column, field.type) if both else column.cast(field.type)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+                raise Invalid(
+                    f"column does not fit: column={field.name} type={field.type} got={column.type} ({error}).",
+                    fix="Cast the column before writing it.",
+                ) from error
+        columns.append(column)
+    return pa.Table.from_arrays(columns, schema=target)

@@ -1,0 +1,200 @@
+"""What a shard's schema may become while its contents stay what they were (RFC 0003). Pure.
+
+    add     a column: rows that were written before hold its default (a constant, or null)
+    widen   int16 → int32 → int64 · float32 → float64 · decimal(p,s) → decimal(q,s), q > p
+    retire  a column that the source has no more: it stays, rows that are written from then on hold null in it.
+            One that the source has again, with null in what it had lacked, is added back
+    else    refused: a rename, a narrower or another type, another key
+
+E1  A row reads the same under every later version, but for columns that it then has as well: every value is exact.
+E2  Equal rows stay equal and have one hash, so what is written under a new version cancels what an old one wrote.
+E3  Changes made twice, or by several at once, end in one schema; a column is retired or not as the last of them asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+from msgspec.structs import replace
+
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.shards.api import Batch, Column, Evolved, ShardSchema
+from tidemill.shards.parts.pg_columns import parse_column
+from tidemill.shards.parts.schema import arrow_type, canonical_type, check_name, difference
+
+_WIDER = {("int16", "int32"), ("int16", "int64"), ("int32", "int64"), ("float32", "float64")}
+_BOOLS = {"true": "t", "false": "f"}
+
+CAN = "A shard takes new columns and wider types only."
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """Columns to add, columns with the wider type they shall have, and names of those that the source has no more."""
+
+    add: tuple[Column, ...] = ()
+    widen: tuple[Column, ...] = ()
+    retire: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.add or self.widen or self.retire)
+
+    def __str__(self) -> str:
+        said = [f"+{c.name} {c.type}" + ("" if c.default is None else f" default {c.default}") for c in self.add]
+        said += [f"{c.name}→{c.type}" for c in self.widen]
+        return ", ".join(said + [f"{name} is null from then on" for name in self.retire])
+
+
+def widens(old: str, new: str) -> bool:
+    """Does every value of type `old` have exactly one of type `new`, with the same hash? Not of equal types."""
+    if (old, new) in _WIDER:
+        return True
+    before, after = arrow_type(old), arrow_type(new)
+    return pa.types.is_decimal(before) and pa.types.is_decimal(after) and _widens(before, after)
+
+
+def changes_to(have: ShardSchema, want: ShardSchema, may_retire: Collection[str] = ()) -> Changes:
+    """What makes `have` hold every column of `want`, whose order does not count. Raises Invalid with the difference.
+
+    A default counts where the column is new: afterwards it says nothing any more. `may_retire`: what somebody has
+    accepted that `want` lacks.
+    """
+    types = {c.name: c.type for c in have.columns}
+    retired, wanted = {c.name for c in have.columns if c.retired}, {c.name for c in want.columns}
+    add = tuple(c for c in want.columns if c.name not in types or c.name in retired)
+    other = [c for c in want.columns if types.get(c.name, c.type) != c.type]
+    gone = tuple(name for name in types if name not in wanted and name not in retired)
+    same = have.key == want.key and have.buckets == want.buckets
+    if not {*gone} <= {*may_retire} or not same or any(not widens(types[c.name], c.type) for c in other):
+        raise Invalid(f"a shard's schema cannot become this one: difference=[{difference(have, want)}].", fix=CAN)
+    changes = Changes(add, tuple(c for c in other if c.name not in retired), gone)
+    evolved(have, changes)  # a column that is added back may have another default than null
+    return changes
+
+
+def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
+    """The next version; `schema` itself where it holds all of the changes already. Raises Invalid: see E1."""
+    columns = {column.name: column for column in schema.columns}
+    for asked in changes.add:
+        check_name(asked.name)
+        column = Column(asked.name, canonical_type(asked.type), canonical_default(asked), schema.version + 1)
+        found = columns.setdefault(column.name, column)
+        if found.retired:
+            if column.default is not None:
+                raise Invalid(
+                    f"rows hold null in a column that was gone: column={column.name} default={column.default!r}.",
+                    fix="Give the column another name.",
+                )
+            columns[column.name] = replace(_at_least(found, column.type), retired=0)
+        elif found is not column:
+            if found.default != column.default:
+                raise Invalid(
+                    f"the column exists with another default: column={column.name} default={found.default!r}"
+                    f" wanted={column.default!r}.",
+                    fix="Rows hold it already: give the column another name.",
+                )
+            columns[column.name] = _at_least(found, column.type)
+    for asked in changes.widen:
+        if asked.name not in columns:
+            raise Invalid(f"no such column to widen: column={asked.name}.", fix="Add it instead.")
+        columns[asked.name] = _at_least(columns[asked.name], canonical_type(asked.type))
+    for name in changes.retire:
+        if name not in columns or name in schema.key or not schema.key:
+            raise Invalid(f"no column that may be left out: column={name} key={','.join(schema.key)}.", fix=CAN)
+        if not columns[name].retired:
+            columns[name] = replace(columns[name], retired=schema.version + 1)
+    now = tuple(columns.values())
+    return schema if now == schema.columns else replace(schema, columns=now, version=schema.version + 1)
+
+
+def _at_least(column: Column, kind: str) -> Column:
+    if column.type == kind or widens(kind, column.type):
+        return column
+    if not widens(column.type, kind):
+        raise Invalid(
+            f"not every value would stay what it is: column={column.name} type={column.type} wanted={kind}.", fix=CAN
+        )
+    return replace(column, type=kind)
+
+
+def canonical_default(column: Column) -> str | None:
+    """The one text of a column's default; it means the same value under every wider type. Raises Invalid."""
+    text = column.default
+    if text is None:
+        return None
+    kind = canonical_type(column.type)
+    if kind == "json":
+        _check_json(column.name, text)
+    if kind == "bool":
+        text = _BOOLS.get(text.lower(), text)
+    value = parse_column([text], replace(column, type=kind))[0]
+    if pa.types.is_decimal(value.type):
+        return f"{value.as_py():f}"
+    if pa.types.is_floating(value.type) or pa.types.is_integer(value.type):
+        return str(value.as_py())  # of a float32 all digits of its float64
+    return text
+
+
+def _check_json(name: str, text: str) -> None:
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise Invalid(f"the default is no JSON value: column={name} default={text[:80]!r}.", fix="Quote it.") from error
+
+
+@lru_cache(maxsize=1024)
+def default_value(column: Column) -> Any:
+    """What rows hold that were written before the column: one Arrow scalar of its type."""
+    return parse_column([column.default], column)[0]
+
+
+def check_known(schema: ShardSchema, batch: Batch) -> None:
+    """Raises Evolved: rows of the batch may have columns that `schema` does not know."""
+    if batch.schema_version > schema.version:
+        raise Evolved(
+            f"rows of a newer schema: version={batch.schema_version} known={schema.version}.",
+            fix="Open the shard again.",
+        )
+
+
+def under(schema: ShardSchema, rows: pa.Table, target: pa.Schema) -> pa.Table:
+    """Stored rows of any earlier version as `target`, an Arrow schema with the columns of `schema`.
+
+    What they lack is its default, what was narrower is widened. Raises Corrupt for anything else: a column that every
+    version has is gone, or its type is none that ever widened to this one.
+    """
+    if rows.schema.equals(target):
+        return rows
+    added = {column.name: column for column in schema.columns if column.version > 1}
+    columns = []
+    for field in target:
+        index = rows.schema.get_field_index(field.name)
+        if index < 0 and field.name in added:
+            columns.append(pa.repeat(default_value(added[field.name]), rows.num_rows))
+        elif index < 0:
+            raise Corrupt(f"stored rows lack a column: column={field.name}.")
+        else:
+            columns.append(_exactly(rows.column(index), field))
+    return pa.Table.from_arrays(columns, schema=target)
+
+
+def _exactly(column: Any, field: pa.Field) -> Any:
+    if column.type.equals(field.type):
+        return column
+    if not _widens(column.type, field.type):
+        raise Corrupt(f"stored rows have another type: column={field.name} type={column.type} wanted={field.type}.")
+    return pc.cast(column, field.type)
+
+
+def _widens(old: pa.DataType, new: pa.DataType) -> bool:
+    kinds = pa.types
+    if kinds.is_signed_integer(old) and kinds.is_signed_integer(new):
+        return bool(old.bit_width < new.bit_width)
+    if kinds.is_decimal128(old) and kinds.is_decimal128(new):
+        return bool(old.scale == new.scale and old.precision < new.precision)
+    return bool(kinds.is_float32(old) and kinds.is_float64(new))

@@ -1,0 +1,261 @@
+"""Contents of a shard by ranges of its hash: many readers at once, each of bounded memory. Pure, but for `fetch`.
+
+Every update of a row has the row's hash, so ranges of hashes are independent of each other, whatever batch or part an
+update lies in. Within a range the largest parts that do not overlap are *streamed*, a row group at a time, and the
+updates of all others (the recent difference, usually) are held. A streamed insertion whose hash nothing else has is
+settled: it is shown as it is. Only the rest is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.errors import Corrupt
+from tidemill.base.limits import MIB
+from tidemill.shards.api import DIFF, HASH, Batch, Part, ShardSchema
+from tidemill.shards.parts.arrow_rows import rows_at
+from tidemill.shards.parts.checksums import open_part
+from tidemill.shards.parts.consolidate import contents, newest
+from tidemill.shards.parts.parts import within
+from tidemill.shards.parts.schema import contents_schema, part_schema
+from tidemill.shards.parts.schema_evolution import check_known, under
+
+RANGE_BYTES = 16 * MIB
+RANGE_ROWS = 500_000
+"""A range of a large shard has about this many encoded bytes and updates, whichever is fewer.
+
+Reading one holds, decoded, a row group of what is streamed (parts.ROW_GROUP_BYTES; of a part from before that was, its
+128 k rows) with a copy or two of it, and all updates of the range that are not streamed: those only RANGE_ROWS bounds.
+"""
+RANGES_MAX = 1024
+HASH_MAX = (1 << 64) - 1
+
+Fetch = Callable[[Part], Any]
+"""The encoded bytes of a part, or a binary file of them, which may be read in pieces. Raises Missing, Unavailable."""
+
+
+class Range(msgspec.Struct, frozen=True):
+    """Hashes low to high, both included, and the batches with only those parts that may hold some of them.
+
+    `wanted`: only these hashes, sorted; None = all.
+    """
+
+    low: int
+    high: int
+    batches: list[Batch]
+    wanted: list[int] | None = None
+
+
+def cut(batches: Sequence[Batch], wanted: Sequence[int] | None = None) -> list[Range]:
+    """Ranges that cover every update: equal ones, but for bounds that move to where a large part begins."""
+    parts = [part for batch in batches for part in batch.parts]
+    size_bytes, rows = sum(p.size_bytes for p in parts), sum(p.rows for p in parts)
+    count = min(max(1, -(-size_bytes // RANGE_BYTES), -(-rows // RANGE_ROWS)), RANGES_MAX)
+    begins = np.array(sorted(p.min_hash for _, p in streamed_parts(batches)), dtype=np.uint64)
+    cuts = [0, *(_snapped((i << 64) // count, begins, (1 << 64) // (3 * count)) for i in range(1, count)), HASH_MAX + 1]
+    found = []
+    for low, after in pairwise(cuts):
+        hashes = None if wanted is None else [h for h in sorted(wanted) if low <= h < after]
+        one = between(batches, low, after - 1, hashes)
+        if one.batches:
+            found.append(one)
+    return found
+
+
+def between(batches: Sequence[Batch], low: int, high: int, wanted: list[int] | None = None) -> Range:
+    """The range of these hashes, of `wanted` alone where that is given (sorted); of one that nothing lies in, no
+    batches."""
+    chosen = [msgspec.structs.replace(b, parts=_within(b.parts, low, high, wanted)) for b in batches]
+    return Range(low, high, [b for b in chosen if b.parts], wanted)
+
+
+def _snapped(at: int, begins: Any, near: int) -> int:
+    """`at`, or a part's beginning that is near: then each of two readers decodes parts of its own."""
+    index = int(np.searchsorted(begins, np.uint64(at)))
+    around = [int(begins[i]) for i in (index - 1, index) if 0 <= i < len(begins)]
+    closest = min(around, key=lambda hash_: abs(hash_ - at), default=at)
+    return closest if abs(closest - at) < near else at
+
+
+def _within(parts: Sequence[Part], low: int, high: int, wanted: Sequence[int] | None) -> tuple[Part, ...]:
+    return tuple(
+        p
+        for p in parts
+        if p.min_hash <= high
+        and low <= p.max_hash
+        and (wanted is None or any(p.min_hash <= hash_ <= p.max_hash for hash_ in wanted))
+    )
+
+
+def streamed_parts(batches: Sequence[Batch]) -> list[tuple[Batch, Part]]:
+    """The largest parts whose hashes do not overlap, largest first."""
+    chosen: list[tuple[Batch, Part]] = []
+    for batch, part in sorted(((b, p) for b in batches for p in b.parts), key=lambda found: -found[1].rows):
+        if all(part.max_hash < other.min_hash or other.max_hash < part.min_hash for _, other in chosen):
+            chosen.append((batch, part))
+    return chosen
+
+
+def read_range(
+    schema: ShardSchema, chosen: Range, as_of: int, fetch: Fetch, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """The rows of the range at `as_of`, in tables of the shard's columns, or of those of them that `columns` names.
+
+    Of a shard with a key only these columns and the key are decoded. Raises as `fetch`, Corrupt, Evolved.
+    """
+    for batch in chosen.batches:
+        check_known(schema, batch)
+    names = contents_schema(schema).names if columns is None else list(columns)
+    read = _Read(schema, chosen, as_of, fetch, names if schema.key else contents_schema(schema).names)
+    streamed = streamed_parts(chosen.batches)
+    streams = {id(part) for _, part in streamed}
+    held = [(batch, part) for batch in chosen.batches for part in batch.parts if id(part) not in streams]
+    updates = [read.empty(), *(rows for batch, part in held for rows in read.groups(batch, part))]
+    touched = np.unique(np.concatenate([rows.column(HASH).to_numpy() for rows in updates]))
+    for batch, part in streamed:
+        for rows in _whole_hashes(read.groups(batch, part)):
+            settled = _settled(rows, touched)
+            if not settled.all():
+                updates.append(rows.filter(pa.array(~settled)))
+                rows = rows.filter(pa.array(settled))
+            if rows.num_rows:
+                yield rows.select(names)
+    rest = pa.concat_tables(updates)
+    if not rest.num_rows:
+        return
+    summed = newest(read.schema, rest) if schema.key else None
+    if summed is None and read.schema != schema:
+        read = msgspec.structs.replace(read, names=contents_schema(schema).names)
+        rest = _unsettled(read, held, streamed, touched)  # whole rows have to be told apart
+    yield (contents(schema, rest) if summed is None else summed).select(names)
+
+
+def _unsettled(
+    read: _Read, held: Sequence[tuple[Batch, Part]], streamed: Sequence[tuple[Batch, Part]], touched: Any
+) -> pa.Table:
+    """Every update of the range that is not shown as it is."""
+    found = [read.empty(), *(rows for batch, part in held for rows in read.groups(batch, part))]
+    for batch, part in streamed:
+        whole = _whole_hashes(read.groups(batch, part))
+        found += [rows.filter(pa.array(~_settled(rows, touched))) for rows in whole]
+    return pa.concat_tables(found)
+
+
+def read_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: Fetch) -> Iterator[pa.Table]:
+    """The updates of one batch at most at `as_of`, in tables of ascending hashes, none of which ends inside one hash.
+
+    Memory holds a row group; of parts that overlap, those parts. Raises as `fetch`, Corrupt, Evolved.
+    """
+    check_known(schema, batch)
+    read = _Read(schema, Range(0, HASH_MAX, [batch]), as_of, fetch, contents_schema(schema).names)
+
+    def groups() -> Iterator[pa.Table]:
+        for parts in _apart(batch.parts):
+            found = (rows for part in parts for rows in read.groups(batch, part))
+            if len(parts) == 1:
+                yield from found
+            elif tables := list(found):
+                together = pa.concat_tables(tables)
+                yield rows_at(together, np.argsort(together.column(HASH).to_numpy(), kind="stable"))
+
+    return _whole_hashes(groups())
+
+
+def _apart(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts by ascending hashes; those that overlap together."""
+    out: list[list[Part]] = []
+    end = -1
+    for part in sorted(parts, key=lambda part: part.min_hash):
+        if not out or part.min_hash > end:
+            out.append([])
+        out[-1].append(part)
+        end = max(end, part.max_hash)
+    return out
+
+
+def _whole_hashes(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Rows of ascending hashes, cut anew: what has the last hash of a table waits, for the next one may have more."""
+    open_end: pa.Table | None = None
+    for group in groups:
+        rows = group if open_end is None else pa.concat_tables([open_end, group])
+        hashes = rows.column(HASH).to_numpy()
+        end = int(np.searchsorted(hashes, hashes[-1], side="left"))
+        open_end = rows.slice(end)
+        if end:
+            yield rows.slice(0, end)
+    if open_end is not None:
+        yield open_end
+
+
+def _settled(rows: pa.Table, touched: Any) -> Any:
+    """Which rows, sorted by hash, are single insertions that nobody else says anything of."""
+    hashes = rows.column(HASH).to_numpy()
+    alone = rows.column(DIFF).to_numpy() == 1
+    same = hashes[1:] == hashes[:-1]
+    alone[1:] &= ~same
+    alone[:-1] &= ~same
+    if len(touched) and len(hashes):
+        at = np.minimum(np.searchsorted(touched, hashes), len(touched) - 1)
+        alone &= touched[at] != hashes
+    return alone
+
+
+class _Read(msgspec.Struct, frozen=True):
+    """How the parts of one range are read: of the shard's columns those in `names`, and the key's."""
+
+    whole: ShardSchema
+    chosen: Range
+    as_of: int
+    fetch: Fetch
+    names: Sequence[str]
+
+    @property
+    def schema(self) -> ShardSchema:
+        """The shard's, without the columns that are not read."""
+        wanted = {*self.names, *self.whole.key}
+        return msgspec.structs.replace(self.whole, columns=tuple(c for c in self.whole.columns if c.name in wanted))
+
+    def empty(self) -> pa.Table:
+        return part_schema(self.schema).empty_table()
+
+    def groups(self, batch: Batch, part: Part) -> Iterator[pa.Table]:
+        """Updates of a part that are in the range, its batch's bounds and at most `as_of`: none empty, by hash."""
+        schema, target = self.schema, part_schema(self.schema)
+        try:
+            file = open_part(part, self.fetch(part))
+            column = file.schema_arrow.get_field_index(HASH)
+            for group in range(file.metadata.num_row_groups):
+                if not _may_hold(file.metadata.row_group(group).column(column).statistics, self.chosen):
+                    continue
+                rows = under(schema, file.read_row_group(group, columns=target.names, use_threads=False), target)
+                rows = _in_range(within(rows, batch.lower, min(batch.upper, self.as_of + 1)), self.chosen)
+                if rows.num_rows:
+                    yield rows
+        except (pa.ArrowException, OSError) as error:
+            raise Corrupt(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
+
+
+def _may_hold(statistics: Any, chosen: Range) -> bool:
+    if statistics is None or not statistics.has_min_max:
+        return True
+    low, high = int(statistics.min), int(statistics.max)
+    if high < chosen.low or chosen.high < low:
+        return False
+    return chosen.wanted is None or any(low <= hash_ <= high for hash_ in chosen.wanted)
+
+
+def _in_range(rows: pa.Table, chosen: Range) -> pa.Table:
+    hashes = rows.column(HASH).to_numpy()
+    if chosen.wanted is not None:
+        return rows.filter(pa.array(np.isin(hashes, np.array(chosen.wanted, dtype=np.uint64))))
+    if not len(hashes) or (chosen.low <= int(hashes[0]) and int(hashes[-1]) <= chosen.high):
+        return rows
+    start = int(np.searchsorted(hashes, np.uint64(chosen.low), side="left"))
+    end = int(np.searchsorted(hashes, np.uint64(chosen.high), side="right"))
+    return rows.slice(start, end - start)

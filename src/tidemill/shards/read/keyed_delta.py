@@ -1,0 +1,45 @@
+"""What later updates change of settled rows: the recent difference of a keyed shard, vectorised. Pure.
+
+Relies on U1: per key at most one live row, and per (key, time) one retraction and one insertion at most, the retraction
+first. Then the last update of a key decides, wherever the others lie.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
+from tidemill.shards.parts.arrow_rows import rows_at, rows_equal
+from tidemill.shards.parts.parts import sort_updates
+from tidemill.shards.parts.schema import contents_schema
+
+UNTIL = "_until"
+
+
+def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Table] | None:
+    """(gone, live) of all keys that `updates` (with `_hash`) touch; None when they are not what U1 says.
+
+    gone    `_hash`, the columns of the key, `_until`: an insertion elsewhere of this key before that time is no more
+    live    the rows that these updates leave, the shard's columns
+    """
+    hashes = updates.column(HASH).to_numpy()
+    order = sort_updates(updates, hashes)
+    if order is not None:
+        updates, hashes = rows_at(updates, order), hashes[order]
+    diffs = updates.column(DIFF).to_numpy()
+    same = hashes[1:] == hashes[:-1]
+    if not bool((np.abs(diffs) == 1).all()):
+        return None
+    # One key a hash, and none inserted twice without a retraction between. (Of two retractions in a row the insertion
+    # between them lies elsewhere.)
+    repeats = np.nonzero(same)[0] + 1
+    if bool((diffs[repeats] + diffs[repeats - 1] > 1).any()):
+        return None
+    if not rows_equal(updates, repeats - 1, updates, repeats, schema.key).all():
+        return None
+    last = np.append(~same, True) if len(hashes) else np.zeros(0, dtype=bool)
+    ends, left = updates.filter(pa.array(last)), diffs[last] == 1
+    until = ends.column(TIME).to_numpy() + left
+    gone = ends.select([HASH, *schema.key]).append_column(UNTIL, pa.array(until, pa.int64()))
+    return gone, ends.select(contents_schema(schema).names).filter(pa.array(left))

@@ -1,0 +1,43 @@
+"""The bytes of parts, for synchronous readers that want some of their columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidemill.base.limits import MIB
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.objects.file_adapter import ObjectFile
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.objects.verified_read import checked
+from tidemill.shards.api import Part
+from tidemill.shards.parts.checksums import check_whole
+from tidemill.shards.read.hash_ranges import Fetch
+
+WHOLE_BYTES = 1 * MIB
+"""A part of at most this is fetched whole: its footer and columns would be several requests."""
+
+
+async def read_whole(objects: ObjectStore, part: Part) -> Buffer:
+    """All bytes of a part, verified. Raises Missing, Corrupt, Unavailable."""
+    if not part.object_key:
+        return part.inline
+
+    async def read() -> bytes:
+        data = await objects.get(part.object_key)
+        check_whole(part, data)
+        return data
+
+    return await checked(objects, part.object_key, read)
+
+
+def fetching(portal: Portal, objects: ObjectStore, *, whole: bool) -> Fetch:
+    """`whole`: every column of a part is wanted, so it is one request."""
+
+    def fetch(part: Part) -> Any:
+        if not part.object_key:
+            return part.inline
+        if whole or part.size_bytes <= WHOLE_BYTES:
+            return portal.call(read_whole(objects, part))
+        return ObjectFile(portal, objects, part.object_key, part.size_bytes)
+
+    return fetch

@@ -1,0 +1,285 @@
+"""A shard's handle, for readers: holds, snapshots, batches, listeners.
+
+What it relies on: `machine` gives states that only move forward; parts are write-once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pyarrow as pa
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Corrupt, Missing, TidemillError, Unavailable
+from tidemill.base.limits import MIB
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.shards.api import HASH, Batch, Delta, HistoryLost, Part, ShardSchema
+from tidemill.shards.executor import Cpu, inline_cpu
+from tidemill.shards.parts.consolidate import contents
+from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, holding
+from tidemill.shards.read.part_bytes import read_whole
+from tidemill.shards.read.part_reader import CACHE_BYTES, PartReader
+from tidemill.shards.state.apply import Reason, Rejected
+from tidemill.shards.state.commands import Command, DowngradeSince, ReleaseHold, SetHold
+from tidemill.shards.state.errors import refusal
+from tidemill.shards.state.state import ShardState
+from tidemill.shards.state.state_machine import ShardMachine
+
+LISTEN_AHEAD_BYTES = 32 * MIB
+LISTEN_AHEAD_BATCHES = 32
+"""A listener that catches up fetches at most this much at once."""
+
+WAIT_SLICE_S = 30.0
+
+
+class ShardReads:
+    """The half of `front.Shard` that changes no contents."""
+
+    def __init__(
+        self,
+        machine: ShardMachine,
+        objects: ObjectStore,
+        clock: Clock,
+        rand: Rand,
+        *,
+        writer: str = "",
+        cpu: Cpu = inline_cpu,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        self.name = machine.state.name
+        self.shard_id = machine.state.shard_id
+        self.schema = machine.state.schema
+        self.writer = writer or f"w{rand.nonce()[:12]}"
+        self.reader = PartReader(objects, self.schema, cache_bytes=cache_bytes, cpu=cpu)
+        self._machine = machine
+        self._objects = objects
+        self._clock = clock
+        self._rand = rand
+        self._cpu = cpu
+
+    @property
+    def state(self) -> ShardState:
+        """As last seen; may trail the truth, never contradicts it."""
+        return self._machine.state
+
+    def reader_under(self, schema: ShardSchema) -> PartReader:
+        """Reads parts under any version of the shard's schema."""
+        return self.reader if schema == self.schema else PartReader(self._objects, schema, cache_bytes=0, cpu=self._cpu)
+
+    # holds ------------------------------------------------------------------------------------------
+
+    async def hold(self, reader: str, since: int, ttl_ms: int) -> None:
+        """Keep every time ≥ since readable for `ttl_ms`; again = renew, and move forward. Invalid below since."""
+        now_ms = self._clock.now_ms()
+        await self._settle(SetHold(reader, since, now_ms + ttl_ms, now_ms))
+
+    async def release(self, reader: str) -> None:
+        await self._settle(ReleaseHold(reader, self._clock.now_ms()))
+
+    async def downgrade_since(self, owner: str, epoch: int, since: int) -> int:
+        """Move critical hold `owner` to `since`; returns the shard's since, the least of all holds.
+
+        Raises Fenced when a newer epoch owns the hold.
+        """
+        return (await self._settle(DowngradeSince(owner, epoch, since, self._clock.now_ms()))).since
+
+    async def _settle(self, command: Command) -> ShardState:
+        result = await self._machine.propose(command)
+        if isinstance(result, Rejected):
+            raise self._error(result)
+        return result
+
+    # reading ----------------------------------------------------------------------------------------
+
+    async def frontiers(self, *, fresh: bool = True) -> tuple[int, int]:
+        state = await self._refresh() if fresh else self._machine.state
+        return state.since, state.upper
+
+    async def snapshot(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
+        """Raises Invalid below since ("history lost"), Unavailable when `as_of` is not final after timeout_s.
+
+        Without a timeout it waits for as long as it takes.
+        """
+        updates = await self.updates_until(as_of, timeout_s)
+        return await self._cpu(lambda: contents(self.schema, updates))
+
+    async def updates_until(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
+        """Every update with time ≤ as_of, as stored (columns, `_time`, `_diff`, `_hash`): what `snapshot` sums.
+
+        A large read holds its time first, and chooses its batches then.
+        """
+        async with self.chosen_until(as_of, timeout_s) as batches:
+            try:
+                return await self.reader.read_batches(batches, 0, as_of + 1)
+            except Missing as error:
+                raise await self.why_missing(error, batches) from error
+
+    @asynccontextmanager
+    async def chosen_until(self, as_of: int, timeout_s: float | None = None) -> AsyncIterator[list[Batch]]:
+        """The batches with every update of time ≤ as_of, to be read inside; for a large read they are held."""
+        batches = await self.batches_until(as_of, timeout_s)
+        if _size(batches) <= HOLD_ABOVE_BYTES:
+            yield batches
+            return
+        async with self.holding("read", as_of):
+            yield await self.batches_until(as_of)
+
+    async def fetch(self, part: Part, chosen: Sequence[Batch]) -> Buffer:
+        """The encoded bytes of a part of one of the batches. Raises HistoryLost, Corrupt, Unavailable."""
+        try:
+            return await read_whole(self._objects, part)
+        except Missing as error:
+            raise await self.why_missing(error, chosen) from error
+
+    async def why_missing(self, error: Missing, batches: Sequence[Batch]) -> TidemillError:
+        """An object that was chosen and is not there: collected since (read again), or lost (Corrupt)."""
+        state = await self._refresh()
+        named = {part.object_key for batch in state.batches for part in batch.parts}
+        chosen = {part.object_key for batch in batches for part in batch.parts if part.object_key}
+        if chosen <= named:
+            return Corrupt(f"an object of a shard is gone: shard={self.name} ({error.message}).", fix="Restore it.")
+        return HistoryLost(
+            f"what was chosen was merged and collected meanwhile: shard={self.name}.",
+            fix="Read again, and hold the time for as long as the read takes.",
+        )
+
+    def holding(self, what: str, since: int) -> AbstractAsyncContextManager[None]:
+        return holding(self, self.reader_name(what), since)
+
+    def reader_name(self, what: str) -> str:
+        """A name for one hold of this handle."""
+        return f"{what}/{self.writer}-{self._rand.nonce()[:8]}"
+
+    async def batches_until(self, as_of: int, timeout_s: float | None = None) -> list[Batch]:
+        state = await self._readable(as_of, timeout_s)
+        return [b for b in state.batches if b.lower <= as_of]
+
+    async def batches(self, lower: int) -> list[Batch]:
+        # Choice and check rest on one state: since may move, and compaction with it, before the caller's next call.
+        state = await self._refresh()
+        self._check_history(state, lower)
+        return self._from(state, lower)
+
+    async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
+        """See the front. The rows carry `_hash` too, and each part's rows are sorted by it."""
+        try:
+            return await self.reader.read_batch(batch, lower, upper)
+        except Missing as error:
+            raise await self.why_missing(error, [batch]) from error
+
+    async def listen(self, lower: int) -> AsyncIterator[Delta]:
+        """See the front. Raises Invalid when history at `lower` is forgotten, at the start or later (no hold).
+
+        Ends when the shard is closed and everything was yielded.
+
+        Rows that compaction moved are never seen twice: it moves times only up to since, and a listener whose
+        frontier since has reached is stopped; everything else is filtered by time.
+        """
+        frontier = lower
+        state = await self._refresh()
+        while True:
+            self._check_history(state, frontier)
+            async with self._catching_up(self._from(state, frontier), frontier) as ready:
+                for group in _groups(ready):
+                    tables = await asyncio.gather(*(self.read_batch(b, frontier, b.upper) for b in group))
+                    for batch, rows in zip(group, tables, strict=True):
+                        start, frontier = max(frontier, batch.lower), batch.upper
+                        yield Delta(start, batch.upper, rows.drop_columns([HASH]))
+            if state.closed and frontier >= state.upper:
+                return
+            state = await self._beyond(frontier, WAIT_SLICE_S)
+
+    @asynccontextmanager
+    async def _catching_up(self, ready: list[Batch], frontier: int) -> AsyncIterator[list[Batch]]:
+        """What a listener reads next: as chosen, or, when that is much, chosen again under a hold.
+
+        The hold is one tick behind the frontier, for a listener must tell frontier - 1 from frontier.
+        """
+        if _size(ready) <= HOLD_ABOVE_BYTES:
+            yield ready
+            return
+        async with self.holding("listen", max(0, frontier - 1)):
+            state = await self._refresh()
+            self._check_history(state, frontier)
+            yield self._from(state, frontier)
+
+    async def wait_upper(self, beyond: int, timeout_s: float) -> int:
+        return (await self._beyond(beyond, timeout_s)).upper
+
+    # ------------------------------------------------------------------------------------------------
+
+    async def _beyond(self, frontier: int, timeout_s: float) -> ShardState:
+        """The state once its upper is > frontier or the shard is closed, or after the timeout."""
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        state = await self._refresh()
+        while state.upper <= frontier and not state.closed:
+            left_s = until_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                break
+            state = self._present(await self._machine.changed(state, left_s))
+        return state
+
+    async def _refresh(self) -> ShardState:
+        return self._present(await self._machine.refresh())
+
+    def _present(self, state: ShardState) -> ShardState:
+        if state.dropped:
+            raise self._error(Rejected(Reason.DROPPED))
+        return state
+
+    async def _readable(self, as_of: int, timeout_s: float | None) -> ShardState:
+        state = await self._refresh()
+        until_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        while state.upper <= as_of:
+            if state.closed:
+                raise Closed(f"shard was closed before this time: shard={self.name} as_of={as_of} upper={state.upper}.")
+            left_s = WAIT_SLICE_S if until_s is None else until_s - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                raise Unavailable(
+                    f"time is not final yet: shard={self.name} as_of={as_of} upper={state.upper}.",
+                    fix="Ask for a time below upper, or wait longer.",
+                )
+            state = self._present(await self._machine.changed(state, left_s))
+        if as_of < state.since:
+            raise self._history_lost(state, as_of)
+        return state
+
+    @staticmethod
+    def _from(state: ShardState, lower: int) -> list[Batch]:
+        at = bisect_right(state.batches, lower, key=lambda b: b.upper)
+        return list(state.batches[at:])
+
+    def _check_history(self, state: ShardState, frontier: int) -> None:
+        """Are the updates from `frontier` on still told apart from those before it? Raises HistoryLost."""
+        if state.since > 0 and state.since >= frontier:
+            raise self._history_lost(state, frontier)
+
+    def _history_lost(self, state: ShardState, wanted: int) -> HistoryLost:
+        return HistoryLost(
+            f"history is lost: shard={self.name} wanted={wanted} since={state.since}.",
+            fix="Read at a time from since to upper - 1, then listen from there.",
+        )
+
+    def _error(self, rejected: Rejected) -> TidemillError:
+        return refusal(rejected, self._machine.state)
+
+
+def _size(batches: Sequence[Batch]) -> int:
+    return sum(part.size_bytes for batch in batches for part in batch.parts)
+
+
+def _groups(batches: Sequence[Batch]) -> list[list[Batch]]:
+    """Runs of batches that a catching-up listener may fetch together."""
+    out: list[list[Batch]] = []
+    held = 0
+    for batch in batches:
+        size = _size([batch])
+        if not out or held + size > LISTEN_AHEAD_BYTES or len(out[-1]) >= LISTEN_AHEAD_BATCHES:
+            out.append([])
+            held = 0
+        out[-1].append(batch)
+        held += size
+    return out

@@ -1,0 +1,182 @@
+"""Opening by name. A shard's register `shard/<name>` decides, once, its id and first schema; its log holds the rest.
+
+register shard/<name>     the encoded Create command (codec): first writer wins. Drop after it: the name is free again
+log      shard/<shard id> commands; the first is that same Create, put there by whoever opens first
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, Unknown
+from tidemill.consensus.api import Consensus, Versioned
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.bindings.remap import LogRemap
+from tidemill.shards.executor import Cpu, inline_cpu
+from tidemill.shards.handle import LogShard
+from tidemill.shards.parts.schema import checked, difference
+from tidemill.shards.parts.schema_evolution import changes_to
+from tidemill.shards.state.apply import Reason, Rejected
+from tidemill.shards.state.codec import decode_command, encode_command
+from tidemill.shards.state.commands import Create, Drop, Evolve
+from tidemill.shards.state.errors import refusal
+from tidemill.shards.state.state import ShardState
+from tidemill.shards.state.state_machine import ShardMachine, open_machine, shard_replica
+
+PREFIX = "shard/"
+NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+NAME_LENGTH = 200
+
+
+async def open_shard(
+    consensus: Consensus,
+    objects: ObjectStore,
+    clock: Clock,
+    rand: Rand,
+    name: str,
+    schema: ShardSchema | None = None,
+    *,
+    writer: str = "",
+    cpu: Cpu = inline_cpu,
+) -> LogShard:
+    """The shard's handle; with `schema` it is created when absent, and gets the columns and wider types that it lacks.
+
+    Raises Missing (absent and no schema given), Invalid (bad name or schema, or it exists with one that cannot become
+    this one: the message has the difference), Closed, Unavailable, Unknown.
+    """
+    _check_name(name)
+    wanted = None if schema is None else checked(schema)
+    found = await consensus.head(PREFIX + name)
+    created = None if found is None else _created(name, found)
+    if not isinstance(created, Create):
+        if wanted is None:
+            raise Missing(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
+        created = await _create(consensus, rand, Create(name, rand.uuid(), wanted), found)
+    machine = await open_machine(consensus, rand, created)
+    if wanted is not None:
+        try:
+            await _evolve(machine, wanted, clock)
+        except BaseException:
+            await machine.aclose()
+            raise
+    return LogShard(machine, objects, clock, rand, writer=writer, cpu=cpu)
+
+
+async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> None:
+    """Until the shard holds every column of `wanted`. Racing evolvers may be first, and be asked for more or less."""
+    while True:
+        seen = machine.state.schema
+        try:
+            changes = changes_to(seen, wanted)
+        except Invalid as error:
+            name = machine.state.name
+            raise Invalid(
+                f"shard exists with another schema: shard={name} difference=[{difference(seen, wanted)}].",
+                fix="New columns and wider types are taken by themselves. For anything else name another shard, or have"
+                f" it made anew: tidemill shard drop {name}",
+            ) from error
+        if not changes:
+            return
+        result = await machine.propose(Evolve(changes, clock.now_ms()))
+        if isinstance(result, Rejected) and result.reason is not Reason.COMMITTED and machine.state.schema == seen:
+            raise refusal(result, machine.state)
+
+
+async def read_shards(consensus: Consensus) -> list[ShardState]:
+    """The states of all shards in name order, each as of now, without writing anything."""
+    replicas = [shard_replica(consensus, created.shard_id) for created in await created_shards(consensus)]
+    states = await asyncio.gather(*(replica.load() for replica in replicas))
+    return [state for state in states if state is not None and not state.dropped]
+
+
+async def read_shard(consensus: Consensus, name: str) -> ShardState | None:
+    """The state of one shard as of now, without writing anything; None when there is none of this name."""
+    found = await registered(consensus, name)
+    if found is None or not isinstance(found[0], Create):
+        return None
+    state = await shard_replica(consensus, found[0].shard_id).load()
+    return None if state is None or state.dropped else state
+
+
+async def created_shards(consensus: Consensus) -> list[Create]:
+    """What the register of every shard that was not dropped says, in name order."""
+    return [created for _, created in await all_registered(consensus) if isinstance(created, Create)]
+
+
+async def all_registered(consensus: Consensus) -> list[tuple[str, Create | Drop]]:
+    """Every name there ever was, in order, with its shard or that it was dropped."""
+    found = await consensus.scan(PREFIX)
+    return [(key[len(PREFIX) :], _created(key[len(PREFIX) :], version)) for key, version in found]
+
+
+async def registered(consensus: Consensus, name: str) -> tuple[Create | Drop, Versioned] | None:
+    """What the name's register says and its version; None when there never was such a shard."""
+    found = await consensus.head(PREFIX + name)
+    return None if found is None else (_created(name, found), found)
+
+
+async def is_created(consensus: Consensus, name: str) -> bool:
+    """Is there a shard of this name? Raises Corrupt."""
+    found = await registered(consensus, name)
+    return found is not None and isinstance(found[0], Create)
+
+
+async def unregister(consensus: Consensus, rand: Rand, name: str, shard_id: str) -> None:
+    """Free the name of shard `shard_id`; of another shard under that name nothing changes."""
+    while True:
+        found = await registered(consensus, name)
+        if found is None or not isinstance(found[0], Create) or found[0].shard_id != shard_id:
+            return
+        with contextlib.suppress(Conflict, Unknown):  # what stands there now tells
+            await consensus.cas(PREFIX + name, found[1].seq, encode_command(Drop(shard_id)), rand.nonce())
+
+
+async def drop_created(
+    consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, created: Create
+) -> ShardState:
+    """Drop the shard that `created` made; its state before. One that is dropped already is freed of its name, whatever
+    cut that off; of another shard under the name nothing changes. Raises Unavailable, Unknown: call it again."""
+    shard = LogShard(await open_machine(consensus, rand, created), objects, clock, rand)
+    try:
+        held = shard.state
+        await shard.drop()
+        await unregister(consensus, rand, created.name, created.shard_id)
+        await shard.rollup()
+    finally:
+        await shard.aclose()
+    return held
+
+
+async def open_remap(consensus: Consensus, clock: Clock, rand: Rand, name: str) -> LogRemap:
+    """The bindings of one source (`capture/<name>`, `topic/<name>`). An unwritten one is simply empty."""
+    if not name or name.startswith("/") or name.endswith("/"):
+        raise Invalid(f"bad remap name: remap={name!r}.", fix="Use capture/<name> or topic/<name>.")
+    return LogRemap(consensus, name, clock, rand)
+
+
+async def _create(consensus: Consensus, rand: Rand, create: Create, dropped: Versioned | None) -> Create:
+    """Write the register once; whoever was first decides. An unknown outcome is looked up, never guessed."""
+    try:
+        seq = 0 if dropped is None else dropped.seq
+        await consensus.cas(PREFIX + create.name, seq, encode_command(create), rand.nonce())
+        return create
+    except (Conflict, Unknown) as error:
+        found = await registered(consensus, create.name)
+        if found is None or not isinstance(found[0], Create):
+            raise Unknown(f"creation is not settled: shard={create.name}.", fix="Open it again.") from error
+        return found[0]
+
+
+def _created(name: str, version: Versioned) -> Create | Drop:
+    command = decode_command(version.data)
+    if not isinstance(command, Create | Drop):
+        raise Corrupt(f"shard register is no creation: shard={name} seq={version.seq}.")
+    return command
+
+
+def _check_name(name: str) -> None:
+    if not name or len(name) > NAME_LENGTH or not set(name) <= NAME_CHARS or name in (".", ".."):
+        raise Invalid(f"bad shard name: shard={name!r}.", fix="Use 1 to 200 of a-z A-Z 0-9 . _ -")

@@ -1,0 +1,288 @@
+"""Shards and bindings as rows that somebody else keeps (RFC 0002 §6): what changed, in groups to be written at once.
+
+A shard is a header (its state without batches) and one row a batch, named by its lower bound. Groups are written in
+order, each at once, and after every one of them the rows are a state that can be restored:
+
+    header with the new since, the old upper      merged batches hold times only from the new since on; since < upper
+    a batch, and the deletions of what it covers  compaction put it in the place of several
+    header with the new upper                     counts only batches that are there; with it the batch that passes the
+                                                  old upper, whose times may all have been moved beyond that
+
+Rows past the header's upper are left out when a shard is put together again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from tidemill.base.errors import Corrupt, Missing
+from tidemill.consensus.api import Consensus
+from tidemill.consensus.state_log.replica import Replica
+from tidemill.shards.api import Batch
+from tidemill.shards.bindings.remap import Stored, decode_stored, log_name
+from tidemill.shards.state.codec import decode_state, encode_batch, encode_state
+from tidemill.shards.state.state import ShardState, batch_sums
+from tidemill.shards.state.state_machine import shard_replica
+
+
+class BatchBytes(NamedTuple):
+    """One batch as a row: `objects` are the keys of its parts that are objects."""
+
+    lower: int
+    upper: int
+    data: bytes
+    objects: tuple[str, ...]
+
+
+class ShardGroup(NamedTuple):
+    """Written at once. `header`: the state without batches, or None to leave the shard's row alone."""
+
+    header: ShardState | None
+    batches: tuple[BatchBytes, ...] = ()
+    removed: tuple[int, ...] = ()
+    """Lower bounds of batch rows to delete."""
+
+
+class ShardFollower:
+    """Follows one shard's log. `header` and `batches` (lower → upper, bytes) are what its rows hold."""
+
+    def __init__(
+        self,
+        consensus: Consensus,
+        shard_id: str,
+        header: ShardState | None = None,
+        batches: Mapping[int, tuple[int, bytes]] | None = None,
+    ) -> None:
+        self._log: Replica[ShardState | None] = shard_replica(consensus, shard_id)
+        self._header = header
+        self._uppers = {lower: upper for lower, (upper, _) in (batches or {}).items()}
+        self._bytes: dict[int, bytes] = {lower: data for lower, (_, data) in (batches or {}).items()}
+        """Bytes of rows found at the start, compared once; later on identity of the batches tells."""
+        self._known: dict[int, Batch] = {}
+        self._state: ShardState | None = None
+
+    @property
+    def position(self) -> int:
+        """Next position of the shard's log as of the last `gather`."""
+        return self._log.position
+
+    async def gather(self) -> list[ShardGroup]:
+        """[] when nothing changed. Raises Corrupt, Unavailable."""
+        await self._log.catch_up()
+        state = self._state = self._log.state
+        if state is None:
+            return []
+        return shard_changes(self._header, self._uppers, state, self._same)
+
+    def written(self) -> None:
+        """What the last `gather` returned is committed."""
+        state = self._state
+        if state is None:
+            return
+        self._header = header_of(state)
+        self._known = {batch.lower: batch for batch in state.batches}
+        self._uppers = {batch.lower: batch.upper for batch in state.batches}
+        self._bytes = {}
+
+    def _same(self, batch: Batch) -> bool:
+        known = self._known.get(batch.lower)
+        if known is not None:
+            return known is batch or known == batch
+        found = self._bytes.get(batch.lower)
+        return found is not None and found == encode_batch(batch)
+
+
+def header_of(state: ShardState) -> ShardState:
+    """The state without its batches and their sums: what a shard's row holds.
+
+    Without its garbage too, which a busy shard may have more of than fits a row: a restored shard has another id, and
+    what the old one left is swept as nobody's.
+    """
+    return replace(state, batches=(), rows=0, size_bytes=0, inline_bytes=0, garbage=())
+
+
+def shard_changes(
+    old: ShardState | None,
+    old_uppers: Mapping[int, int],
+    state: ShardState,
+    same: Callable[[Batch], bool],
+) -> list[ShardGroup]:
+    """From rows (`old` header, batch rows by lower → upper) to `state`. Pure. The rows are of this shard, or of the one
+    that it was restored from.
+
+    Raises Corrupt when the state is older than the rows: another life of the shard, whose rows may be all that is
+    left of this one.
+    """
+    header = header_of(state)
+    if old is not None and (state.upper < old.upper or state.since < old.since):
+        raise Corrupt(
+            f"a shard's log holds less than its rows: shard={state.name} upper={state.upper} row={old.upper}.",
+            fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
+        )
+    changed = [batch for batch in state.batches if not same(batch)]
+    left = sorted(old_uppers)
+    covered: set[int] = set()
+    groups: list[ShardGroup] = []
+    last = ShardGroup(header)
+    for batch in changed:
+        inside = [lower for lower in _between(left, batch.lower, batch.upper) if lower != batch.lower]
+        covered.update(inside)
+        if old is not None and batch.lower < old.upper < batch.upper:
+            last = ShardGroup(header, (batch_bytes(batch),), tuple(inside))
+        else:
+            groups.append(ShardGroup(None, (batch_bytes(batch),), tuple(inside)))
+    standing = {batch.lower for batch in state.batches}
+    stray = tuple(lower for lower in left if lower not in standing and lower not in covered)
+    if not changed and not stray and old == header:
+        return []
+    first: list[ShardGroup] = []
+    if old is not None and groups and (header.since != old.since or header.schema != old.schema):
+        # The old tokens with it: a token says that its append is there, and it may not be yet. A newer schema reads
+        # every older batch, an older one no newer batch. No batch below the old upper has times moved beyond its own.
+        since = max(old.since, min(header.since, old.upper - 1))
+        first = [ShardGroup(replace(old, since=since, schema=header.schema, versions=header.versions))]
+    return [*first, *groups, last._replace(removed=(*last.removed, *stray))]
+
+
+def batch_bytes(batch: Batch) -> BatchBytes:
+    objects = tuple(part.object_key for part in batch.parts if part.object_key)
+    return BatchBytes(batch.lower, batch.upper, encode_batch(batch), objects)
+
+
+def _between(ordered: Sequence[int], lower: int, upper: int) -> Sequence[int]:
+    return ordered[bisect_left(ordered, lower) : bisect_left(ordered, upper)]
+
+
+def assemble(header: ShardState, batches: Iterable[Batch]) -> ShardState:
+    """The state again, from a header and batches in order of their lower bounds. Pure.
+
+    Batches past the header's upper are left out, one that passes it is cut there (its rows beyond never show).
+    Raises Corrupt when the batches are not contiguous from 0 to the upper.
+    """
+    found: list[Batch] = []
+    at = 0
+    for batch in batches:
+        if batch.lower >= header.upper:
+            break
+        if batch.lower != at:
+            raise Corrupt(
+                f"the batches of a shard are not contiguous: shard={header.name} expected={at} found={batch.lower}.",
+                fix="Restore from an older manifest.",
+            )
+        found.append(batch if batch.upper <= header.upper else replace(batch, upper=header.upper))
+        at = found[-1].upper
+    if at != header.upper or (header.since and header.since >= header.upper):
+        raise Corrupt(
+            f"a shard's newest batches are missing: shard={header.name} found_to={at} upper={header.upper}"
+            f" since={header.since}.",
+            fix="Restore from an older manifest.",
+        )
+    sums = [batch_sums(batch) for batch in found]
+    return replace(
+        header,
+        batches=tuple(found),
+        rows=sum(s[0] for s in sums),
+        size_bytes=sum(s[1] for s in sums),
+        inline_bytes=sum(s[2] for s in sums),
+    )
+
+
+def encode_header(state: ShardState) -> bytes:
+    return encode_state(header_of(state))
+
+
+def decode_header(data: bytes) -> ShardState:
+    """Raises Corrupt."""
+    return decode_state(data)
+
+
+class StoredBinding(NamedTuple):
+    """`data` as it stands in the log (layout: remap)."""
+
+    position: int
+    time_ms: int
+    data: bytes
+
+
+class BindingFollower:
+    """Follows the bindings of one source from `last` = (time, position) on, the newest that a row holds.
+
+    `forgotten_ms` after a `gather`: rows of times below it are of bindings that the log has forgotten since.
+    """
+
+    def __init__(self, consensus: Consensus, source: str, last: tuple[int, int] | None = None) -> None:
+        self._consensus = consensus
+        self._source = source
+        self._log = log_name(source)
+        self._last = last
+        self._next: int | None = None
+        self._gathered: tuple[int, int] | None = None
+        self._start = -1
+        self._new_start = -1
+        self.forgotten_ms = 0
+
+    async def gather(self) -> list[StoredBinding]:
+        """Bindings newer than the last one written, oldest first. Raises Corrupt, Unavailable."""
+        while True:
+            if self._next is None:
+                self._next = await self._resume()
+            try:
+                found = await self._from(self._next)
+                self._new_start = (await self._consensus.log_head(self._log)).start
+                self.forgotten_ms = 0
+                if self._new_start > max(self._start, 0):
+                    self.forgotten_ms = (await self._at(self._new_start)).binding.time_ms
+                break
+            except Missing:
+                self._next = None  # truncated past what the rows hold: they begin anew
+        self._gathered = (found[-1].time_ms, found[-1].position) if found else None
+        return found
+
+    async def _from(self, position: int) -> list[StoredBinding]:
+        found: list[StoredBinding] = []
+        while True:
+            page = await self._consensus.read(self._log, position)
+            for record in page.records:
+                found.append(StoredBinding(record.position, decode_stored(record.data).binding.time_ms, record.data))
+            position += len(page.records)
+            if position >= page.head.next:
+                return found
+
+    def written(self) -> None:
+        """What the last `gather` returned is committed."""
+        self._start = self._new_start
+        if self._gathered is not None:
+            self._last, self._gathered = self._gathered, None
+            self._next = self._last[1] + 1
+
+    async def _resume(self) -> int:
+        """The position after the last binding written: by its time, since a restored log counts anew."""
+        head = await self._consensus.log_head(self._log)
+        if self._last is None:
+            return head.start
+        time_ms, position = self._last
+        if head.next <= head.start or (await self._at(head.next - 1)).binding.time_ms < time_ms:
+            raise Corrupt(
+                f"the bindings of a source are older than their rows: source={self._source} row_time_ms={time_ms}.",
+                fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
+            )
+        low, high = head.start, head.next
+        if low <= position < high and (await self._at(position)).binding.time_ms == time_ms:
+            return position + 1
+        while low < high:
+            middle = (low + high) // 2
+            if (await self._at(middle)).binding.time_ms > time_ms:
+                high = middle
+            else:
+                low = middle + 1
+        # From a whole record on: what it rests on may be in no row.
+        return low - (await self._at(low)).back if low < head.next else low
+
+    async def _at(self, position: int) -> Stored:
+        """Raises Missing when it is truncated meanwhile."""
+        page = await self._consensus.read(self._log, position, limit_records=1)
+        return decode_stored(page.records[0].data)

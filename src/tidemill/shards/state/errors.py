@@ -1,0 +1,41 @@
+"""Why a shard refused a command, as the error its proposer gets."""
+
+from __future__ import annotations
+
+from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, Missing, TidemillError, Unavailable
+from tidemill.shards.api import Evolved, HistoryLost
+from tidemill.shards.parts.schema_evolution import CAN
+from tidemill.shards.state.apply import Reason, Rejected
+from tidemill.shards.state.state import ShardState
+
+
+def refusal(rejected: Rejected, state: ShardState) -> TidemillError:
+    """`state`: what the refusal rests on."""
+    said = f"shard={state.name} {rejected.detail}".rstrip().removesuffix(".")
+    match rejected.reason:
+        case Reason.UPPER:
+            return Conflict(f"upper is not where this append begins: {said}.", current=state.upper)
+        case Reason.CLOSED:
+            return Closed(f"shard is closed to writes: {said}.")
+        case Reason.FENCED:
+            return Fenced(f"a newer epoch owns this hold: {said}.", current=state.holds)
+        case Reason.EVOLVED:
+            return Evolved(
+                f"the shard's schema is a newer one: {said}.", current=state.schema, fix="Open the shard again."
+            )
+        case Reason.SCHEMA:
+            return Invalid(f"schema change refused: {said}.", fix=CAN)
+        case Reason.HISTORY:
+            return HistoryLost(f"history is lost: {said}.", fix="Hold a time from since on.")
+        case Reason.MOVED:
+            return Conflict(f"batches moved meanwhile: {said}.", current=state.upper)
+        case Reason.ABSENT | Reason.DROPPED:
+            return Missing(f"no such shard: {said}.", fix="It was dropped: open it by name again.")
+        case Reason.STALE:
+            return Unavailable(f"parts are too old to be shown: {said}.", fix="Write them again.")
+        case Reason.FULL:
+            return Unavailable(f"too many at once: {said}.", fix="Try again when some have ended.")
+        case Reason.BROKEN:
+            return Corrupt(f"refused, for it would break an invariant: {said}.", fix="Report it with the log.")
+        case _:
+            return Invalid(f"refused ({rejected.reason}): {said}.")

@@ -1,0 +1,88 @@
+"""Writing shards and bindings back into empty consensus (RFC 0002 §6). Every step may be repeated by the same attempt.
+
+    shard/<new id>        [creation, rollup…], truncated to the rollup
+    shard/<name>          the register: the creation with the new id
+    remap/<source>        the bindings, one record each, from position 0
+
+A restored shard has an id of its own: whoever mirrored the old one may have seen what was lost, and starts anew.
+Its parts stay where they are; they name their objects in full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from uuid import UUID
+
+from msgspec.structs import replace
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Conflict, Invalid, Unknown
+from tidemill.consensus.api import Consensus
+from tidemill.consensus.state_log import codec
+from tidemill.shards.bindings.remap import log_name
+from tidemill.shards.registry import PREFIX
+from tidemill.shards.state.codec import encode_command, encode_state
+from tidemill.shards.state.commands import Create
+from tidemill.shards.state.state import ShardState
+from tidemill.shards.state.state_machine import shard_log
+
+BINDINGS_AN_APPEND = 1000
+
+
+def restored_id(shard_id: str, attempt: str) -> str:
+    """The shard's id after the restore `attempt`: the same for every run of it."""
+    return str(UUID(bytes=hashlib.blake2b(f"{shard_id}/{attempt}".encode(), digest_size=16).digest(), version=4))
+
+
+async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, attempt: str) -> str:
+    """Returns the new id. Raises Invalid when the name has a shard that this attempt did not make."""
+    shard_id = restored_id(state.shard_id, attempt)
+    # A hold's epoch is the term of a lease of the old consensus: in an empty one it would fence every owner to come.
+    holds = tuple(replace(hold, epoch=0) for hold in state.holds)
+    state = replace(state, shard_id=shard_id, holds=holds)
+    create = encode_command(Create(state.name, shard_id, state.schema))
+    log = shard_log(shard_id)
+    head = await consensus.log_head(log)
+    if head.next == 0:
+        records = [codec.encode_command(create), *codec.encode_rollup(encode_state(state))]
+        while head.next == 0:
+            with contextlib.suppress(Unknown, Conflict):  # the nonce of what stands there tells, if anything does
+                await consensus.append(log, 0, 0, records, attempt)
+            head = await consensus.log_head(log)
+    await _check_ours(consensus, log, head.start, attempt)
+    if head.start == 0:
+        await consensus.truncate(log, 1)
+    # The register last: before it, nobody can find the log.
+    key = PREFIX + state.name
+    found = await consensus.head(key)
+    while found is None:
+        with contextlib.suppress(Conflict, Unknown):
+            await consensus.cas(key, 0, create, rand.nonce())
+        found = await consensus.head(key)
+    if found.data != create:
+        raise Invalid(f"a shard of this name exists: shard={state.name}.", fix="Restore into empty consensus.")
+    return shard_id
+
+
+async def restore_bindings(consensus: Consensus, source: str, bindings: Sequence[bytes], attempt: str) -> None:
+    """`bindings` as they stood in the log, oldest first. Goes on where an earlier run of the attempt stopped."""
+    log = log_name(source)
+    at = (await consensus.log_head(log)).next
+    if at:
+        await _check_ours(consensus, log, at - 1, attempt)
+    while at < len(bindings):
+        records = list(bindings[at : at + BINDINGS_AN_APPEND])
+        with contextlib.suppress(Unknown, Conflict):  # where the log ends now tells
+            await consensus.append(log, 0, at, records, attempt)
+        reached = (await consensus.log_head(log)).next
+        if reached not in (at, at + len(records)):
+            raise Invalid(f"somebody else writes these bindings: log={log} next={reached}.", fix="Stop every node.")
+        at = reached
+
+
+async def _check_ours(consensus: Consensus, log: str, position: int, attempt: str) -> None:
+    found = await consensus.read(log, position, limit_records=1)
+    if not found.records or found.records[0].nonce != attempt:
+        raise Invalid(f"the log exists already: log={log}.", fix="Restore into empty consensus.")

@@ -1,0 +1,119 @@
+"""The one async seam of a shard's state: commands in, states out, over a fenced log with rollups.
+
+M1  `state` is what `apply` makes of the log up to some position, and only moves forward.
+M2  A command lands only if `apply` accepted it on exactly the state before its position; a refusal rests on a
+    linearizable read. So a loser of a race is told the truth, and nothing of it was written.
+"""
+
+from __future__ import annotations
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Conflict, Corrupt, Invalid
+from tidemill.consensus.api import Consensus
+from tidemill.consensus.state_log.replica import Replica
+from tidemill.consensus.state_log.state_log import StateLog
+from tidemill.shards.state.apply import Reason, Rejected, apply
+from tidemill.shards.state.codec import decode_command, decode_state, encode_command, encode_state
+from tidemill.shards.state.commands import Command, Create
+from tidemill.shards.state.state import ShardState
+
+ROLLUP_AFTER_RECORDS = 512
+"""A rollup of 10,000 batches is about 2 MB; once in so many commits it adds a few kilobytes to each."""
+
+
+class _Refused(Invalid):
+    """Carries a rejection through the log's proposer back to `propose`."""
+
+    def __init__(self, rejected: Rejected) -> None:
+        super().__init__(f"refused: {rejected.reason}")
+        self.rejected = rejected
+
+
+class ShardMachine:
+    def __init__(self, log: StateLog[ShardState | None]) -> None:
+        self._log = log
+
+    @property
+    def state(self) -> ShardState:
+        state = self._log.state
+        assert state is not None, "the machine is opened before it is used"
+        return state
+
+    async def refresh(self) -> ShardState:
+        """The state as of now: a linearizable read."""
+        await self._log.catch_up()
+        return self.state
+
+    async def changed(self, seen: ShardState, timeout_s: float) -> ShardState:
+        """The state once it is no longer `seen`, or after the timeout."""
+        if self._log.state is seen:
+            await self._log.wait(timeout_s)
+        return self.state
+
+    async def propose(self, command: Command) -> ShardState | Rejected:
+        """The state right after `command`, or why it was refused. Raises Unavailable, Unknown, Closed, Corrupt."""
+        data = encode_command(command)
+
+        def decide(state: ShardState | None) -> bytes:
+            result = apply(state, command)
+            if isinstance(result, Rejected):
+                raise _Refused(result)
+            return data
+
+        try:
+            applied = await self._log.propose_from(decide)
+        except _Refused as refused:
+            return refused.rejected
+        assert applied.state is not None
+        return applied.state
+
+    async def rollup(self) -> None:
+        await self._log.rollup()
+
+    async def aclose(self) -> None:
+        await self._log.aclose()
+
+
+def shard_log(shard_id: str) -> str:
+    return f"shard/{shard_id}"
+
+
+def shard_replica(consensus: Consensus, shard_id: str) -> Replica[ShardState | None]:
+    """Follows a shard's log without ever writing it; None until the log holds its creation."""
+    return Replica(consensus, shard_log(shard_id), lambda: None, _apply_record, decode_state)
+
+
+async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> ShardMachine:
+    """Load the shard that `created` names; whoever finds its log empty writes that very command first."""
+    log: StateLog[ShardState | None] = StateLog(
+        consensus,
+        shard_log(created.shard_id),
+        initial=lambda: None,
+        apply=_apply_record,
+        encode=_encode_rollup,
+        decode=decode_state,
+        rand=rand,
+        rollup_after_records=ROLLUP_AFTER_RECORDS,
+    )
+    machine = ShardMachine(log)
+    await log.load()
+    if log.state is None:
+        result = await machine.propose(created)
+        if isinstance(result, Rejected) and result.reason is not Reason.EXISTS:
+            raise Corrupt(f"shard could not be created: shard={created.name} reason={result.reason}.")
+    if machine.state.shard_id != created.shard_id:
+        raise Corrupt(f"log of another shard: shard={created.name} id={machine.state.shard_id}.")
+    return machine
+
+
+def _apply_record(state: ShardState | None, data: bytes, position: int, term: int) -> ShardState | None:
+    result = apply(state, decode_command(data))
+    if isinstance(result, Rejected):
+        # A proposer checks on exactly this state, so only another version of the rules gets here: a no-op.
+        raise Conflict(f"refused at replay: position={position} reason={result.reason} {result.detail}.")
+    return result
+
+
+def _encode_rollup(state: ShardState | None) -> bytes:
+    assert state is not None, "a rollup follows records, and the first record creates"
+    return encode_state(state)
