@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import structlog
 
-from tidemill.access.audit import REMEMBERED_MAX, TELL_EVERY_S, TEXT_CHARS_MAX, Audit
 from tidemill.base.clock import ManualClock
+from tidemill.security.audit import REMEMBERED_MAX, TELL_EVERY_S, TEXT_CHARS_MAX, Audit
 
 
 def test_a_refusal_that_repeats_is_one_line_with_the_count_of_the_rest() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.access.principals import principal_rules
 from tidemill.base.errors import Invalid
+from tidemill.security.principals import principal_rules
 
 NAME = "CN=kafka-1.Example.com,OU=Servers,O=Harbour"
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.access.quotas import (
+from tidemill.base.errors import Invalid
+from tidemill.security.quotas import (
     BUCKETS_MAX,
     BURST_S,
     CONSUME,
@@ -20,7 +21,6 @@ from tidemill.access.quotas import (
     check_quota,
     named,
 )
-from tidemill.base.errors import Invalid
 
 ALICE, APP = named("alice"), named("app")
 ORDER = [

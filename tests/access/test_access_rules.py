@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.access.rules import (
+from tidemill.base.errors import Invalid
+from tidemill.security.acls import (
     CLUSTER_NAME,
     DECISIONS_MAX,
     OPERATIONS,
@@ -21,7 +22,6 @@ from tidemill.access.rules import (
     Rule,
     check_rule,
 )
-from tidemill.base.errors import Invalid
 
 NAMES = ["a", "ab", "abc", "b", "*"]
 PRINCIPALS = ["User:alice", "User:bob", "User:*"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.access.scram import (
+from tidemill.security.scram import (
     NAMES,
     SCRAM_SHA_256,
     SCRAM_SHA_512,

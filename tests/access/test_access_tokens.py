@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from joserfc import jwt
 from joserfc.jwk import ECKey, KeySet, OctKey, RSAKey
 
-from tidemill.access.scram import Refused
-from tidemill.access.tokens import FETCH_AGAIN_S, FETCH_EVERY_S, Bearer, Tokens, TokenSettings
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import Invalid, Unavailable
+from tidemill.security.oauth_tokens import FETCH_AGAIN_S, FETCH_EVERY_S, Bearer, Tokens, TokenSettings
+from tidemill.security.scram import Refused
 
 SECRET = "a secret of thirty-two bytes or more"
 NOW_S = 1_700_000_000

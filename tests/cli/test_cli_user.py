@@ -12,11 +12,11 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from patience import DEADLINE_S
-from tidemill.access.scram import SCRAM_SHA_256, SCRAM_SHA_512, is_password
-from tidemill.access.users import Users
 from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.context import stores
 from tidemill.cli.main import application
+from tidemill.security.scram import SCRAM_SHA_256, SCRAM_SHA_512, is_password
+from tidemill.security.users import Users
 
 
 def user(directory: Path, *arguments: str, stdin: str = "") -> Result:

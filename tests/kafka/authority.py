@@ -11,9 +11,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tidemill.access.principals import principal_rules
-from tidemill.access.tls import Certificates, TlsSettings
 from tidemill.kafka.gate import Gate
+from tidemill.security.principals import principal_rules
+from tidemill.security.tls import Certificates, TlsSettings
 
 DAY = datetime.timedelta(days=1)
 

@@ -9,8 +9,6 @@ from fake_topics import FakeTopicLog
 
 from patience import eventually as eventually
 from patience import run as run
-from tidemill.access.rulebook import Rulebook
-from tidemill.access.users import Users
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.base.runtime.blocking_portal import Portal
@@ -27,6 +25,8 @@ from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore
+from tidemill.security.acl_cache import Rulebook
+from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.local_topics import LocalTopics

@@ -28,9 +28,9 @@ from test_kafka_handlers import code
 from test_kafka_sasl import PASSWORD, add, confluent, gate, plainly
 
 from kafka import KafkaConsumer, TopicPartition
-from tidemill.access.rules import CLUSTER_NAME, Operation, Pattern, Permission, Resource, Rule
 from tidemill.kafka import checks, errors
 from tidemill.kafka.handlers import APIS
+from tidemill.security.acls import CLUSTER_NAME, Operation, Pattern, Permission, Resource, Rule
 
 DENIALS = {29, 30, 31, 53}
 LISTS = {16, 66}
@@ -284,7 +284,7 @@ def test_rules_written_elsewhere_count_within_seconds_and_outlive_a_restart() ->
     broker = RealBroker(gate=gate(), super_users=())
     add(broker, "alice")
     broker.create_topic("t", 1)
-    from tidemill.access.rulebook import Rulebook
+    from tidemill.security.acl_cache import Rulebook
 
     other = Rulebook(broker.metastore, broker.clock)
     broker.portal.call(other.add([Rule(2, 3, "t", "User:alice", "*", int(Operation.READ), 3)]))

@@ -12,8 +12,8 @@ from foreign import PARTITIONS, SETTINGS, Driver, Members, Refused, numbered, of
 from harness import RealBroker, eventually
 from test_kafka_sasl import PASSWORD, add, gate, token
 
-from tidemill.access.sasl import MECHANISMS
 from tidemill.kafka import errors
+from tidemill.security.sasl import MECHANISMS
 
 ALICE = {"mechanism": "PLAIN", "user": "alice", "password": PASSWORD}
 

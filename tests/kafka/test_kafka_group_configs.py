@@ -17,12 +17,12 @@ from test_kafka_configs import alter, described
 from test_kafka_groups_consumer import beat
 from test_kafka_sasl import add, gate
 
-from tidemill.access.rules import Operation, Resource
 from tidemill.base.errors import Invalid
 from tidemill.kafka import KafkaSettings, errors
 from tidemill.kafka.groups.configbook import GroupConfigs
 from tidemill.kafka.groups.configs import HEARTBEAT, SESSION, limited, refuse_change
 from tidemill.kafka.groups.state import GroupLimits
+from tidemill.security.acls import Operation, Resource
 from tidemill.topics.config.alter import Op
 
 GROUP = 32

@@ -12,10 +12,10 @@ from harness import FakeBroker, RealBroker
 from kio.index import load_request_schema
 from raw import RawClient, batch, encode, example, fetch_body, fields, nested, produce_body
 
-from tidemill.access.quotas import CONSUME, DEFAULT, NOBODY, PRODUCE, REQUEST, Quota, named
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.handlers import APIS
 from tidemill.kafka.schema import fetch, produce
+from tidemill.security.quotas import CONSUME, DEFAULT, NOBODY, PRODUCE, REQUEST, Quota, named
 
 ME = named("ANONYMOUS")
 EVERY = [(a.key, v) for a in APIS.values() if a.key not in (17, 36) for v in range(a.min_version, a.max_version + 1)]

@@ -33,14 +33,14 @@ from kafka.net.sasl.oauth import AbstractTokenProvider
 from raw import request_frame
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
-from tidemill.access.failures import Failures
-from tidemill.access.sasl import MECHANISMS, Authenticator
-from tidemill.access.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, ScramServer, made_of
-from tidemill.access.tokens import Tokens, TokenSettings
-from tidemill.access.users import Users
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.gate import UNKNOWN_REQUEST_BYTES, Gate
+from tidemill.security.auth_throttle import Failures
+from tidemill.security.oauth_tokens import Tokens, TokenSettings
+from tidemill.security.sasl import MECHANISMS, Authenticator
+from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, ScramServer, made_of
+from tidemill.security.users import Users
 
 SECRET = "a secret of thirty-two bytes or more"
 PASSWORD = "s3cret, with = and ,"
@@ -238,7 +238,7 @@ def test_a_users_credentials_change_together_or_not_at_all(plain: FakeBroker, mo
 
     there = len(plain.portal.call(plain.users.list()))
     with monkeypatch.context() as patched:
-        patched.setattr("tidemill.access.users.USERS_MAX", there + 1)
+        patched.setattr("tidemill.security.users.USERS_MAX", there + 1)
         with pytest.raises(ck.KafkaException, match="too many users"):
             alter(*map(put, both))
         assert mechanisms() == set()
@@ -568,7 +568,7 @@ MESSAGES = st.lists(
 def test_whatever_is_said_nobody_comes_in(
     plain: FakeBroker, monkeypatch: pytest.MonkeyPatch, mechanism: str, version: int, messages: list[bytes]
 ) -> None:
-    monkeypatch.setattr("tidemill.access.failures.FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("tidemill.security.auth_throttle.FIRST_DELAY_S", 0.0)
     client = Dialogue(plain)
     assert client.handshake(mechanism, version) == 0
     for message in messages:
@@ -605,7 +605,7 @@ def test_the_authenticator_takes_turns_with_passwords() -> None:
                 running -= 1
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tidemill.access.sasl.asyncio.to_thread", counted)
+            patch.setattr("tidemill.security.sasl.asyncio.to_thread", counted)
             results = await asyncio.gather(
                 *(authenticator.password("u", "p") for _ in range(10)), return_exceptions=True
             )

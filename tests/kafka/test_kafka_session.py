@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
 
-from tidemill.access.audit import Audit
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.base.runtime.coop import Pace
@@ -29,6 +28,7 @@ from tidemill.kafka.request import read_request
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.objects.store import Buffer
+from tidemill.security.audit import Audit
 from tidemill.topics.api import NotLeader, ProduceResult
 
 API_VERSIONS = 18

@@ -21,12 +21,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Scope
 
-from tidemill.access.rulebook import Rulebook
-from tidemill.access.rules import CLUSTER_NAME, Authorizer, Operation, Resource, Rule
-from tidemill.access.sasl import Authenticator
-from tidemill.access.scram import NAMES, made_of
-from tidemill.access.tokens import Tokens, TokenSettings
-from tidemill.access.users import Users
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.consensus.memory import MemoryConsensus
@@ -36,6 +30,12 @@ from tidemill.node.http_access import Guard, Need, Parties, needs
 from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http.asked import subject_of
 from tidemill.registry.http.routes import Rest
+from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acls import CLUSTER_NAME, Authorizer, Operation, Resource, Rule
+from tidemill.security.oauth_tokens import Tokens, TokenSettings
+from tidemill.security.sasl import Authenticator
+from tidemill.security.scram import NAMES, made_of
+from tidemill.security.users import Users
 
 sys.path.append(str(Path(__file__).parents[1] / "kafka"))
 from authority import Authority
@@ -306,7 +306,7 @@ def test_a_subset_by_post_needs_what_reading_its_shape_needs() -> None:
 
 def test_no_method_or_path_needs_what_nobody_can_be_given() -> None:
     """A need is an operation that rules know, or nothing but a schema by its id would be open."""
-    from tidemill.access.rules import OPERATIONS
+    from tidemill.security.acls import OPERATIONS
 
     for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "TRACE"):
         for path in (

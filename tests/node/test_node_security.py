@@ -16,10 +16,6 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from typer.testing import CliRunner
 
-from tidemill.access.rulebook import Rulebook
-from tidemill.access.rules import CLUSTER_NAME, Operation, Resource, Rule
-from tidemill.access.scram import NAMES, made_of
-from tidemill.access.users import Users
 from tidemill.base.config.config import Config, authorizes, exposed, parse
 from tidemill.base.errors import Invalid
 from tidemill.cli.context import stores
@@ -27,6 +23,10 @@ from tidemill.cli.demo.ports import free_address
 from tidemill.cli.main import app as cli
 from tidemill.console.app import console_routes
 from tidemill.node.assembly import Node
+from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acls import CLUSTER_NAME, Operation, Resource, Rule
+from tidemill.security.scram import NAMES, made_of
+from tidemill.security.users import Users
 
 sys.path.append(str(Path(__file__).parents[1] / "kafka"))
 from authority import Authority

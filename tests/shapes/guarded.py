@@ -10,17 +10,17 @@ from joserfc import jwt
 from joserfc.jwk import OctKey
 from starlette.types import ASGIApp
 
-from tidemill.access.rulebook import Rulebook
-from tidemill.access.rules import Operation, Resource, Rule
-from tidemill.access.sasl import Authenticator
-from tidemill.access.tokens import Tokens, TokenSettings
-from tidemill.access.users import Users
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.factory import metastore_on
 from tidemill.node.http_access import Guard, Parties
 from tidemill.objects.memory import MemoryObjects
+from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acls import Operation, Resource, Rule
+from tidemill.security.oauth_tokens import Tokens, TokenSettings
+from tidemill.security.sasl import Authenticator
+from tidemill.security.users import Users
 from tidemill.shapes.http.grants import Grants
 from tidemill.shapes.plan import split_table
 

@@ -16,8 +16,8 @@ from structlog.testing import capture_logs
 from test_shapes_node_client import NodeClient
 from test_shapes_signed import KEYS, query_of
 
-from tidemill.access.rules import Operation
 from tidemill.base.clock import SystemClock
+from tidemill.security.acls import Operation
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.http.grants import Grants
 from tidemill.shapes.named import FromClaim, NamedShape

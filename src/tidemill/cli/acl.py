@@ -10,7 +10,7 @@ from tidemill.base.errors import Invalid, Missing, unknown_name
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
 
 if TYPE_CHECKING:
-    from tidemill.access.rules import Rule
+    from tidemill.security.acls import Rule
 
 app = typer.Typer(help="Add, list and delete rules that say who may do what.", no_args_is_help=True)
 Principal = Annotated[str, typer.Argument(help="User:NAME, or User:* for everybody.")]
@@ -33,7 +33,7 @@ def add(
     as_json: JsonOption = False,
 ) -> None:
     """Allow somebody something: `tidemill acl add User:alice read,describe topic:orders`."""
-    from tidemill.access.rulebook import Rulebook
+    from tidemill.security.acl_cache import Rulebook
 
     rules = _rules(principal, operations, resource, prefix, host, deny)
     with stores(config) as opened:
@@ -48,8 +48,8 @@ def list_rules(
     as_json: JsonOption = False,
 ) -> None:
     """List the rules."""
-    from tidemill.access.rulebook import Rulebook
-    from tidemill.access.rules import Filter
+    from tidemill.security.acl_cache import Rulebook
+    from tidemill.security.acls import Filter
 
     with stores(config) as opened:
         found = opened.portal.call(Rulebook(opened.metastore, opened.clock).find(Filter(principal=principal)))
@@ -68,8 +68,8 @@ def delete(
     as_json: JsonOption = False,
 ) -> None:
     """Delete exactly the rules that `acl add` with the same words wrote."""
-    from tidemill.access.rulebook import Rulebook
-    from tidemill.access.rules import Filter
+    from tidemill.security.acl_cache import Rulebook
+    from tidemill.security.acls import Filter
 
     rules = _rules(principal, operations, resource, prefix, host, deny)
     with stores(config) as opened:
@@ -84,7 +84,7 @@ def delete(
 
 def _rules(principal: str, operations: str, resource: str, prefix: bool, host: str, deny: bool) -> list[Rule]:
     """Raises Invalid for a word that means nothing."""
-    from tidemill.access.rules import (
+    from tidemill.security.acls import (
         CLUSTER_NAME,
         OPERATIONS,
         Operation,
@@ -121,7 +121,7 @@ def _rules(principal: str, operations: str, resource: str, prefix: bool, host: s
 
 
 def _row(rule: Rule) -> dict[str, str]:
-    from tidemill.access.rules import Operation, Pattern, Permission, Resource
+    from tidemill.security.acls import Operation, Pattern, Permission, Resource
 
     return {
         "principal": rule.principal,

@@ -22,8 +22,8 @@ def add(
     name: Name, iterations: Iterations = DEFAULT_ITERATIONS, config: ConfigOption = None, as_json: JsonOption = False
 ) -> None:
     """Add a user, or give one another password: asked for on a terminal, else the first line of stdin."""
-    from tidemill.access.scram import NAMES, SALT_BYTES, made_of
-    from tidemill.access.users import Users, check_iterations, check_user
+    from tidemill.security.scram import NAMES, SALT_BYTES, made_of
+    from tidemill.security.users import Users, check_iterations, check_user
 
     check_user(name)
     check_iterations(iterations)
@@ -43,8 +43,8 @@ def add(
 @app.command("list")
 def list_users(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """List the users and the mechanisms that each has a credential for."""
-    from tidemill.access.scram import NAMES, Credential
-    from tidemill.access.users import Users
+    from tidemill.security.scram import NAMES, Credential
+    from tidemill.security.users import Users
 
     found: dict[str, list[Credential]] = {}
     with stores(config) as opened:
@@ -64,8 +64,8 @@ def list_users(config: ConfigOption = None, as_json: JsonOption = False) -> None
 @app.command("delete")
 def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Delete a user. Connections that are open stay until their session ends."""
-    from tidemill.access.scram import NAMES
-    from tidemill.access.users import Users
+    from tidemill.security.scram import NAMES
+    from tidemill.security.users import Users
 
     with stores(config) as opened:
         users = Users(opened.metastore, opened.clock)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from tidemill.access.audit import Audit
-from tidemill.access.rulebook import Rulebook
-from tidemill.access.rules import OPERATIONS, Operation, Resource, bits
 from tidemill.kafka import errors
 from tidemill.kafka.gate import Visitor
 from tidemill.metastore.rows.topics import TopicRow
+from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acls import OPERATIONS, Operation, Resource, bits
+from tidemill.security.audit import Audit
 
 if TYPE_CHECKING:
     from tidemill.kafka.context import Context

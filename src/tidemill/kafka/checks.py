@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from tidemill.access.rules import CLUSTER_NAME, Operation, Resource
 from tidemill.kafka import errors
 from tidemill.kafka.access import DENIED, Asking, Body, Check, Verdict
 from tidemill.kafka.schema.wire import ZERO_UUID
+from tidemill.security.acls import CLUSTER_NAME, Operation, Resource
 
 if TYPE_CHECKING:
     from tidemill.kafka.context import Context

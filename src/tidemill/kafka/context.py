@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tidemill.access.audit import Audit
-from tidemill.access.quotabook import Quotabook
-from tidemill.access.users import Users
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.coop import STRETCH_S, Pace
 from tidemill.kafka.access import Access
@@ -19,6 +16,9 @@ from tidemill.kafka.listeners import DEFAULT, Advertised
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.security.audit import Audit
+from tidemill.security.quota_cache import Quotabook
+from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog
 from tidemill.topics.produce.producer_ids import ProducerIds
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tidemill.access.failures import Failures
-from tidemill.access.principals import ANONYMOUS, PrincipalOf, principal_rules
-from tidemill.access.sasl import Authenticator, Exchange
-from tidemill.access.tls import Certificates, subject_of
 from tidemill.kafka.tls_socket import TlsSocket
+from tidemill.security.auth_throttle import Failures
+from tidemill.security.principals import ANONYMOUS, PrincipalOf, principal_rules
+from tidemill.security.sasl import Authenticator, Exchange
+from tidemill.security.tls import Certificates, subject_of
 
 SASL_HANDSHAKE: Final = 17
 API_VERSIONS: Final = 18

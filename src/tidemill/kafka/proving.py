@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 
-from tidemill.access.sasl import Step
-from tidemill.access.scram import Refused
 from tidemill.kafka.context import Context
 from tidemill.kafka.gate import Visitor
+from tidemill.security.sasl import Step
+from tidemill.security.scram import Refused
 
 
 async def prove(context: Context, visitor: Visitor, message: bytes) -> tuple[Step, int]:

@@ -18,11 +18,6 @@ from functools import partial
 import structlog
 from msgspec.structs import replace
 
-from tidemill.access.audit import Audit
-from tidemill.access.quotabook import Quotabook
-from tidemill.access.rulebook import Rulebook
-from tidemill.access.tls import Certificates
-from tidemill.access.users import Users
 from tidemill.base.address import Address, plain_host
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.runtime.memory_budget import Budget as Memory
@@ -51,6 +46,11 @@ from tidemill.kafka.transactions.hints import Hints
 from tidemill.kafka.transactions.machine import Transactions
 from tidemill.kafka.transactions.offsets import CoordinatedOffsets
 from tidemill.metastore.catalogue import Catalogue
+from tidemill.security.acl_cache import Rulebook
+from tidemill.security.audit import Audit
+from tidemill.security.quota_cache import Quotabook
+from tidemill.security.tls import Certificates
+from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog
 from tidemill.topics.produce.producer_ids import ProducerIds
 

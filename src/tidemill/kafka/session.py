@@ -32,9 +32,6 @@ from typing import Any
 import structlog
 from prometheus_client import Counter
 
-from tidemill.access import quotas
-from tidemill.access.principals import USER
-from tidemill.access.scram import Refused as Denied
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.kafka import handlers
 from tidemill.kafka.budget import Budget
@@ -53,6 +50,9 @@ from tidemill.kafka.schema.produce import set_throttle as set_produce_throttle
 from tidemill.kafka.schema.wire import I32, BadFrame, begin_request
 from tidemill.kafka.tls_socket import TlsConnection, TlsSocket
 from tidemill.objects.store import Buffer
+from tidemill.security import quotas
+from tidemill.security.principals import USER
+from tidemill.security.scram import Refused as Denied
 
 log = structlog.get_logger()
 

@@ -24,9 +24,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidemill.access.rulebook import Rulebook
-from tidemill.access.sasl import Authenticator
-from tidemill.access.users import Users
 from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config.config import CaptureSection, Config, authorizes
@@ -82,6 +79,9 @@ from tidemill.objects.retrying import ResilientObjects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar
+from tidemill.security.acl_cache import Rulebook
+from tidemill.security.sasl import Authenticator
+from tidemill.security.users import Users
 from tidemill.shapes.http import shape_routes
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.store.left import watch as watch_left

@@ -28,15 +28,15 @@ from typing import Final, NamedTuple
 from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidemill.access.audit import Audit
-from tidemill.access.failures import Failures
-from tidemill.access.rulebook import Rulebook
-from tidemill.access.rules import CLUSTER_NAME, Operation, Resource
-from tidemill.access.sasl import Authenticator
-from tidemill.access.scram import Refused
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.registry.http.asked import parts_of, plain_subject
+from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acls import CLUSTER_NAME, Operation, Resource
+from tidemill.security.audit import Audit
+from tidemill.security.auth_throttle import Failures
+from tidemill.security.sasl import Authenticator
+from tidemill.security.scram import Refused
 from tidemill.shapes.http.grants import ASKER, NAME, Grants, host_of, is_signed
 from tidemill.shapes.http.params import BadRequest
 from tidemill.shapes.rights import Asker, Denied

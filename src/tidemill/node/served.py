@@ -6,11 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-from tidemill.access.principals import principal_rules
-from tidemill.access.sasl import Authenticator
-from tidemill.access.tls import Certificates, TlsSettings
-from tidemill.access.tokens import Tokens, TokenSettings
-from tidemill.access.users import Users
 from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.config.config import Config, HttpSection, RegistrySection, StorageSection, protocols
@@ -20,6 +15,11 @@ from tidemill.kafka.listeners import DEFAULT, Listener
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.node.http_limits import HttpLimits
 from tidemill.registry.settings import RegistrySettings
+from tidemill.security.oauth_tokens import Tokens, TokenSettings
+from tidemill.security.principals import principal_rules
+from tidemill.security.sasl import Authenticator
+from tidemill.security.tls import Certificates, TlsSettings
+from tidemill.security.users import Users
 from tidemill.shapes.http.grants import Grants
 from tidemill.shapes.log import LogLimits
 from tidemill.shapes.named import FromClaim, FromClient, NamedShape, Param

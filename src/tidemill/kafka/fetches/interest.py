@@ -12,7 +12,6 @@ from typing import Final, cast
 
 import structlog
 
-from tidemill.access.rules import Operation
 from tidemill.base.errors import Missing, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
@@ -20,6 +19,7 @@ from tidemill.kafka.gate import Visitor
 from tidemill.kafka.schema.fetch import FetchPartition, FetchRequest, FetchTopic, PartitionRecords
 from tidemill.kafka.topic_cache import SETTLE_ROUNDS
 from tidemill.metastore.catalogue import TopicRow
+from tidemill.security.acls import Operation
 from tidemill.topics.api import Fetched, FetchRead
 
 log = structlog.get_logger()

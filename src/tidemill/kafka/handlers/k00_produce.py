@@ -28,7 +28,6 @@ from typing import Final
 
 import structlog
 
-from tidemill.access.rules import Operation, Resource
 from tidemill.base.errors import Missing, Unavailable
 from tidemill.base.runtime.coop import Pace
 from tidemill.kafka import errors
@@ -38,6 +37,7 @@ from tidemill.kafka.schema.produce import PartitionAnswer, PartitionData, Produc
 from tidemill.kafka.schema.wire import I32
 from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import TopicRow
+from tidemill.security.acls import Operation, Resource
 from tidemill.topics.api import InvalidRecords, InvalidTransaction, ProduceResult, Within
 
 log = structlog.get_logger()

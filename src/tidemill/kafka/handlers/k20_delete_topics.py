@@ -6,7 +6,6 @@ pipeline reads is POLICY_VIOLATION: only `tidemill topic delete` takes it, when 
 
 from __future__ import annotations
 
-from tidemill.access.rules import Operation, Resource
 from tidemill.base.errors import Missing, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
@@ -14,6 +13,7 @@ from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
 from tidemill.kafka.schema.wire import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
+from tidemill.security.acls import Operation, Resource
 from tidemill.topics.usage import users_of
 
 

@@ -5,12 +5,12 @@ Where nothing is authorized: SECURITY_DISABLED, as in Kafka. A filter that means
 
 from __future__ import annotations
 
-from tidemill.access.rules import Filter, Operation, Pattern, Permission, Resource
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.security.acls import Filter, Operation, Pattern, Permission, Resource
 
 DISABLED = "No rules are kept: security.authorize is off."
 

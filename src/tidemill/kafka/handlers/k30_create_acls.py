@@ -5,13 +5,13 @@ Each is checked for itself: a rule that could never mean anything is INVALID_REQ
 
 from __future__ import annotations
 
-from tidemill.access.rules import Pattern, Rule, check_rule
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.handlers.k29_describe_acls import DISABLED
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.security.acls import Pattern, Rule, check_rule
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

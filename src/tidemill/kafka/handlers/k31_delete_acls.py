@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tidemill.access.rulebook import Rulebook
-from tidemill.access.rules import Rule
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.handlers.k29_describe_acls import DISABLED, filter_of
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acls import Rule
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

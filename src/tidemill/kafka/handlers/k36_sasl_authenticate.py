@@ -7,12 +7,12 @@ ours ends the connection without an answer, for clients take every code for a wr
 
 from __future__ import annotations
 
-from tidemill.access.scram import Refused
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.proving import prove
 from tidemill.kafka.request import Api, Reply, Request, decoded, encoded
 from tidemill.kafka.schema.compiled import Body, decode_request
+from tidemill.security.scram import Refused
 
 
 async def begin(context: Context, request: Request) -> Reply:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.access.quotas import DEFAULT, NOBODY, Quota, named
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.security.quotas import DEFAULT, NOBODY, Quota, named
 
 USER: Final = "user"
 CLIENT: Final = "client-id"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.access.quotas import NOBODY, Quota, check_quota, named
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.handlers.k48_describe_client_quotas import CLIENT, USER
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.security.quotas import NOBODY, Quota, check_quota, named
 
 NOT_SERVED: Final = ("controller_mutation_rate", "connection_creation_rate")
 """Quotas of Kafka's that cannot be set here: none is there, so removing one changes nothing (KIP-599, KIP-612)."""

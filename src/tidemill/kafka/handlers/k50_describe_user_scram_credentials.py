@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tidemill.access.scram import Credential
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.security.scram import Credential
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from tidemill.access.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, SIZES, credential_of
-from tidemill.access.users import check_user
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.security.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, SIZES, credential_of
+from tidemill.security.users import check_user
 
 SALT_BYTES_MAX: Final = 1_024
 

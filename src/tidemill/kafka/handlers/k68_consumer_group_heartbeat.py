@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from tidemill.access.rules import Operation, Resource
 from tidemill.base.errors import Invalid, TidemillError
 from tidemill.kafka import errors
 from tidemill.kafka.context import Context
@@ -22,6 +21,7 @@ from tidemill.kafka.groups.state import BeatAnswer, Group
 from tidemill.kafka.groups.subscriptions import assigned_topics
 from tidemill.kafka.request import Api, Request, cold
 from tidemill.kafka.schema.compiled import Body
+from tidemill.security.acls import Operation, Resource
 
 CLIENT_CHARS: Final = 255
 

@@ -20,8 +20,8 @@ import msgspec
 from starlette.datastructures import QueryParams
 from starlette.types import Scope
 
-from tidemill.access.audit import Audit
 from tidemill.base.clock import Clock
+from tidemill.security.audit import Audit
 from tidemill.shapes.http.params import BadRequest, definition
 from tidemill.shapes.http.subset_params import PREFIX
 from tidemill.shapes.http.values import Errors

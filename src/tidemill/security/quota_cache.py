@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tidemill.access.quotas import Limits, Quota, check_quota
-from tidemill.access.writing import write
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid
 from tidemill.metastore.cached_rows import refresh_for_ever
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import QUOTAS
 from tidemill.metastore.rows.quotas import QuotaRow
+from tidemill.security.quotas import Limits, Quota, check_quota
+from tidemill.security.retrying_write import write
 
 REFRESH_S: Final = 2.0
 QUOTAS_MAX: Final = 10_000

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from tidemill.access.principals import NAME_CHARS_MAX
-from tidemill.access.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, Credential
-from tidemill.access.writing import write
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import USERS
 from tidemill.metastore.rows.users import UserRow
+from tidemill.security.principals import NAME_CHARS_MAX
+from tidemill.security.retrying_write import write
+from tidemill.security.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, Credential
 
 _FIX: Final = "Look with: tidemill user list"
 USERS_MAX: Final = 10_000

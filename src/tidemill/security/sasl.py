@@ -16,11 +16,11 @@ from typing import Final, Protocol
 
 import msgspec
 
-from tidemill.access.principals import USER
-from tidemill.access.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, Refused, ScramServer, decoy, is_password
-from tidemill.access.tokens import Tokens
-from tidemill.access.users import Users
 from tidemill.base.clock import Rand
+from tidemill.security.oauth_tokens import Tokens
+from tidemill.security.principals import USER
+from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, Refused, ScramServer, decoy, is_password
+from tidemill.security.users import Users
 
 PLAIN: Final = "PLAIN"
 OAUTHBEARER: Final = "OAUTHBEARER"

@@ -21,8 +21,8 @@ from typing import Final
 
 import msgspec
 
-from tidemill.access.principals import NAME_CHARS_MAX
 from tidemill.base.errors import Invalid
+from tidemill.security.principals import NAME_CHARS_MAX
 
 PRODUCE: Final = "producer_byte_rate"
 CONSUME: Final = "consumer_byte_rate"

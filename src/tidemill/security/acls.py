@@ -19,9 +19,9 @@ from typing import Final
 
 import msgspec
 
-from tidemill.access.principals import NAME_CHARS_MAX
 from tidemill.base.address import plain_host
 from tidemill.base.errors import Invalid
+from tidemill.security.principals import NAME_CHARS_MAX
 
 
 class Resource(IntEnum):

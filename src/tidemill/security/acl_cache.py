@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from tidemill.access.rules import Authorizer, Filter, Rule, check_rule
-from tidemill.access.writing import write
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid
 from tidemill.metastore.cached_rows import refresh_for_ever
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import RULES
 from tidemill.metastore.rows.acls import RuleRow
+from tidemill.security.acls import Authorizer, Filter, Rule, check_rule
+from tidemill.security.retrying_write import write
 
 REFRESH_S: Final = 1.0
 RULES_MAX: Final = 10_000

@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
-from tidemill.access.principals import NAME_CHARS_MAX, USER
-from tidemill.access.scram import Refused
 from tidemill.base.clock import Clock
 from tidemill.base.errors import Invalid, Unavailable
+from tidemill.security.principals import NAME_CHARS_MAX, USER
+from tidemill.security.scram import Refused
 
 TOKEN_CHARS_MAX: Final = 16 << 10
 FETCH_EVERY_S: Final = 3_600.0
