@@ -26,7 +26,7 @@ from harbour import machine
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.machine import Capture
+from tidemill.capture.session.capture import Capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres, find_binaries
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow

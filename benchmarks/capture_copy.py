@@ -26,8 +26,8 @@ from harbour import machine
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.machine import Capture
-from tidemill.capture.wire.connection import Wire
+from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.session.capture import Capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow

@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from harbour import machine
 from tidemill.base.clock import Rand
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture import ranges
-from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import Column, Fragment, Relation
-from tidemill.capture.converter import Converter
-from tidemill.capture.events import Source
-from tidemill.capture.poison import take
-from tidemill.capture.topic_writer import CapturedTable, TopicWriter
-from tidemill.capture.wire.stream import Framed
+from tidemill.capture.decode.receive_batch import Run, steps
+from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.decode.undecodable import take
+from tidemill.capture.encode.debezium_json import Source
+from tidemill.capture.postgres.replication_stream import Framed
+from tidemill.capture.topics import batch_builder
+from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import ProduceResult
 
@@ -97,7 +97,7 @@ async def measure(
     table = CapturedTable("public.rows", topic, 1, oid=1, source=source)
     writer = TopicWriter("bench", [table], topics, Rand(1), lambda _: None)  # type: ignore[arg-type]
     converter = Converter({1: ROWS})
-    ranges.LEAST_ROWS = least
+    batch_builder.LEAST_ROWS = least
     began_s = time.process_time()
     bursts = [read(frames[first : first + at_once], converter, least) for first in range(0, len(frames), at_once)]
     between_s = time.process_time()

@@ -29,16 +29,16 @@ from fuzz_found import Found
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.lsn import BEFORE_ALL
-from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import Fragment
-from tidemill.capture.collector import Collector
-from tidemill.capture.converter import Converter, RelationSeen, merge_relation
+from tidemill.capture.decode.receive_batch import Run, steps
+from tidemill.capture.decode.transaction_builder import Converter, RelationSeen, merge_relation
+from tidemill.capture.decode.undecodable import Poisoned, take
+from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.encode.row_encoder import RowEncoder
 from tidemill.capture.naming import odd
-from tidemill.capture.poison import Poisoned, take
-from tidemill.capture.sinks import FlushNotices
-from tidemill.capture.values import RowEncoder
-from tidemill.capture.wire.status import Keepalive, Status
-from tidemill.capture.wire.stream import Framed
+from tidemill.capture.postgres.replication_stream import Framed
+from tidemill.capture.postgres.standby_status import Keepalive, Status
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 STALL_LIMIT_S = 0.05

@@ -24,7 +24,7 @@ from shapes_live import INFO, MIB, NAME, Stream, fragment
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.memory_budget import resident_bytes
 from tidemill.base.status.status import Tracker
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.node.http import HttpServer
 from tidemill.node.http_limits import HttpLimits
 from tidemill.shapes import shape_routes

@@ -12,7 +12,7 @@ import pytest
 
 from tidemill.base.pgtypes.arrays import ARRAY_CHARS, read_array
 from tidemill.base.pgtypes.text import READERS, Refused, read_bytea
-from tidemill.capture.wire.connection import DISPLAY_SETTINGS
+from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 
 DAYS = "CASE WHEN isfinite(v::date) THEN (v::date - DATE '1970-01-01')::text ELSE v::date::text END"
 MICROS = (

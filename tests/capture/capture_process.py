@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.capture import appending, aside, joining, keeping
-from tidemill.capture.appending import Appending
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.machine import Capture
+from tidemill.capture.session import table_adder
+from tidemill.capture.session.capture import Capture
+from tidemill.capture.snapshot import side_topic, side_topic_append, wal_hold
+from tidemill.capture.snapshot.side_topic_append import Appending
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
@@ -62,9 +63,9 @@ def append_slowly() -> None:
         print("appending", flush=True)
         return await to(self, *args)
 
-    appending.READ_BYTES = 2048
-    aside.FINISHED_RECORDS, joining.CLOSE_RECORDS = 100, 5
-    keeping.RECORD_S = 0.2
+    side_topic_append.READ_BYTES = 2048
+    side_topic.FINISHED_RECORDS, table_adder.CLOSE_RECORDS = 100, 5
+    wal_hold.RECORD_S = 0.2
     Appending._read, Appending.to = read, told  # type: ignore[method-assign]
 
 

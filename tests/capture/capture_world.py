@@ -16,10 +16,10 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import Tracker
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.machine import Capture
-from tidemill.capture.sinks import Sink
-from tidemill.capture.topic_writer import position_of
-from tidemill.capture.wire.connection import DISPLAY_SETTINGS
+from tidemill.capture.delivery.sinks import Sink
+from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
+from tidemill.capture.session.capture import Capture
+from tidemill.capture.topics.topic_writer import position_of
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from capture_world import World, until
 
-from tidemill.capture.evolution import described
+from tidemill.capture.catalog.schema_versions import described
 from tidemill.metastore.catalogue import CaptureTableRow
 from tidemill.topics.batch import Record
 

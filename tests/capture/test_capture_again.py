@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from test_capture_tables import GOOD, PARTITIONED, in_world, stuck
 
 from tidemill.base.status.status import derive
-from tidemill.capture.again import heals
-from tidemill.capture.attributes import Attribute, Attributes
-from tidemill.capture.recopy import ask
+from tidemill.capture.catalog.columns import Attribute, Attributes
+from tidemill.capture.tables.auto_recopy import heals
+from tidemill.capture.tables.recopy_requests import ask
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 
 pytestmark = pytest.mark.postgres

@@ -11,8 +11,8 @@ from test_capture_chunks import stores
 
 from tidemill.base.errors import Corrupt, Unavailable, Unknown
 from tidemill.base.runtime.coop import Pace
-from tidemill.capture import appending
-from tidemill.capture.appending import Appending
+from tidemill.capture.snapshot import side_topic_append
+from tidemill.capture.snapshot.side_topic_append import Appending
 from tidemill.topics.api import FetchRead
 from tidemill.topics.batch import Record, decode_batch, encode_batch
 
@@ -69,9 +69,9 @@ class Failing:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(appending, "READ_BYTES", rng.choice((1, 300, 1 << 20)))
-    monkeypatch.setattr(appending, "PAUSE_S", 0.001)
-    monkeypatch.setattr(appending, "PAUSE_MAX_S", 0.01)
+    monkeypatch.setattr(side_topic_append, "READ_BYTES", rng.choice((1, 300, 1 << 20)))
+    monkeypatch.setattr(side_topic_append, "PAUSE_S", 0.001)
+    monkeypatch.setattr(side_topic_append, "PAUSE_MAX_S", 0.01)
 
     async def scenario() -> None:
         async with stores() as world:

@@ -19,10 +19,10 @@ from test_capture_resume import in_world
 
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.capture import topic_writer
-from tidemill.capture.appending import Appending
 from tidemill.capture.naming import aside_name
-from tidemill.capture.recopy import ask
+from tidemill.capture.snapshot.side_topic_append import Appending
+from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.topics import topic_writer
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import SetAside, TopicRow
 from tidemill.objects.factory import open_objects

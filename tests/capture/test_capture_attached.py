@@ -14,10 +14,11 @@ from test_capture_again import AGAIN, generation
 from test_capture_rights import missing, reader_of
 from test_capture_tables import PARTITIONED, in_world
 
-from tidemill.capture import tables, watching
-from tidemill.capture.tables import came_with_rows, list_partitions
-from tidemill.capture.wire.connection import SqlRow, Wire
-from tidemill.capture.wire.errors import SqlError
+from tidemill.capture.catalog import table_discovery
+from tidemill.capture.catalog.table_discovery import came_with_rows, list_partitions
+from tidemill.capture.postgres.connection import SqlRow, Wire
+from tidemill.capture.postgres.errors import SqlError
+from tidemill.capture.tables import catalog_watcher
 
 pytestmark = pytest.mark.postgres
 
@@ -185,7 +186,7 @@ def test_a_partition_that_cannot_be_looked_into_masks_no_other_one(
                 raise SqlError("a statement failed.", sqlstate=sqlstate)
             return await came_with_rows(wire, partition)
 
-        monkeypatch.setattr(watching, "came_with_rows", looked)
+        monkeypatch.setattr(catalog_watcher, "came_with_rows", looked)
         async with world.capture(table_poll_s=0.1):
             await world.caught_up()
             await world.transaction(new("p2", 100)[-1], *new("p3", 200, 201))
@@ -206,15 +207,15 @@ def test_a_look_that_takes_too_long_again_and_again_is_in_doubt(
             tries += 1
             raise SqlError("a statement was cancelled.", sqlstate="57014")
 
-        monkeypatch.setattr(watching, "came_with_rows", looked)
+        monkeypatch.setattr(catalog_watcher, "came_with_rows", looked)
         async with world.capture(table_poll_s=0.1, **AGAIN):
             await world.caught_up()
             await world.transaction(*new("p2", 100, 101))
             await until(lambda: copied(world), "it is copied")
-            assert tries == watching.LOOKS
+            assert tries == catalog_watcher.LOOKS
             await world.flowing("p")
             await equal(world, "p", "good")
-            assert await known(world, 2) and tries == watching.LOOKS
+            assert await known(world, 2) and tries == catalog_watcher.LOOKS
 
     in_world(postgres_dsn, scenario)
 
@@ -239,12 +240,12 @@ def test_a_look_waits_for_who_holds_the_lock_however_often_it_is_tried(
                 failed += 1
                 raise
 
-        monkeypatch.setattr(watching, "came_with_rows", looked)
-        monkeypatch.setattr(tables, "LOOK_TIMEOUT_MS", 10)
+        monkeypatch.setattr(catalog_watcher, "came_with_rows", looked)
+        monkeypatch.setattr(table_discovery, "LOOK_TIMEOUT_MS", 10)
         async with holder, world.capture(table_poll_s=0.1, identity="as-is"):
             await world.caught_up()
             await world.transaction(*new("p2", 100))
-            await until(lambda: failed > 2 * watching.LOOKS, "it is tried")
+            await until(lambda: failed > 2 * catalog_watcher.LOOKS, "it is tried")
             await holder.rollback()
             await until(lambda: known(world, 2), "it is looked into")
             row = await world.table("public.p")

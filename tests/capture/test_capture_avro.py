@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.pgtypes.debezium import form_of
-from tidemill.capture.avro import AvroEncoder
-from tidemill.capture.avro_schemas import field_names, key_kinds, schemas_of
 from tidemill.capture.changes import Column, Relation, Row
-from tidemill.capture.events import OPS, EventEncoder, Source, Tail
+from tidemill.capture.encode.avro_schemas import field_names, key_kinds, schemas_of
+from tidemill.capture.encode.debezium_avro import AvroEncoder
+from tidemill.capture.encode.debezium_json import OPS, EventEncoder, Source, Tail
 
 TYPES: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "id": (20, -1, ("1", "-9223372036854775808", "9223372036854775807")),

@@ -21,9 +21,9 @@ from test_capture_types import BUILT_IN, columns, filled, quoted, selected
 
 from tidemill.base.errors import TidemillError, Unavailable, Unknown
 from tidemill.base.pgtypes.debezium import form_of, written
-from tidemill.capture.avro_schemas import field_names
-from tidemill.capture.recopy import ask
-from tidemill.capture.snapshot import Snapshot
+from tidemill.capture.encode.avro_schemas import field_names
+from tidemill.capture.snapshot.exported_snapshot import Snapshot
+from tidemill.capture.tables.recopy_requests import ask
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.node.http import HttpServer
 from tidemill.registry.http import registry_routes

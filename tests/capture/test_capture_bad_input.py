@@ -12,8 +12,8 @@ from capture_world import World, until
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.rights import check_database
-from tidemill.capture.wire.errors import SlotLost
+from tidemill.capture.postgres.errors import SlotLost
+from tidemill.capture.setup.privileges import check_database
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
 

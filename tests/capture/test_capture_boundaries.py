@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Corrupt, Missing
-from tidemill.capture.bindings import MERGE_ABOVE, Binder
-from tidemill.capture.boundaries import Boundary, in_snapshot, merged
+from tidemill.capture.catalog.table_discovery import TableInfo, resolve
 from tidemill.capture.changes import Column, Relation
-from tidemill.capture.copied import parse_copy_row
-from tidemill.capture.lane import SEQUENCE_MODULUS, Lane, Round
-from tidemill.capture.tables import TableInfo, resolve
-from tidemill.capture.values import RowEncoder
-from tidemill.capture.wire.connection import literal
+from tidemill.capture.decode.copy_text import parse_copy_row
+from tidemill.capture.encode.row_encoder import RowEncoder
+from tidemill.capture.postgres.connection import literal
+from tidemill.capture.topics.binder import MERGE_ABOVE, Binder
+from tidemill.capture.topics.commit_boundaries import Boundary, in_snapshot, merged
+from tidemill.capture.topics.partition_writer import SEQUENCE_MODULUS, Lane, Round
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import TableSnapshot
 from tidemill.shards.api import Binding

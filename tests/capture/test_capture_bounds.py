@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from capture_world import World, until
 
-from tidemill.capture.converter import FRAGMENT_BYTES
+from tidemill.capture.decode.transaction_builder import FRAGMENT_BYTES
 from tidemill.topics.api import ProduceResult
 
 pytestmark = pytest.mark.postgres

@@ -18,13 +18,13 @@ from test_capture_resume import in_world
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.capture import copying, throttle
-from tidemill.capture.bindings import Binder
 from tidemill.capture.changes import Column, Relation
-from tidemill.capture.chunks import Prefix, cut
-from tidemill.capture.entry import copy_producer_id
-from tidemill.capture.throttle import Throttle
-from tidemill.capture.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.snapshot import copier, throttle
+from tidemill.capture.snapshot.chunks import Prefix, cut
+from tidemill.capture.snapshot.throttle import Throttle
+from tidemill.capture.tables.table_setup import copy_producer_id
+from tidemill.capture.topics.binder import Binder
+from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import TableCopy
 from tidemill.objects.factory import open_objects
@@ -297,7 +297,7 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
 ) -> None:  # fmt: skip
     """The sum of all rows is the same in every state of the database."""
     rng = random.Random(seed)
-    monkeypatch.setattr(copying, "RECORD_S", 0.05)
+    monkeypatch.setattr(copier, "RECORD_S", 0.05)
 
     async def scenario(world: World) -> None:
         by = " PARTITION BY HASH (id)" if partitioned else ""
@@ -397,7 +397,7 @@ def _v(value: bytes) -> int:
 def test_a_table_that_was_written_anew_while_its_copy_was_cut_off_is_copied_from_the_beginning(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, statements: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(copying, "RECORD_S", 0.05)
+    monkeypatch.setattr(copier, "RECORD_S", 0.05)
 
     async def scenario(world: World) -> None:
         await world.sql(
@@ -427,7 +427,7 @@ def test_a_table_that_was_written_anew_while_its_copy_was_cut_off_is_copied_from
 def test_the_slot_is_let_go_when_a_table_whose_copy_was_cut_off_is_not_wanted_any_more(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "RECORD_S", 0.05)
+    monkeypatch.setattr(copier, "RECORD_S", 0.05)
 
     async def scenario(world: World) -> None:
         await world.sql(

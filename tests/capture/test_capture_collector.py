@@ -11,9 +11,9 @@ from fragments import at, change, fragment
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.capture.changes import Fragment
-from tidemill.capture.collector import Collector
-from tidemill.capture.sinks import FlushNotices
-from tidemill.capture.wire.status import Keepalive, Status
+from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.postgres.standby_status import Keepalive, Status
 
 
 class RecordingSink:

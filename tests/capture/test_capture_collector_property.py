@@ -21,11 +21,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tidemill.base.clock import SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment
-from tidemill.capture.collector import Collector
-from tidemill.capture.consumer import FragmentConsumer
-from tidemill.capture.flush_tracker import FlushTracker
-from tidemill.capture.sinks import FlushNotices
-from tidemill.capture.wire.status import Keepalive, Status
+from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.capture.delivery.flush_tracker import FlushTracker
+from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.postgres.standby_status import Keepalive, Status
 
 T = TypeVar("T")
 TABLES = 3

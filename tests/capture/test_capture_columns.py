@@ -15,18 +15,20 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture import encoded, lane, ranges, topic_writer
-from tidemill.capture.burst import Run, steps
 from tidemill.capture.changes import Column, Fragment, Relation
-from tidemill.capture.converter import Converter
-from tidemill.capture.events import Source
-from tidemill.capture.poison import Poisoned, take
-from tidemill.capture.segment import Changes, Rows, by_relation, first_position
-from tidemill.capture.topic_writer import CapturedTable, TopicWriter
-from tidemill.capture.wire.pgoutput import UNCHANGED as WIRE_UNCHANGED
-from tidemill.capture.wire.pgoutput import Delete, Update, decode
-from tidemill.capture.wire.status import PAYLOAD_START, Keepalive
-from tidemill.capture.wire.stream import Framed
+from tidemill.capture.decode.receive_batch import Run, steps
+from tidemill.capture.decode.row_blocks import Changes, Rows, by_relation, first_position
+from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.decode.undecodable import Poisoned, take
+from tidemill.capture.encode import columnar_encoder
+from tidemill.capture.encode.debezium_json import Source
+from tidemill.capture.postgres.pgoutput import UNCHANGED as WIRE_UNCHANGED
+from tidemill.capture.postgres.pgoutput import Delete, Update, decode
+from tidemill.capture.postgres.replication_stream import Framed
+from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive
+from tidemill.capture.topics import batch_builder, topic_writer
+from tidemill.capture.topics import partition_writer as lane
+from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import ProduceResult
 
@@ -402,7 +404,7 @@ def test_l1_rows_written_by_columns_have_the_bytes_of_rows_written_one_by_one(
     frames = transactions(rand)
     before = dict(zip(RELATIONS, held, strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "LEAST_ROWS", least)
+        patch.setattr(batch_builder, "LEAST_ROWS", least)
         patch.setattr(lane, "BATCH_BYTES", batch_bytes)
         by_rows = write(feed(frames, None, 1)[0], partitions, before, {}, source)
         by_columns = write(feed(frames, bursts(rand, len(frames)), 1)[0], partitions, before, {}, source)
@@ -446,7 +448,7 @@ def test_rows_whose_encoding_by_columns_fails_are_written_one_by_one(monkeypatch
 
     frames = rows_of(60, ["x", "ä"])
     expected = write(columnar(frames), 1, {}, {})
-    monkeypatch.setattr(encoded, "_json", fails)
+    monkeypatch.setattr(columnar_encoder, "_json", fails)
     assert write(columnar(frames), 1, {}, {}) == expected and expected[0]
 
 
@@ -458,7 +460,9 @@ def test_events_of_inserts_updates_and_deletes_are_encoded_by_columns() -> None:
     end = framed(50, b"C" + struct.pack(">Bqqq", 0, 50, 58, 0))
     (fragment, *_) = columnar([begin, *(framed(50, row) for row in rows), end])
     (part,) = (part for part in fragment.changes.parts if isinstance(part, Rows))  # type: ignore[attr-defined]
-    (found,) = (encoded.encode(block, 1, 1 << 20, encoded.JsonEvents()) for block in part.segment.blocks)
+    (found,) = (
+        columnar_encoder.encode(block, 1, 1 << 20, columnar_encoder.JsonEvents()) for block in part.segment.blocks
+    )
     assert found is not None
     (lane_rows,) = found.lanes
     moment = '"s":1795428000250000,"s3":null,"z":"2026-11-23T10:00:00Z"'

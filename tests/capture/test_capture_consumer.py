@@ -5,8 +5,8 @@ from __future__ import annotations
 from fragments import at, fragment
 
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.consumer import FragmentConsumer
-from tidemill.capture.flush_tracker import FlushTracker
+from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.capture.delivery.flush_tracker import FlushTracker
 
 
 class Harness:

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from tidemill.base.errors import Corrupt, Invalid
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment, Marker
-from tidemill.capture.converter import (
+from tidemill.capture.decode.row_tuples import change_of
+from tidemill.capture.decode.transaction_builder import (
     MARKER_BYTES,
     MARKERS_PER_TXN,
     Converter,
@@ -23,8 +24,7 @@ from tidemill.capture.converter import (
     key_changed,
     merge_relation,
 )
-from tidemill.capture.tuples import change_of
-from tidemill.capture.wire.pgoutput import (
+from tidemill.capture.postgres.pgoutput import (
     UNCHANGED,
     Begin,
     Commit,

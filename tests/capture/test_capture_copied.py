@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from test_capture_columns import RELATIONS, Log, value
 
 from tidemill.base.clock import Rand
-from tidemill.capture import copied, lane, ranges, topic_writer
 from tidemill.capture.changes import Relation
-from tidemill.capture.topic_writer import CapturedTable, TopicWriter
+from tidemill.capture.decode import copy_text
+from tidemill.capture.topics import batch_builder, partition_writer, topic_writer
+from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.batch import decode_batch
 
@@ -61,7 +62,7 @@ def copy(relation: Relation, bursts: Sequence[list[bytes]], partitions: int, lea
         return log.batches, [each.next for each in table.lanes], raised
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copied, "LEAST_LINES", least)
+        patch.setattr(copy_text, "LEAST_LINES", least)
         return asyncio.run(run())
 
 
@@ -77,8 +78,8 @@ def test_p5_rows_copied_by_columns_have_the_bytes_of_rows_copied_one_by_one(
     relation = RELATIONS[oid]
     bursts = [lines_of(rand, relation, rand.choice([1, 3, 60, 200]), odd) for _ in range(rand.randint(1, 4))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "LEAST_ROWS", least)
-        patch.setattr(lane, "BATCH_BYTES", batch_bytes)
+        patch.setattr(batch_builder, "LEAST_ROWS", least)
+        patch.setattr(partition_writer, "BATCH_BYTES", batch_bytes)
         by_columns = copy(relation, bursts, partitions, 1)
         assert by_columns == copy(relation, bursts, partitions, 1 << 60)
     assert by_columns[2] or sum(by_columns[1]) == sum(map(len, bursts))
@@ -91,14 +92,14 @@ def test_rows_of_a_copy_are_read_by_columns_with_every_escape() -> None:
     relation = RELATIONS[1]
     texts = [None, *TEXTS]
     lines = [line_of([str(n), None, texts[n % len(texts)]]) for n in range(200)]
-    block = copied.block_of(relation, lines)
+    block = copy_text.block_of(relation, lines)
     assert block is not None
     starts, sizes = block.values
     found = [
         [None if size < 0 else block.walker.body[at : at + size].decode() for at, size in zip(*row, strict=True)]
         for row in zip(starts.T.tolist(), sizes.T.tolist(), strict=True)
     ]
-    assert found == [list(row.values()) for row in copied.rows_of(relation, lines)]
+    assert found == [list(row.values()) for row in copy_text.rows_of(relation, lines)]
 
 
 @pytest.mark.parametrize("bad", [b"1\t2\n", b"1\t2\tx\ty\n", b"1\t2\t\xff\n", b"1\t2\n3\n", b"1\n2\tx\n", b"1\t2\tx"])

@@ -13,15 +13,18 @@ from test_capture_chunks import SMALL, as_folded, copy_of, stores
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from tidemill.base.errors import Conflict, Corrupt, Fenced, TidemillError, Unavailable
-from tidemill.capture import copying, desk, joining, snapshot, topic_writer
-from tidemill.capture.beside import Beside
-from tidemill.capture.copying import Copy
-from tidemill.capture.desk import Desk
-from tidemill.capture.tables import Refusal
-from tidemill.capture.topic_writer import CapturedTable, TopicWriter
-from tidemill.capture.watch import NoAnswer
-from tidemill.capture.wire.connection import Wire
-from tidemill.capture.wire.errors import connect_error, may_pass, statement_error
+from tidemill.capture.catalog.table_discovery import Refusal
+from tidemill.capture.control_connection import NoAnswer
+from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.errors import connect_error, may_pass, statement_error
+from tidemill.capture.session import table_adder
+from tidemill.capture.snapshot import copier, exported_snapshot
+from tidemill.capture.snapshot.copier import Copy
+from tidemill.capture.tables import table_states
+from tidemill.capture.tables.context import Beside
+from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.topics import topic_writer
+from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow, TableCopy
 
 BAD = (
@@ -95,9 +98,9 @@ async def cut_off(world: World, **settings: Any) -> str:
 def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_all_connections(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "RECORD_S", 0.05)
-    monkeypatch.setattr(snapshot, "LOCK_PAUSE_S", 0.1)
-    publish, connect = joining.publish, Copy._connect
+    monkeypatch.setattr(copier, "RECORD_S", 0.05)
+    monkeypatch.setattr(exported_snapshot, "LOCK_PAUSE_S", 0.1)
+    publish, connect = table_adder.publish, Copy._connect
     tries = 0
     having: set[Copy] = set()
 
@@ -118,7 +121,7 @@ def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_a
         topic = await cut_off(world)
         before = await copy_of(world)
         assert before is not None
-        monkeypatch.setattr(joining, "publish", publish_later)
+        monkeypatch.setattr(table_adder, "publish", publish_later)
         monkeypatch.setattr(Copy, "_connect", connect_once)
         async with await psycopg.AsyncConnection.connect(world.dsn) as other:
             await other.execute("UPDATE a SET v = -v WHERE id % 100 = 1")
@@ -149,7 +152,7 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What changes meanwhile is in no stream."""
-    monkeypatch.setattr(copying, "RECORD_S", 0.05)
+    monkeypatch.setattr(copier, "RECORD_S", 0.05)
     tries = 0
 
     async def scenario(world: World) -> None:
@@ -182,7 +185,7 @@ def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
 ) -> None:
     """The stream comes to a row that cannot be written before it comes to the youngest snapshot of the copy, which has
     later changes as well: up to that row the topic is no state of the table."""
-    monkeypatch.setattr(copying, "RECORD_S", 0.05)
+    monkeypatch.setattr(copier, "RECORD_S", 0.05)
 
     async def scenario(world: World) -> None:
         topic = await cut_off(world)
@@ -211,7 +214,7 @@ def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
 def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(desk, "FRUITLESS_TRIES", 3)
+    monkeypatch.setattr(table_states, "FRUITLESS_TRIES", 3)
 
     async def scenario() -> None:
         async with stores() as world:
@@ -237,9 +240,9 @@ def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_wi
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first chunks of `b` have no row any more. One that was told all the same begins anew, alone."""
-    monkeypatch.setattr(copying, "RECORD_S", 0.05)
+    monkeypatch.setattr(copier, "RECORD_S", 0.05)
     settings: dict[str, Any] = {**SMALL, "tables": ("a", "b")}
-    settle, write_rows = copying._Table.settle, TopicWriter.write_rows
+    settle, write_rows = copier._Table.settle, TopicWriter.write_rows
     settled = 0
 
     def counted(self: Any) -> None:
@@ -259,7 +262,7 @@ def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_wi
             "DELETE FROM b WHERE id <= 2900",
         )
         with monkeypatch.context() as patch:
-            patch.setattr(copying._Table, "settle", counted)
+            patch.setattr(copier._Table, "settle", counted)
             patch.setattr(TopicWriter, "write_rows", never_of_b)
             async with world.capture(wait=False, copy_rows_per_s=4000, **settings):
                 await until(lambda: settled > 3, "chunks of b are done, again and again")

@@ -19,7 +19,7 @@ from test_capture_servers import INSTALLED, SETTINGS
 from test_capture_tables import GOOD
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.capture.recopy import accept
+from tidemill.capture.tables.recopy_requests import accept
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects

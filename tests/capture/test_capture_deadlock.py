@@ -9,9 +9,9 @@ import pytest
 from capture_world import World, until
 from test_capture_tables import in_world
 
-from tidemill.capture.publication import Identities, create_publication, publish
-from tidemill.capture.tables import list_tables
-from tidemill.capture.wire.connection import Wire
+from tidemill.capture.catalog.table_discovery import list_tables
+from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.setup.publication import Identities, create_publication, publish
 
 pytestmark = pytest.mark.postgres
 
@@ -30,7 +30,7 @@ def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_while_th
     postgres_dsn: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PostgreSQL ends at once who comes to wait for a holder of SHARE that waits for more itself (its proc.c)."""
-    monkeypatch.setattr("tidemill.capture.publication.LOCK_PAUSE_S", 0.02)
+    monkeypatch.setattr("tidemill.capture.setup.publication.LOCK_PAUSE_S", 0.02)
 
     async def scenario(world: World) -> None:
         await world.sql(*TABLES[kind], "INSERT INTO t VALUES (1, 0)")

@@ -6,7 +6,7 @@ import pytest
 from capture_world import World, until
 from test_capture_tables import GOOD, good_flows, in_world
 
-from tidemill.capture.depended import reads_alike, written
+from tidemill.capture.catalog.type_dependencies import reads_alike, written
 
 MADE = (
     "CREATE TYPE inner_t AS (a int, b text)",

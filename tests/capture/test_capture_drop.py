@@ -9,13 +9,13 @@ from msgspec.structs import replace
 from test_capture_tables import in_world
 
 from tidemill.base.errors import Conflict, Invalid, Missing, Unknown
-from tidemill.capture import taking_back
+from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.publication import Identities, create_publication, publish
-from tidemill.capture.setup import ADVISORY_CLASS, lock_key, try_lock
-from tidemill.capture.tables import list_tables
-from tidemill.capture.taking_back import take_back
-from tidemill.capture.wire.connection import Wire
+from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.session import teardown
+from tidemill.capture.session.teardown import take_back
+from tidemill.capture.setup.publication import Identities, create_publication, publish
+from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key, try_lock
 from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TopicRow
 
 pytestmark = pytest.mark.postgres
@@ -127,7 +127,7 @@ def test_sessions_that_postgresql_ends_only_now_are_waited_for(
             return (await (await other.execute(query)).fetchone()) == (True,)
 
         await until(free, "the capture's session has ended")
-        monkeypatch.setattr(taking_back, "try_lock", first_refused)
+        monkeypatch.setattr(teardown, "try_lock", first_refused)
         done = await take_back(config, world.catalogue)
         assert refused and done.slot and not done.left and await identities(world) == {"plain": "d"}
 

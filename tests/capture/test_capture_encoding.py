@@ -12,13 +12,13 @@ from capture_world import World, until
 from msgspec.structs import replace
 from test_capture_tables import GOOD, good_flows, in_world
 
-from tidemill.capture import poison
 from tidemill.capture.changes import Fragment
-from tidemill.capture.converter import Converter
-from tidemill.capture.poison import take
-from tidemill.capture.wire import stream
-from tidemill.capture.wire.status import PAYLOAD_START
-from tidemill.capture.wire.stream import Framed, framed
+from tidemill.capture.decode import undecodable
+from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.decode.undecodable import take
+from tidemill.capture.postgres import replication_stream
+from tidemill.capture.postgres.replication_stream import Framed, framed
+from tidemill.capture.postgres.standby_status import PAYLOAD_START
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 DATABASE = "any_bytes"
@@ -141,7 +141,7 @@ def test_an_index_or_a_partition_of_a_captured_table_that_gets_a_name_that_is_no
 @pytest.mark.postgres
 def test_f488_a_logical_message_of_any_size_stops_nothing(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real limit is 200 MiB; PostgreSQL writes messages of up to 1 GiB."""
-    for module in (stream, poison):
+    for module in (replication_stream, undecodable):
         monkeypatch.setattr(module, "MESSAGE_BYTES", 1 << 20)
 
     async def scenario(world: World) -> None:
@@ -162,7 +162,7 @@ def test_f488_a_logical_message_of_any_size_stops_nothing(postgres_dsn: str, mon
 
 
 def test_a_message_beyond_the_limit_is_passed_over_by_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "MESSAGE_BYTES", 1_000)
+    monkeypatch.setattr(replication_stream, "MESSAGE_BYTES", 1_000)
     converter = Converter({})
 
     def take_in(payload: bytes) -> Fragment | None:

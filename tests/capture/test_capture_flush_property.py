@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.consumer import FragmentConsumer
-from tidemill.capture.flush_tracker import FlushTracker
-from tidemill.capture.wire.status import Status
+from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.capture.delivery.flush_tracker import FlushTracker
+from tidemill.capture.postgres.standby_status import Status
 
 
 class Violation(AssertionError):

@@ -7,7 +7,7 @@ from fragments import at, change, fragment
 
 from tidemill.base.errors import Invalid
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.flush_tracker import FlushTracker
+from tidemill.capture.delivery.flush_tracker import FlushTracker
 
 
 def commit(tracker: FlushTracker, lsn: int, *consumers: str, ordinal: int = 0, now_ms: int = 0) -> int | None:

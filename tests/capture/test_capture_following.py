@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tidemill.capture.attributes import Attribute, Attributes
-from tidemill.capture.following import Following, unaltered
+from tidemill.capture.catalog.columns import Attribute, Attributes
+from tidemill.capture.tables.unaffected_columns import Following, unaltered
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, TableSnapshot
 
 INT, TEXT = 23, 25

@@ -8,8 +8,8 @@ import psycopg
 import pytest
 from capture_world import World, until
 
-from tidemill.capture import machine
-from tidemill.capture.setup import ADVISORY_CLASS, lock_key
+from tidemill.capture.session import capture as machine
+from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key
 
 pytestmark = pytest.mark.postgres
 

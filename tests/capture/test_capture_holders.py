@@ -10,7 +10,7 @@ from capture_world import World, until
 
 from tidemill.base.status.status import State, derive
 from tidemill.capture.changes import Fragment
-from tidemill.capture.sinks import FlushNotices
+from tidemill.capture.delivery.sinks import FlushNotices
 
 pytestmark = pytest.mark.postgres
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from test_capture_tables import in_world
 
 from tidemill.base.errors import Invalid
-from tidemill.capture.rights import check_capture
-from tidemill.capture.taking_back import take_back
+from tidemill.capture.session.teardown import take_back
+from tidemill.capture.setup.privileges import check_capture
 from tidemill.topics.batch import Record
 
 pytestmark = pytest.mark.postgres

@@ -15,10 +15,10 @@ from test_capture_tables import GOOD, good_flows, in_world, plain
 from patience import DEADLINE_S
 from tidemill.base.errors import Unknown
 from tidemill.base.status.status import Derived, State, derive
-from tidemill.capture import session
-from tidemill.capture.machine import Capture
-from tidemill.capture.recopy import ask
-from tidemill.capture.topic_writer import TopicWriter
+from tidemill.capture.session import session
+from tidemill.capture.session.capture import Capture
+from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow
 
 pytestmark = pytest.mark.postgres

@@ -16,8 +16,8 @@ from test_capture_tables import in_world, plain
 
 from tidemill.base.config.config import load
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.capture.rights import check_capture, check_database
-from tidemill.capture.taking_back import take_back
+from tidemill.capture.session.teardown import take_back
+from tidemill.capture.setup.privileges import check_capture, check_database
 from tidemill.cli import doctor
 from tidemill.metastore.catalogue import CaptureRow
 

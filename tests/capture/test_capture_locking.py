@@ -10,10 +10,10 @@ import pytest
 from capture_world import World, until
 
 from tidemill.capture.config import NAME_LENGTH
-from tidemill.capture.locking import end_session, own_session
-from tidemill.capture.setup import create_slot, try_lock
-from tidemill.capture.wire.connection import Wire, application_name
-from tidemill.capture.wire.stream import ReplicationStream
+from tidemill.capture.postgres.connection import Wire, application_name
+from tidemill.capture.postgres.replication_stream import ReplicationStream
+from tidemill.capture.setup.server_checks import create_slot, try_lock
+from tidemill.capture.setup.session_lock import end_session, own_session
 
 
 def test_the_word_of_a_process_and_a_captures_name_are_whole_however_long_names_are(

@@ -10,12 +10,12 @@ import psycopg
 import pytest
 
 from tidemill.base.clock import SystemClock
-from tidemill.capture import looking
-from tidemill.capture.looking import Kept, Tables
-from tidemill.capture.publication import published_tables
-from tidemill.capture.tables import TableInfo, hazards, list_tables, list_tables_unless
-from tidemill.capture.watch import Answers, Control
-from tidemill.capture.wire.connection import Wire
+from tidemill.capture.catalog import catalog_cache
+from tidemill.capture.catalog.catalog_cache import Kept, Tables
+from tidemill.capture.catalog.table_discovery import TableInfo, hazards, list_tables, list_tables_unless
+from tidemill.capture.control_connection import Answers, Control
+from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.setup.publication import published_tables
 
 pytestmark = pytest.mark.postgres
 
@@ -187,7 +187,7 @@ def test_while_nobody_writes_nothing_is_read_and_while_others_write_only_a_hash(
         asked.append(known)
         return await list_tables_unless(wire, known, tables)
 
-    monkeypatch.setattr(looking, "list_tables_unless", counted)
+    monkeypatch.setattr(catalog_cache, "list_tables_unless", counted)
 
     async def scenario(kept: Looks, whole: Looks, connection: psycopg.Connection[Any]) -> None:
         first = await kept()
@@ -216,7 +216,7 @@ def test_what_is_changed_while_a_look_is_under_way_and_changed_back_after_it_is_
             return await list_tables_unless(wire, known, tables)
 
         connection.execute("INSERT INTO t VALUES (1, 1, '', 1)")
-        monkeypatch.setattr(looking, "list_tables_unless", late)
+        monkeypatch.setattr(catalog_cache, "list_tables_unless", late)
         during = await kept()
         assert during[0] != before[0] and during == await whole()
         connection.execute("ALTER TABLE t REPLICA IDENTITY FULL")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from capture_world import World, until
 
-from tidemill.capture import joining, prepare, session
-from tidemill.capture.looking import Kept
-from tidemill.capture.mending import Mending
-from tidemill.capture.prepare import Prepared
-from tidemill.capture.session import Session
+from tidemill.capture.catalog.catalog_cache import Kept
+from tidemill.capture.session import bootstrap, session, table_adder
+from tidemill.capture.session.bootstrap import Prepared
+from tidemill.capture.session.session import Session
+from tidemill.capture.tables.publication_repair import Mending
 
 pytestmark = pytest.mark.postgres
 
@@ -89,7 +89,7 @@ def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_o
 ) -> None:
     """Its rows up to there stay in its topic, and it ends there."""
     seen: list[Prepared] = []
-    real_published, real_prepare = prepare.published_tables, session.prepare
+    real_published, real_prepare = bootstrap.published_tables, session.prepare
 
     async def scenario(world: World) -> None:
         async with world.capture():
@@ -104,7 +104,7 @@ def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_o
             seen.append(await real_prepare(*args, **more))
             return seen[-1]
 
-        monkeypatch.setattr(prepare, "published_tables", published)
+        monkeypatch.setattr(bootstrap, "published_tables", published)
         monkeypatch.setattr(session, "prepare", prepared)
         async with world.capture():
             assert {table.name for table in seen[0].captured} == {"public.t", "public.other"}
@@ -155,7 +155,7 @@ def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that fails is tried again after a pause, which is that table's, not its name's."""
-    real, tries = joining.take_snapshot, []
+    real, tries = table_adder.take_snapshot, []
 
     async def scenario(world: World) -> None:
         async def take_snapshot(*args: Any, **more: Any) -> Any:
@@ -165,7 +165,7 @@ def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
                 await world.sql("INSERT INTO late VALUES (7)")
             return await real(*args, **more)
 
-        monkeypatch.setattr(joining, "take_snapshot", take_snapshot)
+        monkeypatch.setattr(table_adder, "take_snapshot", take_snapshot)
         async with world.capture(table_poll_s=600.0) as capture:
             await world.flowing("t", "other")
             await world.sql("CREATE TABLE late (id int PRIMARY KEY)")

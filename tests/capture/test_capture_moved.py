@@ -18,13 +18,13 @@ from test_capture_chunks import SMALL, as_folded, copy_of
 from test_capture_tables import in_world
 
 from tidemill.base.errors import Corrupt, Invalid, Unavailable
-from tidemill.capture import machine
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.machine import Capture
-from tidemill.capture.prepare import Prepared
-from tidemill.capture.rights import check_capture
-from tidemill.capture.session import Session
-from tidemill.capture.timeline import fork, parse_history
+from tidemill.capture.postgres.timeline import fork, parse_history
+from tidemill.capture.session import capture as machine
+from tidemill.capture.session.bootstrap import Prepared
+from tidemill.capture.session.capture import Capture
+from tidemill.capture.session.session import Session
+from tidemill.capture.setup.privileges import check_capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 TABLES = ("a", "b")

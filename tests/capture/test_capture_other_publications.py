@@ -12,8 +12,8 @@ from test_capture_others import postgres_server
 from test_capture_tables import GOOD, good_flows, in_world
 
 from tidemill.base.errors import Invalid
-from tidemill.capture.rights import check_capture
-from tidemill.capture.taking_back import take_back
+from tidemill.capture.session.teardown import take_back
+from tidemill.capture.setup.privileges import check_capture
 from tidemill.metastore.catalogue import CaptureTableRow
 
 pytestmark = pytest.mark.postgres

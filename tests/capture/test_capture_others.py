@@ -11,8 +11,8 @@ import psycopg
 import pytest
 
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.others import failing, objections
-from tidemill.capture.wire.connection import Wire
+from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.setup.foreign_publications import failing, objections
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgres

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import Unavailable
-from tidemill.capture.own_row import OwnRow
+from tidemill.capture.capture_row import OwnRow
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.factory import metastore_on

@@ -10,9 +10,9 @@ from fragments import OTHER, T, at, change, fragment
 
 from tidemill.base.clock import Rand
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.boundaries import Boundary
 from tidemill.capture.changes import Change
-from tidemill.capture.topic_writer import ROW_BYTES, CapturedTable, TopicWriter
+from tidemill.capture.topics.commit_boundaries import Boundary
+from tidemill.capture.topics.topic_writer import ROW_BYTES, CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import ProduceResult
 

@@ -17,17 +17,20 @@ from patience import DEADLINE_S
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.runtime.tasks import Restarts
 from tidemill.base.status.status import State
-from tidemill.capture import beside, joining, mending, publication, snapshot
-from tidemill.capture.publication import Entry
-from tidemill.capture.recopy import ask
-from tidemill.capture.topic_writer import TopicWriter
+from tidemill.capture.session import table_adder
+from tidemill.capture.setup import publication
+from tidemill.capture.setup.publication import Entry
+from tidemill.capture.snapshot import exported_snapshot
+from tidemill.capture.tables import context, publication_repair
+from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.topics.topic_writer import TopicWriter
 
 pytestmark = pytest.mark.postgres
 
 
 @pytest.fixture(autouse=True)
 def _tries_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (publication, snapshot):
+    for module in (publication, exported_snapshot):
         monkeypatch.setattr(module, "LOCK_PAUSE_S", 0.1)
 
 
@@ -52,14 +55,14 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
         async with world.capture(table_poll_s=0.1, budget_ms=1000) as capture:
             await good_flows(world)
             if fails != "its rows":
-                real = getattr(joining, fails)
+                real = getattr(table_adder, fails)
 
                 async def locked(*args: Any, **settings: Any) -> Any:
                     mode = "ROW EXCLUSIVE" if fails == "publish" else "ACCESS EXCLUSIVE"
                     await other.execute(f"LOCK TABLE a IN {mode} MODE")
                     return await real(*args, **settings)
 
-                monkeypatch.setattr(joining, fails, locked)
+                monkeypatch.setattr(table_adder, fails, locked)
             monkeypatch.setattr(TopicWriter, "write_rows", slowly)
             await world.transaction(
                 *T,
@@ -152,7 +155,7 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
                 raise Unavailable("too many connections.")
 
             with monkeypatch.context() as patch:
-                patch.setattr(joining, "publish", publish)
+                patch.setattr(table_adder, "publish", publish)
                 await ask(world.catalogue, world.name, "public.t")
 
                 def failing() -> bool:
@@ -181,7 +184,7 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
 ) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*GOOD, *T)
-        real, looked = joining.publish, asyncio.Event()
+        real, looked = table_adder.publish, asyncio.Event()
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             await parked_table(world)
@@ -196,7 +199,7 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
                 return done
 
             with monkeypatch.context() as patch:
-                patch.setattr(joining, "publish", publish)
+                patch.setattr(table_adder, "publish", publish)
                 await ask(world.catalogue, world.name, "public.t")
                 await asyncio.wait_for(looked.wait(), DEADLINE_S)
             assert await world.select("SELECT FROM pg_publication_rel WHERE prrelid = 't'::regclass")
@@ -222,7 +225,7 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
             await parked_table(world)
             row = await world.table("public.t")
             assert row is not None and capture._session is not None and capture._session.joining is not None
-            real, joins, taken_out = beside.published_tables, capture._session.joining, []
+            real, joins, taken_out = context.published_tables, capture._session.joining, []
 
             async def published_tables(*args: Any, **more: Any) -> Any:
                 published = await real(*args, **more)
@@ -234,8 +237,8 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
                 return True
 
             with monkeypatch.context() as patch:
-                patch.setattr(mending, "unpublish", unpublish)
-                patch.setattr(beside, "published_tables", published_tables)
+                patch.setattr(publication_repair, "unpublish", unpublish)
+                patch.setattr(context, "published_tables", published_tables)
                 await joins.mending._unpublish_parked()
                 assert not taken_out
             capture._desk.copied()
@@ -256,7 +259,7 @@ def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
         await world.sql(*GOOD, *T)
         if not known:
             await world.sql("ALTER TABLE t DROP CONSTRAINT t_pkey")
-        real, tries = joining.publish, 0
+        real, tries = table_adder.publish, 0
         other = await psycopg.AsyncConnection.connect(world.dsn)
 
         async def publish(*args: Any, **settings: Any) -> Any:
@@ -266,8 +269,8 @@ def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
                 await other.execute("LOCK TABLE t IN SHARE ROW EXCLUSIVE MODE")
             return await real(*args, **settings)
 
-        monkeypatch.setattr(joining, "publish", publish)
-        monkeypatch.setattr(joining, "Restarts", Never)
+        monkeypatch.setattr(table_adder, "publish", publish)
+        monkeypatch.setattr(table_adder, "Restarts", Never)
         async with other, world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             if known:

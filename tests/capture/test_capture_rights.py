@@ -12,7 +12,7 @@ from capture_world import World, until
 from test_capture_tables import in_world, plain
 
 from tidemill.base.errors import Invalid
-from tidemill.capture.rights import check_capture
+from tidemill.capture.setup.privileges import check_capture
 
 pytestmark = pytest.mark.postgres
 

@@ -21,15 +21,17 @@ from test_capture_tables import in_world
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.capture import present, rivals, watch
-from tidemill.capture.avro_schemas import schemas_of
+from tidemill.capture import control_connection
+from tidemill.capture.catalog import row_lookup
 from tidemill.capture.changes import Column, Fragment, Relation, Row
-from tidemill.capture.events import Source
-from tidemill.capture.rivals import Rivals
-from tidemill.capture.topic_writer import CapturedTable, TopicWriter
-from tidemill.capture.visibility import PgSnapshot
-from tidemill.capture.wire.connection import Wire
-from tidemill.capture.wire.errors import SqlError
+from tidemill.capture.delivery import deferrable_keys
+from tidemill.capture.delivery.deferrable_keys import Rivals
+from tidemill.capture.encode.avro_schemas import schemas_of
+from tidemill.capture.encode.debezium_json import Source
+from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.errors import SqlError
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
+from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import PipelineRow, TopicRow
 from tidemill.shapes.consumer import Backlog, Entry, TableConsumer, Transaction, Work
 from tidemill.shapes.live import LiveShape
@@ -337,7 +339,7 @@ def test_a_flow_without_rivals_stays_by_columns_and_nothing_of_it_is_decoded(
     def decoded(_: object) -> None:
         raise AssertionError("a row was decoded")
 
-    monkeypatch.setattr(rivals, "changes_of", decoded)
+    monkeypatch.setattr(deferrable_keys, "changes_of", decoded)
     assert all(a is b for a, b in zip(settled(fragments, {}, []), fragments, strict=True))
 
 
@@ -550,7 +552,7 @@ def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_quest
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the session ends, and the next one is told the same transaction and asks the same."""
-    some, slices = present._some, list[int]()
+    some, slices = row_lookup._some, list[int]()
 
     async def slowly(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
         slices.append(len(rows))
@@ -565,9 +567,9 @@ def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_quest
         async with world.capture() as capture:
             await world.flowing("d2")
             session = capture._session
-            monkeypatch.setattr(present, "ASKED_AT_ONCE", 10)
-            monkeypatch.setattr(present, "_some", slowly)
-            monkeypatch.setattr(watch, "ANSWER_DEADLINE_S", 3.0)
+            monkeypatch.setattr(row_lookup, "ASKED_AT_ONCE", 10)
+            monkeypatch.setattr(row_lookup, "_some", slowly)
+            monkeypatch.setattr(control_connection, "ANSWER_DEADLINE_S", 3.0)
             await world.sql("UPDATE d2 SET id = id + 1")
             await as_selected(world, "d2")
             assert capture._session is session and slices == [10] * 10

@@ -6,7 +6,7 @@ import pytest
 from capture_world import World
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
-from tidemill.capture.evolution import schema_of
+from tidemill.capture.catalog.schema_versions import schema_of
 from tidemill.cli.verify.postgres import source_point
 
 pytestmark = pytest.mark.postgres

@@ -10,9 +10,9 @@ import pytest
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Unavailable
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture import rounds as rounds_module
-from tidemill.capture.lane import Lane
-from tidemill.capture.rounds import SMALL_BYTES, Rounds
+from tidemill.capture.topics import batch_sender as rounds_module
+from tidemill.capture.topics.batch_sender import SMALL_BYTES, Rounds
+from tidemill.capture.topics.partition_writer import Lane
 from tidemill.topics.api import ProduceResult
 from tidemill.topics.batch import Record
 

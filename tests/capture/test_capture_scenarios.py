@@ -10,15 +10,15 @@ from fragments import T, at, change, fragment
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.bindings import Binder
-from tidemill.capture.boundaries import Boundary
 from tidemill.capture.changes import Fragment
-from tidemill.capture.collector import QUEUE_FRAGMENTS, Collector
-from tidemill.capture.converter import Converter, merge_relation
-from tidemill.capture.flush_tracker import FlushTracker
-from tidemill.capture.sinks import FlushNotices
-from tidemill.capture.wire.pgoutput import Begin, Commit, Insert, RelationMessage, WireColumn
-from tidemill.capture.wire.status import Status
+from tidemill.capture.decode.transaction_builder import Converter, merge_relation
+from tidemill.capture.delivery.collector import QUEUE_FRAGMENTS, Collector
+from tidemill.capture.delivery.flush_tracker import FlushTracker
+from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.postgres.pgoutput import Begin, Commit, Insert, RelationMessage, WireColumn
+from tidemill.capture.postgres.standby_status import Status
+from tidemill.capture.topics.binder import Binder
+from tidemill.capture.topics.commit_boundaries import Boundary
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.shards.bindings.remap import LogRemap
 

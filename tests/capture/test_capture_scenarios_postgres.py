@@ -11,10 +11,10 @@ import pytest
 from capture_world import World, positions, until
 
 from tidemill.base.errors import Unavailable
-from tidemill.capture import tables
+from tidemill.capture.catalog import table_discovery
 from tidemill.capture.changes import Fragment
-from tidemill.capture.desk import Desk
-from tidemill.capture.sinks import FlushNotices
+from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.tables.table_states import Desk
 from tidemill.metastore.catalogue import PipelineRow
 
 pytestmark = pytest.mark.postgres
@@ -112,7 +112,7 @@ def test_slc6_a_sink_that_dies_with_work_pending_ends_the_session_and_the_next_o
 def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_nothing_is_confirmed(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    describe, refused = tables.describe, 0
+    describe, refused = table_discovery.describe, 0
 
     async def failing(*args: Any, **more: Any) -> Any:
         nonlocal refused
@@ -125,7 +125,7 @@ def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_no
         await world.sql(TABLE)
         async with world.capture():
             await world.caught_up()
-            monkeypatch.setattr(tables, "describe", failing)
+            monkeypatch.setattr(table_discovery, "describe", failing)
             confirmed = await world.confirmed()
             await world.sql("INSERT INTO a VALUES (1, 1)")
             commit = await world.wal_end()

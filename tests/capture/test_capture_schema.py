@@ -18,11 +18,11 @@ from test_capture_tables import GOOD, good_flows, in_world, plain, stuck
 
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.capture import values
 from tidemill.capture.changes import Fragment
-from tidemill.capture.recopy import ask
-from tidemill.capture.taps import Stream
-from tidemill.capture.topic_writer import TopicWriter
+from tidemill.capture.delivery.taps import Stream
+from tidemill.capture.encode import row_encoder as values
+from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 

@@ -44,7 +44,7 @@ from test_capture_tables import (
 from test_capture_tables import test_f406_a_table_whose_identity_is_taken_away_gets_it_back as test_identity
 
 from tidemill.base.errors import Invalid
-from tidemill.capture.rights import check_capture
+from tidemill.capture.setup.privileges import check_capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgres

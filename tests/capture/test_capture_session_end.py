@@ -12,8 +12,8 @@ from tidemill.base.errors import Unavailable
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.histogram import Stages
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.session import Session
-from tidemill.capture.taps import Taps
+from tidemill.capture.delivery.taps import Taps
+from tidemill.capture.session.session import Session
 
 
 class Closable:

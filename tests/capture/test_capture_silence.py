@@ -21,10 +21,11 @@ from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.status import State
-from tidemill.capture import session, watch
-from tidemill.capture.holders import Holder
-from tidemill.capture.setup import ADVISORY_CLASS, lock_key
-from tidemill.capture.watch import Answers
+from tidemill.capture import control_connection
+from tidemill.capture.control_connection import Answers
+from tidemill.capture.session import session
+from tidemill.capture.setup.blockers import Holder
+from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key
 
 pytestmark = pytest.mark.postgres
 
@@ -66,8 +67,8 @@ def test_a_wall_clock_that_jumps_makes_no_question_old() -> None:
     with answers.expected("a question"):
         clock.wall_ms = 3_600_000
         assert answers.overdue() is None
-        clock.advance(watch.TELL_AFTER_MS + 1000)
-        assert answers.overdue() == ("a question", clock.now_ms() - watch.TELL_AFTER_MS - 1000)
+        clock.advance(control_connection.TELL_AFTER_MS + 1000)
+        assert answers.overdue() == ("a question", clock.now_ms() - control_connection.TELL_AFTER_MS - 1000)
     assert answers.overdue() is None
 
 
@@ -82,7 +83,7 @@ def test_a_question_that_is_given_up_stays_open_for_its_age_to_go_on() -> None:
             raise ends
 
     with pytest.raises(Unavailable, match="does not answer"):
-        asked("a question", watch.no_answer("server", "a question", 10))
+        asked("a question", control_connection.no_answer("server", "a question", 10))
     assert answers.overdue() == ("a question", clock.now_ms() - 10_000)
     with pytest.raises(Unavailable, match="too many"):
         asked("another", Unavailable("too many clients."))
@@ -98,8 +99,8 @@ async def walsender_of(world: World) -> int:
 
 def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a walsender says nothing at all while it skips a large transaction: it would be given up for ever."""
-    monkeypatch.setattr(watch, "ASK_AFTER_S", 0.01)
-    monkeypatch.setattr(watch, "SILENCE_S", 0.02)
+    monkeypatch.setattr(control_connection, "ASK_AFTER_S", 0.01)
+    monkeypatch.setattr(control_connection, "SILENCE_S", 0.02)
 
     async def main(timeout_ms: int) -> int:
         asked = 0
@@ -113,7 +114,9 @@ def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: 
             return Holder(1, "", "", "replication streaming", 0, "")
 
         answers = Answers(SystemClock())
-        stream = watch.StreamWatch("server", SystemClock(), answers, ask, timeout_ms, busy=busy, tell=lambda _: None)
+        stream = control_connection.StreamWatch(
+            "server", SystemClock(), answers, ask, timeout_ms, busy=busy, tell=lambda _: None
+        )
         stream.waiting()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stream.run(), 0.2)
@@ -155,7 +158,7 @@ def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_budget(
 
 def test_f432_a_walsender_that_is_frozen_is_told_and_heals(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control connection answers: only the stream is silent. A real process, stopped."""
-    monkeypatch.setattr(watch, "ASK_AFTER_S", 1.0)
+    monkeypatch.setattr(control_connection, "ASK_AFTER_S", 1.0)
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
@@ -182,7 +185,7 @@ def test_f432_a_walsender_that_is_frozen_is_told_and_heals(postgres_dsn: str, mo
 
 def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anything_is_overdue(postgres_dsn: str) -> None:
     """A mark below its target names its holder at once (M1), and a walsender at work is seen within the budget."""
-    assert watch.ASK_AFTER_S * 2 * 1000 < FRESHNESS_BUDGET_MS
+    assert control_connection.ASK_AFTER_S * 2 * 1000 < FRESHNESS_BUDGET_MS
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
@@ -204,9 +207,9 @@ def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anything_is_o
 
 
 def test_f432_a_stream_that_stays_silent_ends_its_session(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "ASK_AFTER_S", 0.2)
-    monkeypatch.setattr(watch, "SILENCE_S", 1.0)
-    monkeypatch.setattr(watch, "SILENCE_OF_TIMEOUT", 0.0)
+    monkeypatch.setattr(control_connection, "ASK_AFTER_S", 0.2)
+    monkeypatch.setattr(control_connection, "SILENCE_S", 1.0)
+    monkeypatch.setattr(control_connection, "SILENCE_OF_TIMEOUT", 0.0)
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
@@ -232,8 +235,8 @@ def test_f432_a_walsender_that_works_through_what_nobody_captures_is_not_told_as
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks at its input once half of wal_sender_timeout has passed, and no sooner."""
-    monkeypatch.setattr(watch, "ASK_AFTER_S", 0.1)
-    monkeypatch.setattr(watch, "TELL_AFTER_MS", 0)
+    monkeypatch.setattr(control_connection, "ASK_AFTER_S", 0.1)
+    monkeypatch.setattr(control_connection, "TELL_AFTER_MS", 0)
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE other (id int)")
@@ -341,7 +344,7 @@ def test_a_synchronous_standby_that_is_away_holds_neither_set_up_nor_heartbeats(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Commits of others wait for it, and are in the stream all the same."""
-    monkeypatch.setattr(watch, "ANSWER_DEADLINE_S", 1.0)
+    monkeypatch.setattr(control_connection, "ANSWER_DEADLINE_S", 1.0)
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "SET synchronous_commit = local")
@@ -350,7 +353,7 @@ def test_a_synchronous_standby_that_is_away_holds_neither_set_up_nor_heartbeats(
             async with world.capture(heartbeat_s=0.1) as capture:
                 await world.caught_up()
                 first, confirmed = capture._session, await world.confirmed()
-                beats_s = time.monotonic() + 2 * watch.ANSWER_DEADLINE_S
+                beats_s = time.monotonic() + 2 * control_connection.ANSWER_DEADLINE_S
 
                 async def went_on() -> bool:
                     return time.monotonic() > beats_s and await world.confirmed() > confirmed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from tidemill.capture.standing import LOOK_AGAIN_S, standing_of
+from tidemill.capture.tables.unavailable_tables import LOOK_AGAIN_S, standing_of
 from tidemill.metastore.catalogue import CaptureTableRow
 
 NOW_MS = 1_000_000

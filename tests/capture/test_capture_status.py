@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from tidemill.base.errors import Corrupt
-from tidemill.capture.wire.status import Status, decode_keepalive, encode_status, keepalive_interval_s
+from tidemill.capture.postgres.standby_status import Status, decode_keepalive, encode_status, keepalive_interval_s
 
 
 def test_rc4_a_keepalive_moves_nothing_flushed_while_writes_are_buffered() -> None:

@@ -12,13 +12,15 @@ import pytest
 from capture_world import World, until
 
 from tidemill.base.status.status import LIVES, Mark, State, Tracker, derive
-from tidemill.capture import machine, poison, session
-from tidemill.capture.converter import Converter
-from tidemill.capture.machine import Capture
-from tidemill.capture.poison import Poisoned
-from tidemill.capture.topic_writer import TopicWriter
-from tidemill.capture.wire import pgoutput, stream
-from tidemill.capture.wire.stream import Framed
+from tidemill.capture.decode import undecodable
+from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.decode.undecodable import Poisoned
+from tidemill.capture.postgres import pgoutput, replication_stream
+from tidemill.capture.postgres.replication_stream import Framed
+from tidemill.capture.session import capture as machine
+from tidemill.capture.session import session
+from tidemill.capture.session.capture import Capture
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgres
@@ -97,7 +99,7 @@ def test_f428_a_message_that_cannot_be_read_parks_the_capture_and_says_where_and
                 raise RecursionError("nested too deep")
             return pgoutput.decode(payload)
 
-        monkeypatch.setattr(poison, "decode", decode)
+        monkeypatch.setattr(undecodable, "decode", decode)
         async with world.capture() as capture:
             await world.sql("INSERT INTO a VALUES (1, 'good')")
             await world.caught_up()
@@ -149,13 +151,13 @@ def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_goes_on
 def test_f429_a_row_too_large_to_be_carried_parks_its_table_without_being_decoded(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "MESSAGE_BYTES", 10_000)
+    monkeypatch.setattr(replication_stream, "MESSAGE_BYTES", 10_000)
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
         async with world.capture() as capture:
             await world.caught_up()
-            monkeypatch.setattr(poison, "decode", _decode_small)
+            monkeypatch.setattr(undecodable, "decode", _decode_small)
             await world.transaction("INSERT INTO a VALUES (1, repeat('x', 20000))", "INSERT INTO b VALUES (1)")
             await world.caught_up()
             failure = world.tracker.failure(capture.config.table_mark("public.a"))
@@ -174,7 +176,7 @@ def _decode_small(payload: bytes) -> pgoutput.Message:
 
 def test_what_is_about_no_single_table_is_not_blamed_on_one() -> None:
     for payload in (b"B", b"", b"Z123", b"T" + bytes(9), b"M\x01"):
-        found = poison.poison(Framed(7, payload), Converter(), ValueError("x"))
+        found = undecodable.poison(Framed(7, payload), Converter(), ValueError("x"))
         assert isinstance(found, Poisoned) and found.table == "" and found.position is None
 
 

@@ -278,10 +278,11 @@ def test_f408_a_table_dropped_while_it_is_set_up_stops_nothing(postgres_dsn: str
     """It is listed, then dropped before its lock; and dropped again before the copy."""
 
     async def scenario(world: World) -> None:
-        from tidemill.capture import prepare, snapshot
+        from tidemill.capture.session import bootstrap
+        from tidemill.capture.snapshot import exported_snapshot
 
         await world.sql(*GOOD, "CREATE TABLE early (id int PRIMARY KEY)", "CREATE TABLE late (id int PRIMARY KEY)")
-        publish, begin = prepare.publish, snapshot.Snapshot.begin
+        publish, begin = bootstrap.publish, exported_snapshot.Snapshot.begin
 
         async def publish_late(*args, **kwargs):  # type: ignore[no-untyped-def]
             await world.sql("DROP TABLE IF EXISTS early")
@@ -292,8 +293,8 @@ def test_f408_a_table_dropped_while_it_is_set_up_stops_nothing(postgres_dsn: str
             return await begin(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prepare, "publish", publish_late)
-            patch.setattr(snapshot.Snapshot, "begin", begin_late)
+            patch.setattr(bootstrap, "publish", publish_late)
+            patch.setattr(exported_snapshot.Snapshot, "begin", begin_late)
             async with world.capture(table_poll_s=0.1):
                 await good_flows(world)
 

@@ -10,10 +10,10 @@ from fragments import change, fragment
 
 from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
-from tidemill.capture.collector import Collector
-from tidemill.capture.sinks import FlushNotices
-from tidemill.capture.taps import Stream, Tap, Taps
-from tidemill.capture.wire.status import Status
+from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.delivery.taps import Stream, Tap, Taps
+from tidemill.capture.postgres.standby_status import Status
 
 
 class NobodyListed(BaseException):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tidemill.capture.attributes import Attribute, Attributes
-from tidemill.capture.evolution import (
+from tidemill.capture.catalog.columns import Attribute, Attributes
+from tidemill.capture.catalog.schema_versions import (
     NUMERIC,
     TEXT,
     VARCHAR,
@@ -17,7 +17,7 @@ from tidemill.capture.evolution import (
     version_of,
     widens,
 )
-from tidemill.capture.wire.pgoutput import RelationMessage, WireColumn
+from tidemill.capture.postgres.pgoutput import RelationMessage, WireColumn
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 
 INT2, INT8, INT4, FLOAT4, FLOAT8 = 21, 20, 23, 700, 701

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.errors import Invalid
-from tidemill.capture.visibility import PgSnapshot, widen
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot, widen
 
 EPOCH = 1 << 32
 

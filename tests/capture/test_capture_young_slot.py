@@ -11,9 +11,9 @@ import pytest
 from capture_world import World, until
 from msgspec.structs import replace
 
-from tidemill.capture import setup
-from tidemill.capture.prepare import begin_anew
-from tidemill.capture.wire.connection import Wire
+from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.session.bootstrap import begin_anew
+from tidemill.capture.setup import server_checks
 from tidemill.metastore.catalogue import CaptureRow
 
 pytestmark = pytest.mark.postgres
@@ -60,7 +60,7 @@ async def rewritten_while_the_slot_is_made(world: World, during: Callable[[], Aw
 def test_a_slot_that_cannot_be_decoded_is_made_again(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, attempts: int
 ) -> None:
-    monkeypatch.setattr(setup, "SLOT_ATTEMPTS", attempts)
+    monkeypatch.setattr(server_checks, "SLOT_ATTEMPTS", attempts)
 
     async def main() -> None:
         async with World(postgres_dsn) as world:
@@ -101,7 +101,7 @@ def test_a_capture_that_was_confirmed_does_not_start_over_by_itself_for_a_table_
 
                 async def confirmed() -> bool:
                     await world.sql("INSERT INTO a SELECT coalesce(max(id), 0) + 1 FROM a")
-                    slot = await setup.slot_state(wire, config.slot)
+                    slot = await server_checks.slot_state(wire, config.slot)
                     return slot is not None and slot.confirmed_lsn > copied.lsn
 
                 await until(confirmed, "the slot is confirmed beyond the copy")
@@ -121,7 +121,7 @@ def test_a_frozen_row_of_two_thousand_million_transactions_ago_is_not_young(post
             young = {}
             for ago in (-1, 0, 1, 1000, (1 << 31) - 10, (1 << 31) + 10, (1 << 32) - 1000):
                 xid = (int(began) - ago) % (1 << 32)
-                condition = setup.since(f"'{xid}'::xid", began)
+                condition = server_checks.since(f"'{xid}'::xid", began)
                 asked = await connection.execute(f"SELECT {condition}")  # type: ignore[call-overload]
                 young[ago] = (await asked.fetchone() or (None,))[0]
             assert [ago for ago, is_young in young.items() if is_young] == [0]

@@ -13,7 +13,7 @@ import pytest
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Missing, Unavailable
-from tidemill.capture.wire.connection import DISPLAY_SETTINGS
+from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.cli.verify import postgres as verify_postgres
 from tidemill.cli.verify.poisoned import canonical_keys
 from tidemill.cli.verify.table import Verified, verify_captured, verify_expected

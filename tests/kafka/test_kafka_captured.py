@@ -18,7 +18,7 @@ import kafka
 from tidemill import __version__
 from tidemill.base.status.status import Tracker
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.machine import Capture
+from tidemill.capture.session.capture import Capture
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Budget
 from tidemill.keeper.persisted import Persisted

@@ -13,7 +13,7 @@ import numpy as np
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
 from oracle_history import Row, Shown
 
-from tidemill.capture.evolution import described
+from tidemill.capture.catalog.schema_versions import described
 from tidemill.metastore.catalogue import CaptureTableRow
 
 READ_S = 60.0

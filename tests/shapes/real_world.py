@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.machine import Capture
+from tidemill.capture.session.capture import Capture
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on

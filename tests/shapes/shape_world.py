@@ -25,8 +25,8 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Column, Fragment, Relation
-from tidemill.capture.converter import Converter, RelationSeen
-from tidemill.capture.wire.pgoutput import decode
+from tidemill.capture.decode.transaction_builder import Converter, RelationSeen
+from tidemill.capture.postgres.pgoutput import decode
 from tidemill.node.http import HttpServer
 from tidemill.node.http_app import application
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes

@@ -14,7 +14,7 @@ from test_shapes_consumer import COLUMNS, ENDLESS, OTHER, TABLE, row
 from tidemill.base.clock import ManualClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment, Relation
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.live import LiveShape

@@ -11,7 +11,7 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Column, Fragment, Op, Relation
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.live import LiveShape
 from tidemill.shapes.log import LogLimits, MemoryLog

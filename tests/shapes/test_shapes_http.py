@@ -697,7 +697,7 @@ def test_cursors_join_clients_within_an_interval_and_never_repeat() -> None:
 
 
 def test_snapshot_sessions_print_values_as_capture_does() -> None:
-    from tidemill.capture.wire.connection import DISPLAY_SETTINGS
+    from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 
     assert DISPLAY_SETTINGS.items() <= SESSION_SETTINGS.items()
 

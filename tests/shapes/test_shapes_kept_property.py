@@ -34,10 +34,10 @@ from tidemill.base.errors import Unavailable
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Change, Column, Fragment, Relation
-from tidemill.capture.flush_tracker import FlushTracker
-from tidemill.capture.taps import Taps
-from tidemill.capture.visibility import PgSnapshot
-from tidemill.capture.wire.status import Status
+from tidemill.capture.delivery.flush_tracker import FlushTracker
+from tidemill.capture.delivery.taps import Taps
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
+from tidemill.capture.postgres.standby_status import Status
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.live import LiveShape

@@ -11,8 +11,8 @@ from real_world import RealWorld
 from shape_world import Answer, Client, eventually, run
 from test_shapes_node_client import NodeClient
 
-from tidemill.capture import recopy
-from tidemill.capture.desk import Desk
+from tidemill.capture.tables import recopy_requests
+from tidemill.capture.tables.table_states import Desk
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.postgres_source import PostgresSource
 
@@ -150,7 +150,7 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
             for params in ({"offset": "-1"}, {"offset": "now"}, {"offset": "-1", "handle": told.handle}):
                 assert_heals(await world.get(table="p", **params), *words)
             assert_heals(await world.get(table="p", offset="now", subset__where="true"), *words)
-            await recopy.ask(world.catalogue, world.capture.config.name, "public.p")
+            await recopy_requests.ask(world.catalogue, world.capture.config.name, "public.p")
             world.capture.look()
 
             async def served() -> bool:
@@ -186,7 +186,7 @@ def test_f123_a_table_parked_for_good_has_its_clients_start_over_once_and_wait(p
                 assert (await world.get(table="none", offset="-1")).status == 400
                 assert (await world.request("/v1/health", {})).json == {"status": "active"}
 
-                await recopy.ask(world.catalogue, world.capture.config.name, "public.t")
+                await recopy_requests.ask(world.catalogue, world.capture.config.name, "public.t")
                 world.capture.look()
                 await eventually(lambda: node.last["upToDate"] and len(node.last["rows"]) == 2)
                 rows = {(str(row["id"]), row["w"]) for row in node.last["rows"].values()}

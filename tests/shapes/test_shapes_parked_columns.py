@@ -9,7 +9,7 @@ import pytest
 from real_world import RealWorld
 from shape_world import Client, eventually, run
 
-from tidemill.capture import recopy
+from tidemill.capture.tables import recopy_requests
 from tidemill.shapes import ShapeSettings
 
 pytestmark = pytest.mark.postgres
@@ -145,7 +145,7 @@ def test_f126_a_shape_without_the_changed_column_goes_on_while_its_table_is_park
                     await follows(world, client, where)
 
             for name in COPIED_BY_AN_OPERATOR:
-                await recopy.ask(world.catalogue, world.capture.config.name, f"public.{name}")
+                await recopy_requests.ask(world.catalogue, world.capture.config.name, f"public.{name}")
             world.capture.look()
             for number, name in enumerate([*CHANGES, *CHANGES], 7):
                 await write(world, name, number % 30)
@@ -271,7 +271,7 @@ def test_a_shape_beside_generated_columns_continues_while_these_and_other_column
                 await write(world, name, 3)
                 await follows(world, client, "b > 30")
             for name in ("g_beside", "g_dropped", "g_other"):
-                await recopy.ask(world.catalogue, world.capture.config.name, f"public.{name}")
+                await recopy_requests.ask(world.catalogue, world.capture.config.name, f"public.{name}")
             world.capture.look()
             for name, client in clients.items():
                 await eventually(lambda name=name: flows(world, name))
@@ -300,7 +300,7 @@ def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_s
             await eventually(lambda: parks(world, "dropped"))
             await write(world, "dropped", 2)
             await follows(world, client, where)
-            await recopy.ask(world.catalogue, world.capture.config.name, "public.dropped")
+            await recopy_requests.ask(world.catalogue, world.capture.config.name, "public.dropped")
             world.capture.look()
 
             async def set_aside() -> bool:

@@ -12,11 +12,11 @@ from test_shapes_consumer import COLUMNS, ENDLESS, OTHER, Bench, row
 
 from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
-from tidemill.capture.collector import Collector
-from tidemill.capture.sinks import FlushNotices
-from tidemill.capture.taps import Taps
-from tidemill.capture.visibility import PgSnapshot
-from tidemill.capture.wire.status import Status
+from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.delivery.taps import Taps
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
+from tidemill.capture.postgres.standby_status import Status
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.items import LogItem
 from tidemill.shapes.live import LiveShape

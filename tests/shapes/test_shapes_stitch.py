@@ -9,7 +9,7 @@ import pytest
 from shape_world import ShapeWorld, eventually, run
 
 from tidemill.base.errors import Invalid
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.stitch import SnapshotFilter
 
 EPOCH = 1 << 32

@@ -17,7 +17,7 @@ from test_shapes_consumer import COLUMNS, ENDLESS, TABLE, Bench, row
 from test_shapes_store import recorded, store_of, whole
 
 from tidemill.base.clock import ManualClock
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.items import LogItem

@@ -27,7 +27,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Relation
 from tidemill.capture.naming import topic_name
-from tidemill.capture.standing import Standing
+from tidemill.capture.tables.unavailable_tables import Standing
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.factory import metastore_on

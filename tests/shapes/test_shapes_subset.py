@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from shape_world import Answer, ShapeWorld, eventually, run
 
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings
 
 pytestmark = pytest.mark.postgres

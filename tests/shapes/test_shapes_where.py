@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from tidemill.capture.wire.connection import DISPLAY_SETTINGS
+from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.shapes.where import EvaluationError, Type, WhereError, compile_where
 from tidemill.shapes.where.strings import like_pattern

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from shape_world import ShapeWorld, run
 
-from tidemill.capture.wire.connection import DISPLAY_SETTINGS
+from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.shapes.where import EvaluationError, Type, WhereError, compile_where
 

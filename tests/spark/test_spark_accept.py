@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from running import error_of, mark, pipeline, until
 
 from tidemill.base.errors import Missing
-from tidemill.capture.recopy import becoming
+from tidemill.capture.tables.recopy_requests import becoming
 from tidemill.cli import capture_accept
 from tidemill.metastore.catalogue import Accepted
 from tidemill.shards.api import Column, ShardSchema

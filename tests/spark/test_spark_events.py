@@ -19,13 +19,13 @@ from tidemill.base.clock import Rand
 from tidemill.base.pgtypes.avro import key_of, layout_of
 from tidemill.base.pgtypes.debezium import form_of
 from tidemill.base.status.status import Tracker
-from tidemill.capture.avro import AvroEncoder
 from tidemill.capture.changes import Column as Described
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig, Envelope
-from tidemill.capture.events import OPS, SNAPSHOT_OP, EventEncoder, Source
-from tidemill.capture.machine import Capture
-from tidemill.capture.values import RowEncoder
+from tidemill.capture.encode.debezium_avro import AvroEncoder
+from tidemill.capture.encode.debezium_json import OPS, SNAPSHOT_OP, EventEncoder, Source
+from tidemill.capture.encode.row_encoder import RowEncoder
+from tidemill.capture.session.capture import Capture
 from tidemill.cli.verify.table import verify_captured
 from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar

@@ -55,7 +55,7 @@ class Relation(msgspec.Struct, frozen=True):
     """Of its description (CaptureTableRow): what its records were written under."""
     old_rows: OldRows = "whole"
     deferrable: bool = False
-    """Two rows may hold one primary key at once, inside a transaction (rivals.py)."""
+    """Two rows may hold one primary key at once, inside a transaction (deferrable_keys.py)."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Change(msgspec.Struct, frozen=True):
 
     `unchanged`: columns that `new` lacks. They hold what they held before, which is TOASTed and which nobody said.
     `stays`: the row that holds the old key although this one has left it. `over`: the row that holds the new key still,
-    and leaves it later; `replaced`: this is that row, as its successor said (rivals.py).
+    and leaves it later; `replaced`: this is that row, as its successor said (deferrable_keys.py).
     """
 
     relation: Relation

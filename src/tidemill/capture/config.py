@@ -34,7 +34,7 @@ class CaptureConfig(msgspec.Struct, frozen=True):
     manual               nothing in the database is altered: what is missing is told as statements
     failover             the slot is one that standbys may keep in step with, PostgreSQL 17 or newer
     table_poll_s         how often the database is asked for tables that are new, made anew, changed or unpublished
-    copy_again           a parked table whose shard loses nothing by a copy is copied again by itself (again.py)
+    copy_again           a parked table whose shard loses nothing by a copy is copied again by itself (auto_recopy.py)
     copy_again_pause_s   one table not more often than this
     copy_again_max_mb    a larger one when somebody asks for it
     copy_connections     that read tables at once while they are copied

@@ -14,7 +14,7 @@ from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, s
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SetAside
 
 if TYPE_CHECKING:
-    from tidemill.capture.taking_back import TakenBack
+    from tidemill.capture.session.teardown import TakenBack
 
 app = typer.Typer(
     help="List captured tables; copy one again; accept its new columns; take a capture back.", no_args_is_help=True
@@ -66,7 +66,7 @@ def recopy(
     Its shards take it over by themselves when its columns are as they were, or have become more or wider; what would
     lose something waits (tidemill capture accept).
     """
-    from tidemill.capture.recopy import ask
+    from tidemill.capture.tables.recopy_requests import ask
 
     with stores(config) as opened:
         row = find_table(opened, table, capture)
@@ -119,7 +119,7 @@ def drop(
     is printed as statements, and done by the next try.
     """
     from tidemill.capture.config import CaptureConfig
-    from tidemill.capture.taking_back import take_back
+    from tidemill.capture.session.teardown import take_back
 
     with stores(config) as opened:
         section = opened.config.capture.get(capture)

@@ -12,14 +12,14 @@ from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
 if TYPE_CHECKING:
     from tidemill.capture.changes import Relation
-    from tidemill.capture.recopy import Becoming
+    from tidemill.capture.tables.recopy_requests import Becoming
     from tidemill.shards.api import ShardSchema
 
 
 def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool) -> None:
     """Show the difference and what becomes of each shard, ask, and write down what was agreed to. Raises Invalid where
     it was not, or where the table cannot be captured as it is now; Missing."""
-    from tidemill.capture import recopy
+    from tidemill.capture.tables import recopy_requests
 
     now = _described(opened, row)
     difference = _difference(row, now)
@@ -32,7 +32,7 @@ def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool
     if done and not yes and (as_json or not typer.confirm("Do this?")):
         raise Invalid("nothing was done.", fix="Answer y, or add --yes.")
     if done:
-        opened.portal.call(recopy.accept(opened.catalogue, row.capture, row.table, needed, copied=copied))
+        opened.portal.call(recopy_requests.accept(opened.catalogue, row.capture, row.table, needed, copied=copied))
     if as_json:
         print_json(
             {
@@ -52,8 +52,8 @@ def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool
 
 def _described(opened: Stores, row: CaptureTableRow) -> Relation:
     """The table as its database has it now. Raises Missing, Invalid where it cannot be captured so."""
-    from tidemill.capture.tables import describe
-    from tidemill.capture.wire.connection import Wire
+    from tidemill.capture.catalog.table_discovery import describe
+    from tidemill.capture.postgres.connection import Wire
 
     section = opened.config.capture.get(row.capture)
     if section is None:
@@ -82,15 +82,15 @@ def _described(opened: Stores, row: CaptureTableRow) -> Relation:
 
 
 def _difference(row: CaptureTableRow, now: Relation) -> str:
-    from tidemill.capture.difference import against_catalogue
+    from tidemill.capture.catalog.schema_diff import against_catalogue
 
     return against_catalogue(row.columns, now)
 
 
 def _schema(row: CaptureTableRow, now: Relation) -> ShardSchema:
     """What a shard made now would be. Raises Invalid for columns that no shard has."""
-    from tidemill.capture.entry import columns_of
-    from tidemill.capture.evolution import schema_of
+    from tidemill.capture.catalog.schema_versions import schema_of
+    from tidemill.capture.tables.table_setup import columns_of
 
     try:
         return schema_of(columns_of(now))
@@ -100,7 +100,7 @@ def _schema(row: CaptureTableRow, now: Relation) -> ShardSchema:
 
 def _shards(opened: Stores, row: CaptureTableRow, wanted: ShardSchema) -> list[Becoming]:
     """Of every shard that a pipeline keeps of the table, and that exists."""
-    from tidemill.capture.recopy import becoming
+    from tidemill.capture.tables.recopy_requests import becoming
     from tidemill.shards.registry import read_shard
 
     source = f"capture:{row.capture}:{row.table}"

@@ -226,7 +226,7 @@ def _consensus(config: Config) -> str:
 
 def _capture(config: Config, name: str) -> str:
     from tidemill.capture.config import CaptureConfig
-    from tidemill.capture.rights import check_capture
+    from tidemill.capture.setup.privileges import check_capture
 
     section = config.capture[name]
     with Portal() as portal:
@@ -240,7 +240,7 @@ def _capture(config: Config, name: str) -> str:
 async def _keep(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
     """What tables have before an administrator gives them FULL, for `capture list` and `capture drop`. Where the stores
     do not answer it is printed only."""
-    from tidemill.capture.desk import asked_of
+    from tidemill.capture.tables.table_states import asked_of
     from tidemill.consensus.factory import open_consensus
     from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
     from tidemill.metastore.factory import metastore_on

@@ -60,7 +60,7 @@ def _preload(config: Config) -> None:
     if config.capture:
         import psycopg  # noqa: F401
 
-        import tidemill.capture.machine  # noqa: F401
+        import tidemill.capture.session.capture  # noqa: F401
 
 
 def main() -> int:

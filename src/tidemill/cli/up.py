@@ -47,7 +47,7 @@ CHECK_S = 5.0
 
 async def _checked(name: str, section: CaptureSection) -> str:
     """Why a capture cannot run just now, or ""."""
-    from tidemill.capture.rights import check_database
+    from tidemill.capture.setup.privileges import check_database
 
     try:
         async with asyncio.timeout(CHECK_S):

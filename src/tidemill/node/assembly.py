@@ -464,7 +464,7 @@ class Node:
         consensus: Consensus,
         shapes: ShapeService,
     ) -> Body:
-        from tidemill.capture.machine import Capture  # psycopg is loaded only where something is captured
+        from tidemill.capture.session.capture import Capture  # psycopg is loaded only where something is captured
 
         settings = CaptureConfig(
             name, section.dsn, tuple(section.tables), binding_interval_ms=section.binding_interval_ms,

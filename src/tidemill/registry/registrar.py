@@ -1,4 +1,5 @@
-"""What registers the schemas of its own topics in this process, as capture does (capture/registering.py)."""
+"""What registers the schemas of its own topics in this process, as capture does
+(capture/encode/schema_registration.py)."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 
 from tidemill.base.errors import Invalid
 from tidemill.capture.changes import Change, Relation, Row
-from tidemill.capture.converter import key_changed
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.decode.transaction_builder import key_changed
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.budget import Full
 from tidemill.shapes.items import LogItem
 from tidemill.shapes.judging import Judged, Question, Verdict
@@ -416,7 +416,8 @@ class TableConsumer:
             self._update(offset, old, new, headers, items)
 
     def _rival(self, change: Change, offset: LogOffset, headers: Headers, items: list[LogItem]) -> None:
-        """Two rows hold a key of it at once (capture/rivals.py): a client has one row a key, so the key is updated."""
+        """Two rows hold a key of it at once (capture/delivery/deferrable_keys.py): a client has one row a key, so the
+        key is updated."""
         writer, matches = self._writer, self._matches
         old, new, stays = change.old, change.new, change.stays
         after = LogOffset(offset.tx, offset.op + 1)

@@ -9,7 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tidemill.capture.changes import Relation
-from tidemill.capture.standing import Standing
+from tidemill.capture.tables.unavailable_tables import Standing
 from tidemill.shapes.consumer import same_layout
 from tidemill.shapes.describe import TableColumns
 from tidemill.shapes.old_rows import OldRows

@@ -12,7 +12,7 @@ import msgspec
 
 from tidemill.base.errors import Missing
 from tidemill.capture.changes import Relation
-from tidemill.capture.wire.connection import scope
+from tidemill.capture.postgres.connection import scope
 from tidemill.shapes.where import Type
 from tidemill.shapes.where.types import Folding
 

@@ -15,7 +15,7 @@ import structlog
 
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.capture.changes import Relation, Row
-from tidemill.capture.wire.connection import identifier
+from tidemill.capture.postgres.connection import identifier
 from tidemill.shapes.where import EvaluationError, Where
 
 if TYPE_CHECKING:

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
-from tidemill.capture.visibility import PgSnapshot
-from tidemill.capture.wire.connection import (
+from tidemill.capture.postgres.connection import (
     DISPLAY_SETTINGS,
     identifier,
     qualified,
     session_settings,
     settings_statement,
 )
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
 from tidemill.shapes.held import HeldRows
 from tidemill.shapes.live import LiveShape

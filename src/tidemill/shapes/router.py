@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tidemill.base.runtime.tasks import is_fault
 from tidemill.capture.changes import Change, Relation
-from tidemill.capture.segment import by_relation
+from tidemill.capture.decode.row_blocks import by_relation
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.where import Equality, Value
 

@@ -36,8 +36,8 @@ from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import is_fault, is_own_fault, sentence
 from tidemill.capture.changes import Fragment
-from tidemill.capture.segment import counts_of, only
-from tidemill.capture.taps import Stream
+from tidemill.capture.decode.row_blocks import counts_of, only
+from tidemill.capture.delivery.taps import Stream
 from tidemill.shapes.consumer import Backlog, Entry, TableConsumer, Transaction, Work
 from tidemill.shapes.router import Router
 from tidemill.shapes.share import LoopShare, Turn

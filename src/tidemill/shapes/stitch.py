@@ -1,6 +1,6 @@
 """Stitching a snapshot to the stream: which transactions a shape skips, because its initial rows hold them. Pure.
 
-The rule itself is capture's (`capture/visibility.py`). Here is until when it is asked.
+The rule itself is capture's (`capture/postgres/pg_snapshot.py`). Here is until when it is asked.
 
 A transaction with xid ≥ xmax may come in the stream before one that the snapshot sees: of two that commit at the same
 time, the first in the WAL need not be the first that becomes visible. But nothing that the snapshot sees comes at or
@@ -13,7 +13,7 @@ brings transactions again that the snapshot sees and that left nothing in the lo
 
 from __future__ import annotations
 
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 
 
 class SnapshotFilter:

@@ -17,7 +17,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Missing, TidemillError, Unavailable
 from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
 from tidemill.capture.changes import Relation
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.compiling import Asked, CompilerThread
 from tidemill.shapes.consumer import TableConsumer, needed_columns, same_layout

@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tidemill.capture.wire.connection import identifier
+from tidemill.capture.postgres.connection import identifier
 from tidemill.cli.verify.compare import NAN, Row
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.lsn import Lsn
-from tidemill.capture.holders import OF_PREPARED
 from tidemill.capture.naming import split_name
-from tidemill.capture.wire.connection import qualified, session_settings, settings_statement, where
+from tidemill.capture.postgres.connection import qualified, session_settings, settings_statement, where
+from tidemill.capture.setup.blockers import OF_PREPARED
 from tidemill.cli.verify.canonical import fix_floats, order_expression, ordered_columns, select_expression
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.api import ShardSchema

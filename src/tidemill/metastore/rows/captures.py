@@ -56,15 +56,16 @@ class TableSnapshot(msgspec.Struct, frozen=True):
 
 
 class TableCopy(msgspec.Struct, frozen=True):
-    """How far a copy that is under way has come: what a later session needs to go on with it (capture/chunks.py).
+    """How far a copy that is under way has come: what a later session needs to go on with it
+    (capture/snapshot/chunks.py).
 
     xmin, xmax, xip, lsn   of its first snapshot, as in TableSnapshot
     settled_lsn            as in TableSnapshot, of what is done
     topic_id               of the topic that has the rows
     step_blocks, count     into how many ranges of how many blocks the table was cut; the last one has no end
     done                   so many of them, from the first one on, are durable in the topic, with `rows` rows
-    storage, attributes    what held the rows and how many columns there were (capture/attributes.py): other ones say
-                           that what was copied is not what is there
+    storage, attributes    what held the rows and how many columns there were (capture/catalog/columns.py): other ones
+                           say that what was copied is not what is there
     epoch                  of its producer: grows with each session that goes on with it
     """
 
@@ -165,10 +166,10 @@ class CaptureRow(msgspec.Struct, frozen=True):
     session: str = ""
     """PostgreSQL's session of the process that captured last: its pid, and when it began"""
     epoch: int = 0
-    """Grows with each session that captures; only the newest one changes the row (capture/own_row.py)."""
+    """Grows with each session that captures; only the newest one changes the row (capture/capture_row.py)."""
     history: tuple[tuple[int, int], ...] = ()
     """Of the server that was captured last: each timeline and the LSN at which it was left, the last one with 0
-    (capture/timeline.py); () = not known"""
+    (capture/postgres/timeline.py); () = not known"""
     era: int = 0
     """How often that history was replaced by another one"""
     recopied: str = ""
@@ -231,13 +232,14 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     aside: SetAside | None = None
     """Of one whose copy goes on while WAL is confirmed"""
     types: dict[int, str] = {}
-    """oid of a column's type → what that was made of when the table was last seen as described (capture/depended.py)"""
+    """oid of a column's type → what that was made of when the table was last seen as described
+    (capture/catalog/type_dependencies.py)"""
     identities_asked: dict[int, tuple[str, str]] = {}
     """As `identities`, of those that an administrator was asked to give FULL. The capture gives none of them back; it
     says how it is done"""
     publication: tuple[int, ...] = ()
     """oid and xmin of the rows of pg_publication and pg_publication_rel that its changes since its copy were published
-    under (capture/publication.py); () = not known"""
+    under (capture/setup/publication.py); () = not known"""
     attached: tuple[int, ...] = ()
     """Of each of `partitions`, the transaction that attached it: another one may have come with other rows; () = not
     known"""

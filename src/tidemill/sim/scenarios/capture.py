@@ -16,11 +16,11 @@ from collections import deque
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Change, Fragment, Relation
-from tidemill.capture.collector import Collector
-from tidemill.capture.consumer import FragmentConsumer
-from tidemill.capture.flush_tracker import FlushTracker
-from tidemill.capture.sinks import FlushNotices
-from tidemill.capture.wire.status import Keepalive, Status
+from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.capture.delivery.flush_tracker import FlushTracker
+from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.postgres.standby_status import Keepalive, Status
 from tidemill.sim.scenarios.capture_plants import EagerCollector
 from tidemill.sim.world import Actor, Violated, World
 

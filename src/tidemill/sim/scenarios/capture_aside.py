@@ -9,8 +9,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tidemill.capture import appending, aside, beside, copying, joining, keeping, prepare, session, throttle
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.session import bootstrap, session, table_adder
+from tidemill.capture.snapshot import copier, side_topic, side_topic_append, throttle, wal_hold
+from tidemill.capture.tables import context
 from tidemill.metastore.catalogue import CaptureTableRow, TableSnapshot
 from tidemill.sim.world import swapped
 
@@ -22,15 +24,15 @@ def slowly_copied(
 ) -> CaptureConfig:
     """Copies of a row or two at a time, told at once, which give way soon; appends of a batch or two."""
     for module, name, value in (
-        (copying, "RECORD_S", 0.05),
-        (copying, "LEAST_LEFT_SHARE", 0.0),
+        (copier, "RECORD_S", 0.05),
+        (copier, "LEAST_LEFT_SHARE", 0.0),
         (throttle, "PART_S", 0.01),
-        (keeping, "KEEPING_POLL_S", source.choice((0.05, 0.5))),
-        (keeping, "RECORD_S", source.choice((0.1, 5.0))),
-        (keeping, "MIB", 300 if fault == "late-stop" else source.choice((400, 1500, 1 << 20, 1 << 20))),
-        (appending, "READ_BYTES", source.choice((1, 500, 1 << 20))),
-        (joining, "CLOSE_RECORDS", source.choice((0, 3, 2000))),
-        (aside, "FINISHED_RECORDS", source.choice((3, 20_000))),
+        (wal_hold, "KEEPING_POLL_S", source.choice((0.05, 0.5))),
+        (wal_hold, "RECORD_S", source.choice((0.1, 5.0))),
+        (wal_hold, "MIB", 300 if fault == "late-stop" else source.choice((400, 1500, 1 << 20, 1 << 20))),
+        (side_topic_append, "READ_BYTES", source.choice((1, 500, 1 << 20))),
+        (table_adder, "CLOSE_RECORDS", source.choice((0, 3, 2000))),
+        (side_topic, "FINISHED_RECORDS", source.choice((3, 20_000))),
     ):
         stack.enter_context(swapped(module, name, value))
     return replace(
@@ -51,13 +53,13 @@ def _ahead(*args: Any) -> tuple[int, tuple[int, ...]] | None:
     return None if found is None else (found[0] + 3, found[1])
 
 
-async def _at_confirmed(self: beside.Beside) -> int:
+async def _at_confirmed(self: context.Beside) -> int:
     """Plants late-stop."""
     found = await _wal_end(self)
     return max(1, found - 40)
 
 
-_joins_at, _wal_end = aside.joins_at, beside.Beside.wal_end
+_joins_at, _wal_end = side_topic.joins_at, context.Beside.wal_end
 
 
 @contextlib.contextmanager
@@ -69,11 +71,11 @@ def planted_aside(fault: str) -> Iterator[None]:
                 stack.enter_context(swapped(session.Session, "_hold", lambda self, on: None))
                 stack.enter_context(swapped(session, "kept_for", lambda *_: []))
                 stack.enter_context(swapped(session, "let_go", lambda slot, lsn: False))
-                stack.enter_context(swapped(prepare, "let_go", lambda slot, lsn: False))
+                stack.enter_context(swapped(bootstrap, "let_go", lambda slot, lsn: False))
             case "shown-twice":
-                stack.enter_context(swapped(aside, "first_snapshot", _nothing_shown))
+                stack.enter_context(swapped(side_topic, "first_snapshot", _nothing_shown))
             case "joined-ahead":
-                stack.enter_context(swapped(aside, "joins_at", _ahead))
+                stack.enter_context(swapped(side_topic, "joins_at", _ahead))
             case "late-stop":
-                stack.enter_context(swapped(beside.Beside, "wal_end", _at_confirmed))
+                stack.enter_context(swapped(context.Beside, "wal_end", _at_confirmed))
         yield

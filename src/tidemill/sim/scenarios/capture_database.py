@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Column, Op, Relation, Row
-from tidemill.capture.visibility import PgSnapshot
-from tidemill.capture.wire.pgoutput import POSTGRES_EPOCH_MS
-from tidemill.capture.wire.stream import HEAD_BYTES, Framed
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
+from tidemill.capture.postgres.pgoutput import POSTGRES_EPOCH_MS
+from tidemill.capture.postgres.replication_stream import HEAD_BYTES, Framed
 from tidemill.sim.world import World
 
 COLUMNS = (
@@ -119,7 +119,7 @@ class Database:
         self.moved = asyncio.Event()
         self.publication: set[int] | None = None
         self.history: tuple[tuple[int, int], ...] = ((1, 0),)
-        """Its timelines (capture/timeline.py)."""
+        """Its timelines (capture/postgres/timeline.py)."""
         self.fork_lsn: int | None = None
         """Where the newest of them began; None = it is the first one."""
         self.confirmed: int | None = None

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from tidemill.capture import prepare
-from tidemill.capture.moved import Moved
+from tidemill.capture.session import bootstrap
+from tidemill.capture.session.continuity_check import Moved
 from tidemill.shapes.sink import ShapeSink
 from tidemill.sim.scenarios.capture_database import WRITERS, Database
 from tidemill.sim.scenarios.capture_server import Server
@@ -59,7 +59,7 @@ def planted_fork(fault: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         match fault:
             case "unseen-fork":
-                stack.enter_context(swapped(prepare, "compare", _nothing))
+                stack.enter_context(swapped(bootstrap, "compare", _nothing))
             case "kept-positions":
                 stack.enter_context(swapped(ShapeSink, "went_back", lambda self: None))
         yield

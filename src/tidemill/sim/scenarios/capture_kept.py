@@ -26,7 +26,7 @@ import msgspec
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.runtime.tasks import keep
 from tidemill.base.status.status import Tracker
-from tidemill.capture import rounds
+from tidemill.capture.topics import batch_sender
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.shapes.budget import Budget
@@ -397,5 +397,5 @@ def quickened(world: World, *, harsh: bool, patient: bool) -> Iterator[None]:
             stack.enter_context(swapped(module, name, value))
         # Without the gap more of them are under way at once.
         gapless = random.Random(f"gap {world.seed}").random() < 0.5
-        stack.enter_context(swapped(rounds, "GAP_S", 0.0 if gapless else rounds.GAP_S))
+        stack.enter_context(swapped(batch_sender, "GAP_S", 0.0 if gapless else batch_sender.GAP_S))
         yield

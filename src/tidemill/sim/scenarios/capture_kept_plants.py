@@ -10,8 +10,8 @@ from typing import Any
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.capture import machine
-from tidemill.capture.session import Session
+from tidemill.capture.session import capture
+from tidemill.capture.session.session import Session
 from tidemill.shapes import table_shapes
 from tidemill.shapes.consumer import TableConsumer
 from tidemill.shapes.live import LiveShape
@@ -85,7 +85,7 @@ class UntrimmedConsumer(TableConsumer):
 PLACES: dict[str, tuple[ModuleType, str, object]] = {
     "confirm-before-flush": (capture_kept, "SimStore", HastyStore),
     "trusted-file": (capture_kept, "SimStore", TrustingStore),
-    "late-name": (machine, "Session", LateSession),
+    "late-name": (capture, "Session", LateSession),
     "route-before-restore": (capture_shapes, "TableShapes", HastyShapes),
     "untrimmed-restore": (table_shapes, "TableConsumer", UntrimmedConsumer),
 }

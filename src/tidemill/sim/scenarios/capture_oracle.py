@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from tidemill.capture.changes import NEVER
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.topic_writer import position_of
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
+from tidemill.capture.topics.topic_writer import position_of
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
 from tidemill.shards.api import Binding
 from tidemill.shards.bindings.remap import decode_binding, log_name

@@ -8,16 +8,16 @@ from functools import partial
 from typing import Any
 
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture import session
-from tidemill.capture.bindings import Binder
-from tidemill.capture.boundaries import Boundary
 from tidemill.capture.changes import Fragment
-from tidemill.capture.collector import Collector
-from tidemill.capture.consumer import FragmentConsumer
-from tidemill.capture.converter import Converter
-from tidemill.capture.rivals import Rivals
-from tidemill.capture.topic_writer import TopicWriter
-from tidemill.capture.wire.status import Status
+from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.deferrable_keys import Rivals
+from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.capture.postgres.standby_status import Status
+from tidemill.capture.session import session
+from tidemill.capture.topics.binder import Binder
+from tidemill.capture.topics.commit_boundaries import Boundary
+from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.sim.world import World, swapped
 
 FAULTS = (

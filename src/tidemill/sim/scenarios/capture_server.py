@@ -17,30 +17,22 @@ from zlib import crc32
 
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.lsn import Lsn
-from tidemill.capture import (
-    beside,
-    copying,
-    describing,
-    descriptions,
-    joining,
-    locking,
-    looking,
-    mending,
-    prepare,
-    session,
-    watch,
-    watching,
-)
-from tidemill.capture.attributes import Attribute, Attributes
+from tidemill.capture import control_connection
+from tidemill.capture.catalog import catalog_cache
+from tidemill.capture.catalog.columns import Attribute, Attributes
+from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.others import Objection
-from tidemill.capture.publication import Entry, Note, Published
-from tidemill.capture.setup import ServerFacts, SlotState
-from tidemill.capture.tables import TableInfo
-from tidemill.capture.timeline import Timeline
-from tidemill.capture.wire.status import Keepalive
-from tidemill.capture.wire.stream import Framed
+from tidemill.capture.postgres.replication_stream import Framed
+from tidemill.capture.postgres.standby_status import Keepalive
+from tidemill.capture.postgres.timeline import Timeline
+from tidemill.capture.session import bootstrap, relation_tracker, session, table_adder
+from tidemill.capture.setup import session_lock
+from tidemill.capture.setup.foreign_publications import Objection
+from tidemill.capture.setup.publication import Entry, Note, Published
+from tidemill.capture.setup.server_checks import ServerFacts, SlotState
+from tidemill.capture.snapshot import copier
+from tidemill.capture.tables import catalog_watcher, context, publication_repair, schema_change
 from tidemill.sim.scenarios.capture_database import STRANGER, Contents, Database, Standby, Taken, messages
 from tidemill.sim.world import swapped
 
@@ -481,24 +473,24 @@ def answering(server: Server) -> Iterator[None]:
                 "busy_walsender": _nobody, "ReplicationStream": Stream, "slot_state": _slot_state,
                 "rows_now": _rows_now,
             }),
-            (locking, {"try_lock": _yes}),
-            (descriptions, {"describe_after": _describe_after}),
-            (describing, {"attributes_of": _attributes_of, "describe": _describe, "heartbeat": _heartbeat}),
-            (watch, {"slot_state": _slot_state, "heartbeat": _heartbeat, "identify": _identify}),
-            (prepare, {
+            (session_lock, {"try_lock": _yes}),
+            (relation_tracker, {"describe_after": _describe_after}),
+            (schema_change, {"attributes_of": _attributes_of, "describe": _describe, "heartbeat": _heartbeat}),
+            (control_connection, {"slot_state": _slot_state, "heartbeat": _heartbeat, "identify": _identify}),
+            (bootstrap, {
                 "slot_state": _slot_state, "create_slot": _create_slot, "create_publication": _create_publication,
                 "publish": _publish, "published_tables": _published_tables, "list_tables": _list_tables,
                 "describe": _describe, "attributes_of": _attributes_of, "objections": _objections,
             }),
-            (beside, {"published_tables": _published_tables, "objections": _objections}),
-            (mending, {"publish": _publish, "unpublish": _unpublish, "hazards": _hazards}),
-            (looking, {"list_tables_unless": _list_tables_unless, "visible": _visible}),
-            (watching, {"describe": _describe, "attributes_of": _attributes_of}),
-            (joining, {
+            (context, {"published_tables": _published_tables, "objections": _objections}),
+            (publication_repair, {"publish": _publish, "unpublish": _unpublish, "hazards": _hazards}),
+            (catalog_cache, {"list_tables_unless": _list_tables_unless, "visible": _visible}),
+            (catalog_watcher, {"describe": _describe, "attributes_of": _attributes_of}),
+            (table_adder, {
                 "Wire": connections, "publish": _publish, "describe": _describe,
                 "table_holder": _nobody, "heartbeat": _heartbeat,
             }),
-            (copying, {"Wire": connections, "Snapshot": ServerSnapshot}),
+            (copier, {"Wire": connections, "Snapshot": ServerSnapshot}),
         ):  # fmt: skip
             for name, value in names.items():
                 stack.enter_context(swapped(module, name, value))

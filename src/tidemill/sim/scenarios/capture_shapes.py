@@ -19,8 +19,8 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Relation
-from tidemill.capture.machine import Capture
-from tidemill.capture.visibility import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
+from tidemill.capture.session.capture import Capture
 from tidemill.shapes import database as database_module
 from tidemill.shapes.budget import Budget
 from tidemill.shapes.compiling import Asked, compile_each

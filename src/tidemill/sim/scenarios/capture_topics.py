@@ -28,10 +28,10 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import TidemillError, Unavailable, Unknown
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.capture import topic_writer
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.machine import Capture
-from tidemill.capture.recopy import ask
+from tidemill.capture.session.capture import Capture
+from tidemill.capture.tables.recopy_requests import ask
+from tidemill.capture.topics import topic_writer
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.shards.bindings.remap import LogRemap

@@ -1,4 +1,4 @@
-"""Change events in Avro (capture/avro.py) → rows and keys: by columns, and one by one.
+"""Change events in Avro (capture/encode/debezium_avro.py) → rows and keys: by columns, and one by one.
 
     0x00 │ value's id │ before │ after │ source …     each of the two: 0x00, or 0x02 and the row
     0x00 │ key's id   │ the key's columns

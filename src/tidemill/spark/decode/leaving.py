@@ -1,7 +1,7 @@
 """Records of a captured table whose values lack columns, which the row has from before: found by their headers.
 
 tm.unchanged   JSON array of the columns: TOASTed values that an UPDATE left as they were, under an identity that does
-               not say the old row (capture/topic_writer.py)
+               not say the old row (capture/topics/topic_writer.py)
 tm.was         the key that the row had before, where that changed as well
 
 Only a record with more headers than its version has is looked at, and those of one set of columns are read together,

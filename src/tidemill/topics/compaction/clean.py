@@ -57,7 +57,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 PLAIN_HEADERS, UNCHANGED_HEADER = 3, "tm.unchanged"
-"""Of a captured table's records (capture/topic_writer.py)."""
+"""Of a captured table's records (capture/topics/topic_writer.py)."""
 
 
 class Cleaned(msgspec.Struct, frozen=True):

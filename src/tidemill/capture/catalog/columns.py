@@ -1,0 +1,134 @@
+"""What the database's catalogue says of a table's columns beyond what the stream tells: their numbers, what older rows
+read as where they lack one, and which files hold the rows.
+
+    number     a rename keeps it; a column that was dropped and made anew has another
+    missing    ADD COLUMN with a constant default writes nothing: rows of before are read with this value, for ever
+    storage    another one: every row was written anew (a volatile default, an ALTER TYPE, VACUUM FULL, TRUNCATE)
+    types      what the columns' types are made of: an ALTER TYPE of one writes no row, and old ones read otherwise
+    written    the transaction that wrote a column's row in pg_attribute last, as a rename or an ALTER TYPE does
+    leaves     the tables that hold the rows: of a partitioned one its partitions, and what attached them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tidemill.capture.catalog.table_discovery import GENERATED_PUBLISHED
+from tidemill.capture.catalog.type_dependencies import FIRST_OWN, types_of, written
+from tidemill.capture.postgres.connection import Wire
+
+_ATTRIBUTES = """
+WITH RECURSIVE tree(root, oid, attached) AS (
+    SELECT c.oid, c.oid, NULL::xid FROM pg_class c WHERE c.oid IN ({oids})
+    UNION ALL SELECT t.root, i.inhrelid, i.xmin FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'
+      JOIN pg_inherits i ON i.inhparent = t.oid),
+leaf AS (SELECT t.root, k.oid, k.relfilenode FROM tree t JOIN pg_class k USING (oid) WHERE k.relkind <> 'p')
+SELECT c.oid, c.relkind, c.relnatts,
+       (SELECT coalesce(max(d.attnum), 0) FROM pg_attribute d WHERE d.attrelid = c.oid AND d.attnum > 0
+           AND d.attisdropped),
+       (SELECT coalesce(md5(string_agg(l.oid || ':' || l.relfilenode, ' ' ORDER BY l.oid)), '-') FROM leaf l
+         WHERE l.root = c.oid),
+       (SELECT md5(string_agg(concat_ws(':', t.oid, t.attached), ' ' ORDER BY t.oid)) FROM tree t
+         WHERE t.root = c.oid),
+       a.xmin, a.attname, a.attnum, a.atttypid, a.atttypmod, format_type(a.atttypid, a.atttypmod),
+       coalesce((SELECT k.place - 1 FROM pg_index i CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY
+           AS k(attnum, place) WHERE i.indrelid = c.oid AND i.indisprimary AND k.attnum = a.attnum), -1),
+       m.kinds, m.missing
+  FROM pg_class c
+  JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
+ CROSS JOIN LATERAL (
+     SELECT count(DISTINCT CASE WHEN x.atthasmissing THEN x.attmissingval::text ELSE '' END) AS kinds,
+            min(CASE WHEN x.atthasmissing THEN (x.attmissingval::text::text[])[1] END) AS missing
+       FROM leaf l JOIN pg_attribute x ON x.attrelid = l.oid AND x.attname = a.attname AND NOT x.attisdropped
+      WHERE l.root = c.oid) m
+ WHERE c.oid IN ({oids})
+ ORDER BY c.oid, a.attnum
+"""
+
+
+class Attribute(msgspec.Struct, frozen=True):
+    """`missing`: what rows that lack it are read as, in PostgreSQL's text; None = NULL. `mixed`: its table's partitions
+    do not agree about that."""
+
+    name: str
+    attnum: int
+    type_oid: int
+    type_mod: int
+    type_name: str
+    key_index: int
+    missing: str | None = None
+    mixed: bool = False
+    written: str = ""
+
+
+class Attributes(msgspec.Struct, frozen=True):
+    """Of one table. `count`: the highest number there is, of dropped columns too; `dropped`: the highest of these."""
+
+    columns: tuple[Attribute, ...]
+    count: int
+    dropped: int
+    storage: str
+    partitioned: bool = False
+    types: dict[int, dict[int, list[str]]] = {}
+    """Of the columns (type_dependencies.py)."""
+    leaves: str = ""
+
+    @property
+    def copied_as(self) -> str:
+        """What a copy that goes on has to find as it was when it began."""
+        types = sorted(f"{oid} {written(members)}" for oid, members in self.types.items())
+        return " ".join([self.storage, *types])
+
+    @property
+    def by_name(self) -> dict[str, Attribute]:
+        return {column.name: column for column in self.columns}
+
+    @property
+    def key(self) -> list[str]:
+        return [c.name for c in sorted((c for c in self.columns if c.key_index >= 0), key=lambda c: c.key_index)]
+
+
+async def attributes_of(wire: Wire, oids: Sequence[int]) -> dict[int, Attributes]:
+    """By oid; a table that is gone is absent."""
+    if not oids:
+        return {}
+    kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
+    rows = await wire.query(_ATTRIBUTES.format(kinds=kinds, oids=", ".join(str(int(oid)) for oid in oids)))
+    columns: dict[int, list[Attribute]] = {}
+    tables: dict[int, tuple[int, int, str, bool]] = {}
+    leaves: dict[int, str] = {}
+    for oid, kind, count, dropped, storage, leaf, xmin, *column in rows:
+        name, attnum, type_oid, mod, type_name, key_index, kinds_, missing = column
+        table = int(oid or 0)
+        tables[table] = (int(count or 0), int(dropped or 0), storage or "", kind == "p")
+        leaves[table] = leaf or ""
+        columns.setdefault(table, []).append(
+            Attribute(
+                name or "", int(attnum or 0), int(type_oid or 0), int(mod or "-1"), type_name or "",
+                int(key_index or "-1"), missing, int(kinds_ or 0) > 1, xmin or "",
+            )
+        )  # fmt: skip
+    types = (
+        await types_of(wire, oids) if any(c.type_oid >= FIRST_OWN for some in columns.values() for c in some) else {}
+    )
+    return {
+        oid: Attributes(
+            tuple(columns[oid]),
+            *tables[oid],
+            {c.type_oid: types[c.type_oid] for c in columns[oid] if c.type_oid in types},
+            leaves[oid],
+        )
+        for oid in tables
+    }
+
+
+async def type_names(wire: Wire, types: Iterable[tuple[int, int]]) -> dict[tuple[int, int], str]:
+    """format_type's text of (type oid, type modifier)."""
+    wanted = sorted(set(types))
+    if not wanted:
+        return {}
+    asked = ", ".join(f"format_type({int(oid)}, {int(mod)})" for oid, mod in wanted)
+    (row,) = await wire.query(f"SELECT {asked}")
+    return dict(zip(wanted, (text or "" for text in row), strict=True))

@@ -1,0 +1,58 @@
+"""The rows that a table has now under some primary keys, in the text of the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.capture.changes import Relation, Row
+from tidemill.capture.control_connection import Control
+from tidemill.capture.postgres.connection import SqlRow, Wire, identifier, literal, scope
+
+ASKED_AT_ONCE = 500
+LOCK_TIMEOUT_MS = 1_000
+
+
+async def rows_now(control: Control, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+    """One for each of `rows`, by its key; None where the table has none, or is gone. So many at once are one question:
+    each has its own time to be answered in (control_connection.py, Q2), however many rows a transaction moved.
+
+    Raises SqlError, Invalid or Missing when the table cannot be read as `relation` describes it, or its lock cannot be
+    had just now; Unavailable when no answer comes."""
+    found: list[Row | None] = []
+    for at in range(0, len(rows), ASKED_AT_ONCE):
+        asked = rows[at : at + ASKED_AT_ONCE]
+        found += await control.ask(lambda wire, asked=asked: _some(wire, relation, asked))  # type: ignore[misc]
+    return found
+
+
+async def _some(wire: Wire, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+    keys, names = relation.key_columns, [column.name for column in relation.columns]
+    asked = ", ".join(
+        f"({number}, {', '.join(literal(row[c.name] or '') for c in keys)})" for number, row in enumerate(rows)
+    )
+    await wire.query("BEGIN READ ONLY")
+    try:
+        await wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
+        # The relation may lack the name of a type that the catalogue did not have any more when the stream described
+        # it, and a type may have another name since.
+        typed = ", ".join(f"({at}, {c.type_oid}::oid, {c.type_mod})" for at, c in enumerate(relation.columns))
+        described = await wire.query(
+            f"SELECT c.relkind, format_type(v.type, v.mod) FROM pg_class c, (VALUES {typed}) AS v(at, type, mod)"
+            f" WHERE c.oid = {relation.oid} ORDER BY v.at"
+        )
+        if not described:  # it is gone: an answer from the future (deferrable_keys.py, R2), whose end the stream brings
+            return [None] * len(rows)
+        kind, types = described[0][0], {name: type_ for name, (_, type_) in zip(names, described, strict=True)}
+        columns = ", ".join(f"t.{identifier(c.name)}::{types[c.name]}" for c in relation.columns)
+        same = " AND ".join(f"t.{identifier(c.name)} = k.k{n}::{types[c.name]}" for n, c in enumerate(keys))
+        table = scope(relation.schema, relation.table, partitioned=kind == "p")
+        answered = await wire.query(
+            f"SELECT k.number, {columns} FROM (VALUES {asked})"
+            f" AS k(number, {', '.join(f'k{n}' for n in range(len(keys)))}) JOIN {table} t ON {same}"
+        )
+    finally:
+        await wire.query("ROLLBACK")
+    by_number: dict[int, SqlRow] = {int(answer[0] or 0): answer[1:] for answer in answered}
+    return [
+        dict(zip(names, by_number[number], strict=True)) if number in by_number else None for number in range(len(rows))
+    ]

@@ -1,0 +1,63 @@
+"""Is a table still what its shard was made of? The difference between two descriptions, in one sentence. Pure.
+
+    stored      as of the table's snapshot: what its records and its shard have
+    stream      a Relation message: what the next rows have (names and types only)
+    catalogue   as PostgreSQL describes it now: type names and key, too; it may be ahead of the stream
+
+What of it is carried, and what parks the table, is decided in schema_versions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.capture.changes import Relation
+from tidemill.capture.postgres.pgoutput import RelationMessage
+from tidemill.metastore.catalogue import CapturedColumn
+
+
+def against_catalogue(stored: Sequence[CapturedColumn], now: Relation) -> str:
+    """What the database has that the stored description has not; "" = nothing."""
+    said = _columns([(c.name, c.type_name) for c in stored], [(c.name, c.type_name) for c in now.columns])
+    key = [c.name for c in sorted((c for c in stored if c.key_index >= 0), key=lambda c: c.key_index)]
+    key_now = [c.name for c in now.key_columns]
+    if key != key_now:
+        said.append(f"primary key ({', '.join(key)}) is now {'(' + ', '.join(key_now) + ')' if key_now else 'gone'}")
+    return "; ".join(said)
+
+
+def against_stream(stored: Sequence[CapturedColumn], message: RelationMessage, now: Relation | None) -> str:
+    """What the next rows of the stream have that the stored description has not; "" = nothing.
+
+    `now` only lends its words: the stream knows types by number.
+    """
+    if any(not c.type_oid for c in stored):
+        return _names([c.name for c in stored], [c.name for c in message.columns])
+    ours = {(c.name, c.type_oid, c.type_mod) for c in stored}
+    theirs = {(c.name, c.type_oid, c.type_mod) for c in message.columns}
+    if ours == theirs:
+        return ""
+    words = {(c.name, c.type_oid, c.type_mod): c.type_name for c in now.columns} if now is not None else {}
+    return "; ".join(
+        _columns(
+            [(c.name, c.type_name) for c in stored],
+            [
+                (c.name, known.get(c.name, "") if (c.name, c.type_oid, c.type_mod) in ours
+                 else words.get((c.name, c.type_oid, c.type_mod), f"type {c.type_oid}/{c.type_mod}"))
+                for known in [{k.name: k.type_name for k in stored}]
+                for c in message.columns
+            ],
+        )
+    )  # fmt: skip
+
+
+def _columns(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> list[str]:
+    before, after = dict(old), dict(new)
+    said = [f"column {n!r} {t} is new" for n, t in new if n not in before]
+    said += [f"column {n!r} is gone" for n, _ in old if n not in after]
+    said += [f"column {n!r} was {t} and is {after[n]}" for n, t in old if n in after and after[n] != t]
+    return said
+
+
+def _names(old: Sequence[str], new: Sequence[str]) -> str:
+    return "; ".join(_columns([(n, "") for n in old], [(n, "") for n in new]))

@@ -1,0 +1,253 @@
+"""What a captured table may become while it flows: which version of its description a message of the stream has, and
+whether a new one can be carried on. Pure.
+
+    a column at the end that rows of before read as NULL or a constant      the next version
+    smallint → integer → bigint, real → double precision                    the next version
+    numeric(p,s) → numeric(q,s) with q > p, varchar(n) → varchar(m) → text  the next version, if no row was written anew
+    a wider number in the key of a topic whose records are Avro             the table parks (avro_schemas.py, K1)
+    else                                                                    the table parks
+
+V1  The stream tells old transactions again, under the description of then: version n + 2 is in force from the commit
+    LSN evolved[n] on, and at that LSN the one before it as well, for a transaction may hold its DDL and rows of both.
+V2  Names and types are the stream's, numbers and missing values the catalogue's. The catalogue may be ahead of the
+    stream: what it cannot vouch for any more (a column that it has under another number or not at all, one that was
+    added and dropped since) parks the table. A missing value and a number never change, so they may be read late.
+V3  A new column without a missing value is NULL in the rows of before only if these were not written anew since the
+    table was last seen as described: a volatile default, an identity or a stored generated column does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from tidemill.base.errors import Invalid
+from tidemill.base.pgtypes.avro import AVRO
+from tidemill.capture.catalog.columns import Attributes
+from tidemill.capture.catalog.type_dependencies import reads_alike, written
+from tidemill.capture.encode.avro_schemas import key_kinds
+from tidemill.capture.naming import odd
+from tidemill.capture.postgres.pgoutput import RelationMessage
+from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, FormerType
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.pg_columns import column_for
+from tidemill.shards.parts.schema import checked
+from tidemill.shards.parts.schema_evolution import canonical_default, changes_to, evolved
+
+TEXT, VARCHAR, NUMERIC = 25, 1043, 1700
+_WIDER = {(21, 23), (21, 20), (23, 20), (700, 701)}
+"""int2 → int4 → int8, float4 → float8"""
+_MOD_HEADER = 4
+"""What a type modifier of numeric and varchar counts besides."""
+
+Type = tuple[int, int]
+"""(type oid, type modifier)"""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """One column as it is to be."""
+
+    name: str
+    type_oid: int
+    type_mod: int
+    type_name: str
+
+
+class Step(msgspec.Struct, frozen=True):
+    """The next version of a description, made of `of`. `attributes` and `storage` as CaptureTableRow has them."""
+
+    of: tuple[CapturedColumn, ...]
+    columns: tuple[CapturedColumn, ...]
+    attributes: int
+    storage: str
+
+    def __str__(self) -> str:
+        old = {c.name: c for c in self.of}
+        said = [f"+{c.name} {c.type_name}" for c in self.columns if c.name not in old]
+        said += [
+            f"{c.name} {old[c.name].type_name}→{c.type_name}"
+            for c in self.columns
+            if c.name in old and old[c.name].type_name != c.type_name
+        ]
+        return ", ".join(said)
+
+
+def version_of(row: CaptureTableRow, message: RelationMessage, lsn: int) -> int:
+    """The version that the message describes in a transaction that commits at `lsn`; 0 = none that may be (V1)."""
+    theirs = [(c.name, c.type_oid, c.type_mod) for c in message.columns]
+    if any(not c.type_oid or not c.attnum for c in row.columns):  # of an older tidemill: one version, in any order
+        known = all(c.type_oid for c in row.columns)
+        ours = {(c.name, c.type_oid, c.type_mod) if known else (c.name, 0, 0) for c in row.columns}
+        return int(ours == ({*theirs} if known else {(name, 0, 0) for name, _, _ in theirs}))
+    first = 1 + sum(at < lsn for at in row.evolved)
+    last = 1 + sum(at <= lsn for at in row.evolved)
+    for version in range(last, first - 1, -1):
+        if theirs == [(c.name, c.type_oid, c.type_mod) for c in described(row.columns, version)]:
+            return version
+    return 0
+
+
+def described(columns: Sequence[CapturedColumn], version: int) -> list[CapturedColumn]:
+    """The columns as of a version of their description."""
+    out = []
+    for column in columns:
+        if column.version <= version:
+            former = next((f for f in column.was if version <= f.version), None)
+            out.append(
+                column
+                if former is None
+                else replace(column, type_name=former.type_name, type_oid=former.type_oid, type_mod=former.type_mod)
+            )
+    return out
+
+
+def targets(message: RelationMessage, names: Mapping[Type, str]) -> list[Target]:
+    return [
+        Target(c.name, c.type_oid, c.type_mod, names.get((c.type_oid, c.type_mod), f"oid {c.type_oid}"))
+        for c in message.columns
+    ]
+
+
+def targets_of(found: Attributes) -> list[Target]:
+    return [Target(c.name, c.type_oid, c.type_mod, c.type_name) for c in found.columns]
+
+
+def anew(row: CaptureTableRow, found: Attributes | None) -> str:
+    """The columns that the database has under the name of a stored one, and that are others; "" = none."""
+    now = found.by_name if found is not None else {}
+    other = [c.name for c in row.columns if c.attnum and c.name in now and now[c.name].attnum != c.attnum]
+    return "; ".join(f"column {name!r} is another one of this name" for name in other)
+
+
+def types_as(found: Attributes) -> dict[int, str]:
+    """As CaptureTableRow has them."""
+    return {oid: written(members) for oid, members in found.types.items()}
+
+
+def reads_otherwise(row: CaptureTableRow, found: Attributes) -> str:
+    """The columns whose values of before read otherwise, for a type that they are made of was altered; "" = none."""
+    altered = [
+        c.name
+        for c in row.columns
+        if c.type_oid in row.types
+        and c.type_oid in found.types
+        and not reads_alike(row.types[c.type_oid], found.types[c.type_oid])
+    ]
+    return "; ".join(f"a type of column {name!r} was altered, and its old values read otherwise" for name in altered)
+
+
+def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attributes | None) -> Step | str:
+    """The step from the newest version to `target`, or why there is none ("" where the difference itself says it)."""
+    if not row.attributes or not row.storage or any(not c.attnum or not c.type_oid for c in row.columns):
+        return "it was described by an older tidemill, which did not keep what tells a new column from a renamed one"
+    if found is None:
+        return "and the table is gone meanwhile"
+    if any(map(odd, [text for t in target for text in (t.name, t.type_name)])):
+        return "and a name of them is not UTF-8"
+    if [t.name for t in target[: len(row.columns)]] != [c.name for c in row.columns]:
+        return ""
+    if found.key != [c.name for c in sorted((c for c in row.columns if c.key_index >= 0), key=lambda c: c.key_index)]:
+        return ""
+    rewritten = found.storage != row.storage
+    widened = _widened(row, target, found, rewritten)
+    if isinstance(widened, str):
+        return widened
+    added = _added(row, target[len(row.columns) :], found, rewritten)
+    if isinstance(added, str):
+        return added
+    columns = (*widened, *added)
+    if row.envelope == AVRO and key_kinds(columns) != key_kinds(row.columns):
+        return "its key has another schema from there on, so its records would be those of other keys"
+    try:
+        have = schema_of(row.columns)
+        evolved(have, changes_to(have, schema_of(columns)))
+    except Invalid as error:
+        return f"its shard cannot follow: {error.message.rstrip('.')}"
+    if targets_of(found) == list(target):
+        return Step(row.columns, columns, found.count, found.storage)
+    return Step(row.columns, columns, max(row.attributes, *(c.attnum for c in columns)), row.storage)
+
+
+def schema_of(columns: Sequence[CapturedColumn]) -> ShardSchema:
+    """What a shard of these columns is made of, with the defaults of those that were added. Raises Invalid."""
+    plain = [column_for(c.name, c.type_name) for c in columns]
+    key = sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index)
+    schema = checked(ShardSchema(tuple(plain), tuple(c.name for c in key)))
+    filled = [replace(s, default=c.default) for s, c in zip(schema.columns, columns, strict=True)]
+    return replace(schema, columns=tuple(filled))
+
+
+def widens(old: Type, new: Type) -> tuple[bool, bool]:
+    """(does every value stay exactly what it is, are the rows written anew for it)."""
+    (kind, mod), (kind_now, mod_now) = old, new
+    if (kind, kind_now) in _WIDER:
+        return True, True
+    if kind == kind_now == NUMERIC and mod >= _MOD_HEADER and mod_now >= _MOD_HEADER:
+        (digits, scale), (digits_now, scale_now) = (divmod(m - _MOD_HEADER, 1 << 16) for m in (mod, mod_now))
+        return digits < digits_now and scale == scale_now, False
+    if kind == VARCHAR and kind_now == VARCHAR:
+        return mod_now == -1 or 0 <= mod < mod_now, False
+    return kind == VARCHAR and kind_now == TEXT, False
+
+
+def _widened(
+    row: CaptureTableRow, target: Sequence[Target], found: Attributes, rewritten: bool
+) -> list[CapturedColumn] | str:
+    out = []
+    now = found.by_name
+    for column, wanted in zip(row.columns, target, strict=False):
+        if column.name not in now or now[column.name].attnum != column.attnum:
+            return f"and the database has no such column {column.name!r} any more"
+        old, new = (column.type_oid, column.type_mod), (wanted.type_oid, wanted.type_mod)
+        if old == new:
+            out.append(column)
+            continue
+        exact, anew_ = widens(old, new)
+        if not exact:
+            return ""
+        if rewritten and not anew_:
+            return "the rows were written anew as well, with values of which the stream says nothing"
+        former = FormerType(row.version, column.type_name, *old)
+        out.append(
+            replace(
+                column, type_name=wanted.type_name, type_oid=new[0], type_mod=new[1], was=(*column.was, former)
+            )
+        )  # fmt: skip
+    return out
+
+
+def _added(
+    row: CaptureTableRow, target: Sequence[Target], found: Attributes, rewritten: bool
+) -> list[CapturedColumn] | str:
+    """V2, V3."""
+    out = []
+    now = found.by_name
+    if target and found.dropped > row.attributes:
+        return "a column was added and dropped meanwhile, and which one rows of before lack cannot be told"
+    for wanted in target:
+        seen = now.get(wanted.name)
+        if seen is None or (seen.type_oid, seen.type_mod) != (wanted.type_oid, wanted.type_mod):
+            return f"and the database has no such column {wanted.name!r} any more"
+        if seen.attnum <= row.attributes:
+            return f"column {wanted.name!r} was there before under another name"
+        if seen.mixed or (rewritten and (seen.missing is None or found.partitioned)):
+            return (
+                "the rows were written anew meanwhile (a volatile default, an identity, a generated column does that),"
+                " with values of which the stream says nothing"
+            )
+        kind = column_for(wanted.name, wanted.type_name).type
+        if odd(seen.missing or ""):
+            return f"the default of column {wanted.name!r} is not UTF-8"
+        try:
+            default = canonical_default(Column(wanted.name, kind, seen.missing))
+        except Invalid as error:
+            return f"its default cannot be carried: {error.message.rstrip('.')}"
+        out.append(
+            CapturedColumn(
+                wanted.name, wanted.type_name, -1, wanted.type_oid, wanted.type_mod, seen.attnum, row.version + 1,
+                default,
+            )
+        )  # fmt: skip
+    return out

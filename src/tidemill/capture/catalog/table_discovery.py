@@ -1,0 +1,505 @@
+"""What the database's catalogue says about tables: which exist, which can be captured, their columns, keys and types.
+
+    refused    named, and cannot be captured as it is: no primary key; unlogged or foreign; on PostgreSQL 18 with a
+               virtual generated column, since REPLICA IDENTITY FULL would make all its UPDATEs and DELETEs fail; where
+               identities are taken as they are, with one that does not say the primary key of an old row
+    left       the same kinds where only a pattern meets them: nobody asked for this very table
+
+Nothing is altered before this is known. Stored generated columns are carried from PostgreSQL 18 on
+(`publish_generated_columns`); the stream of older ones lacks them. Partitions are represented by their root
+(`publish_via_partition_root`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from tidemill.base.errors import Invalid, Missing
+from tidemill.capture.catalog.type_dependencies import FIRST_OWN, HASH
+from tidemill.capture.changes import Column, Relation
+from tidemill.capture.naming import odd, readable, table_name
+from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
+from tidemill.capture.setup.foreign_publications import Objections
+from tidemill.capture.setup.server_checks import since
+
+GENERATED_PUBLISHED = 180_000
+"""From this version on stored generated columns can be published, and unpublished ones break REPLICA IDENTITY FULL."""
+
+VISIBLE_POLL_S = 0.01
+LOOK_TIMEOUT_MS = 100
+"""For the lock that a look into a new partition takes."""
+
+_LACKS_KEY = """
+CASE m.relreplident
+  WHEN 'f' THEN false
+  WHEN 'd' THEN NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate
+                               AND i.indnkeyatts = i.indnatts)
+  WHEN 'i' THEN NOT EXISTS (SELECT FROM pg_index i JOIN pg_index p ON p.indrelid = i.indrelid AND p.indisprimary
+                                                                      AND p.indimmediate
+                             WHERE i.indrelid = m.oid AND i.indisreplident AND i.indisvalid
+                               AND p.indkey::int2[] <@ (i.indkey::int2[])[0:i.indnkeyatts - 1])
+  ELSE true END
+"""
+"""Whether the WAL of relation m does not say whose row an UPDATE or DELETE of it was: with NOTHING; with DEFAULT where
+the primary key may be deferred, which then is no identity, or includes columns that are none of it; with an index that
+lacks a column of the key (an UPDATE of that column alone would say nothing of the key before). Where the primary key
+may be deferred two rows hold it at once, and only a whole old row says which one of them left it
+(deferrable_keys.py)."""
+
+_IDENTITY = """
+CASE m.relreplident WHEN 'f' THEN 'FULL' WHEN 'd' THEN 'DEFAULT' WHEN 'i' THEN coalesce((
+    SELECT 'USING INDEX ' || quote_ident(x.relname) FROM pg_index i JOIN pg_class x ON x.oid = i.indexrelid
+     WHERE i.indrelid = m.oid AND i.indisreplident), 'NOTHING') ELSE 'NOTHING' END
+"""
+"""The identity of relation m as SQL writes it; an index that is gone leaves the table with what NOTHING says."""
+
+_GIVES_KEY = """
+format('ALTER TABLE %I.%I REPLICA IDENTITY %s', (SELECT nspname FROM pg_namespace WHERE oid = m.relnamespace),
+       m.relname,
+       CASE WHEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate
+                            AND i.indnkeyatts = i.indnatts) THEN 'DEFAULT' ELSE 'FULL' END)
+"""
+STATEMENTS = 5
+"""So many of one table are told at once."""
+_LACKING = f"coalesce(array_to_string((array_agg({_GIVES_KEY}) FILTER (WHERE {_LACKS_KEY}))[1:{STATEMENTS}], '; '), '')"
+"""Of a group of relations m."""
+
+_TABLES = f"""
+SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
+       EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary),
+       coalesce((SELECT string_agg(DISTINCT a.attgenerated::text, '') FROM pg_attribute a
+                  WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped), ''),
+       CASE WHEN c.relkind = 'p' THEN coalesce((
+           WITH RECURSIVE tree(oid) AS (SELECT i.inhrelid FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
+                SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
+           SELECT min(k.relname::text) FROM tree JOIN pg_class k USING (oid)
+            WHERE k.relkind = 'f' OR k.relpersistence <> 'p'), '') ELSE '' END,
+       (SELECT md5(string_agg(concat_ws(' ', a.attname, a.attnum, a.atttypid, a.atttypmod, a.attgenerated), E'\\t'
+                                  ORDER BY a.attnum))
+          FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped)
+       || coalesce((SELECT i.indkey::text FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary), '')
+       || concat_ws(' ', '', c.relnatts, c.relfilenode)
+       || CASE WHEN EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+                               AND a.atttypid >= {FIRST_OWN}) THEN {HASH} ELSE '' END
+       || CASE WHEN c.relkind = 'p' THEN coalesce((
+           WITH RECURSIVE tree(oid, attached) AS (
+                SELECT i.inhrelid, i.xmin FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
+                SELECT i.inhrelid, i.xmin FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
+           SELECT md5(string_agg(concat_ws(' ', oid, k.relfilenode, attached), ' ' ORDER BY oid))
+             FROM tree JOIN pg_class k USING (oid)), '') ELSE '' END,
+       w.lacking
+  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+ CROSS JOIN LATERAL (
+     WITH RECURSIVE tree(oid) AS (SELECT c.oid UNION ALL SELECT i.inhrelid FROM tree t
+          JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p' JOIN pg_inherits i ON i.inhparent = t.oid)
+     SELECT string_agg(DISTINCT {_IDENTITY}, ', ') AS identity, {_LACKING} AS lacking
+       FROM tree JOIN pg_class m USING (oid)) w
+ WHERE c.relkind IN ('r', 'p', 'f') AND NOT c.relispartition AND c.relpersistence <> 't'
+   AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'tidemill') AND n.nspname !~ '^pg_(toast|temp)'
+ ORDER BY n.nspname, c.relname
+"""
+
+_TABLES_UNLESS = f"""
+WITH t AS MATERIALIZED ({_TABLES.replace("{", "{{").replace("}", "}}")}),
+     h AS (SELECT md5(coalesce(string_agg(t::text, E'\\n'), '')) AS hash FROM t)
+SELECT h.hash, t.* FROM h LEFT JOIN t ON h.hash <> {{known}} ORDER BY t.nspname, t.relname
+"""
+
+_HAZARDS = """
+WITH RECURSIVE tree(root, oid) AS (
+    SELECT r.prrelid, r.prrelid FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
+     WHERE p.pubname = {publication}
+    UNION ALL SELECT t.root, i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid
+      JOIN pg_class k ON k.oid = i.inhparent AND k.relkind = 'p')
+SELECT c.oid, n.nspname, c.relname, c.relkind, bool_or(f.virtual), bool_or(m.relkind <> 'p' AND (
+           m.relreplident = 'n'
+           OR m.relreplident = 'd' AND NOT EXISTS (
+               SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate)
+           OR m.relreplident = 'i' AND NOT EXISTS (
+               SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisreplident AND i.indisvalid))),
+       {lacking}
+  FROM tree JOIN pg_class m ON m.oid = tree.oid JOIN pg_class c ON c.oid = tree.root
+  JOIN pg_namespace n ON n.oid = c.relnamespace
+ CROSS JOIN LATERAL (SELECT EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = m.oid AND a.attgenerated = 'v'
+                                       AND NOT a.attisdropped) AS virtual) f
+ WHERE {wanting} OR f.virtual
+ GROUP BY c.oid, n.nspname, c.relname, c.relkind
+"""
+
+_KEYLESS = f"""
+WITH RECURSIVE tree(root, oid) AS (SELECT o, o FROM unnest(ARRAY[{{oids}}]::oid[]) o
+    UNION ALL SELECT t.root, i.inhrelid FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'
+      JOIN pg_inherits i ON i.inhparent = t.oid)
+SELECT t.root, {_GIVES_KEY} FROM tree t JOIN pg_class m USING (oid) WHERE {_LACKS_KEY} ORDER BY t.root, 2
+"""
+
+_COLUMNS = """
+SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
+       format_type(a.atttypid, a.atttypmod), coalesce(k.place - 1, -1), a.attnotnull,
+       NOT coalesce(i.indimmediate, true) OR coalesce({made_since}, false)
+  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+  JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
+  LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisprimary
+  LEFT JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place) ON k.attnum = a.attnum
+ WHERE c.oid IN ({oids})
+ ORDER BY c.oid, a.attnum
+"""
+
+
+class TableInfo(msgspec.Struct, frozen=True):
+    """`kind`: r table, p partitioned, f foreign.
+
+    identity        its REPLICA IDENTITY as SQL writes it; of it and its partitions, where they are of several kinds
+    lacking         the statements that give it and its partitions an identity that says the primary key, "" = it is so
+    odd             what of its names is not UTF-8, "" = none
+    generated       kinds of its generated columns: s stored, v virtual
+    odd_partition   a partition that has no WAL, "" = none
+    digest          of its columns, their types, its key, partitions, their attachments and the files of its rows:
+                    another one means to look closely
+    """
+
+    oid: int
+    schema: str
+    table: str
+    kind: str
+    persistence: str
+    identity: str
+    has_key: bool
+    generated: str = ""
+    odd_partition: str = ""
+    digest: str = ""
+    lacking: str = ""
+    odd: str = ""
+
+    @property
+    def name(self) -> str:
+        return table_name(self.schema, self.table)
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a table is not captured. `state`: refused or left (CaptureTableRow). `held_by`: who is in the way, if not
+    the operator. `again`: of a table that was captured, once the reason is gone a copy makes it good."""
+
+    state: str
+    reason: str
+    fix: str
+    held_by: str = ""
+    again: bool = False
+
+
+class Hazard(msgspec.Struct, frozen=True):
+    """A published table with a part whose changes lack old rows, or whose statements fail because it is published.
+    `lacking`: as in TableInfo."""
+
+    table: TableInfo
+    name: str
+    """as ALTER PUBLICATION wants it"""
+    virtual: bool
+    breaks: bool
+    lacking: str
+
+    @property
+    def oid(self) -> int:
+        return self.table.oid
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What the patterns of a capture come to: tables in name order, and by name those that cannot be taken."""
+
+    tables: tuple[TableInfo, ...]
+    refused: dict[str, Refusal]
+
+
+async def list_tables(wire: Wire) -> list[TableInfo]:
+    """Every ordinary, partitioned and foreign table, in name order, outside the system's schemas and our own: consensus
+    may live in the same database, and capturing it would feed on itself."""
+    return (await list_tables_unless(wire, "", []))[1]
+
+
+async def list_tables_unless(wire: Wire, known: str, tables: list[TableInfo]) -> tuple[str, list[TableInfo]]:
+    """The hash of what there is now, and that: these very `tables` where the hash is the `known` one."""
+    rows = await wire.query(_TABLES_UNLESS.format(known=literal(known)))
+    found = rows[0][0] or ""
+    if found == known:
+        return known, tables
+    odd_names = await _odd_names(wire) if wire.unchecked else {}
+    return found, [
+        TableInfo(
+            int(r[1] or 0), r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] or "", r[7] == "t", r[8] or "",
+            r[9] or "", r[10] or "", r[11] or "",
+            next((readable(name) for name in [f"{r[2]}.{r[3]}", r[6] or ""] if odd(name)), "")
+            or odd_names.get(int(r[1] or 0), ""),
+        )
+        for r in rows
+        if r[1] is not None  # there is none
+    ]  # fmt: skip
+
+
+async def _odd_names(wire: Wire) -> dict[int, str]:
+    """By table: the name of a column, of its type or of a partition that is not UTF-8."""
+    rows = await wire.query(
+        "SELECT a.attrelid, a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a"
+        " JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace"
+        " WHERE c.relkind IN ('r', 'p', 'f') AND a.attnum > 0 AND NOT a.attisdropped"
+        " AND n.nspname NOT IN ('pg_catalog', 'information_schema', 'tidemill')"
+        " UNION ALL SELECT pg_partition_root(c.oid)::oid, n.nspname, c.relname FROM pg_class c"
+        " JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.relispartition AND c.relkind IN ('r', 'p', 'f')"
+    )
+    return {int(oid or 0): readable(name or "") for oid, *names in rows for name in names if odd(name or "")}
+
+
+async def hazards(wire: Wire, publication: str, whole: bool) -> list[Hazard]:
+    """`whole`: FULL is demanded; else an identity that says the key will do."""
+    wanting = "m.relreplident <> 'f'" if whole else _LACKS_KEY
+    rows = await wire.query(_HAZARDS.format(publication=literal(publication), lacking=_LACKING, wanting=wanting))
+    return [
+        Hazard(
+            TableInfo(int(oid or 0), schema or "", table or "", kind or "", "p", "", True),
+            ("" if kind == "p" else "ONLY ") + qualified(schema or "", table or ""),
+            virtual == "t",
+            breaks == "t",
+            lacking or "",
+        )
+        for oid, schema, table, kind, virtual, breaks, lacking in rows
+    ]
+
+
+async def keyless(wire: Wire, oids: Sequence[int]) -> dict[int, list[str]]:
+    """By table: the statements that give it and its partitions an identity that says the primary key. A table that
+    needs none is absent."""
+    if not oids:
+        return {}
+    rows = await wire.query(_KEYLESS.format(oids=", ".join(str(int(oid)) for oid in oids)))
+    found: dict[int, list[str]] = {}
+    for root, statement in rows:
+        found.setdefault(int(root or 0), []).append(statement or "")
+    return found
+
+
+class NoTable(Missing):
+    """There is nothing that the capture could take in: a table may be made any moment."""
+
+
+def resolve(
+    patterns: Sequence[str],
+    tables: Sequence[TableInfo],
+    version: int,
+    *,
+    whole: bool = True,
+    objections: Objections | None = None,
+) -> Choice:
+    """The tables that the patterns name. `whole`: each is given REPLICA IDENTITY FULL, else it is captured with the
+    one that it has. `objections`: what publications have against that. Raises NoTable when the patterns name no
+    table at all."""
+    chosen: dict[str, TableInfo] = {}
+    refused: dict[str, Refusal] = {}
+    excluded = [p[1:] for p in patterns if p.startswith("!")]
+    for pattern in (p for p in patterns if not p.startswith("!")):
+        exact = [t for t in tables if _is(t, pattern)]
+        hits = exact or [t for t in tables if _matches(t, pattern)]
+        if not hits and not _is_pattern(pattern):
+            refused[_with_schema(pattern)] = Refusal(
+                "refused", f"no such table: table={pattern}.", "Create it, or correct `tables` of this capture."
+            )
+        for table in hits:
+            if any(_matches(table, e) for e in excluded):
+                continue
+            why = refusal(table, version, named=bool(exact), whole=whole)
+            objection = objections.get(table.oid) if objections is not None else None
+            if why is None and objection is not None and objection.refuses:
+                why = Refusal("refused", objection.reason, objection.fix, again=True)
+            if why is None:
+                chosen[table.name] = table
+            elif refused.get(table.name, why).state != "refused" or table.name not in refused:
+                refused[table.name] = why
+    if not chosen and all(r.reason.startswith("no such table") for r in refused.values()):
+        raise NoTable(
+            f"the capture's patterns name no table: table={','.join(patterns)}.",
+            fix="Create it, or correct `tables` of this capture.",
+        )
+    return Choice(tuple(chosen[name] for name in sorted(chosen)), refused)
+
+
+def refusal(table: TableInfo, version: int, *, named: bool = True, whole: bool = True) -> Refusal | None:
+    """Why a table cannot be captured as it is, None = it can. Pure, and asked before anything is altered."""
+    other_kind = "refused" if named else "left"
+    if table.kind == "f":
+        return Refusal(
+            other_kind, f"a foreign table has no WAL here: table={table.name}.", "Capture it where it lives."
+        )
+    if table.odd:
+        return Refusal(
+            other_kind,
+            f"a name is not UTF-8: table={table.name} name={table.odd}.",
+            "Rename it, or leave the table out.",
+        )
+    if table.persistence == "u":
+        return Refusal(
+            other_kind, f"an unlogged table has no WAL: table={table.name}.", f"ALTER TABLE {table.name} SET LOGGED."
+        )
+    if table.odd_partition:
+        return Refusal(
+            "refused",
+            f"a partition is foreign, unlogged or temporary and has no WAL: table={table.name}"
+            f" partition={table.odd_partition}.",
+            f'Detach it, or exclude the table with "!{table.name}".',
+        )
+    if not table.has_key:
+        return Refusal(
+            "refused",
+            f"a captured table needs a primary key: table={table.name}.",
+            f'Add a primary key to {table.name}, or exclude it with "!{table.name}".',
+        )
+    if version >= GENERATED_PUBLISHED and "v" in table.generated:
+        return Refusal(
+            "refused",
+            "a virtual generated column is in no stream, and capturing the table would make its UPDATE and DELETE"
+            f" fail: table={table.name}.",
+            f'Make the column STORED, or exclude the table with "!{table.name}".',
+        )
+    if not whole and table.lacking:
+        return Refusal(
+            "refused",
+            "its replica identity does not say the primary key of a row that is changed or deleted:"
+            f" table={table.name} identity={table.identity!r}.",
+            f"Run {readable(table.lacking)};",
+        )
+    return None
+
+
+async def list_partitions(wire: Wire, oid: int) -> dict[int, int]:
+    """Of a partitioned table, at all levels, each with the transaction that attached it, in the order of their oids;
+    none of any other. One that is being detached (CONCURRENTLY) is none any more: what changes in it is no change of
+    the table."""
+    rows = await wire.query(
+        f"WITH RECURSIVE tree(oid, attached) AS (SELECT {oid}::oid, NULL::xid UNION ALL SELECT i.inhrelid, i.xmin"
+        " FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'"
+        " JOIN pg_inherits i ON i.inhparent = t.oid AND NOT i.inhdetachpending)"
+        f" SELECT oid, attached FROM tree WHERE oid <> {oid} ORDER BY oid"
+    )
+    return {int(found or 0): int(attached or 0) for found, attached in rows}
+
+
+async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
+    """The partitioned tables that this is a partition of, at all levels; none where it is none, or gone."""
+    rows = await wire.query(
+        f"WITH RECURSIVE up(oid) AS (SELECT inhparent FROM pg_inherits WHERE inhrelid = {oid} UNION"
+        " SELECT i.inhparent FROM up u JOIN pg_inherits i ON i.inhrelid = u.oid)"
+        " SELECT oid FROM up JOIN pg_class c USING (oid) WHERE c.relkind = 'p'"
+    )
+    return tuple(int(found or 0) for (found,) in rows)
+
+
+async def came_with_rows(wire: Wire, partition: int) -> str:
+    """The name of a partition that holds a row at least as old as its attachment, else "". Such rows were in no change
+    of the root. Raises SqlError when its lock cannot be had just now or it takes too long, and Invalid when the role
+    may not read it: a right to the root is none to the partition alone. Whether it is empty is seen without one.
+
+    A row of more than 2^31 transactions ago has a negative age (setup.since): only what has one in between is younger.
+    """
+    names = await wire.query(
+        "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+        f" WHERE c.oid = {partition} AND c.relkind = 'r'"
+    )
+    if not names:
+        return ""
+    schema, table = names[0][0] or "", names[0][1] or ""
+    await wire.query("BEGIN")
+    try:
+        await wire.query(f"SET LOCAL lock_timeout = {LOOK_TIMEOUT_MS}")
+        await wire.query(f"SET LOCAL statement_timeout = {LOOK_TIMEOUT_MS * 20}")
+        ((size, allowed, role),) = await wire.query(
+            f"SELECT pg_relation_size(oid), has_schema_privilege(relnamespace, 'USAGE') AND"
+            f" has_table_privilege(oid, 'SELECT'), current_user FROM pg_class WHERE oid = {partition}"
+        ) or [("0", "t", "")]
+        if size == "0":
+            return ""
+        if allowed != "t":
+            raise Invalid(
+                f"the role may not read it: partition={table_name(schema, table)} role={role}.",
+                fix=f"Run GRANT SELECT ON {qualified(schema, table)} TO {identifier(role or '')};",
+            )
+        old = await wire.value(
+            f"SELECT EXISTS (SELECT FROM ONLY {qualified(schema, table)} r"
+            " WHERE NOT (age(r.xmin) >= 0 AND age(r.xmin) < (SELECT min(age(i.xmin)) FROM pg_inherits i"
+            f" WHERE i.inhrelid IN (SELECT relid FROM pg_partition_ancestors({partition})))))"
+        )
+    finally:
+        await wire.query("ROLLBACK")
+    return table_name(schema, table) if old == "t" else ""
+
+
+async def describe_after(wire: Wire, xid: int, oid: int, *, whole: bool) -> Relation | None:
+    """A table as PostgreSQL describes it once transaction `xid` of the stream is visible; None when it is gone.
+
+    `whole`: the stream says whole old rows, so its key counts as deferrable where it may have been one that was: it was
+    made by this transaction or a later one, and nothing says what was before. That costs time alone
+    (deferrable_keys.py). Where old rows are less, rivals cannot be told apart, and it counts as what it is now.
+
+    A commit is decoded as soon as it is flushed, before new snapshots see it: the catalogue asked too early is still
+    that from before its DDL. A transaction gives its lock on its own id up only after it has become visible.
+    """
+    running = (
+        "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'transactionid' AND granted"
+        f" AND mode = 'ExclusiveLock' AND transactionid = '{xid}'::xid)"
+    )
+    while True:
+        if await wire.value(running) != "t":
+            return (await describe(wire, [oid], made_since=since("i.xmin", str(xid)) if whole else "false")).get(oid)
+        await asyncio.sleep(VISIBLE_POLL_S)
+
+
+async def describe(wire: Wire, oids: Sequence[int], *, made_since: str = "false") -> dict[int, Relation]:
+    """Columns and keys of tables by oid, as the stream carries them; a table that is gone is absent. `made_since`: the
+    condition on a primary key's row i of pg_index that has it count as deferrable, whatever it is."""
+    if not oids:
+        return {}
+    kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
+    listed = ", ".join(str(int(oid)) for oid in oids)
+    rows = await wire.query(_COLUMNS.format(kinds=kinds, oids=listed, made_since=made_since))
+    names: dict[int, tuple[str, str]] = {}
+    columns: dict[int, list[Column]] = {}
+    deferrable: set[int] = set()
+    for oid, schema, table, name, type_oid, type_mod, type_name, key_index, not_null, deferred in rows:
+        relation = int(oid or 0)
+        names[relation] = (schema or "", table or "")
+        if deferred == "t":
+            deferrable.add(relation)
+        columns.setdefault(relation, []).append(
+            Column(
+                name=name or "",
+                type_oid=int(type_oid or 0),
+                type_mod=int(type_mod or "-1"),
+                type_name=type_name or "",
+                key_index=int(key_index or "-1"),
+                not_null=not_null == "t",
+            )
+        )
+    return {oid: Relation(oid, *names[oid], tuple(cols), deferrable=oid in deferrable) for oid, cols in columns.items()}
+
+
+def _with_schema(pattern: str) -> str:
+    return pattern if "." in pattern else f"public.{pattern}"
+
+
+def _is_pattern(text: str) -> bool:
+    return any(c in text for c in "*?[")
+
+
+def _names(table: TableInfo) -> tuple[str, ...]:
+    """The ways an operator may write it: as we do, as plain text, and without its schema where that is public."""
+    plain = f"{table.schema}.{table.table}"
+    return (table.name, plain, *((table.table,) if table.schema == "public" else ()))
+
+
+def _is(table: TableInfo, pattern: str) -> bool:
+    return pattern in _names(table)
+
+
+def _matches(table: TableInfo, pattern: str) -> bool:
+    full = _with_schema(pattern)
+    return any(fnmatchcase(name, full) for name in _names(table)[:2])

@@ -1,0 +1,90 @@
+"""The types that a table's columns are made of, and whether values of before read otherwise by now. Pure, but for one
+question.
+
+    composite   ADD or DROP ATTRIBUTE, of a table's row type its columns     every old value reads otherwise
+    enum        RENAME VALUE                                                 values of that label do
+                ADD VALUE                                                    nothing: labels are compared as far as
+                                                                             they were there
+    array, domain, range, multirange                                         as what they are over, at any depth
+
+PostgreSQL stores numbers of attributes and labels, and no message of the stream says that they were altered: a copy of
+the table alone reads all rows as SELECT does.
+
+A type is written down as `structure|enum:labels:hash|…`, by the oid of the column's type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from tidemill.capture.postgres.connection import Wire
+
+FIRST_OWN = 16_384
+"""Oids below are those of PostgreSQL's own types, which nobody alters."""
+_DIGITS = 16
+
+_MEMBERS = """
+SELECT m.typelem AS oid WHERE m.typelem <> 0
+UNION ALL SELECT m.typbasetype WHERE m.typbasetype <> 0
+UNION ALL SELECT r.rngsubtype FROM pg_range r WHERE m.oid IN (r.rngtypid, r.rngmultitypid)
+UNION ALL SELECT d.atttypid FROM pg_attribute d WHERE m.typrelid <> 0 AND d.attrelid = m.typrelid AND d.attnum > 0
+   AND NOT d.attisdropped
+"""
+"""Of the row m of pg_type."""
+
+_ITEMS = """
+SELECT concat_ws(' ', 'a', d.attnum, d.atttypid, d.atttypmod) AS item, d.attnum::bigint AS place FROM pg_attribute d
+ WHERE m.typrelid <> 0 AND d.attrelid = m.typrelid AND d.attnum > 0 AND NOT d.attisdropped
+UNION ALL SELECT 'e ' || e.enumlabel, e.oid::bigint FROM pg_enum e WHERE e.enumtypid = m.oid
+"""
+
+_OF_TABLES = f"""
+WITH RECURSIVE tree(root, oid) AS (
+    SELECT DISTINCT a.atttypid, a.atttypid FROM pg_attribute a WHERE a.attrelid IN ({{oids}}) AND a.attnum > 0
+       AND NOT a.attisdropped AND a.atttypid >= {FIRST_OWN}
+    UNION SELECT t.root, x.oid FROM tree t JOIN pg_type m ON m.oid = t.oid CROSS JOIN LATERAL ({_MEMBERS}) x)
+SELECT t.root, t.oid, i.item FROM tree t JOIN pg_type m ON m.oid = t.oid CROSS JOIN LATERAL ({_ITEMS}) i
+ ORDER BY t.root, t.oid, i.place
+"""
+
+HASH = f"""
+(WITH RECURSIVE used(oid) AS (
+    SELECT DISTINCT a.atttypid FROM pg_attribute a JOIN pg_class k ON k.oid = a.attrelid
+     WHERE k.relkind IN ('r', 'p') AND a.attnum > 0 AND NOT a.attisdropped AND a.atttypid >= {FIRST_OWN}
+    UNION SELECT x.oid FROM used u JOIN pg_type m ON m.oid = u.oid CROSS JOIN LATERAL ({_MEMBERS}) x)
+ SELECT coalesce(md5(string_agg(concat_ws(' ', m.oid, i.item), E'\\t' ORDER BY m.oid, i.place)), '')
+   FROM used u JOIN pg_type m ON m.oid = u.oid CROSS JOIN LATERAL ({_ITEMS}) i)
+"""
+"""Of all types that columns of tables are made of: another one means to look closely."""
+
+
+async def types_of(wire: Wire, oids: Sequence[int]) -> dict[int, dict[int, list[str]]]:
+    """By the type of a column of these tables: the types that it is made of, with their attributes and labels."""
+    rows = await wire.query(_OF_TABLES.format(oids=", ".join(str(int(oid)) for oid in oids)))
+    found: dict[int, dict[int, list[str]]] = {}
+    for root, member, item in rows:
+        found.setdefault(int(root or 0), {}).setdefault(int(member or 0), []).append(item or "")
+    return found
+
+
+def written(members: Mapping[int, Sequence[str]], labels: Mapping[int, int] | None = None) -> str:
+    """`labels`: of an enum count only so many."""
+    parts, structure = [], hashlib.sha256()
+    for oid, items in sorted(members.items()):
+        if items[0].startswith("a "):
+            structure.update(f"{oid} {' '.join(items)}\n".encode())
+            continue
+        count = len(items) if labels is None else labels.get(oid, 0)
+        said = "\t".join(items[:count]).encode(errors="surrogateescape")
+        parts.append(f"{oid}:{count}:{hashlib.sha256(said).hexdigest()[:_DIGITS]}")
+    return "|".join([structure.hexdigest()[:_DIGITS], *parts])
+
+
+def reads_alike(stored: str, members: Mapping[int, Sequence[str]]) -> bool:
+    """Whether values of a type that was written down so read as they did."""
+    counts: dict[int, int] = {}
+    for part in stored.split("|")[1:]:
+        oid, count, _ = part.split(":")
+        counts[int(oid)] = int(count)
+    return written(members, counts) == stored

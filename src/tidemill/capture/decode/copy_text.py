@@ -1,0 +1,113 @@
+"""Rows as COPY prints them in its text format: one by one, and by columns. Pure.
+
+    line     value TAB value … NEWLINE       \\N is NULL; a tab, newline or backslash within a value is escaped
+
+So a raw tab or newline always ends a value, and one look over many lines finds all values. The few that have an escape
+are written anew behind the lines. What is made of a block is what the stream's rows become (row_blocks.py,
+columnar_encoder.py).
+
+Y1  A block says of every value what `rows_of` says, or there is none: what that might refuse is left to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tidemill.capture.changes import Relation, Row
+from tidemill.capture.decode.columnar_tuples import INSERT, PAD_BYTES, Old, Values, Walker
+from tidemill.capture.decode.row_blocks import MOST_COLUMNS, Block
+from tidemill.capture.postgres.pgoutput import not_utf8
+
+LEAST_LINES = 48
+"""Fewer are read and written faster one by one."""
+MOST_BYTES = 16 << 20
+"""Of a block: larger lines cost more to be joined than their rows cost to be read."""
+_TAB, _NEWLINE, _BACKSLASH, _N = b"\t\n\\N"
+_ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPED_BYTES = re.compile(rb"\\(.)", re.DOTALL)
+_ESCAPES_BYTES = {name.encode(): byte.encode() for name, byte in _ESCAPES.items()}
+
+
+def rows_of(relation: Relation, lines: Sequence[bytes]) -> list[Row]:
+    """One by one. Raises ValueError for a line with another number of values, Invalid for one that is not UTF-8."""
+    names = [column.name for column in relation.columns]
+    return [dict(zip(names, parse_copy_row(line), strict=True)) for line in lines]
+
+
+def parse_copy_row(line: bytes) -> list[str | None]:
+    """One row of COPY's text format: tabs between values, \\N for NULL, backslash escapes."""
+    try:
+        text = line.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise not_utf8(error) from error
+    values: list[str | None] = [*text.split("\t")]
+    if "\\" not in text:
+        return values
+    return [None if value == "\\N" else _unescape(value) for value in text.split("\t")]
+
+
+def _unescape(value: str) -> str:
+    return _ESCAPED.sub(lambda m: _ESCAPES.get(m.group(1), m.group(1)), value) if "\\" in value else value
+
+
+def block_of(relation: Relation, lines: Sequence[bytes]) -> Block | None:
+    """The rows of these lines by columns, as inserts; None: see Y1."""
+    columns, count = len(relation.columns), len(lines)
+    if not 0 < columns <= MOST_COLUMNS or count < LEAST_LINES:
+        return None
+    body = b"".join(lines)
+    if len(body) > MOST_BYTES or not _reads(body):
+        return None
+    data = np.frombuffer(body, np.uint8)
+    (ends,) = np.nonzero((data == _TAB) | (data == _NEWLINE))
+    if len(ends) != columns * count:
+        return None
+    marks = data[ends].reshape(count, columns)
+    if (marks[:, :-1] != _TAB).any() or (marks[:, -1] != _NEWLINE).any():
+        return None
+    starts = np.empty(len(ends), np.int64)
+    starts[0], starts[1:] = 0, ends[:-1] + 1
+    sizes = ends - starts
+    if b"\\" in body:
+        body += _written_anew(body, data, starts, ends, sizes)
+    by_column = Values(
+        np.ascontiguousarray(starts.reshape(count, columns).T), np.ascontiguousarray(sizes.reshape(count, columns).T)
+    )
+    walker = Walker(body + bytes(PAD_BYTES))
+    nothing = np.zeros(0, np.int64)
+    old = Old(nothing, Values(by_column.starts[:, nothing], by_column.sizes[:, nothing]))
+    return Block(relation, np.arange(count), np.full(count, INSERT, np.uint8), by_column, old, walker)
+
+
+def _written_anew(body: bytes, data: Any, starts: Any, ends: Any, sizes: Any) -> bytes:
+    """The values with escapes as they are meant, one after the other: where they lie behind the body is noted in
+    `starts` and `sizes`. NULL becomes the size −1."""
+    (slashes,) = np.nonzero(data == _BACKSLASH)
+    odd = np.unique(np.searchsorted(ends, slashes))
+    null = (sizes[odd] == 2) & (data[starts[odd]] == _BACKSLASH) & (data[starts[odd] + 1] == _N)
+    sizes[odd[null]] = -1
+    written: list[bytes] = []
+    at = len(body)
+    for field in odd[~null].tolist():
+        value = _ESCAPED_BYTES.sub(
+            lambda m: _ESCAPES_BYTES.get(m.group(1), m.group(1)), body[starts[field] : ends[field]]
+        )
+        starts[field], sizes[field] = at, len(value)
+        at += len(value)
+        written.append(value)
+    return b"".join(written)
+
+
+def _reads(body: bytes) -> bool:
+    if body.isascii():
+        return True
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,244 @@
+"""Changes that arrived together, found by columns: what one receive brought between two descriptions of relations.
+
+    frames ──► one buffer ──► per relation a Block: where each row's values lie ──► Rows, a range of them in a fragment
+
+A place is the number of a frame in its burst. In a range of Rows every place is a change, so the ordinal of place p is
+`shift` + ORDINAL_STEP · p. Rows of a block are in the order of the stream, so a range of places is a range of its rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import overload
+
+import numpy as np
+
+from tidemill.base.lsn import ChangePosition
+from tidemill.capture.changes import ORDINAL_STEP, Change, Relation
+from tidemill.capture.decode.columnar_tuples import Bytes, Int64s, Old, Values, Walker
+from tidemill.capture.decode.row_tuples import decoded
+
+MOST_COLUMNS = 128
+"""A step a column costs some ten microseconds, however few the rows: what is wider would hold the loop up."""
+
+
+class Block:
+    """The rows of one relation in a segment. `places`: of their frames; `kinds`: of their messages; `old`: what those
+    that were updated were before.
+
+    `encoded` is what the topic writer made of them, once for all the transactions they belong to.
+    """
+
+    __slots__ = ("encoded", "kinds", "old", "places", "relation", "values", "walker")
+
+    def __init__(
+        self, relation: Relation, places: Int64s, kinds: Bytes, values: Values, old: Old, walker: Walker
+    ) -> None:
+        self.relation = relation
+        self.old = old
+        self.places: list[int] = places.tolist()
+        self.kinds = kinds
+        self.values = values
+        self.walker = walker
+        self.encoded: object | None = None
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+class Segment:
+    """`starts`, `ends`: of the messages of all frames in the walker's body; `places`: which may be changes of rows.
+
+    A relation with fewer than `least` rows here, or that `columnar` does not admit, is left to the per-row functions.
+    """
+
+    def __init__(
+        self,
+        walker: Walker,
+        starts: Int64s,
+        ends: Int64s,
+        places: Int64s,
+        relations: Mapping[int, Relation],
+        columnar: Callable[[int], bool],
+        least: int,
+    ) -> None:
+        self._walker = walker
+        self._starts: list[int] = starts.tolist()
+        self._ends: list[int] = ends.tolist()
+        self.blocks: list[Block] = []
+        owners = np.full(len(starts), -1, np.int32)
+        ranks = np.zeros(len(starts), np.int32)
+        oids = walker.oids(starts[places])
+        alike = bool((oids == oids[0]).all())
+        for oid in oids[:1].tolist() if alike else np.unique(oids).tolist():
+            relation = relations.get(oid)
+            mine = places if alike else places[oids == oid]
+            if (
+                relation is None
+                or not 0 < len(relation.columns) <= MOST_COLUMNS
+                or len(mine) < least
+                or not columnar(oid)
+            ):
+                continue
+            keys = [at for at, column in enumerate(relation.columns) if column.key_index >= 0]
+            rows, kinds, whole, old = walker.walk(
+                starts[mine], ends[mine], len(relation.columns), keys, keys_suffice=relation.old_rows == "key"
+            )
+            if not whole.all():
+                mine, kinds = mine[whole], kinds[whole]
+                rows, old = Values(rows.starts[:, whole], rows.sizes[:, whole]), old.of(whole)
+            owners[mine] = len(self.blocks)
+            ranks[mine] = np.arange(len(mine))
+            self.blocks.append(Block(relation, mine, kinds, rows, old, walker))
+        self.whole = owners >= 0
+        """By place: which rows are in a block."""
+        self._owners: list[int] = owners.tolist()
+        self._ranks: list[int] = ranks.tolist()
+        sums = np.zeros(len(starts) + 1, np.int64)
+        np.cumsum(ends - starts, out=sums[1:])
+        self.sums: list[int] = sums.tolist()
+        """Bytes of the messages before each place."""
+
+    @property
+    def oids(self) -> list[int]:
+        return [block.relation.oid for block in self.blocks]
+
+    def message(self, place: int) -> bytes:
+        return self._walker.body[self._starts[place] : self._ends[place]]
+
+    def relation(self, place: int) -> Relation:
+        return self.blocks[self._owners[place]].relation
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[Block, int, int]]:
+        """The rows at the places [start, end): ranges of blocks, each block's in the order of the stream."""
+        if end - start > 4 * len(self.blocks):
+            for block in self.blocks:
+                first = bisect_left(block.places, start)
+                last = bisect_left(block.places, end, first)
+                if first < last:
+                    yield block, first, last
+            return
+        while start < end:
+            owner, first = self._owners[start], self._ranks[start]
+            last = first
+            while start < end and self._owners[start] == owner:
+                start, last = start + 1, last + 1
+            yield self.blocks[owner], first, last
+
+
+class Rows:
+    """The changes at the places [start, end) of a segment, as part of a transaction."""
+
+    __slots__ = ("commit_lsn", "end", "segment", "shift", "start")
+
+    def __init__(self, segment: Segment, start: int, end: int, commit_lsn: int, shift: int) -> None:
+        self.segment = segment
+        self.start = start
+        self.end = end
+        self.commit_lsn = commit_lsn
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def cut(self, place: int) -> tuple[Rows, Rows]:
+        """Those before the place, and those from it on."""
+        rest = (self.commit_lsn, self.shift)
+        return Rows(self.segment, self.start, place, *rest), Rows(self.segment, place, self.end, *rest)
+
+    def position(self, place: int) -> ChangePosition:
+        return ChangePosition(self.commit_lsn, self.shift + ORDINAL_STEP * place)
+
+    def change(self, place: int) -> Change:
+        """Decoded now, and anew each time."""
+        return decoded(self.segment.relation(place), self.segment.message(place), self.position(place))
+
+    def of(self, oids: Collection[int]) -> Iterator[Change]:
+        """In order, and only those of these relations are decoded."""
+        for place in range(self.start, self.end):
+            if self.segment.relation(place).oid in oids:
+                yield self.change(place)
+
+
+Part = Change | Rows
+
+
+class Changes(Sequence[Change]):
+    """The changes of a fragment, of which some are decoded only when they are looked at."""
+
+    __slots__ = ("_count", "parts")
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self.parts = tuple(parts)
+        self._count = sum(len(part) if isinstance(part, Rows) else 1 for part in self.parts)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Change]:
+        for part in self.parts:
+            if isinstance(part, Rows):
+                yield from map(part.change, range(part.start, part.end))
+            else:
+                yield part
+
+    @overload
+    def __getitem__(self, index: int) -> Change: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Change, ...]: ...
+    def __getitem__(self, index: int | slice) -> Change | tuple[Change, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        at = index + self._count if index < 0 else index
+        if 0 <= at < self._count:
+            for part in self.parts:
+                size = len(part) if isinstance(part, Rows) else 1
+                if at < size:
+                    return part.change(part.start + at) if isinstance(part, Rows) else part
+                at -= size
+        raise IndexError(f"no such change: index={index} changes={self._count}")
+
+
+def parts_of(changes: Sequence[Change]) -> Iterable[Part]:
+    return changes.parts if isinstance(changes, Changes) else changes
+
+
+def first_position(changes: Sequence[Change]) -> ChangePosition | None:
+    """Of the first change, without decoding it."""
+    for part in parts_of(changes):
+        return part.position(part.start) if isinstance(part, Rows) else part.position
+    return None
+
+
+def counts_of(changes: Sequence[Change]) -> Counter[int]:
+    """The number of changes of each relation, by oid; none is decoded."""
+    found: Counter[int] = Counter()
+    for part in parts_of(changes):
+        if isinstance(part, Rows):
+            for block, first, last in part.segment.ranges(part.start, part.end):
+                found[block.relation.oid] += last - first
+        else:
+            found[part.relation.oid] += 1
+    return found
+
+
+def only(changes: Sequence[Change], oids: Collection[int]) -> tuple[Change, ...]:
+    """The changes of these relations, in order; no others are decoded."""
+    return tuple(
+        change
+        for part in parts_of(changes)
+        for change in (part.of(oids) if isinstance(part, Rows) else (part,))
+        if change.relation.oid in oids
+    )
+
+
+def by_relation(changes: Sequence[Change], oids: Collection[int]) -> dict[int, list[Change]]:
+    """The changes of each of these relations, in order; no others are decoded."""
+    found: dict[int, list[Change]] = {}
+    for part in parts_of(changes):
+        for change in part.of(oids) if isinstance(part, Rows) else (part,):
+            if change.relation.oid in oids:
+                found.setdefault(change.relation.oid, []).append(change)
+    return found

@@ -1,0 +1,108 @@
+"""From one message to one change: the per-row functions. What runs by columns (row_blocks.py) is held to what these
+say.
+
+    identity of the row's table   old tuple of an UPDATE             of a DELETE
+    FULL                          O: every column                    O
+    DEFAULT, USING INDEX          K: the identity's columns, where   K
+                                  they changed or are TOASTed; or none
+
+An unchanged TOASTed value has none in the new tuple. It is never NULL, so the old tuple has it exactly where it is not
+NULL there: only then it is taken from there, whatever the old tuple calls itself (of a partitioned table pgoutput names
+it after the root's identity, and fills it after the partition's). Else the change says that it has no value.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.lsn import ChangePosition
+from tidemill.capture.changes import Change, Relation, Row
+from tidemill.capture.postgres.pgoutput import UNCHANGED, Delete, Insert, Tuple, Update, decode
+
+
+def change_of(
+    relation: Relation, names: tuple[str, ...], message: Insert | Update | Delete, position: ChangePosition
+) -> Change:
+    """The change that a message says, of `relation` with columns `names`. Raises Corrupt when a tuple does not fit,
+    Invalid when the old row is missing, or less of it is there than `relation.old_rows` demands."""
+    match message:
+        case Insert():
+            new, unchanged = _new(names, relation, message.new, None)
+            if unchanged:
+                raise no_old_row(relation, "unchanged TOASTed value")
+            return Change(relation, "insert", position, new=new)
+        case Update():
+            before = _before(names, relation, message.old_kind, message.old, "UPDATE")
+            new, unchanged = _new(names, relation, message.new, before)
+            old = _old(relation, message.old_kind, before, "UPDATE") if before is not None else None
+            return Change(relation, "update", position, new=new, old=old, unchanged=unchanged)
+        case Delete():
+            before = _before(names, relation, message.old_kind, message.old, "DELETE")
+            assert before is not None
+            return Change(relation, "delete", position, old=_old(relation, message.old_kind, before, "DELETE"))
+
+
+def decoded(relation: Relation, payload: bytes, position: ChangePosition) -> Change:
+    """The change of a message that was found to be whole. Raises Corrupt for one that is no change of a row."""
+    message = decode(payload)
+    if not isinstance(message, Insert | Update | Delete):
+        raise Corrupt(f"not a change of a row: kind={payload[:1]!r}.")
+    return change_of(relation, tuple(column.name for column in relation.columns), message, position)
+
+
+def _named(names: tuple[str, ...], relation: Relation, values: Tuple | None) -> Tuple:
+    if values is None or len(values) != len(names):
+        found = -1 if values is None else len(values)
+        raise Corrupt(f"tuple does not fit: relation={relation.name} columns={len(names)} values={found}.")
+    return values
+
+
+def _before(names: tuple[str, ...], relation: Relation, kind: str, values: Tuple | None, what: str) -> Row | None:
+    """The old tuple by name, as it is; None where there need not be one."""
+    if relation.old_rows == "lacking" or (relation.old_rows == "whole" and (kind != "O" or not values)):
+        raise no_old_row(relation, what)
+    if not kind:
+        return None
+    if UNCHANGED in _named(names, relation, values):
+        raise no_old_row(relation, "unchanged TOASTed value")
+    return cast(Row, dict(zip(names, values or (), strict=True)))
+
+
+def _old(relation: Relation, kind: str, before: Row, what: str) -> Row:
+    """What an old tuple is good for: all of it, or the key."""
+    if relation.old_rows == "whole":
+        return before
+    key = {column.name: before[column.name] for column in relation.key_columns}
+    if None in key.values():  # no column of a primary key is NULL: the identity does not have it
+        raise no_old_row(relation, what)
+    return before if kind == "O" else key
+
+
+def _new(names: tuple[str, ...], relation: Relation, values: Tuple, before: Row | None) -> tuple[Row, tuple[str, ...]]:
+    """The new tuple by name, without the columns that are returned besides: nobody said their values."""
+    if UNCHANGED not in _named(names, relation, values):
+        return cast(Row, dict(zip(names, values, strict=True))), ()
+    row: Row = {}
+    unchanged = []
+    for name, value in zip(names, values, strict=True):
+        if value is not UNCHANGED:
+            row[name] = cast("str | None", value)
+        elif before is not None and before[name] is not None:
+            row[name] = before[name]
+        else:
+            unchanged.append(name)
+    if unchanged and (relation.old_rows == "whole" or any(c.name in unchanged for c in relation.key_columns)):
+        raise no_old_row(relation, "unchanged TOASTed value")
+    return row, tuple(unchanged)
+
+
+class NoOldRow(Invalid):
+    """What a change replaces or deletes is not told: only a copy of the table tells what its rows are now."""
+
+
+def no_old_row(relation: Relation, what: str) -> NoOldRow:
+    return NoOldRow(
+        f"the stream lacks an old row: relation={relation.name} at={what}.",
+        fix=f"Run ALTER TABLE {relation.name} REPLICA IDENTITY FULL, then start this capture over.",
+    )

@@ -1,0 +1,367 @@
+"""pgoutput messages → fragments of transactions. Pure: no I/O, no clock.
+
+    message          effect
+    Begin            opens a transaction; within one stream commit LSNs grow
+    Insert/Update/Delete/Truncate   changes, ordinal + 2 each (a key change may be split into n and n + 1)
+    Message          transactional with prefix `tidemill`: a Marker on the fragment that commits; others ignored
+    Relation         `RelationSeen`, at once, even inside a transaction; buffered changes stay where they are
+    Commit           the last fragment, with everything still buffered
+
+A fragment is handed on when `max_changes` (or `max_bytes`) are buffered, always without the newest change:
+so the fragment that commits has a last position of its own, and a transaction whose size is a multiple of
+the limit does not lose its commit to the recognition of replays (electric #3726).
+
+The cut depends on the stream alone, so a replay from the same start yields the same fragments: whether its changes
+were fed one by one or as ranges of rows (`feed_rows`), and however they were received.
+
+A parked relation's changes are left out from its LSN on, and keep their ordinals: those behind them have the same
+positions whether it was parked then or in an earlier life. The first transaction from there on ends with a
+truncate of the relation, for those who follow it outside the topics: what they built ends here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+
+import msgspec
+
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.lsn import ChangePosition
+from tidemill.capture.changes import ORDINAL_STEP, Change, Column, Fragment, Marker, Relation
+from tidemill.capture.decode.row_blocks import Changes, Part, Rows, Segment
+from tidemill.capture.decode.row_tuples import change_of
+from tidemill.capture.postgres.pgoutput import (
+    PREFIX_AT,
+    Begin,
+    Commit,
+    Delete,
+    Insert,
+    LogicalMessage,
+    Message,
+    Origin,
+    RelationMessage,
+    Truncate,
+    TypeMessage,
+    Update,
+)
+
+MARKER_PREFIX = "tidemill"
+FRAGMENT_CHANGES = 500
+FRAGMENT_BYTES = 1 << 20
+MARKERS_PER_TXN = 64
+MARKER_BYTES = 256
+"""Of the markers of one transaction; each becomes a binding in consensus. More, and longer ones, are left out and
+counted: anybody who may call pg_logical_emit_message can write them."""
+_CHANGES = (b"I", b"U", b"D")
+
+
+class RelationSeen(msgspec.Struct, frozen=True):
+    """The stream describes a relation. `changed`: not as it is known here; the caller looks it up and calls `learn`
+    before it feeds the next message."""
+
+    message: RelationMessage
+    changed: bool
+
+
+class Converter:
+    def __init__(
+        self,
+        relations: Mapping[int, Relation] | None = None,
+        *,
+        max_changes: int = FRAGMENT_CHANGES,
+        max_bytes: int = FRAGMENT_BYTES,
+        hold_back: bool = True,
+    ) -> None:
+        """`hold_back=False` plants electric #3726 (the newest change is not held back), for tests that must find it."""
+        if max_changes < 2:
+            raise Invalid(f"a fragment holds at least two changes: max_changes={max_changes}.")
+        self.changes = 0
+        """Of `relations` and of what is parked, ever."""
+        self.relations: dict[int, Relation] = {}
+        self.deferrable = False
+        """Of some relation (deferrable_keys.py)."""
+        self._names: dict[int, tuple[str, ...]] = {}
+        for relation in (relations or {}).values():
+            self.learn(relation)
+        self._max_changes = max_changes
+        self._max_bytes = max_bytes
+        self._hold_back = hold_back
+        self._begin: Begin | None = None
+        self._last_commit_lsn = 0
+        self._emitted = False
+        self._buffer: list[Part] = []
+        self._count = 0
+        self._buffer_bytes = 0
+        self._newest_bytes = 0
+        self._ordinal = 0
+        self._markers: list[Marker] = []
+        self.markers_left_out = 0
+        self._parked: dict[int, int] = {}
+        self._followed: set[int] = set()
+        self._announce: list[Relation] = []
+
+    @property
+    def inside_txn(self) -> bool:
+        return self._begin is not None
+
+    @property
+    def place(self) -> ChangePosition | None:
+        """The position that the next change gets; None outside a transaction."""
+        return ChangePosition(self._begin.final_lsn, self._ordinal) if self._begin is not None else None
+
+    @property
+    def commit_lsn(self) -> int:
+        """Of the transaction that is open, or 0."""
+        return self._begin.final_lsn if self._begin is not None else 0
+
+    @property
+    def xid(self) -> int:
+        """Of the transaction that is open, or 0."""
+        return self._begin.xid if self._begin is not None else 0
+
+    def pass_over(self, payload: bytes) -> None:
+        """Leave a message out that cannot be read. A change keeps its ordinal, so that those behind it have the same
+        positions whether or not it can be read some day."""
+        if payload[:1] in _CHANGES:
+            self._ordinal += ORDINAL_STEP
+
+    def learn(self, relation: Relation) -> None:
+        self.changes += 1
+        self.deferrable |= relation.deferrable
+        self.relations[relation.oid] = relation
+        self._names[relation.oid] = tuple(column.name for column in relation.columns)
+
+    def park(self, oid: int, lsn: int) -> None:
+        """Leave the relation's changes out from the first transaction with a commit LSN of at least `lsn`."""
+        if oid not in self._parked and oid in self.relations:
+            self._announce.append(self.relations[oid])
+        self.changes += 1
+        self._parked[oid] = min(lsn, self._parked.get(oid, lsn))
+
+    def follow_on(self, oid: int) -> None:
+        """Hand on the changes of a relation that is parked: somebody follows it outside the topics
+        (unaffected_columns.py)."""
+        self.changes += 1
+        self._followed.add(oid)
+
+    def parks(self, oid: int) -> bool:
+        """Some of what is to come of the relation is left out, or is in no topic."""
+        return oid in self._parked or oid in self._followed
+
+    def _passes_over(self, oid: int) -> bool:
+        begin = self._begin
+        if begin is None or begin.final_lsn < self._parked.get(oid, begin.final_lsn + 1):
+            return False
+        self._ordinal += ORDINAL_STEP
+        return True
+
+    def feed(self, message: Message, size_bytes: int = 0) -> Fragment | RelationSeen | None:
+        """Take one message, return what it completes.
+
+        Raises Corrupt when the stream breaks its own grammar, Invalid when less of an old row is there than the
+        relation's `old_rows` demands.
+        """
+        match message:
+            case Insert() | Update() | Delete():
+                if self._parked and self._passes_over(message.oid):
+                    return None
+                relation, names = self._relation(message.oid)
+                self._push(change_of(relation, names, message, self._next(relation)), size_bytes)
+                return self._overflow()
+            case Begin():
+                if self._begin is not None:
+                    raise Corrupt(f"Begin inside a transaction: open_xid={self._begin.xid} xid={message.xid}.")
+                if message.final_lsn <= self._last_commit_lsn:
+                    # The collector would take it for a replay and drop it.
+                    raise Corrupt(f"commits go back: after={self._last_commit_lsn} commit_lsn={message.final_lsn}.")
+                self._begin, self._emitted, self._ordinal = message, False, 0
+                return None
+            case Commit():
+                return self._commit(message)
+            case Truncate():
+                # One change per relation; only the last can complete a fragment that is returned here.
+                return self._truncate(message)
+            case RelationMessage():
+                return RelationSeen(message, not _same_shape(self.relations.get(message.oid), message))
+            case LogicalMessage():
+                if message.transactional and message.prefix == MARKER_PREFIX and message.content:
+                    self._mark(message.content)
+                return None
+            case TypeMessage() | Origin():
+                return None
+
+    def carries(self, oid: int) -> bool:
+        """Its rows may be fed as ranges: it is not parked, whatever the LSN, and they can be read."""
+        return oid not in self._parked and self.relations[oid].old_rows != "lacking"
+
+    def takes(self, segment: Segment) -> bool:
+        """`feed_rows` may be called for it now; else its messages are fed one by one."""
+        return self._begin is not None and (not self._parked or self._parked.keys().isdisjoint(segment.oids))
+
+    def feed_rows(self, segment: Segment, start: int, end: int) -> tuple[Fragment | None, int]:
+        """Take changes at the places [start, end) until they complete a fragment; returns it, and the place up to which
+        they are taken. The same as feeding their messages one by one."""
+        assert self._begin is not None
+        sums = segment.sums
+        fits = bisect_right(sums, self._max_bytes - self._buffer_bytes + sums[start], start + 1, end + 1) - start
+        count = min(max(min(self._max_changes + 1 - self._count, fits), 2 - self._count), end - start)
+        stop = start + count
+        rows = Rows(segment, start, stop, self._begin.final_lsn, self._ordinal - ORDINAL_STEP * start)
+        self._ordinal += ORDINAL_STEP * count
+        self._buffer.append(rows)
+        self._count += count
+        self._buffer_bytes += sums[stop] - sums[start]
+        self._newest_bytes = sums[stop] - sums[stop - 1]
+        return self._overflow(), stop
+
+    def leave_out(self, payload: bytes) -> None:
+        """A logical message that is too large to be read, of which only the head is here. One of another prefix is the
+        application's own; a marker of that size is none."""
+        if payload[1] & 1 and payload.startswith(f"{MARKER_PREFIX}\0".encode(), PREFIX_AT):
+            self.markers_left_out += 1
+
+    def _mark(self, content: bytes) -> None:
+        if len(content) > MARKER_BYTES or len(self._markers) >= MARKERS_PER_TXN:
+            self.markers_left_out += 1
+        else:
+            self._markers.append(Marker(content.decode(errors="replace")))
+
+    def _truncate(self, message: Truncate) -> Fragment | None:
+        for oid in message.oids:
+            if self._parked and self._passes_over(oid):
+                continue
+            self._push(self._truncated(self._relation(oid)[0]), 0)
+        return self._overflow()
+
+    def _commit(self, message: Commit) -> Fragment:
+        begin = self._begin
+        if begin is None or begin.final_lsn != message.commit_lsn:
+            raise Corrupt(f"Commit without its Begin: commit_lsn={message.commit_lsn}.")
+        for relation in [r for r in self._announce if self._parked[r.oid] <= begin.final_lsn]:
+            # At or above where it is parked, so the topic writer leaves it out.
+            self._push(self._truncated(relation), 0)
+            self._announce.remove(relation)
+        last = _last(self._buffer[-1]) if self._buffer else ChangePosition(begin.final_lsn, 0)
+        fragment = Fragment(
+            xid=begin.xid,
+            commit_lsn=begin.final_lsn,
+            commit_time_ms=message.commit_time_ms,
+            begins=not self._emitted,
+            commits=True,
+            changes=_changes(self._buffer),
+            last=last,
+            markers=tuple(self._markers),
+            size_bytes=self._buffer_bytes,
+        )
+        self._begin, self._last_commit_lsn = None, begin.final_lsn
+        self._buffer, self._count, self._buffer_bytes, self._markers = [], 0, 0, []
+        return fragment
+
+    def _overflow(self) -> Fragment | None:
+        """Hand on all but the newest change when the buffer is full."""
+        if self._count < 2 or (self._count <= self._max_changes and self._buffer_bytes <= self._max_bytes):
+            return None
+        assert self._begin is not None
+        kept: list[Part] = []
+        if self._hold_back:
+            newest = self._buffer.pop()
+            if isinstance(newest, Rows) and len(newest) > 1:
+                before, newest = newest.cut(newest.end - 1)
+                self._buffer.append(before)
+            kept = [newest]
+            self._buffer_bytes -= self._newest_bytes
+        fragment = Fragment(
+            xid=self._begin.xid,
+            commit_lsn=self._begin.final_lsn,
+            commit_time_ms=self._begin.commit_time_ms,
+            begins=not self._emitted,
+            commits=False,
+            changes=_changes(self._buffer),
+            last=_last(self._buffer[-1]),
+            size_bytes=self._buffer_bytes,
+        )
+        self._emitted = True
+        self._buffer, self._count, self._buffer_bytes = kept, len(kept), self._newest_bytes if kept else 0
+        return fragment
+
+    def _next(self, relation: Relation) -> ChangePosition:
+        """The position of the next change."""
+        if self._begin is None:
+            raise Corrupt(f"change outside a transaction: relation={relation.name}.")
+        return ChangePosition(self._begin.final_lsn, self._ordinal)
+
+    def _truncated(self, relation: Relation) -> Change:
+        return Change(relation, "truncate", self._next(relation))
+
+    def _push(self, change: Change, size_bytes: int) -> None:
+        self._ordinal += ORDINAL_STEP
+        self._buffer.append(change)
+        self._count += 1
+        self._buffer_bytes += size_bytes
+        self._newest_bytes = size_bytes
+
+    def _relation(self, oid: int) -> tuple[Relation, tuple[str, ...]]:
+        """The relation and its column names."""
+        relation = self.relations.get(oid)
+        if relation is None:
+            raise Corrupt(f"change for a relation the stream has not described: oid={oid}.")
+        return relation, self._names[oid]
+
+
+def key_changed(change: Change) -> bool:
+    """An UPDATE that gave the row another primary key."""
+    if change.op != "update" or change.old is None or change.new is None:
+        return False
+    return any(change.old[c.name] != change.new[c.name] for c in change.relation.key_columns)
+
+
+def merge_relation(message: RelationMessage, known: Relation | None, *, gone: bool = False) -> Relation:
+    """The relation as the stream describes it, with what only the catalogue knows taken over by column name.
+
+    Columns come from the stream, since that is what its tuples hold. Key, type names and NOT NULL come from
+    `known`; without it every column is part of the key. Of a table that is `gone` the catalogue cannot say whether its
+    key was deferrable: it counts as that wherever whole old rows allow it, which is right for any key.
+    """
+    by_name = {column.name: column for column in known.columns} if known else {}
+    columns = []
+    for index, wire in enumerate(message.columns):
+        old = by_name.get(wire.name)
+        same_type = old is not None and (old.type_oid, old.type_mod) == (wire.type_oid, wire.type_mod)
+        columns.append(
+            Column(
+                name=wire.name,
+                type_oid=wire.type_oid,
+                type_mod=wire.type_mod,
+                type_name=old.type_name if old is not None and same_type else f"oid {wire.type_oid}",
+                key_index=old.key_index if old is not None else (index if known is None else -1),
+                not_null=old.not_null if old is not None else False,
+            )
+        )
+    deferrable = message.identity == "f" if gone or known is None else known.deferrable
+    return Relation(message.oid, message.schema, message.table, tuple(columns), deferrable=deferrable)
+
+
+def says_key(message: RelationMessage, relation: Relation) -> bool:
+    """Whether the identity that the stream describes has every column of the primary key of `relation`, by name: then
+    each DELETE says whose row it takes, and each UPDATE of another key whose it was. Of a key that two rows may hold
+    at once only a whole row says that."""
+    flagged = {column.name for column in message.columns if column.identity}
+    keys = {column.name for column in relation.key_columns}
+    return message.identity == "f" or (flagged >= keys and not relation.deferrable)
+
+
+def _same_shape(known: Relation | None, message: RelationMessage) -> bool:
+    if known is None or (known.schema, known.table) != (message.schema, message.table):
+        return False
+    ours = [(c.name, c.type_oid, c.type_mod) for c in known.columns]
+    return ours == [(c.name, c.type_oid, c.type_mod) for c in message.columns]
+
+
+def _changes(parts: list[Part]) -> Changes | tuple[Change, ...]:
+    changes = tuple(part for part in parts if isinstance(part, Change))
+    return changes if len(changes) == len(parts) else Changes(parts)
+
+
+def _last(part: Part) -> ChangePosition:
+    return part.position(part.end - 1) if isinstance(part, Rows) else part.position

@@ -1,0 +1,210 @@
+"""The collector: one queue, one task, between the stream and those who receive it.
+
+    in      fragments and keepalives (in stream order), flush notices
+    out     fragments to every tap and every sink, in commit order, one at a time; LSNs to confirm, through Status
+
+The ordering axiom. A sink's notice is a message in the same queue, never an inline call: a notice sent while a
+commit is being handled is handled after that commit was registered with the tracker. So no notice can be too
+early to be known, and none is forgotten (seed 002).
+
+    K1  A consumer is registered for a commit only if the transaction was delivered to its sink, or its tap owes it.
+    K2  Keepalives take their place behind the fragments that were read before them: one that overtook an
+        undelivered commit would confirm it.
+    K3  A fragment at or below the last processed position is a replay: dropped, but its commit is still
+        acknowledged. One that straddles it is an error: the stream was cut differently than before.
+    K4  Taps come before sinks: what they are handed never waits for room in a sink, and whatever they raise is theirs
+        alone (taps.py, X1).
+    K5  A fragment that begins nothing belongs to the transaction that is open: any other is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Corrupt, TidemillError, Unavailable
+from tidemill.base.lsn import BEFORE_ALL, ChangePosition, Lsn
+from tidemill.base.runtime.tasks import sentence
+from tidemill.capture.changes import Fragment
+from tidemill.capture.decode.row_blocks import first_position
+from tidemill.capture.delivery.flush_tracker import FlushTracker
+from tidemill.capture.delivery.sinks import Sink
+from tidemill.capture.delivery.taps import Taps
+from tidemill.capture.postgres.standby_status import Keepalive, Status
+
+QUEUE_FRAGMENTS = 64
+"""With the converter's FRAGMENT_BYTES this bounds the queue's memory, however wide the rows are."""
+
+
+class _Flushed(msgspec.Struct, frozen=True):
+    consumer: str
+    position: ChangePosition
+
+
+class _Progress(msgspec.Struct, frozen=True):
+    keepalive: Keepalive
+    inside_txn: bool
+
+
+class Collector:
+    """Implements sinks.FlushNotices. `on_keepalive(lsn)`: nothing up to the inclusive LSN is still to be delivered;
+    `on_status()`: received or flushed may have moved, or the server asked for an answer."""
+
+    def __init__(
+        self,
+        sinks: Iterable[Sink],
+        status: Status,
+        clock: Clock,
+        *,
+        taps: Taps | None = None,
+        on_keepalive: Callable[[int], None] = lambda _: None,
+        on_status: Callable[[], None] = lambda: None,
+        queue_changes: int = 20_000,
+        tracker: FlushTracker | None = None,
+    ) -> None:
+        self.tracker = tracker or FlushTracker()
+        self.status = status
+        self._clock = clock
+        self._on_keepalive = on_keepalive
+        self._on_status = on_status
+        self._sinks = tuple(sinks)
+        self._taps = taps or Taps(clock)
+        self._queue: deque[Fragment | _Flushed | _Progress] = deque()
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
+        self._queued_changes = 0
+        self._queued_fragments = 0
+        self._queue_changes = queue_changes
+        self._last_processed = BEFORE_ALL
+        self._open_lsn = 0
+        """Commit LSN of the transaction of which more is to come, or 0."""
+        self._touched: set[str] = set()
+        self.taken_changes = 0
+        """Handed to every sink, in this session."""
+        self.last_commit_lsn = 0
+        self.last_commit_time_ms = 0
+        self.received_time_ms = 0
+        """Of the last commit that was put; whoever looks sets it back."""
+
+    # from the stream ------------------------------------------------------------------------------
+    async def put(self, fragment: Fragment) -> None:
+        """Hand over a fragment; waits while the queue is full, so that the socket is not read meanwhile."""
+        while self._queued_changes >= self._queue_changes or self._queued_fragments >= QUEUE_FRAGMENTS:
+            self._room.clear()
+            await self._room.wait()
+        self._queued_changes += 1 + len(fragment.changes)
+        self._queued_fragments += 1
+        if fragment.commits:
+            self.received_time_ms = fragment.commit_time_ms
+        self._put(fragment)
+
+    def keepalive(self, keepalive: Keepalive, *, inside_txn: bool) -> None:
+        """`inside_txn` as of the moment it was read (K2)."""
+        last = self._queue[-1] if self._queue else None
+        if isinstance(last, _Progress) and last.inside_txn == inside_txn:
+            # Those that wait behind a blocked sink become one.
+            asked = keepalive.reply_requested or last.keepalive.reply_requested
+            self._queue[-1] = _Progress(Keepalive(keepalive.wal_end, asked), inside_txn)
+            return
+        self._put(_Progress(keepalive, inside_txn))
+
+    # FlushNotices ---------------------------------------------------------------------------------
+    def flushed(self, consumer: str, position: ChangePosition) -> None:
+        self._put(_Flushed(consumer, position))
+
+    # the one task ---------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """For ever. Raises what a sink raises, and Corrupt (K3)."""
+        while True:
+            while self._queue:
+                await self._handle(self._queue.popleft())
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def _handle(self, item: Fragment | _Flushed | _Progress) -> None:
+        match item:
+            case Fragment():
+                await self._fragment(item)
+                self.taken_changes += len(item.changes)
+                self._queued_changes -= 1 + len(item.changes)
+                self._queued_fragments -= 1
+                self._room.set()
+            case _Flushed():
+                self._confirm(self.tracker.flushed(item.consumer, item.position, self._clock.now_ms()))
+            case _Progress():
+                self._progress(item)
+
+    async def _fragment(self, fragment: Fragment) -> None:
+        if fragment.last <= self._last_processed:
+            if fragment.commits:
+                self._register(fragment, ())
+            return
+        first = first_position(fragment.changes)
+        if first is not None and first <= self._last_processed:
+            raise Corrupt(
+                f"a fragment straddles what was processed: first={first} last={fragment.last}"
+                f" processed={self._last_processed}."
+            )
+        if fragment.begins:
+            self._touched = set()
+        elif fragment.commit_lsn != self._open_lsn:
+            raise Corrupt(
+                f"a fragment of no open transaction: xid={fragment.xid} last={fragment.last} open={self._open_lsn}."
+            )
+        self._open_lsn = 0 if fragment.commits else fragment.commit_lsn
+        self._touched |= self._taps.take(fragment)
+        for sink in self._sinks:
+            self._touched.update(await self._deliver(sink, fragment))
+        self._last_processed = fragment.last
+        if fragment.commits:
+            delivered, self._touched = self._touched, set()
+            self._register(fragment, delivered)
+
+    async def _deliver(self, sink: Sink, fragment: Fragment) -> list[str]:
+        """Raises what a sink says in our words as it is, and anything else with the place where it happened."""
+        try:
+            return await sink.deliver(fragment, self)
+        except (TidemillError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            tables = ",".join(sorted({change.relation.name for change in fragment.changes}))
+            raise Unavailable(
+                f"a transaction is not taken: xid={fragment.xid} commit={Lsn(fragment.commit_lsn)}"
+                f" last={fragment.last} tables={tables} error={sentence(error)!r}."
+            ) from error
+
+    def _register(self, fragment: Fragment, consumers: Iterable[str]) -> None:
+        self.last_commit_lsn = max(self.last_commit_lsn, fragment.commit_lsn)
+        self.last_commit_time_ms = max(self.last_commit_time_ms, fragment.commit_time_ms)
+        # A transaction nobody waits for is confirmed while it is handled, before it counts as seen.
+        self._confirm(self.tracker.commit(fragment, consumers, self._clock.now_ms()))
+        self.status.commit_handled(fragment.commit_lsn)
+        self._on_status()
+
+    def _progress(self, item: _Progress) -> None:
+        self.status.keepalive(item.keepalive.wal_end, inside_txn=item.inside_txn)
+        if not item.inside_txn:
+            self._on_keepalive(item.keepalive.wal_end - 1)
+        self._on_status()
+
+    def _confirm(self, lsn: int | None) -> None:
+        if lsn is not None:
+            self.status.flush_notice(lsn)
+            self._on_status()
+
+    def facts(self) -> dict[str, object]:
+        """What waits between the stream and the sinks, and the bounds: the socket is not read while one is reached."""
+        return {
+            "queue_fragments": self._queued_fragments,
+            "queue_fragments_limit": QUEUE_FRAGMENTS,
+            "queue_changes": self._queued_changes,
+            "queue_changes_limit": self._queue_changes,
+        }
+
+    def _put(self, item: Fragment | _Flushed | _Progress) -> None:
+        self._queue.append(item)
+        self._arrived.set()

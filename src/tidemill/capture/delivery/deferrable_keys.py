@@ -1,0 +1,393 @@
+"""Rows that hold one primary key at once inside a transaction, which a DEFERRABLE key allows until the statement ends,
+or the transaction does. Pure, but for the question that it hands to its caller.
+
+    UPDATE t SET id = id + 1     1→2   row a leaves key 1, takes key 2
+                                 2→3   row b leaves key 2: a tombstone of 2 here would delete row a
+
+    a row leaves a key        `Change.stays`
+      nobody took it before     None: a tombstone
+      another row holds it      that row: topics have it once more, in the place of the tombstone
+      it cannot be told         the row that the database has now, or None
+
+    1→2 above is `over` row b, and 2→3 `replaced`: shapes make an update of key 2 of the first, and nothing of the
+    second. That is known of a transaction of WAITING_BYTES at most.
+
+The old tuple names the row that leaves by its whole content, so REPLICA IDENTITY FULL is needed. It does not tell two
+rows of equal content apart: whether key 2 of `1→2, 2→3` was free before is then known to the database alone.
+
+R1  A departure makes as many records whatever stays, so a replay assigns the same offsets (partition_writer.py, L1).
+R2  An answer may come from the future: a later transaction changed the key already. Its own change follows in the
+    stream, hence the last record of the key is right.
+R3  Nothing is decoded before a row has left a key of a table that another row of this transaction has taken a key of.
+R4  What is remembered of a transaction is bounded. Beyond the bound each departure is asked for.
+R5  Of rows of equal content the one that took the key counts as the one that leaves it: it makes no difference to what
+    holds the key. Where all that took it have left, it is as it was before them: shapes show nothing of their changes,
+    and the answer is for the last record of the key in topics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import cast
+
+import msgspec
+from msgspec.structs import replace
+
+from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.capture.changes import ORDINAL_STEP, Change, Fragment, Relation, Row
+from tidemill.capture.decode.columnar_tuples import DELETE, INSERT
+from tidemill.capture.decode.row_blocks import Block, Changes, Part, Rows, parts_of
+from tidemill.capture.encode.row_encoder import MINUS_ZERO, row_form
+from tidemill.capture.postgres.errors import SqlError
+
+REMEMBERED_BYTES = 32 << 20
+"""Messages of one transaction whose rows took keys."""
+WAITING_BYTES = 4 << 20
+"""Fragments of one transaction that wait for its end, so that a row that takes a key knows whether another holds it."""
+ROW_BYTES = 200
+"""What a row takes beside its message, once it is decoded."""
+
+Key = tuple[str | None, ...]
+Ask = Callable[[Relation, Sequence[Row]], Awaitable[list[Row | None]]]
+"""ask(relation, rows): the rows that the database has now under the primary keys of these."""
+Refuse = Callable[[Relation, Fragment, TidemillError], Awaitable[None]]
+"""refuse(relation, fragment, error): PostgreSQL does not answer for this table; its changes are not to be carried."""
+_Piece = Change | tuple[Rows, Block, int, int]
+
+
+def key_of(relation: Relation, row: Row) -> Key:
+    """−0 and 0 of a float are one key, as in records."""
+    return tuple(
+        "0" if row[c.name] == MINUS_ZERO and row_form(c) == "float" else row[c.name] for c in relation.key_columns
+    )
+
+
+class _Known:
+    """What is known of one change, by its ordinal."""
+
+    __slots__ = ("over", "replaced", "stays")
+
+    def __init__(self) -> None:
+        self.stays: Row | None = None
+        self.replaced = False
+        self.over: Row | None = None
+
+    def of(self, change: Change) -> Change:
+        return replace(change, stays=self.stays, replaced=self.replaced, over=self.over)
+
+
+class _Found(dict[int, _Known]):
+    def __missing__(self, ordinal: int) -> _Known:
+        known = self[ordinal] = _Known()
+        return known
+
+
+class _Holder(msgspec.Struct):
+    """A row that came to hold a key. `told`: the change that brought it says which row it came over."""
+
+    row: Row
+    told: bool = False
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """A change that took a key (`new`), left it (`left`), or did neither (both)."""
+
+    ordinal: int
+    new: Row | None
+    left: bool
+
+
+class _Held:
+    """`holders`: rows known to hold the key, the newest last. `all`: no other row may hold it. `first`: the change that
+    took the key, maybe over a row of which nothing is known yet; −1: none, or it is handed on. `events`: of the key,
+    while `holders` may not be all; None: some are handed on. `unsure`: what holds the key is not known any more."""
+
+    __slots__ = ("all", "events", "first", "holders", "unsure")
+
+    def __init__(self, *, all_: bool) -> None:
+        self.holders: list[_Holder] = []
+        self.all = all_
+        self.first = -1
+        self.events: list[_Event] | None = []
+        self.unsure = False
+
+    def find(self, row: Row) -> int:
+        return next((n for n, holder in enumerate(self.holders) if holder.row == row), -1)
+
+    def note(self, ordinal: int, new: Row | None, left: bool) -> None:
+        if self.events is not None and not self.all:
+            self.events.append(_Event(ordinal, new, left))
+
+
+class TableRivals:
+    """Of one table, in one transaction."""
+
+    def __init__(self, remembered_bytes: int = REMEMBERED_BYTES) -> None:
+        self._limit = remembered_bytes
+        self._bytes = 0
+        self._pieces: list[_Piece] | None = []
+        """What came since the first row took a key, as long as none has left one (R3)."""
+        self.took = False
+        self._held: dict[Key, _Held] = {}
+        self._lost = False
+        self._truncated = False
+        self._recent: list[_Held] = []
+
+    def passes(self, piece: _Piece) -> bool:
+        """Nothing has left a key that a row may have taken, so the piece is as it came; else `feed` its changes, after
+        those of `recall`."""
+        if self._pieces is None:
+            return False
+        took, left, size = _looks(piece)
+        if left and (self.took or took):
+            return False
+        self.took |= took
+        if self.took and not self._lost:
+            self._pieces.append(piece)
+            self._bytes += size
+            self._lost = self._bytes > self._limit
+            if self._lost:
+                self._pieces.clear()
+        return True
+
+    def recall(self, found: _Found) -> None:
+        """Decode what was remembered: from here on each change is fed."""
+        pieces, self._pieces = self._pieces or [], None
+        self._bytes = 0
+        self.took = True
+        for piece in pieces:
+            for change in changes_of(piece):
+                self.feed(change, found)
+
+    def handed_on(self) -> None:
+        for held in self._recent:
+            held.first, held.events = -1, None if held.holders else held.events
+        self._recent.clear()
+
+    def feed(self, change: Change, found: _Found) -> bool:
+        """Note what stays under the key that the change leaves, and which row holds the key that it takes. True: the
+        database is to be asked what stays."""
+        relation, old, new = change.relation, change.old, change.new
+        ordinal = change.position.ordinal
+        if change.op == "truncate":
+            self._held.clear()
+            self._truncated = True
+            return False
+        left = key_of(relation, old) if old is not None else None
+        taken = key_of(relation, new) if new is not None else None
+        if left is not None and left == taken:
+            self._stays_put(left, change, found)
+            return False
+        asks = self._leaves(left, cast(Row, old), ordinal, found) if left is not None else False
+        if taken is not None and new is not None:
+            self._takes(taken, new, ordinal, found)
+        return asks
+
+    def _takes(self, key: Key, row: Row, ordinal: int, found: _Found) -> None:
+        held = self._entry(key)
+        over = held.holders[-1].row if held.holders and not held.unsure else None
+        if over is not None:
+            found[ordinal].over = over
+        elif not held.all:
+            held.first = ordinal
+        held.holders.append(_Holder(row, over is not None))
+        held.note(ordinal, row, False)
+        self._recent.append(held)
+
+    def _stays_put(self, key: Key, change: Change, found: _Found) -> None:
+        held = self._held.get(key)
+        if held is None:
+            return
+        old, new, ordinal = cast(Row, change.old), cast(Row, change.new), change.position.ordinal
+        at = held.find(old)
+        if at < 0:
+            self._was_there(held, old, found)
+            held.holders.insert(0, _Holder(new))
+            at = 0
+        held.holders[at].row = new
+        held.note(ordinal, new, True)
+        self._recent.append(held)
+        if at < len(held.holders) - 1 and not held.unsure:
+            found[ordinal].replaced, found[ordinal].over = True, new
+
+    @staticmethod
+    def _was_there(held: _Held, row: Row, found: _Found) -> None:
+        """This one held the key before any other took it."""
+        held.all, held.events = True, None
+        if held.first >= 0:
+            found[held.first].over = row
+            held.holders[0].told = True
+            held.first = -1
+
+    def _leaves(self, key: Key, row: Row, ordinal: int, found: _Found) -> bool:
+        held = self._entry(key)
+        if self._lost or held.unsure:
+            return True
+        at = held.find(row)
+        if at < 0:
+            newest = at
+            self._was_there(held, row, found)
+        else:
+            newest = len(held.holders) - 1
+            del held.holders[at]
+        held.note(ordinal, None, True)
+        self._recent.append(held)
+        if held.holders:
+            found[ordinal].stays = held.holders[-1].row
+            found[ordinal].replaced = at != newest or (at < 0 and held.holders[-1].told)
+            return False
+        if held.all:
+            return False
+        if held.events is None:
+            held.unsure = True
+            return True
+        for event in held.events:
+            known = found[event.ordinal]
+            known.over = event.new if event.new is not None else known.over
+            known.replaced |= event.left
+        held.events, held.first = [], -1
+        return True
+
+    def _entry(self, key: Key) -> _Held:
+        held = self._held.get(key)
+        if held is None:
+            held = _Held(all_=self._truncated)
+            if not self._lost:
+                self._held[key] = held
+                self._bytes += ROW_BYTES
+                self._lost = self._bytes > self._limit
+                if self._lost:
+                    self._held.clear()
+        return held
+
+
+class Rivals:
+    """Of all tables, in the transaction at hand."""
+
+    def __init__(
+        self, ask: Ask, refuse: Refuse, *, remembered_bytes: int = REMEMBERED_BYTES, waiting_bytes: int = WAITING_BYTES
+    ) -> None:
+        self._ask = ask
+        self._refuse = refuse
+        self._remembered_bytes = remembered_bytes
+        self._waiting_bytes = waiting_bytes
+        self._tables: dict[int, TableRivals] = {}
+        self._waiting: list[Fragment] = []
+        self._asked: dict[int, list[Change]] = {}
+        self._found = _Found()
+
+    async def settle(self, fragment: Fragment) -> list[Fragment]:
+        """The fragments that may be handed on now, with what stays under the keys that their changes leave. Raises what
+        the connection raises."""
+        if fragment.begins:
+            self._tables.clear()
+            self._waiting.clear()
+        for part in parts_of(fragment.changes):
+            if _may_rival(part):
+                for piece in _pieces(part):
+                    for change in self._look(piece):
+                        self._asked.setdefault(change.relation.oid, []).append(change)
+        self._waiting.append(fragment)
+        size = sum(each.size_bytes for each in self._waiting)
+        if not fragment.commits and size < self._waiting_bytes and any(each.took for each in self._tables.values()):
+            return []
+        await self._answer(fragment)
+        for rivals in self._tables.values():
+            rivals.handed_on()
+        waiting, found = self._waiting, self._found
+        self._waiting, self._found = [], _Found()
+        if fragment.commits:
+            self._tables.clear()
+        return [_settled(each, found) for each in waiting] if found else waiting
+
+    async def _answer(self, fragment: Fragment) -> None:
+        asked, self._asked = self._asked, {}
+        for changes in asked.values():
+            relation = changes[-1].relation
+            try:
+                rows = await self._ask(relation, [cast(Row, change.old) for change in changes])
+            except (SqlError, Invalid, Missing) as error:
+                await self._refuse(relation, fragment, error)
+                continue
+            for change, row in zip(changes, rows, strict=True):
+                if row is not None and key_of(relation, row) == key_of(relation, cast(Row, change.old)):
+                    self._found[change.position.ordinal].stays = row
+
+    def _look(self, piece: _Piece) -> list[Change]:
+        """Those of its changes of which the database is to be asked what stays."""
+        oid = (piece if isinstance(piece, Change) else piece[1]).relation.oid
+        rivals = self._tables.get(oid)
+        if rivals is None:
+            rivals = self._tables[oid] = TableRivals(self._remembered_bytes)
+        piece = piece if rivals.took else _from_first_taken(piece)
+        if rivals.passes(piece):
+            return []
+        rivals.recall(self._found)
+        return [change for change in changes_of(piece) if rivals.feed(change, self._found)]
+
+
+def _may_rival(part: Part) -> bool:
+    if isinstance(part, Change):
+        return part.relation.deferrable
+    return any(block.relation.deferrable for block in part.segment.blocks)
+
+
+def _pieces(part: Part) -> Sequence[_Piece]:
+    """Those of tables with such a key."""
+    if isinstance(part, Change):
+        return [part] if part.relation.deferrable else []
+    ranges = part.segment.ranges(part.start, part.end)
+    return [(part, block, start, end) for block, start, end in ranges if block.relation.deferrable]
+
+
+def changes_of(piece: _Piece) -> Sequence[Change]:
+    if isinstance(piece, Change):
+        return [piece]
+    rows, block, start, end = piece
+    return [rows.change(place) for place in block.places[start:end]]
+
+
+def _from_first_taken(piece: _Piece) -> _Piece:
+    """What left a key before one was taken is forgotten: one by one, and so by columns."""
+    if isinstance(piece, Change):
+        return piece
+    rows, block, start, end = piece
+    (inserts,) = (block.kinds[start:end] == INSERT).nonzero()
+    return (rows, block, start + int(inserts[0]), end) if len(inserts) else piece
+
+
+def _looks(piece: _Piece) -> tuple[bool, bool, int]:
+    """(may a row take a key, may one leave one, bytes of the messages). A range has no UPDATE that changes its key."""
+    if isinstance(piece, Change):
+        old, new = piece.old, piece.new
+        if piece.op == "truncate":
+            return False, False, 0
+        moved = old is not None and new is not None and key_of(piece.relation, old) != key_of(piece.relation, new)
+        size = ROW_BYTES + sum(len(value or "") for value in (new or {}).values())
+        return piece.op == "insert" or moved, piece.op == "delete" or moved, size
+    rows, block, start, end = piece
+    kinds, sums = block.kinds[start:end], rows.segment.sums
+    size = sums[block.places[end - 1] + 1] - sums[block.places[start]]
+    return bool((kinds == INSERT).any()), bool((kinds == DELETE).any()), size
+
+
+def _settled(fragment: Fragment, found: _Found) -> Fragment:
+    parts = [each for part in parts_of(fragment.changes) for each in _with(part, found)]
+    return replace(fragment, changes=Changes(parts))
+
+
+def _with(part: Part, found: _Found) -> Sequence[Part]:
+    """The part with those changes decoded of which something is known."""
+    if isinstance(part, Change):
+        known = found.get(part.position.ordinal)
+        return [part] if known is None else [known.of(part)]
+    first, last = (part.shift + ORDINAL_STEP * place for place in (part.start, part.end))
+    out: list[Part] = []
+    rest = part
+    for ordinal in sorted(ordinal for ordinal in found if first <= ordinal < last):
+        place = (ordinal - part.shift) // ORDINAL_STEP
+        before, rest = rest.cut(place)
+        out += [before] if len(before) else []
+        out.append(found[ordinal].of(part.change(place)))
+        rest = rest.cut(place + 1)[1]
+    return [*out, rest] if len(rest) else out

@@ -1,0 +1,340 @@
+"""The rows of a block as keys and values of records, by columns: what values.RowEncoder, events.EventEncoder and
+partition_writer.py make row by row.
+
+    column   ──► text ──► JSON of each value ──► one element-wise join with the names ──► key, value
+    record   key length │ key │ value length │ value       the rest of a record depends on its place (batch_builder.py)
+    event    key length │ key │ head                       … and so does the tail of the value (debezium_json.py)
+
+E1  Equal bytes to the per-row functions, or None: what they might refuse, or write otherwise, is left to them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidemill.base.pgtypes.debezium import CLOCKS, MILLIS, NOT_JSON_NUMBERS, NUMBERS, escape
+from tidemill.capture.changes import Column
+from tidemill.capture.decode.columnar_tuples import DELETE, INSERT, Bytes, Int64s, Values, gather, strings
+from tidemill.capture.decode.row_blocks import Block
+from tidemill.capture.encode.debezium_json import AFTER, BEFORE
+from tidemill.capture.encode.row_encoder import MINUS_ZERO, Form, event_form, row_form
+from tidemill.topics.batch.columnar_encode import join, sizes_of, varints
+
+RECORD_OVERHEAD_BYTES = 80
+TAIL_ROOM_BYTES = 4096
+"""Beside what an event says of its row: what comes near the limit with so much is left to the per-row functions."""
+TOMBSTONE = ord("X")
+"""The kind of the record behind the event of a row that was deleted."""
+_EMPTY = pa.scalar("")
+_ESCAPED = (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t"), ("\b", "\\b"), ("\f", "\\f"))
+"""The backslash comes first: the others bring new ones."""
+_OTHER_CONTROLS = bytes(byte for byte in range(0x20) if chr(byte) not in "\n\r\t\b\f")
+_SPECIAL_FLOATS = pa.array(sorted(NOT_JSON_NUMBERS))
+_ZONED = r"^[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?\+00$"
+
+
+class LaneRows:
+    """The records of one lane, in the order of the stream: `rows` of the block, their `places`, `middles` (key and
+    value with their lengths), and `sums` of their sizes, as a lane counts them, before each.
+
+    Of events: `heads` of the values, and `middles` are keys; a row that was deleted is there twice, the second time as
+    its tombstone."""
+
+    __slots__ = ("_keys", "_values", "heads", "kinds", "middles", "places", "rows", "sums", "version")
+
+    def __init__(
+        self, block: Block, keys: Any, values: Any, middles: Any, sizes: Int64s, rows: Int64s | None,
+        kinds: Bytes | None = None,
+    ) -> None:  # fmt: skip
+        """`kinds`: of events, where they are not those of the block."""
+        places = np.asarray(block.places, np.int64)
+        if rows is not None:
+            taken = pa.array(rows)
+            middles, sizes, places = middles.take(taken), sizes[rows], places[rows]
+        self.rows: list[int] | range = range(len(block)) if rows is None else rows.tolist()
+        self.heads: Any = None
+        if kinds is not None:
+            assert rows is not None
+            self.heads = pc.if_else(pa.array(kinds == TOMBSTONE), pa.scalar(b""), values.take(taken))
+            sizes = sizes + sizes_of(self.heads)
+            self.kinds = kinds
+        else:
+            self.kinds = block.kinds if rows is None else block.kinds[rows]
+        self.places: Int64s = places
+        self.version = block.relation.version
+        self.middles = middles
+        sums = np.zeros(len(sizes) + 1, np.int64)
+        np.cumsum(sizes, out=sums[1:])
+        self.sums: list[int] = sums.tolist()
+        self._keys = keys
+        self._values = values
+
+    def key(self, index: int) -> bytes:
+        return bytes(self._keys[self.rows[index]].as_py())
+
+    def value(self, index: int) -> bytes | None:
+        """None for a row that was deleted. Of an event: its head, None for a tombstone."""
+        gone = DELETE if self.heads is None else TOMBSTONE
+        return None if self.kinds[index] == gone else bytes(self._values[self.rows[index]].as_py())
+
+
+class Encoded:
+    """The records of a block: the rows of each lane; with several, the lane of each row and its index there, where
+    every row is one record."""
+
+    __slots__ = ("_index_of", "_lane_of", "lanes")
+
+    def __init__(self, lanes: list[LaneRows], lane_of: list[int], index_of: list[int]) -> None:
+        self.lanes = lanes
+        self._lane_of = lane_of
+        self._index_of = index_of
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[int, LaneRows, int, int]]:
+        """(lane, its rows, first, last): where the rows [start, end) of the block are."""
+        if len(self.lanes) == 1 and isinstance(self.lanes[0].rows, range):
+            yield 0, self.lanes[0], start, end
+        elif not self._lane_of or end - start > 4 * len(self.lanes):
+            for lane, own in enumerate(self.lanes):
+                first = bisect_left(own.rows, start)
+                last = bisect_left(own.rows, end, first)
+                if first < last:
+                    yield lane, own, first, last
+        else:
+            for row in range(start, end):
+                lane, index = self._lane_of[row], self._index_of[row]
+                yield lane, self.lanes[lane], index, index + 1
+
+
+ONE_BY_ONE = object()
+"""In place of what a block was encoded as: its rows are for the per-row functions."""
+
+
+class Events(Protocol):
+    """How events are written: what stands before the row before, before the one after, and in place of one that is
+    not. Of `keys_and_rows` and `rows` None and ArrowInvalid: see E1."""
+
+    @property
+    def before(self) -> bytes: ...
+    @property
+    def after(self) -> bytes: ...
+    @property
+    def null(self) -> bytes: ...
+
+    def keys_and_rows(self, block: Block) -> tuple[Any, Any] | None: ...
+    def rows(self, block: Block, rows: Values, count: int) -> Any | None: ...
+
+
+class JsonEvents:
+    before, after, null = BEFORE, AFTER, b"null"
+
+    def keys_and_rows(self, block: Block) -> tuple[Any, Any] | None:
+        return _json(block, event_form)
+
+    def rows(self, block: Block, rows: Values, count: int) -> Any | None:
+        return _rows(block, rows, count, event_form)
+
+
+def encode(block: Block, lanes: int, limit_bytes: int, events: Events | None = None) -> Encoded | None:
+    """`events` None: records are rows. None when a row needs the per-row functions: one that is larger than
+    `limit_bytes`, or a text no type writes."""
+    try:
+        made = _json(block, row_form) if events is None else events.keys_and_rows(block)
+        if made is None:
+            return None
+        if events is not None:
+            heads = _heads(block, events, made[1])
+            return None if heads is None else _events(block, lanes, limit_bytes, made[0], heads)
+    except pa.ArrowInvalid:  # a date or time that only PostgreSQL writes
+        return None
+    keys, values = made
+    key_sizes, value_sizes = sizes_of(keys), sizes_of(values)
+    deleted = block.kinds == DELETE
+    if deleted.any():
+        value_sizes = np.where(deleted, 0, value_sizes)
+        values_written = pc.if_else(pa.array(deleted), pa.scalar(b""), values)
+        value_lengths = varints(np.where(deleted, -1, value_sizes))
+    else:
+        values_written, value_lengths = values, varints(value_sizes)
+    if int((key_sizes + value_sizes).max()) > limit_bytes:
+        return None
+    middles = join(varints(key_sizes), keys, value_lengths, values_written)
+    sizes = key_sizes + value_sizes + RECORD_OVERHEAD_BYTES
+    if lanes == 1:
+        return Encoded([LaneRows(block, keys, values, middles, sizes, None)], [], [])
+    lane_of = _lanes_of(keys, lanes)
+    index_of = np.empty(len(lane_of), np.int64)
+    found = []
+    for lane in range(lanes):
+        (rows,) = np.nonzero(lane_of == lane)
+        index_of[rows] = np.arange(len(rows))
+        found.append(LaneRows(block, keys, values, middles, sizes, rows))
+    return Encoded(found, lane_of.tolist(), index_of.tolist())
+
+
+def _lanes_of(keys: Any, lanes: int) -> Int64s:
+    return np.array([zlib.crc32(key) % lanes for key in keys.to_pylist()], np.int64)
+
+
+def _events(block: Block, lanes: int, limit_bytes: int, keys: Any, heads: Any) -> Encoded | None:
+    key_sizes, head_sizes = sizes_of(keys), sizes_of(heads)
+    names = len(block.relation.schema) + len(block.relation.table)
+    if int((key_sizes + head_sizes).max()) + TAIL_ROOM_BYTES + 6 * names > limit_bytes:
+        return None
+    middles = join(varints(key_sizes), keys)
+    lane_of = _lanes_of(keys, lanes) if lanes > 1 else np.zeros(len(block), np.int64)
+    times = np.where(block.kinds == DELETE, 2, 1)
+    found = []
+    for lane in range(lanes):
+        (rows,) = np.nonzero(lane_of == lane)
+        rows = np.repeat(rows, times[rows])
+        kinds = block.kinds[rows]
+        kinds[1:][rows[1:] == rows[:-1]] = TOMBSTONE
+        found.append(LaneRows(block, keys, heads, middles, key_sizes + RECORD_OVERHEAD_BYTES, rows, kinds))
+    return Encoded(found, [], [])
+
+
+def _heads(block: Block, events: Events, values: Any) -> Any:
+    """Of the events' values: the row before and after (events.EventEncoder.head). None: see E1."""
+    before = pa.array(np.arange(len(block)), mask=block.kinds == INSERT)
+    rows = values
+    if len(block.old.rows):
+        objects = events.rows(block, block.old.values, len(block.old.rows))
+        if objects is None:
+            return None
+        rows = pa.concat_arrays([values, objects])
+        at = np.arange(len(block))
+        at[block.old.rows] = len(block) + np.arange(len(block.old.rows))
+        before = pa.array(at, mask=block.kinds == INSERT)
+    deleted = pa.array(block.kinds == DELETE)
+    after = pc.if_else(deleted, pa.scalar(None, pa.binary()), values)
+    return pc.binary_join_element_wise(
+        events.before,
+        rows.take(before),
+        events.after,
+        after,
+        b"",
+        null_handling="replace",
+        null_replacement=events.null,
+    )
+
+
+def _json(block: Block, form: Form) -> tuple[Any, Any] | None:
+    """Keys and values, binary columns."""
+    texts: dict[str, tuple[str, Any]] = {}
+    values = _rows(block, block.values, len(block), form, texts)
+    if values is None:
+        return None
+    for column in block.relation.key_columns:
+        if form(column) == "float":
+            quote, text = texts[column.name]
+            texts[column.name] = quote, pc.if_else(pc.equal(text, MINUS_ZERO), "0", text)
+    keys = _object([(column.name, *texts[column.name]) for column in block.relation.key_columns], len(block))
+    return keys, values
+
+
+def _rows(block: Block, rows: Values, count: int, form: Form, texts: dict[str, tuple[str, Any]] | None = None) -> Any:
+    """Objects of all columns; `texts` becomes what they are made of. None: see E1."""
+    texts = {} if texts is None else texts
+    for column, text, sizes, data in text_columns(block, rows, count):
+        made = _texts(form(column), text, data, sizes)
+        if made is None:
+            return None
+        texts[column.name] = made
+    return _object([(column.name, *texts[column.name]) for column in block.relation.columns], count)
+
+
+def text_columns(block: Block, rows: Values, count: int) -> Iterator[tuple[Column, Any, Int64s, Any]]:
+    """(column, its texts, their sizes, −1 where it is null, their bytes back to back)."""
+    starts, sizes = rows
+    data, offsets = gather(block.walker.body, block.walker.bytes, starts.ravel(), np.maximum(sizes, 0).ravel())
+    whole = pa.py_buffer(data)
+    for at, column in enumerate(block.relation.columns):
+        mine = offsets[at * count : (at + 1) * count + 1]
+        nulls = sizes[at] < 0
+        text = strings(whole, mine, ~nulls if nulls.any() else None)
+        yield column, text, sizes[at], np.frombuffer(data, np.uint8)[mine[0] : mine[-1]]
+
+
+def _object(columns: list[tuple[str, str, Any]], count: int) -> Any:
+    pieces: list[Any] = []
+    literal = "{"
+    for number, (name, quote, text) in enumerate(columns):
+        pieces += [f"{literal}{',' if number else ''}{escape(name)}:{quote}", text]
+        literal = quote
+    if not pieces:
+        return pa.array([b"{}"] * count, pa.binary())
+    made = pc.binary_join_element_wise(*pieces, literal + "}", _EMPTY, null_handling="replace", null_replacement="null")
+    return made.view(pa.binary())
+
+
+def _texts(form: str, text: Any, data: Any, sizes: Int64s) -> tuple[str, Any] | None:
+    """(the quote around every value, the JSON of each without it); nulls stay null. None, and ArrowInvalid: see E1."""
+    if form == "number":
+        return "", text
+    if form in NUMBERS:
+        return "", numbers_of(form, text).cast(pa.string())
+    if form == "float":
+        special = pc.is_in(text, value_set=_SPECIAL_FLOATS)
+        return "", pc.if_else(special, join_text('"', text, '"'), text) if pc.any(special).as_py() else text
+    if form == "bool":
+        if (sizes == 0).any():
+            return None
+        return "", pc.if_else(pc.starts_with(text, "t"), "true", "false")
+    text = text_of(form, text)
+    if text is None:
+        return None
+    text = _escaped(text, data)
+    return ("", join_text('"', text, '"')) if text.null_count else ('"', text)
+
+
+def text_of(form: str, text: Any) -> Any | None:
+    """As pgforms.plain. None: see E1."""
+    if form == "hex":
+        return pc.utf8_slice_codeunits(text, 2) if _all(pc.starts_with(text, "\\x")) else None
+    if form == "zoned":
+        if not _all(pc.match_substring_regex(text, _ZONED)):
+            return None
+        day, clock = pc.utf8_slice_codeunits(text, 0, 10), pc.utf8_slice_codeunits(text, 11, -3)
+        return join_text(day, "T", clock, "Z")
+    return text
+
+
+def numbers_of(form: str, text: Any) -> Any:
+    """Of dates and times that Arrow reads. Raises ArrowInvalid where it does not."""
+    if form == "days":
+        return text.cast(pa.date32()).cast(pa.int32())
+    moments = join_text("1970-01-01 ", text) if form in CLOCKS else text
+    micros = moments.cast(pa.timestamp("us")).cast(pa.int64())
+    if form not in MILLIS:
+        return micros
+    valid = np.asarray(micros.is_valid())
+    return pa.array(np.asarray(micros.fill_null(0)) // 1000, mask=~valid)
+
+
+def _all(found: Any) -> bool:
+    """Nulls are."""
+    return pc.all(found, min_count=0).as_py() is not False
+
+
+def join_text(*pieces: Any) -> Any:
+    return pc.binary_join_element_wise(*pieces, _EMPTY)
+
+
+def _escaped(text: Any, data: Any) -> Any:
+    """As json.encoder.encode_basestring, without its quotes."""
+    raw = data.tobytes()
+    for plain, escaped in _ESCAPED:
+        if plain.encode() in raw:
+            text = pc.replace_substring(text, plain, escaped)
+    if len(raw.translate(None, _OTHER_CONTROLS)) != len(raw):
+        for byte in _OTHER_CONTROLS:
+            if byte in raw:
+                text = pc.replace_substring(text, chr(byte), f"\\u{byte:04x}")
+    return text

@@ -1,0 +1,101 @@
+"""The rows of a block as Avro, by columns: what avro.AvroEncoder makes row by row (see E1 of columnar_encoder.py).
+
+column   ──► text ──► bodies of its kind ──► one element-wise join with the branches ──► key, row
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidemill.base.pgtypes.avro import NULL, THERE, Kind, kind_of
+from tidemill.base.pgtypes.debezium import NUMBERS
+from tidemill.capture.changes import Column
+from tidemill.capture.decode.columnar_tuples import Values
+from tidemill.capture.decode.row_blocks import Block
+from tidemill.capture.encode.columnar_encoder import numbers_of, text_columns, text_of
+from tidemill.capture.encode.debezium_avro import AvroEncoder
+from tidemill.capture.encode.row_encoder import event_form
+from tidemill.topics.batch.columnar_encode import join, sizes_of, varints
+
+_FLOATS: dict[Kind, tuple[pa.DataType, int]] = {"float": (pa.float32(), 4), "double": (pa.float64(), 8)}
+_EMPTY = pa.scalar(b"")
+
+
+class AvroEvents:
+    """See encoded.Events."""
+
+    null = NULL
+    after = b""
+
+    def __init__(self, encoder: AvroEncoder) -> None:
+        self.before = encoder.value_prefix
+        self._key_prefix = encoder.key_prefix
+
+    def keys_and_rows(self, block: Block) -> tuple[Any, Any] | None:
+        bodies: dict[str, list[Any]] = {}
+        rows = self._rows(block, block.values, len(block), bodies)
+        if rows is None:
+            return None
+        columns = block.relation.key_columns
+        of_key = [piece for c in columns for piece in _without_minus_zero(c, bodies[c.name])]
+        return join(self._key_prefix, *of_key), rows
+
+    def rows(self, block: Block, rows: Values, count: int) -> Any:
+        return self._rows(block, rows, count, {})
+
+    @staticmethod
+    def _rows(block: Block, rows: Values, count: int, bodies: dict[str, list[Any]]) -> Any:
+        """`bodies` becomes the pieces that each column's are made of."""
+        pieces: list[Any] = [THERE]
+        for column, text, sizes, _ in text_columns(block, rows, count):
+            nulls = text.null_count > 0
+            if nulls and column.key_index >= 0:
+                return None
+            made = _bodies(column, text, bool((sizes == 0).any()))
+            if made is None:
+                return None
+            bodies[column.name] = made
+            if nulls:
+                pieces.append(pc.binary_join_element_wise(THERE, *made, _EMPTY).fill_null(NULL))
+            else:
+                pieces += made if column.key_index >= 0 else [THERE, *made]
+        return join(*pieces)
+
+
+def _bodies(column: Column, text: Any, empty: bool) -> list[Any] | None:
+    """Pieces of each value, null where it is. None, and ArrowInvalid: see E1."""
+    form, kind = event_form(column), kind_of(column.type_oid, column.type_mod)
+    if kind == "string":
+        found = text_of(form, text)
+        if found is None:
+            return None
+        data = found.view(pa.binary())
+        return [_like(varints(sizes_of(data.fill_null(b"") if data.null_count else data)), data), data]
+    if kind == "boolean":
+        return None if empty else [pc.if_else(pc.starts_with(text, "t"), pa.scalar(b"\x01"), pa.scalar(b"\x00"))]
+    if kind == "varint":
+        numbers = numbers_of(form, text) if form in NUMBERS else text
+        return [_like(varints(np.asarray(numbers.cast(pa.int64()).fill_null(0))), text)]
+    dtype, size = _FLOATS[kind]
+    values = np.asarray(text.cast(dtype).fill_null(0))
+    offsets = np.arange(0, size * (len(values) + 1), size, dtype=np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(values.tobytes())]
+    return [_like(pa.Array.from_buffers(pa.binary(), len(values), buffers), text)]
+
+
+def _like(made: Any, text: Any) -> Any:
+    """Null where the text is."""
+    return pc.if_else(text.is_valid(), made, pa.scalar(None, pa.binary())) if text.null_count else made
+
+
+def _without_minus_zero(column: Column, pieces: list[Any]) -> list[Any]:
+    kind = kind_of(column.type_oid, column.type_mod)
+    if kind not in _FLOATS:
+        return pieces
+    (piece,), size = pieces, _FLOATS[kind][1]
+    zero, minus = bytes(size), bytes(size - 1) + b"\x80"
+    return [pc.if_else(pc.equal(piece, pa.scalar(minus)), pa.scalar(zero), piece)]

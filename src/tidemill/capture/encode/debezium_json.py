@@ -1,0 +1,90 @@
+"""Change events in Debezium's envelope: the JSON that its PostgreSQL connector writes with `schemas.enable=false`.
+
+    head     {"before": row, "after": row                    of the rows alone
+    tail     ,"source":{…},"transaction":null,"op":…,"ts_ms":…}    of the relation, the transaction, the place in it
+
+    source   version   tidemill's                  snapshot  "true" for rows of the copy, else "false"
+             name      of the capture              sequence  [commit LSN, place in the transaction]: orders all events
+             lsn       of the commit               txId      null for rows of the copy          xmin   null
+             ts_ms     of the commit; ts_us and ts_ns are the same moment; of the copy, when the row was copied
+
+E2  Nothing in a record of the stream depends on when or by whom it is made, but for tidemill's version: records that
+    are made again after a crash are equal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from tidemill import __version__
+from tidemill.base.pgtypes.debezium import escape
+from tidemill.capture.changes import Relation, Row
+from tidemill.capture.encode.row_encoder import RowEncoder, event_form
+from tidemill.topics.batch.encode import signed
+
+BEFORE, AFTER = b'{"before":', b',"after":'
+OPS = {"insert": b"c", "update": b"u", "delete": b"d", "truncate": b"t"}
+SNAPSHOT_OP = b"r"
+NEW_KEY_HEADER, OLD_KEY_HEADER = "__debezium.newkey", "__debezium.oldkey"
+"""On the two halves of a changed key: the key of the other half."""
+
+
+class Source(msgspec.Struct, frozen=True):
+    """What events say of where they come from: the capture's name and its database's. `schemas`: the ids of the key's
+    and the value's schema under each version of the table's description, where they are Avro (debezium_avro.py)."""
+
+    name: str
+    database: str
+    schemas: tuple[tuple[int, int], ...] = ()
+
+
+class Tail(NamedTuple):
+    """Of the events of one transaction; between its pieces come the ordinal and the op, which is one byte. In Avro the
+    ordinal stands in a string, which begins with its length, one byte: `place` and the ordinal, `around` counts its
+    bytes without the ordinal's digits."""
+
+    first: bytes
+    second: bytes
+    third: bytes
+    place: bytes = b""
+    around: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Without the ordinal's digits."""
+        size = len(self.first) + len(self.place) + len(self.second) + 1 + len(self.third)
+        return size + 1 if self.around else size
+
+    def of(self, ordinal: int, op: bytes) -> bytes:
+        digits = b"%d" % ordinal
+        length = signed(self.around + len(digits)) if self.around else b""
+        return b"".join((self.first, length, self.place, digits, self.second, op, self.third))
+
+
+class EventEncoder:
+    """Of one relation. `key(row)` as `RowEncoder` has it, in the forms of events."""
+
+    def __init__(self, relation: Relation, source: Source) -> None:
+        self.relation = relation
+        rows = RowEncoder(relation, event_form)
+        self.key, self._row = rows.key, rows.value
+        of = f'{{"version":{escape(__version__)},"connector":"postgresql","name":{escape(source.name)}'
+        self._begin = f',"source":{of},"ts_ms":'
+        self._database = f',"db":{escape(source.database)},"sequence":"[\\"'
+        self._place = f',"schema":{escape(relation.schema)},"table":{escape(relation.table)},"txId":'
+
+    def head(self, before: Row | None, after: Row | None) -> bytes:
+        old = b"null" if before is None else self._row(before)
+        return BEFORE + old + AFTER + (b"null" if after is None else self._row(after))
+
+    def tail(self, commit_lsn: int, xid: int | None, time_ms: int) -> Tail:
+        """`xid` None: of the copy, `commit_lsn` is the snapshot's."""
+        snapshot, of = ("true", "null") if xid is None else ("false", str(xid))
+        first = f'{self._begin}{time_ms},"snapshot":"{snapshot}"{self._database}{commit_lsn}\\",\\"'
+        second = (
+            f'\\"]","ts_us":{time_ms * 1_000},"ts_ns":{time_ms * 1_000_000}{self._place}{of},"lsn":{commit_lsn}'
+            ',"xmin":null},"transaction":null,"op":"'
+        )
+        return Tail(first.encode(), second.encode(), f'","ts_ms":{time_ms}}}'.encode())

@@ -1,0 +1,402 @@
+"""One PostgreSQL connection over libpq's asynchronous calls (psycopg's `pq` layer): queries, COPY out, replication.
+
+Everything is text and the simple query protocol, because a replication connection speaks nothing else and
+because rows must read exactly as the stream prints them: snapshot and stream share `DISPLAY_SETTINGS`.
+
+One task uses a `Wire` at a time, with one exception: while one task receives the stream, another may `send`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+from tidemill.base.errors import Closed, Invalid, Unavailable
+from tidemill.capture.postgres.errors import connect_error, statement_error
+
+if TYPE_CHECKING:
+    from psycopg.pq.abc import PGconn, PGresult
+
+DISPLAY_SETTINGS: Mapping[str, str] = {
+    "client_encoding": "UTF8",
+    "bytea_output": "hex",
+    "DateStyle": "ISO, DMY",
+    "TimeZone": "UTC",
+    "extra_float_digits": "1",
+    "IntervalStyle": "iso_8601",
+}
+"""Whoever reads rows of a captured database sets these, or snapshot and stream differ in their text."""
+
+UNCHECKED = "SQL_ASCII"
+"""A database of this encoding holds any bytes. To a client of any other encoding PostgreSQL refuses what is not that: a
+single value would end the stream of all tables. As they are, each value can be looked at for itself."""
+
+NO_TIMEOUTS: Mapping[str, tuple[int, str]] = {
+    "statement_timeout": (0, "0"),
+    "lock_timeout": (0, "0"),
+    "idle_in_transaction_session_timeout": (0, "0"),
+    "idle_session_timeout": (140_000, "0"),
+    "transaction_timeout": (170_000, "0"),
+}
+"""Setting → (server version that knows it, value). A default of the role or database would cut a long copy short or
+end the session that holds the capture's lock; where a time limit is wanted it is set for that statement."""
+
+PLAIN_STATEMENTS: Mapping[str, str] = {
+    "default_transaction_read_only": "off",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_deferrable": "off",
+    "quote_all_identifiers": "off",
+    "synchronous_commit": "local",
+}
+"""A default of the role or database would refuse the set-up's statements, let a transaction see the catalogue of
+before it had its lock, or spell the names of types otherwise. And while a synchronous standby is away a commit, be it
+of a heartbeat, would not return: the stream goes on by what the primary has flushed, and needs no standby."""
+
+CONNECT_TIMEOUT_S = 10
+TCP: Mapping[str, int] = {
+    "connect_timeout": CONNECT_TIMEOUT_S,
+    "keepalives": 1,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+}
+"""libpq's settings where the DSN has none of its own: a peer that is gone without a word ends a connection within 15 s.
+One whose kernel still answers is found by control_connection.py."""
+BURST_BYTES = 256 << 10
+_APPLICATION_NAME_BYTES = 63
+
+SqlRow = tuple[str | None, ...]
+
+
+def identifier(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def qualified(schema: str, table: str) -> str:
+    return f"{identifier(schema)}.{identifier(table)}"
+
+
+def scope(schema: str, table: str, *, partitioned: bool) -> str:
+    """For FROM and LOCK: what the stream carries under this table. Rows of those that inherit come under their own."""
+    return f"{'' if partitioned else 'ONLY '}{qualified(schema, table)}"
+
+
+def literal(text: str) -> str:
+    quoted = "'" + text.replace("'", "''") + "'"
+    return f" E{quoted}".replace("\\", "\\\\") if "\\" in text else quoted
+
+
+def where(dsn: str) -> str:
+    """Server, database and user of a DSN for messages, never the password. Raises Invalid on nonsense."""
+    parts = _parts(dsn)
+    names = ("dbname", "user")
+    return " ".join([f"server={server(dsn)}", *(f"{name}={parts[name]}" for name in names if parts.get(name))])
+
+
+def server(dsn: str) -> str:
+    """`host:port` (or the directory of the socket), as libpq will take it. Raises Invalid on nonsense."""
+    parts = _parts(dsn)
+    host = parts.get("host") or parts.get("hostaddr")
+    if host is None and parts.get("service"):
+        return f"service {parts['service']}"
+    host = host or os.environ.get("PGHOST") or "localhost"
+    return f"{host}:{parts.get('port') or os.environ.get('PGPORT') or 5432}"
+
+
+def _parts(dsn: str) -> dict[str, Any]:
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    try:
+        return conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError as error:
+        # libpq quotes the offending text, which may hold a password: name the kind of error only.
+        raise Invalid(
+            "the DSN cannot be read.", fix="Write it as postgresql://user:password@host:5432/database."
+        ) from error
+
+
+def application_name(purpose: str, capture: str = "") -> str:
+    """Says to whoever looks at pg_stat_activity which process this is: `tidemill PROCESS [CAPTURE] PURPOSE HOST/PID`,
+    cut where PostgreSQL would. The second word, eight hex digits of HOST/PID, and the name of a capture are always
+    whole: sessions are found by them."""
+    process = f"{socket.gethostname()}/{os.getpid()}"
+    token = hashlib.blake2b(process.encode(), digest_size=4).hexdigest()
+    words = ("tidemill", token, capture, purpose, process)
+    return " ".join(filter(None, words))[:_APPLICATION_NAME_BYTES]
+
+
+def session_settings(version: int) -> dict[str, str]:
+    """For every session on a captured database, whatever the defaults of its role and database are."""
+    untimed = {name: value for name, (since, value) in NO_TIMEOUTS.items() if version >= since}
+    return {**DISPLAY_SETTINGS, **PLAIN_STATEMENTS, **untimed}
+
+
+def settings_statement(settings: Mapping[str, str]) -> str:
+    """Sets them for the rest of the session. (Not as `options` of the connection, which the DSN may have, too.)"""
+    return f"SELECT {', '.join(f'set_config({literal(n)}, {literal(v)}, false)' for n, v in settings.items())}"
+
+
+class Wire:
+    def __init__(self, connection: Any, target: str) -> None:
+        self._connection = connection
+        self._pgconn: PGconn = connection.pgconn
+        self._target = target
+        self._pgconn.nonblocking = 1
+        self._copy_ended = False
+        self._broke: Exception | None = None
+
+    @classmethod
+    async def connect(cls, dsn: str, *, replication: bool = False, purpose: str, capture: str = "") -> Self:
+        """Connect, and set `session_settings`. PostgreSQL sees `purpose` and the name of the capture that it is for, if
+        any. Raises Invalid (DSN, credentials, database) or Unavailable."""
+        import psycopg
+
+        target, given = where(dsn), _parts(dsn)
+        extra: dict[str, Any] = {name: value for name, value in TCP.items() if name not in given}
+        if replication:
+            extra["replication"] = "database"
+        try:
+            connection = await psycopg.AsyncConnection.connect(
+                dsn, autocommit=True, application_name=application_name(purpose, capture), **extra
+            )
+        except psycopg.Error as error:
+            raise connect_error(str(error), target) from error
+        wire = cls(connection, target)
+        try:
+            encoding = {"client_encoding": UNCHECKED} if wire.unchecked else {}
+            await wire.query(settings_statement({**session_settings(wire.server_version), **encoding}))
+        except BaseException:
+            await wire.aclose()
+            raise
+        return wire
+
+    @property
+    def target(self) -> str:
+        """Server, database and user, for messages."""
+        return self._target
+
+    @property
+    def backend_pid(self) -> int:
+        return self._pgconn.backend_pid
+
+    @property
+    def database(self) -> str:
+        """Its name, whether or not the DSN says it."""
+        return self._pgconn.db.decode()
+
+    @property
+    def unchecked(self) -> bool:
+        """Of the encoding that holds any bytes."""
+        return self._pgconn.parameter_status(b"server_encoding") == UNCHECKED.encode()
+
+    @property
+    def server_version(self) -> int:
+        """E.g. 180006 for 18.6."""
+        return self._pgconn.server_version
+
+    async def query(self, sql: str) -> list[SqlRow]:
+        """Run one statement, return its rows as text; a byte that is not UTF-8 is a surrogate.
+
+        Raises by SQLSTATE (wire/errors.py); the wire stays usable
+        after a failed statement, not after a cancelled call."""
+        from psycopg.pq import ExecStatus
+
+        self._send_query(sql)
+        rows: list[SqlRow] = []
+        failure: Exception | None = None
+        while (result := await self._result()) is not None:
+            if result.status == ExecStatus.TUPLES_OK:
+                rows = _text_rows(result)
+            elif result.status not in (ExecStatus.COMMAND_OK, ExecStatus.EMPTY_QUERY):
+                failure = failure or self._failure(result, sql)
+            result.clear()
+        if failure is not None:
+            raise failure
+        return rows
+
+    async def value(self, sql: str) -> str | None:
+        rows = await self.query(sql)
+        return rows[0][0] if rows else None
+
+    async def copy_out(self, sql: str) -> AsyncIterator[list[bytes]]:
+        """Run COPY … TO STDOUT; yields bursts of rows in COPY's text format, each with its newline."""
+        from psycopg.pq import ExecStatus
+
+        self._send_query(sql)
+        result = await self._result()
+        if result is None or result.status != ExecStatus.COPY_OUT:
+            error = self._failure(result, sql)
+            await self._drain()
+            raise error
+        result.clear()
+        while burst := await self._burst():
+            yield burst
+        failure = await self._drain()
+        if failure is not None:
+            raise failure
+
+    async def start_copy_both(self, command: str) -> None:
+        """START_REPLICATION …; afterwards `receive` and `send` are what the wire does."""
+        from psycopg.pq import ExecStatus
+
+        self._send_query(command)
+        result = await self._result()
+        if result is None or result.status != ExecStatus.COPY_BOTH:
+            error = self._failure(result, command)
+            await self._drain()
+            raise error
+        result.clear()
+
+    async def receive(self) -> list[bytes]:
+        """The messages at hand, at least one. Raises when the server ends the stream."""
+        burst = await self._burst()
+        if burst:
+            return burst
+        raise await self._drain() or Unavailable(f"the server ended the stream: {self._target}.")
+
+    async def send(self, data: bytes) -> None:
+        import psycopg
+
+        try:
+            while self._pgconn.put_copy_data(data) == 0:
+                await self._ready(write=True)
+            while self._pgconn.flush() == 1:
+                await self._ready(write=True)
+        except psycopg.Error as error:
+            # "No COPY in progress" is what follows from the error by which the server ended it, not that error.
+            raise self._why_ended() or self._broken(error) from error
+
+    async def aclose(self) -> None:
+        """Idempotent; ends the session, so its locks and its hold on the slot go."""
+        await self._connection.close()
+
+    def _send_query(self, sql: str) -> None:
+        import psycopg
+
+        self._copy_ended = False
+        try:
+            self._pgconn.send_query(sql.encode(errors="surrogateescape"))
+        except psycopg.Error as error:
+            raise self._broken(error) from error
+
+    async def _result(self) -> PGresult | None:
+        import psycopg
+
+        try:
+            while self._pgconn.flush() == 1:
+                await self._ready(write=True)
+            while self._pgconn.is_busy():
+                await self._ready()
+                self._pgconn.consume_input()
+            return self._pgconn.get_result()
+        except psycopg.Error as error:
+            raise self._broken(error) from error
+
+    async def _burst(self) -> list[bytes]:
+        """COPY data at hand, at least one message; empty at the end of the COPY."""
+        import psycopg
+
+        # libpq reports the end once: asked again it says that no COPY is in progress.
+        if self._copy_ended:
+            self._copy_ended = False
+            return []
+        if self._broke is not None:
+            raise self._broke
+        burst: list[bytes] = []
+        size = seen = 0
+        get = self._pgconn.get_copy_data
+        try:
+            while size < BURST_BYTES:
+                count, data = get(1)
+                if count > 0:
+                    burst.append(bytes(data))
+                    size += count
+                elif count < 0:
+                    self._copy_ended = bool(burst)
+                    break
+                elif size > seen:
+                    # libpq takes some kilobytes at a time; what else is there is taken as well, without waiting.
+                    seen = size
+                    self._pgconn.consume_input()
+                elif burst:
+                    break
+                else:
+                    await self._ready()
+                    self._pgconn.consume_input()
+        except psycopg.Error as error:
+            if not burst:
+                raise self._broken(error) from error
+            # What came before the connection broke is whole; the next call says the error.
+            self._broke = self._broken(error)
+        return burst
+
+    async def _drain(self) -> Exception | None:
+        """Read what is left of a statement; its error, if it had one."""
+        from psycopg.pq import ExecStatus
+
+        failure: Exception | None = None
+        while (result := await self._result()) is not None:
+            if result.status in (ExecStatus.FATAL_ERROR, ExecStatus.BAD_RESPONSE):
+                failure = failure or self._failure(result, "")
+            elif result.status in (ExecStatus.COPY_BOTH, ExecStatus.COPY_OUT, ExecStatus.COPY_IN):
+                break
+            result.clear()
+        return failure
+
+    def _why_ended(self) -> Exception | None:
+        """What the server said when it ended a COPY, if it is at hand; nothing is waited for."""
+        from psycopg.pq import ExecStatus
+
+        result = None if self._pgconn.is_busy() else self._pgconn.get_result()
+        ended = result is not None and result.status == ExecStatus.FATAL_ERROR
+        return self._failure(result, "") if ended else None
+
+    def _failure(self, result: PGresult | None, sql: str) -> Exception:
+        from psycopg.pq import DiagnosticField
+
+        if result is None:
+            return self._broken(self._pgconn.error_message)
+        sqlstate = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
+        text = (result.error_message or self._pgconn.error_message).decode(errors="replace")
+        if not sqlstate:
+            return self._broken(text)
+        return statement_error(sqlstate, text, sql)
+
+    def _broken(self, error: object) -> Exception:
+        text = error.decode(errors="replace") if isinstance(error, bytes) else str(error)
+        message = " ".join(text.split())
+        if "closed" in message and self._connection.closed:
+            return Closed(f"the connection was closed: {self._target}.")
+        return Unavailable(f"the connection to PostgreSQL broke: {self._target} error={message!r}.")
+
+    async def _ready(self, *, write: bool = False) -> None:
+        """Until the socket is readable (or writable)."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        descriptor = self._pgconn.socket
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        add, remove = (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
+        add(descriptor, wake)
+        try:
+            await future
+        finally:
+            remove(descriptor)
+
+
+def _text_rows(result: PGresult) -> list[SqlRow]:
+    columns = range(result.nfields)
+    rows: list[SqlRow] = []
+    for row in range(result.ntuples):
+        values = (result.get_value(row, column) for column in columns)
+        rows.append(tuple(None if value is None else value.decode(errors="surrogateescape") for value in values))
+    return rows

@@ -1,0 +1,61 @@
+"""The replication stream of one slot: frames in, status updates out."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.base.errors import Corrupt
+from tidemill.base.limits import KAFKA_REQUEST_BYTES
+from tidemill.capture.postgres.connection import Wire, identifier, literal
+from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive, decode_keepalive, wal_start
+
+MESSAGE_BYTES = 2 * KAFKA_REQUEST_BYTES
+"""An UPDATE carries the old row and the new one, each no larger than a record may be. PostgreSQL's own limit is 1 GiB,
+and a message takes several times its size while it is decoded and encoded: of a larger one only the head is kept."""
+HEAD_BYTES = 64
+
+
+class Framed(msgspec.Struct, frozen=True):
+    """The bytes of one pgoutput message, and where in the WAL it comes from. `left_out`: bytes that were cut off."""
+
+    lsn: int
+    payload: bytes
+    left_out: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.payload) + self.left_out
+
+
+def framed(frame: bytes) -> Framed | Keepalive:
+    """Raises Corrupt for what is no frame of a stream."""
+    kind = frame[:1]
+    if kind == b"w" and len(frame) >= PAYLOAD_START:
+        left_out = len(frame) - PAYLOAD_START - HEAD_BYTES if len(frame) > MESSAGE_BYTES else 0
+        return Framed(wal_start(frame), frame[PAYLOAD_START : len(frame) - left_out], left_out)
+    if kind == b"k":
+        return decode_keepalive(frame)
+    raise Corrupt(f"unknown frame in the replication stream: kind={kind!r} size={len(frame)}.")
+
+
+class ReplicationStream:
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    async def start(self, slot: str, publication: str) -> None:
+        """From the slot's confirmed position. Raises SlotLost, SqlError (the slot is active elsewhere), Unavailable."""
+        names = literal(identifier(publication)).strip()
+        await self._wire.start_copy_both(
+            f"START_REPLICATION SLOT {identifier(slot)} LOGICAL 0/0 "
+            f"(proto_version '1', publication_names {names}, messages 'true')"
+        )
+
+    async def receive(self) -> list[bytes]:
+        """Every frame at hand, in order, at least one; `framed` reads one."""
+        return await self._wire.receive()
+
+    async def send_status(self, update: bytes) -> None:
+        await self._wire.send(update)
+
+    async def aclose(self) -> None:
+        await self._wire.aclose()

@@ -1,0 +1,72 @@
+"""A row of the stream that cannot be read or written: its table alone parks before that transaction, or, while it is
+copied, is set aside no further (side_topic.py, Z4). Both are durable before the transaction is handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.runtime.tasks import sentence
+from tidemill.capture.changes import Fragment, Relation
+from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.decode.undecodable import Poisoned
+from tidemill.capture.delivery.taps import Taps
+from tidemill.capture.postgres.replication_stream import Framed
+from tidemill.capture.snapshot.side_topic import first_snapshot
+from tidemill.capture.tables.table_states import Desk, recopy
+from tidemill.capture.topics.commit_boundaries import in_snapshot
+from tidemill.capture.topics.topic_writer import CapturedTable
+
+
+class Unfit:
+    """`keep_wal()`: a table is set aside no further."""
+
+    def __init__(self, desk: Desk, converter: Converter, taps: Taps, keep_wal: Callable[[], None]) -> None:
+        self._desk = desk
+        self._converter = converter
+        self._taps = taps
+        self._keep_wal = keep_wal
+
+    async def message(self, item: Framed, poisoned: Poisoned) -> None:
+        """One that cannot be read. Where it is about one table, that table parks, or it is nobody's (a table that
+        somebody else published); else the session ends with it."""
+        if not poisoned.table or poisoned.position is None:
+            raise poisoned
+        lsn, xid = poisoned.position.commit_lsn, self._converter.xid
+        await self._leave_out(poisoned.oid, xid, lsn, poisoned, again=poisoned.no_old_row)
+        self._converter.pass_over(item.payload)
+
+    async def undecided(self, relation: Relation, fragment: Fragment, error: TidemillError) -> None:
+        """Which row holds a key of this relation cannot be told (deferrable_keys.py): a copy tells."""
+        said = Invalid(f"the row that holds a deferrable key cannot be read: {error.message}")
+        await self._leave_out(relation.oid, fragment.xid, fragment.commit_lsn, said, again=True)
+
+    async def _leave_out(self, oid: int, xid: int, lsn: int, error: TidemillError, *, again: bool) -> None:
+        row, aside = self._desk.followed(oid, xid, lsn), self._desk.aside(oid)
+        if aside is not None and not in_snapshot(xid, lsn, first_snapshot(aside, 0)):
+            await self._desk.set_aside_until(aside.table, lsn, error.message)
+            self._keep_wal()
+        elif row is not None:
+            await self._desk.park(row.table, lsn, error.message, _way_out(error, row.table), again=again)
+        else:
+            # No topic wants it, or has it already; whoever follows the stream alone lacks it.
+            self._desk.following.end(oid)
+            self._taps.lose(oid, error.message)
+
+    async def row(self, table: CapturedTable, lsn: int, error: BaseException) -> None:
+        """The topic writer cannot write a row of this table (W3)."""
+        reason, aside = f"a row cannot be written: {_message(error)}", self._desk.aside(table.oid)
+        if aside is not None:
+            await self._desk.set_aside_until(aside.table, lsn, reason)
+            self._keep_wal()
+        else:
+            await self._desk.park(table.name, lsn, reason, _way_out(error, table.name))
+
+
+def _way_out(error: BaseException, table: str) -> str:
+    return f"{getattr(error, 'fix', '')} {recopy(table)}".strip()
+
+
+def _message(error: BaseException) -> str:
+    """Without its fix, which is told apart."""
+    return error.message if isinstance(error, TidemillError) else sentence(error)

@@ -1,0 +1,208 @@
+"""Whether the database still stands behind what was captured of it, compared at the start of every session.
+
+    what moved                               the sign                                       copied again
+    the database: failover to a standby      another history, or a WAL that ends below      tables with records or
+    that is behind, point-in-time recovery   the newest binding                             state beyond the fork
+    the slot: made again, or advanced        it is confirmed beyond the newest binding,     all tables
+                                             and a table goes on from that (M4)
+    the publication of a table               other rows than at its copy (publication.py)   that table
+
+M1  The signs that are compared were durable before anything was built on them: history and publication are in the rows
+    of the capture and its tables before the stream or the copy begins, and a binding is before it is confirmed.
+M2  Tables that start over are written first, then the binding that begins the era, then the history. A session that is
+    cut off in between is repeated by the next one, with the same result.
+M3  A binding of the new era repeats the offsets of the newest one at the last LSN that is common to both histories. So
+    every position that is compared from then on is one of this history (docs/rfcs/0010-histories-that-fork.md).
+M4  The slot may be beyond the newest binding by this capture's own doing, while no table goes on from that binding: one
+    that begins anew makes its slot before it binds what it copies, and one whose tables are all parked confirms WAL and
+    binds nothing. Tables that no binding has are judged by their own copies (bootstrap.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from tidemill.base.clock import Clock
+from tidemill.base.lsn import Lsn
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.postgres.timeline import Timeline, fork
+from tidemill.capture.setup.server_checks import SlotState
+from tidemill.capture.topics.partition_tails import high_watermark, last_record
+from tidemill.capture.topics.topic_writer import CapturedTable, position_of
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
+from tidemill.shards.api import Binding, Remap
+from tidemill.shards.bindings.minter import Minter
+from tidemill.topics.api import TopicLog
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """`fork_lsn`: the history is another one from there on; None = it is the same. `reason`: one sentence, "" = nothing
+    is copied again. `everything`: all tables are, else `tables` by name."""
+
+    fork_lsn: int | None = None
+    reason: str = ""
+    everything: bool = False
+    tables: frozenset[str] = frozenset()
+
+    def why(self, table: str) -> str:
+        """Why this table is copied again; "" = it is not."""
+        return self.reason if self.everything or table in self.tables else ""
+
+
+def beyond(slot: SlotState, bound_lsn: int) -> bool:
+    """The slot is confirmed beyond what is bound, which no session tells it that writes a table (M4). Pure."""
+    return slot.confirmed_lsn - 1 > bound_lsn
+
+
+def let_go(slot: SlotState, lsn: int) -> bool:
+    """Commits at or above `lsn` are confirmed already, so the stream may not tell them again."""
+    return slot.confirmed_lsn > lsn
+
+
+def unaccounted(slot: SlotState | None, table: CapturedTable, latest: Binding | None) -> bool:
+    """WAL is confirmed that neither the newest binding nor the table's own copy accounts for. Pure."""
+    if slot is None or table.snapshot is None:
+        return slot is None
+    if latest is not None and table.topic.topic_id in latest.offsets:
+        return beyond(slot, latest.lsn)
+    return let_go(slot, table.snapshot.told_from_lsn)
+
+
+async def _ahead(
+    slot: SlotState, rows: Iterable[CaptureTableRow], latest: Binding | None, catalogue: Catalogue
+) -> bool:
+    """M4: what follows the newest binding was to come from the slot, for some table or what is set aside of it, and is
+    confirmed."""
+    if latest is None or not beyond(slot, latest.lsn):
+        return False
+    for table in rows:
+        if table.aside is not None and table.aside.topic_id in latest.offsets:
+            return True
+        if table.snapshot is None or 0 < table.parked_lsn <= latest.lsn + 1:
+            continue
+        topic = await catalogue.get(TopicRow, table.topic)
+        if topic is not None and topic.topic_id in latest.offsets:
+            return True
+    return False
+
+
+async def compare(
+    config: CaptureConfig,
+    row: CaptureRow,
+    rows: Mapping[str, CaptureTableRow],
+    line: Timeline,
+    slot: SlotState | None,
+    latest: Binding | None,
+    catalogue: Catalogue,
+    topics: TopicLog,
+) -> Moved:
+    """`slot` was read before `latest`: what a predecessor confirmed until then is bound. Raises what the catalogue and
+    the topics raise."""
+    bound_lsn = latest.lsn if latest is not None else -1
+    fork_lsn = fork(row.history, line.history) if row.history else None
+    if fork_lsn is None and line.wal_end <= bound_lsn:
+        fork_lsn = 0  # its files are an older copy: nothing says from where on they differ
+    if fork_lsn is not None:
+        return await _forked(config, rows, line, slot, latest, fork_lsn, catalogue, topics)
+    if row.restored and (slot is None or beyond(slot, bound_lsn)):
+        reason = f"the slot is ahead of what was restored: slot={config.slot} bound={Lsn(max(0, bound_lsn))}."
+        return Moved(None, reason, True)
+    if row.history and slot is not None and await _ahead(slot, rows.values(), latest, catalogue):
+        reason = (
+            f"the replication slot was made again or advanced by another client: slot={config.slot}"
+            f" confirmed={Lsn(slot.confirmed_lsn)} bound={Lsn(bound_lsn)}."
+        )
+        return Moved(None, reason, True)
+    return Moved()
+
+
+async def _forked(
+    config: CaptureConfig,
+    rows: Mapping[str, CaptureTableRow],
+    line: Timeline,
+    slot: SlotState | None,
+    latest: Binding | None,
+    fork_lsn: int,
+    catalogue: Catalogue,
+    topics: TopicLog,
+) -> Moved:
+    bound_lsn = latest.lsn if latest is not None else -1
+    captured = f"captured={Lsn(max(0, bound_lsn))}"
+    if not fork_lsn:
+        said = "the captured database was replaced by an earlier copy of its files"
+        return Moved(0, f"{said}: timeline={line.number} wal_end={Lsn(line.wal_end)} {captured}.", True)
+    facts = f"timeline={line.number} fork={Lsn(fork_lsn)} {captured}"
+    if slot is None or slot.wal_status == "lost" or not slot.confirmed_lsn:
+        return Moved(fork_lsn, f"the captured database is on another timeline and its slot is gone: {facts}.", True)
+    beyond_fork = latest is not None and beyond(slot, fork_lsn - 1)
+    if beyond_fork or await _ahead(slot, rows.values(), latest, catalogue):
+        said = "the captured database is on another timeline and its slot is ahead of the fork"
+        return Moved(fork_lsn, f"{said}: {facts} confirmed={Lsn(slot.confirmed_lsn)}.", True)
+    names = {
+        name
+        for name, table in rows.items()
+        if table.snapshot is not None and await _affected(table, fork_lsn, latest, catalogue, topics)
+    }
+    if not names:
+        return Moved(fork_lsn)
+    return Moved(fork_lsn, f"the captured database went back to an earlier state: {facts}.", False, frozenset(names))
+
+
+def state_beyond(table: CaptureTableRow, fork_lsn: int) -> bool:
+    """Its row speaks of a position that is not in this history. Pure."""
+    snapshot = table.snapshot
+    assert snapshot is not None
+    joined_beyond = snapshot.joined_lsn >= fork_lsn or max(table.evolved, default=0) >= fork_lsn
+    return snapshot.exact_lsn > fork_lsn or table.parked_lsn > fork_lsn or joined_beyond
+
+
+async def _affected(
+    table: CaptureTableRow, fork_lsn: int, latest: Binding | None, catalogue: Catalogue, topics: TopicLog
+) -> bool:
+    """Its row or its topic has something from beyond the fork. Positions grow within a partition, so its last record
+    tells; where retention has removed that one, only a binding below the fork can."""
+    if state_beyond(table, fork_lsn):
+        return True
+    if table.parked_lsn:
+        return False  # nothing from there on is in its topic for good
+    topic = await catalogue.get(TopicRow, table.topic)
+    if topic is None:
+        return False  # parked for that in its turn
+    bound = latest.offsets.get(topic.topic_id, ()) if latest is not None and latest.lsn < fork_lsn else ()
+    for partition in range(topic.partitions):
+        end = await high_watermark(topics, topic.topic_id, partition)
+        if not end or (partition < len(bound) and bound[partition] == end):
+            continue
+        last = await last_record(topics, topic.topic_id, partition, end)
+        if last is None or position_of(last).commit_lsn >= fork_lsn:
+            return True
+    return False
+
+
+async def begin_era(
+    remap: Remap, clock: Clock, era: int, latest: Binding | None, fork_lsn: int
+) -> tuple[int, Binding | None]:
+    """M3: the era that begins, and its first binding; `era`: the last one that is recorded. Raises as Minter.mint."""
+    if latest is None:
+        return era + 1, None
+    lsn = max(1, min(latest.lsn, fork_lsn - 1))
+    if latest.era > era and latest.lsn <= lsn:
+        return latest.era, latest  # by a session that was cut off before it recorded the history
+    era = max(era, latest.era) + 1
+    return era, await _bind(remap, clock, lsn, era)
+
+
+async def bind_confirmed(remap: Remap, clock: Clock, slot: SlotState, latest: Binding) -> Binding | None:
+    """M1: of a version that recorded no history, and confirmed WAL without a change before it was bound. Once the
+    history is there a slot beyond the newest binding was moved. Raises as Minter.mint."""
+    return await _bind(remap, clock, slot.confirmed_lsn - 1, latest.era) if beyond(slot, latest.lsn) else latest
+
+
+async def _bind(remap: Remap, clock: Clock, lsn: int, era: int) -> Binding | None:
+    """The offsets of the newest binding once more."""
+    minter = Minter(remap, clock, interval_ms=0)
+    await minter.open()
+    await minter.mint(Binding(0, {}, lsn, era=era))
+    return minter.latest

@@ -1,0 +1,539 @@
+"""One session: from connecting until anything fails. Every failure ends the session, and the next one starts from
+what is durable (slot, topics' tails, newest binding): there is one way to recover, and it is walked every time.
+
+    reader ─► converter ─► collector ─► taps (shapes), topic writer       one task each: reader, collector,
+    status  ◄─ tracker  ◄─┘                                               binder, status timer, heartbeat
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+from msgspec.structs import replace
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.tasks import Tasks, sentence
+from tidemill.base.status.histogram import Stages
+from tidemill.capture.capture_row import OwnRow
+from tidemill.capture.catalog.row_lookup import rows_now
+from tidemill.capture.changes import Relation, Row
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.control_connection import (
+    BLOCKER_REMEMBERED_S,
+    Answers,
+    Control,
+    StreamWatch,
+    check_same,
+    identified,
+    keep_beating,
+    watch_set_up,
+    watch_slot,
+)
+from tidemill.capture.decode.transaction_builder import Converter, RelationSeen
+from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.deferrable_keys import Rivals
+from tidemill.capture.delivery.sinks import Sink
+from tidemill.capture.delivery.taps import Taps
+from tidemill.capture.postgres.connection import Wire, server, where
+from tidemill.capture.postgres.errors import Undecodable
+from tidemill.capture.postgres.replication_stream import ReplicationStream
+from tidemill.capture.postgres.standby_status import Status, keepalive_interval_s
+from tidemill.capture.postgres.timeline import Timeline
+from tidemill.capture.session.bad_rows import Unfit
+from tidemill.capture.session.bootstrap import Prepared, begin_anew, prepare
+from tidemill.capture.session.continuity_check import unaccounted
+from tidemill.capture.session.parked_streams import carry_on, describe_copied, parked_streams
+from tidemill.capture.session.relation_tracker import Descriptions
+from tidemill.capture.session.stream_reader import Reader
+from tidemill.capture.session.table_adder import HAZARD_POLL_S, Joining
+from tidemill.capture.setup.blockers import Holder, busy_walsender
+from tidemill.capture.setup.server_checks import ServerFacts, SlotState, check_server, slot_state
+from tidemill.capture.setup.session_lock import own_session, start_when_free, take_lock
+from tidemill.capture.snapshot.copier import take_snapshot
+from tidemill.capture.snapshot.slot_retention import Retained
+from tidemill.capture.snapshot.wal_hold import kept_for
+from tidemill.capture.tables.context import Beside
+from tidemill.capture.tables.copy_progress import SnapshotProgress
+from tidemill.capture.tables.publication_repair import Mending
+from tidemill.capture.tables.table_setup import copy_target
+from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.topics.binder import Binder, where_to_start
+from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
+from tidemill.metastore.catalogue import Catalogue
+from tidemill.shards.api import Binding, Remap
+from tidemill.topics.api import TopicLog
+
+log = structlog.get_logger()
+
+STATUS_MIN_INTERVAL_S = 0.02
+SETTLE_S = 1.0
+"""For one last binding while consensus answers; without it nobody waits."""
+SETTING_UP = "setting up publication, slot and topics"
+
+
+class Session:
+    """`taps` outlive it; `sinks`: besides the topic writer. `on_phase(reason, held_by)`: what the session waits for.
+    `desk`: the tables, and which of them are parked; it outlives the session, too, as `stages` do: when commits were
+    received, durable and bound, once for a burst, a round and a binding."""
+
+    def __init__(
+        self,
+        config: CaptureConfig,
+        *,
+        topics: TopicLog,
+        catalogue: Catalogue,
+        remap: Remap,
+        taps: Taps,
+        sinks: Sequence[Sink] = (),
+        clock: Clock,
+        rand: Rand,
+        on_phase: Callable[[str, str], None],
+        desk: Desk,
+        stages: Stages,
+    ) -> None:
+        self._config = config
+        self._stages = stages
+        self._topics = topics
+        self._catalogue = catalogue
+        self._remap = remap
+        self._taps = taps
+        self._sinks = tuple(sinks)
+        self._clock = clock
+        self._rand = rand
+        self._on_phase = on_phase
+        self.desk = desk
+        self.joining: Joining | None = None
+        self._server = f"postgres:{server(config.dsn)}"
+        self._control: Control | None = None
+        self._stream: ReplicationStream | None = None
+        self._converter = Converter(max_changes=config.fragment_changes)
+        self._status_due = asyncio.Event()
+        self._ask_keepalive = False
+        self._parking = asyncio.Lock()
+        self._descriptions = Descriptions(config, desk, self._converter, self._parking)
+        self._unfit = Unfit(desk, self._converter, taps, self._keep_wal)
+        self._rivals = Rivals(self._rows_now, self._unfit.undecided)
+        self.answers = Answers(clock)
+        self.collector: Collector | None = None
+        self.writer: TopicWriter | None = None
+        self.binder: Binder | None = None
+        self._copied: list[CapturedTable] = []
+        """Tables that it writes."""
+        self.progress = SnapshotProgress(clock)
+        self.slot: SlotState | None = None
+        self.retained = Retained()
+        self.pinned_by: Holder | None = None
+        """Whose transaction keeps WAL that is confirmed, while that is much."""
+        self._carried: tuple[Relation, ...] = ()
+        self._carried_at = (-1, -1)
+        self._seen_lsn = -1
+        self._blocked_s = float("-inf")
+        self._doing = ""
+        self._watching: asyncio.Task[None] | None = None
+        self.line: Timeline | None = None
+        self.generation = 0
+        self._own = OwnRow(catalogue, config.name)
+        self.seen_at_work = 0
+        """How often a walsender was silent because it worked: progress, for the capture's mark."""
+        self.streaming = False
+        self.running = False
+
+    @property
+    def described(self) -> bool:
+        """It is known what this session carries, be it nothing."""
+        return bool(self._converter.relations)
+
+    @property
+    def relations(self) -> tuple[Relation, ...]:
+        """What this session carries to its end. A table that is copied again is carried by the next one. The same
+        tuple for as long as it is so: every request for a shape looks at it."""
+        converter, changes = self._converter, (self._converter.changes, self.desk.changes)
+        if changes != self._carried_at:
+            served = self.desk.served()
+            self._carried_at = changes
+            self._carried = tuple(
+                r for r in converter.relations.values() if r.oid in served and not converter.parks(r.oid)
+            )
+        return self._carried
+
+    @property
+    def markers_left_out(self) -> int:
+        return self._converter.markers_left_out
+
+    @property
+    def copy(self) -> SnapshotProgress:
+        """Of the copy that is under way, or was the last one: the first one, or one beside the stream."""
+        beside = self.joining is not None and (self.joining.copying or self.joining.progress.table)
+        return self.joining.progress if self.joining is not None and beside else self.progress
+
+    @property
+    def recopied(self) -> tuple[str, int]:
+        """Why tables were copied again last though nobody had asked, and when (ms); "" = never."""
+        row = self._own.row
+        return (row.recopied, row.recopied_ms) if row is not None else ("", 0)
+
+    @property
+    def topic_consumer(self) -> str:
+        return f"{self._config.mark}/topics"
+
+    async def run(self) -> None:
+        """Until something fails; raises it, translated. Closes everything it opened."""
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def fail(_: str, error: BaseException) -> None:
+            if not failed.done():
+                failed.set_exception(error)
+
+        tasks = Tasks(fail)
+        self.running = True
+        try:
+            tasks.spawn(self._start(tasks), name="capture start")
+            await failed
+        finally:
+            self.streaming = self.running = False
+            try:
+                await tasks.aclose()
+                if self.collector is not None:
+                    self.desk.following.told(self.collector.status.flushed)
+                if failed.cancelled():
+                    await self._settle()
+                elif failed.done() and isinstance(failed.exception(), Undecodable):
+                    await self._start_over()
+            finally:
+                await self._close()
+            if failed.done() and not failed.cancelled():
+                failed.exception()
+
+    async def _settle(self) -> None:
+        """An orderly end. What cannot be bound in time is told again to the next session, as after any other end."""
+        if self.binder is None or self.collector is None:
+            return
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await self.binder.settle()
+        except (TidemillError, TimeoutError) as error:
+            log.warning("the idle LSN is not bound", capture=self._config.name, cause=sentence(error))
+
+    async def _start_over(self) -> None:
+        """Raises Unavailable when all begins anew; else what failed stands."""
+        # Of a connection of its own: what asked on the other one was cut off in the middle.
+        wire = await self._connect("start over")
+        try:
+            await begin_anew(wire, self._config, self.desk.rows.values())
+        finally:
+            await wire.aclose()
+
+    async def _close(self) -> None:
+        """Whatever interrupts it: a session that failed by itself may be cancelled while it ends, and a connection left
+        open then would hold the slot and the capture's lock until it is garbage."""
+        try:
+            if self.writer is not None:
+                await self.writer.aclose()
+        finally:
+            if self._stream is not None:
+                await self._stream.aclose()
+            if self._control is not None:
+                await self._control.aclose()
+
+    # set-up ---------------------------------------------------------------------------------------
+    async def _start(self, tasks: Tasks) -> None:
+        prepared, facts = await self._prepare(tasks)
+        # A long copy must not go on after its slot is lost.
+        assert self._control is not None
+        tasks.spawn(watch_slot(self._control, self._config, self._saw_slot, self._idle), name="capture slot")
+        guarded = asyncio.Event()
+        mending = Mending(Beside(self._config, self._control, self.desk, self._catalogue, self._parking))
+        guard = tasks.spawn(mending.guard(guarded, HAZARD_POLL_S), name="capture identities")
+        await self._open_writer(prepared)
+        # Not cancelled: the control connection answers nobody after a question that was cut off.
+        guarded.set()
+        await asyncio.wait([guard])
+        await self._start_stream(prepared, facts, tasks)
+
+    async def _prepare(self, tasks: Tasks) -> tuple[Prepared, ServerFacts]:
+        config = self._config
+        self._on_phase(f"connecting to PostgreSQL: {where(config.dsn)}", self._server)
+        wire = await self._connect("capture")
+        self._control = Control(wire, self.answers)
+        facts = await self._control.ask(lambda wire: check_server(wire, config))
+        await take_lock(
+            self._control, config, self._catalogue, self._clock,
+            lambda holder: self._wait_for("another session captures under this name", holder),
+        )  # fmt: skip
+        self._own.session = await self._control.ask(own_session)
+        self._step(SETTING_UP)
+        steps = self.progress.steps
+        steps.phase("the server's timeline is read")
+        line = self.line = await identified(lambda: self._connect("identify", replication=True), self.answers)
+        if line.system_id != facts.system_id:
+            raise Unavailable(f"the DSN leads to more than one server: server={self._server}.")
+        blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
+        self._watching = tasks.spawn(blocked, name="capture set-up watch")
+        prepared = await prepare(
+            wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock,
+            steps,
+        )  # fmt: skip
+        steps.phase("followers are recorded")
+        self.slot = prepared.slot
+        self.generation = self._own.now.generation
+        goes_on = await parked_streams(self._control, config, self.desk, prepared)
+        # No await from here until the relations are learned: who begins to follow one now follows this session's.
+        self._taps.claim(self._own.now.taps, self._own.now.era)
+        carry_on(self._taps, self._converter, self.desk, prepared, goes_on, self._descriptions.whole)
+        # Before anything is confirmed that others who were named there have not seen (taps.py, X6).
+        await self.name_taps()
+        return prepared, facts
+
+    async def _open_writer(self, prepared: Prepared) -> None:
+        """Tails, snapshot of what is fresh, and where the count of offsets starts."""
+        config = self._config
+        binder = self.binder = Binder(
+            self._remap,
+            self._clock,
+            self._on_bound,
+            interval_ms=config.binding_interval_ms,
+            idle_ms=config.idle_binding_ms,
+            stages=self._stages,
+            on_stored=self._on_stored,
+        )
+        steps = self.progress.steps
+        steps.phase("bindings are read")
+        latest = await binder.open()
+        steps.end()
+        if prepared.fresh:
+            await self._copy(prepared)
+        copied = [table for table in prepared.captured if table.snapshot is not None]
+        self._copied = copied
+        writer = self.writer = TopicWriter(
+            self.topic_consumer, copied, self._topics, self._rand, binder.durable, self._unfit.row
+        )
+        await writer.open(
+            latest.offsets if latest else {},
+            latest.lsn if latest else 0,
+            lambda number: steps.step("topics are opened", number, len(copied)),
+        )
+        steps.end()
+        snapshots = {table.topic.topic_id: table.snapshot for table in copied if table.snapshot is not None}
+        binder.start_at(*where_to_start(snapshots, latest))
+
+    async def _copy(self, prepared: Prepared) -> None:
+        """The first snapshot: nothing streams before it is done. A table that fails is left out of the stream."""
+        config = self._config
+        self._step(f"copying {len(prepared.fresh)} tables")
+        log.info("snapshot begins", capture=config.name, tables=list(prepared.fresh))
+        fresh = [table for table in prepared.captured if table.name in prepared.fresh]
+        tables = [table for table in prepared.tables if table.name in prepared.fresh]
+        rows = self.desk.rows
+        self.progress.cause = next((rows[name].reason for name in prepared.fresh if rows[name].reason), "")
+        targets = {table.name: copy_target(config, rows[table.name], table.topic, table.source) for table in fresh}
+        done = await take_snapshot(
+            config, tables, targets, self._topics, self.desk, self.progress, self._clock, self._rand
+        )
+        for table in fresh:
+            table.snapshot = self.desk.rows[table.name].snapshot if table.name in done else None
+        await self._own.change(lambda found: replace(found, snapshot_done=True))
+        assert self._control is not None
+        await describe_copied(self._control, self.desk, [table.oid for table in fresh])
+
+    async def _start_stream(self, prepared: Prepared, facts: ServerFacts, tasks: Tasks) -> None:
+        config = self._config
+        assert self.writer is not None and self.binder is not None and self._control is not None
+        if self._watching is not None:
+            self._watching.cancel()
+        self._on_phase("starting the stream", self._server)
+        wire = await self._connect("stream", replication=True)
+        stream = self._stream = ReplicationStream(wire)
+        assert self.line is not None
+        await check_same(wire, self.answers, self.line)
+        await start_when_free(
+            stream, self._control, config, self.answers,
+            lambda holder: self._wait_for(f"the slot is in use: slot={config.slot}", holder),
+        )  # fmt: skip
+        await self._check_confirmed()
+        status = Status(prepared.slot.confirmed_lsn - 1)
+        self._hold_for(status)
+        if self._copied:  # without a table there is no binding, and nothing to lose (binder.py, B4)
+            status.bound = max(status.flushed, self._latest.lsn if self._latest is not None else -1)
+        collector = self.collector = Collector(
+            [self.writer, *self._sinks],
+            status,
+            self._clock,
+            taps=self._taps,
+            on_keepalive=self.writer.progress,
+            on_status=self._status_due.set,
+            queue_changes=config.queue_changes,
+        )
+        interval_s = keepalive_interval_s(facts.wal_sender_timeout_ms)
+        self._taps.begin(self, prepared.slot.confirmed_lsn - 1, prepared.slot.wal_end)
+        self.streaming = True
+        self._on_phase("", "")
+        log.info("capture streams", capture=config.name, confirmed=prepared.slot.confirmed_lsn)
+        control = self._control
+        watch = StreamWatch(
+            wire.target, self._clock, self.answers, self._ask, facts.wal_sender_timeout_ms,
+            busy=lambda: control.ask(lambda wire: busy_walsender(wire, config.slot)), tell=self._saw_walsender,
+        )  # fmt: skip
+        tasks.spawn(watch.run(), name="capture silence")
+        reader = Reader(
+            stream, self._converter, collector, watch, self._rivals, self._unfit, self._parking, self._stages,
+            self._clock, learn=self._learn, hurry=self.binder.hurry,
+        )  # fmt: skip
+        tasks.spawn(reader.run(), name="capture reader")
+        tasks.spawn(collector.run(), name="capture collector")
+        tasks.spawn(self.binder.run(), name="capture binder")
+        tasks.spawn(self.writer.failed(), name="capture topic writer")
+        tasks.spawn(self._send_status(stream, status, interval_s), name="capture status")
+        tasks.spawn(keep_beating(self._control, config, lambda: collector.last_commit_lsn), name="capture heartbeat")
+        self.desk.connect(self._carry_no_more, self._taps.lose)
+        joining = self.joining = Joining(
+            config, self._control, self.desk, topics=self._topics, catalogue=self._catalogue, clock=self._clock,
+            rand=self._rand, hold=self._hold, flushed=lambda: status.flushed, retire=self.writer.retire,
+            parking=self._parking, descriptions=self._descriptions, latest=lambda: self._latest,
+            carried=self._copied, aside=prepared.aside,
+        )  # fmt: skip
+        tasks.spawn(joining.keeping.run(), name="capture aside")
+        tasks.spawn(joining.watch(), name="capture tables")
+        tasks.spawn(joining.take_in(), name="capture joining")
+
+    @property
+    def _latest(self) -> Binding | None:
+        return self.binder.latest if self.binder is not None else None
+
+    async def _check_confirmed(self) -> None:
+        """The slot is this session's from here on. What a predecessor that was believed dead has moved it by since the
+        tables were looked at may be missing in one that no binding has. Raises Unavailable."""
+        assert self._control is not None and self.binder is not None
+        now = await self._control.ask(lambda wire: slot_state(wire, self._config.slot))
+        if any(unaccounted(now, table, self._latest) for table in self._copied):
+            raise Unavailable(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
+
+    # the stream -----------------------------------------------------------------------------------
+    async def _learn(self, seen: RelationSeen) -> None:
+        """Take in the description of a relation; its rows follow."""
+        assert self._control is not None
+        schemas = await self._descriptions.learn(seen, self._control)
+        self._keep_wal()
+        if self.writer is not None:
+            self.writer.described(seen.message.oid, schemas)
+
+    async def _rows_now(self, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
+        assert self._control is not None
+        return await rows_now(self._control, relation, rows)
+
+    def _carry_no_more(self, oid: int, lsn: int, columns: frozenset[str]) -> bool:
+        """The desk parks a table: nothing that comes, nor what is under way, is carried at or above `lsn`."""
+        goes_on = self._taps.lose(oid, "its table is not carried any more", columns)
+        if goes_on:
+            self._converter.follow_on(oid)
+        else:
+            self._converter.park(oid, lsn)
+        if self.writer is not None:
+            self.writer.park(oid, lsn)
+        return goes_on
+
+    def _keep_wal(self) -> None:
+        """Of a table that is set aside no further (side_topic.py, Z4): in the turn in which that is durable, hence
+        before the transaction from which on it is so is handed on."""
+        if self.collector is not None:
+            self._hold_for(self.collector.status)
+
+    def _hold_for(self, status: Status) -> None:
+        """wal_hold.py, J1."""
+        if status.hold is None and kept_for(self.desk, self._copied, self._latest):
+            status.hold = status.flushed
+
+    def _hold(self, on: bool) -> None:
+        if self.collector is not None:
+            status = self.collector.status
+            if on and status.hold is None:
+                status.hold = status.flushed
+            elif not on and status.hold is not None:
+                status.hold = None
+                self._status_due.set()  # where nothing is written any more nothing else would have it told
+
+    def _saw_slot(self, state: SlotState, pinned_by: Holder | None) -> None:
+        self.slot = state
+        self.retained.saw(self._clock.monotonic_s(), state.retained_bytes, state.headroom_bytes)
+        self.copy.saw_wal(state.retained_bytes, state.headroom_bytes)
+        if pinned_by is not None and (self.pinned_by is None or self.pinned_by.name != pinned_by.name):
+            log.warning("a transaction that is open keeps WAL", bytes=state.pinned_bytes, held_by=str(pinned_by))
+        self.pinned_by = pinned_by
+
+    def _on_stored(self, lsn: int) -> None:
+        """binder.py, B4."""
+        if self.collector is not None and self.collector.status.bound is not None:
+            self.collector.status.bound = max(self.collector.status.bound, lsn)
+            self._status_due.set()
+
+    def _on_bound(self, position: ChangePosition) -> None:
+        self.flushed(self.topic_consumer, position)
+
+    # Stream, for taps -----------------------------------------------------------------------------
+    def flushed(self, consumer: str, position: ChangePosition) -> None:
+        if self.collector is not None and self.running:
+            self.collector.flushed(consumer, position)
+
+    async def name_taps(self) -> None:
+        """Raises what the catalogue raises, and Unavailable when the session is over, or the row is another's."""
+        if not self.running or self._own.row is None:
+            raise Unavailable("the session is over.")
+        # Those of the moment in which it is written: an attempt that is made again brings no older ones back.
+        await self._own.change(lambda found: replace(found, taps=self._taps.names))
+
+    def _idle(self) -> bool:
+        """Streaming, nothing is copied, and nothing came since the slot was last looked at."""
+        seen = self.collector.last_commit_lsn if self.collector is not None else 0
+        before, self._seen_lsn = self._seen_lsn, seen
+        copying = self.joining is not None and (self.desk.copying or self.desk.cut_off)
+        return self.streaming and not copying and seen == before
+
+    # what is waited for ---------------------------------------------------------------------------
+    async def _connect(self, purpose: str, *, replication: bool = False) -> Wire:
+        name = self._config.name
+        with self.answers.expected(f"a connection ({purpose} {name})"):
+            return await Wire.connect(self._config.dsn, replication=replication, purpose=purpose, capture=name)
+
+    def _wait_for(self, reason: str, holder: Holder | None) -> None:
+        self._on_phase(f"{reason}: {holder}" if holder is not None else reason, holder.name if holder else self._server)
+
+    def _blocked(self, found: Sequence[Holder]) -> None:
+        now_s = self._clock.monotonic_s()
+        if found:
+            self._blocked_s = now_s
+            self._wait_for("the set-up waits for another session", found[0])
+        elif now_s - self._blocked_s > BLOCKER_REMEMBERED_S:
+            self._on_phase(self._doing, "")
+
+    def _step(self, doing: str) -> None:
+        """What the set-up does now, as far as it waits for nobody."""
+        self._doing = doing
+        self._on_phase(doing, "")
+
+    def _saw_walsender(self, at_work: Holder | None) -> None:
+        if at_work is None:
+            self._on_phase("", "")
+            return
+        self.seen_at_work += 1
+        self._wait_for("the walsender works through WAL and has sent nothing for a while", at_work)
+
+    # status -----------------------------------------------------------------------------------
+    def _ask(self) -> None:
+        self._ask_keepalive = True
+        self._status_due.set()
+
+    async def _send_status(self, stream: ReplicationStream, status: Status, interval_s: float) -> None:
+        """Soon after something moved, and at the latest every `interval_s`, whatever else is stuck."""
+        while True:
+            ask, self._ask_keepalive = self._ask_keepalive, False
+            await stream.send_status(status.encode(self._clock.now_ms(), ask=ask))
+            await asyncio.sleep(STATUS_MIN_INTERVAL_S)
+            try:
+                async with asyncio.timeout(interval_s):
+                    await self._status_due.wait()
+            except TimeoutError:
+                pass
+            self._status_due.clear()

@@ -1,0 +1,122 @@
+"""The reader of a session: messages of the stream go through the converter to the collector, in commit order.
+
+Back-pressure: nothing is read while the collector is full. Statuses have a task of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from tidemill.base.clock import Clock
+from tidemill.base.runtime.coop import Pace
+from tidemill.base.status.histogram import Stages
+from tidemill.capture.changes import Fragment
+from tidemill.capture.control_connection import StreamWatch
+from tidemill.capture.decode.receive_batch import Run, steps
+from tidemill.capture.decode.transaction_builder import Converter, RelationSeen
+from tidemill.capture.decode.undecodable import Poisoned, take
+from tidemill.capture.delivery.collector import Collector
+from tidemill.capture.delivery.deferrable_keys import Rivals
+from tidemill.capture.postgres.connection import BURST_BYTES
+from tidemill.capture.postgres.replication_stream import Framed, ReplicationStream
+from tidemill.capture.postgres.standby_status import Keepalive
+from tidemill.capture.session.bad_rows import Unfit
+
+DENSE_FRAMES = 24
+"""So many at hand at once are a flow: what follows is gathered for GATHER_S, and encoded by columns."""
+GATHER_S = 0.004
+
+
+class Reader:
+    """`run` is the task's body. `parking`: locked while a table is parked. `learn` writes what a relation is before its
+    rows are read; `hurry`: the server asks for a status."""
+
+    def __init__(
+        self,
+        stream: ReplicationStream,
+        converter: Converter,
+        collector: Collector,
+        watch: StreamWatch,
+        rivals: Rivals,
+        unfit: Unfit,
+        parking: asyncio.Lock,
+        stages: Stages,
+        clock: Clock,
+        *,
+        learn: Callable[[RelationSeen], Awaitable[None]],
+        hurry: Callable[[], None],
+    ) -> None:
+        self._stream = stream
+        self._converter = converter
+        self._collector = collector
+        self._watch = watch
+        self._rivals = rivals
+        self._unfit = unfit
+        self._parking = parking
+        self._stages = stages
+        self._clock = clock
+        self._pace = Pace(clock)
+        self._learn = learn
+        self._hurry = hurry
+
+    async def run(self) -> None:
+        """Until the stream or anything behind it fails; raises that."""
+        collector, dense = self._collector, False
+        while True:
+            if dense:
+                # The server sends row by row: who reads at once encodes row by row.
+                await asyncio.sleep(GATHER_S)
+            self._watch.waiting()
+            frames = await self._stream.receive()
+            self._watch.heard()
+            dense = len(frames) >= DENSE_FRAMES and sum(map(len, frames)) < BURST_BYTES
+            for step in steps(frames, self._converter):
+                if isinstance(step, Run):
+                    await self._read_rows(step)
+                else:
+                    await self._read_one(step)
+            if collector.received_time_ms:
+                self._stages.add("received", [collector.received_time_ms], self._clock.now_ms())
+                collector.received_time_ms = 0
+
+    async def _read_rows(self, run: Run) -> None:
+        """Changes of rows that were found whole; a table among them may be parked between two fragments."""
+        at = run.start
+        while at < run.end:
+            await self._may_go_on()
+            if not self._converter.takes(run.segment):
+                await self._read_one(run.framed(at))
+                at += 1
+                continue
+            fragment, at = self._converter.feed_rows(run.segment, at, run.end)
+            if fragment is not None:
+                await self._hand_on(fragment)
+
+    async def _read_one(self, item: Framed | Keepalive) -> None:
+        await self._may_go_on()
+        if isinstance(item, Keepalive):
+            self._collector.keepalive(item, inside_txn=self._converter.inside_txn)
+            if item.reply_requested:
+                self._hurry()
+            return
+        try:
+            out = take(item, self._converter)
+        except Poisoned as poisoned:
+            await self._unfit.message(item, poisoned)
+            return
+        if isinstance(out, RelationSeen):
+            await self._learn(out)
+        elif out is not None:
+            await self._hand_on(out)
+
+    async def _hand_on(self, fragment: Fragment) -> None:
+        for each in await self._rivals.settle(fragment) if self._converter.deferrable else (fragment,):
+            await self._collector.put(each)
+
+    async def _may_go_on(self) -> None:
+        if self._pace.due:
+            await self._pace.rest()  # one receive may bring thousands
+        if self._parking.locked():  # nothing beyond a park is handed on before it is durable (context.py, J3)
+            async with self._parking:
+                pass

@@ -1,0 +1,404 @@
+"""Tables beside the stream: what is fresh is taken in, while all else flows.
+
+    every table_poll_s    the catalogue is compared with what is captured (catalog_watcher.py); sooner when somebody
+                          asks for a table that is not (`seeks`), or finds one to be another (`look`)
+    every HAZARD_POLL_S   what is published is mended (publication_repair.py)
+
+    new, made anew, asked for again (recopy), refused before    →  published  →  topic anew  →  copied  →  in the stream
+    parked for what a copy heals  →  copied again by itself (auto_recopy.py)
+    its copy was cut off          →  gone on with, set aside meanwhile (side_topic.py)  →  that is appended  →  in the
+                                  stream
+
+J2  A copy that fails is told under its table, and tried again after a pause that doubles; one that a lock kept out,
+    as soon as who was named for it holds the table no more. It is gone on with where it was cut off for no fault of
+    the table's, until it has not come further in so many tries (Desk); else it begins anew, and WAL is let go.
+J5  Tables that are set aside come first, one at a time: WAL is kept for what would be copied along with one. (J1, J4:
+    wal_hold.py; J3: context.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container, Sequence
+from contextlib import suppress
+
+import structlog
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Conflict, Fenced, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.runtime.tasks import Restarts, is_fault, sentence
+from tidemill.capture.catalog.table_discovery import Refusal, TableInfo, describe
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.control_connection import Control
+from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.errors import may_pass
+from tidemill.capture.session.relation_tracker import Descriptions
+from tidemill.capture.setup.blockers import table_holder
+from tidemill.capture.setup.publication import LOCK_ATTEMPTS, Entry, publish
+from tidemill.capture.setup.server_checks import heartbeat
+from tidemill.capture.snapshot.copier import GivesWay, take_snapshot
+from tidemill.capture.snapshot.side_topic import appending_of, may_set_aside, ready_to_join
+from tidemill.capture.snapshot.wal_hold import Keeping
+from tidemill.capture.tables.auto_recopy import Again
+from tidemill.capture.tables.catalog_watcher import Watching, altered
+from tidemill.capture.tables.context import Beside
+from tidemill.capture.tables.copy_progress import SnapshotProgress
+from tidemill.capture.tables.publication_repair import Mending
+from tidemill.capture.tables.schema_change import Coming
+from tidemill.capture.tables.table_setup import copy_target, go_on_with, refusal_of, source_of, start_table
+from tidemill.capture.tables.table_states import Desk, Unrecorded
+from tidemill.capture.topics.topic_writer import CapturedTable
+from tidemill.metastore.catalogue import Catalogue, TopicRow
+from tidemill.shards.api import Binding
+from tidemill.topics.api import TopicLog
+
+log = structlog.get_logger()
+
+HAZARD_POLL_S = 1.0
+LONGEST_PAUSE_S = 300.0
+CLOSE_RECORDS = 2_000
+"""So few were set aside while the last ones were appended: the next session appends the rest."""
+APPEND_POLL_S = 0.1
+LOOK_S = 0.3
+"""Between two looks that somebody's asking brought about …"""
+
+LOOK_SHARE = 10
+"""… or so many times as long as such a look takes: whoever asks for tables that are not there keeps the database busy
+for a tenth of the time at most."""
+
+
+class Joined(Unavailable):
+    """Tables were copied, or are to be set aside: the session begins anew, with them."""
+
+
+class Joining:
+    """`hold(True)`: from now on confirm nothing beyond what is confirmed; False: go on. `flushed()`: every
+    transaction at or below it is bound. `retire(oid)`: nothing is written for this relation any more, nor under way.
+    `parking`: while it is taken, the stream's reader stands. `descriptions`: what followers see.
+    `carried`, `aside`, `latest`: as of Keeping."""
+
+    def __init__(
+        self,
+        config: CaptureConfig,
+        control: Control,
+        desk: Desk,
+        *,
+        topics: TopicLog,
+        catalogue: Catalogue,
+        clock: Clock,
+        rand: Rand,
+        hold: Callable[[bool], None],
+        flushed: Callable[[], int],
+        retire: Callable[[int], Awaitable[None]],
+        parking: asyncio.Lock,
+        descriptions: Descriptions,
+        carried: Sequence[CapturedTable],
+        aside: dict[str, CapturedTable],
+        latest: Callable[[], Binding | None],
+    ) -> None:
+        self._config = config
+        self._control = control
+        self._desk = desk
+        self._topics = topics
+        self._catalogue = catalogue
+        self._clock = clock
+        self._rand = rand
+        self._flushed = flushed
+        self._retire = retire
+        self._latest = latest
+        self._beside = Beside(config, control, desk, catalogue, parking)
+        self.mending = Mending(self._beside)
+        self._coming = Coming(desk, control, flushed, parking, descriptions.grown, descriptions.outdated)
+        self.watching = Watching(self._beside, self.mending, self._coming, flushed)
+        self.keeping = Keeping(self._beside, carried, aside, clock, hold=hold, retire=retire, latest=latest)
+        self._again = Again(config, control, desk, clock)
+        self._pauses: dict[str, tuple[Restarts, float, int]] = {}
+        """By name: until when, and the oid of the table that failed. Another table of that name waits for nothing."""
+        self._tried_aside = frozenset(desk.cut_off)
+        self._waits_since_s: float | None = None
+        self._wake = asyncio.Event()
+        self._sought = asyncio.Event()
+        self._next_look: asyncio.Future[frozenset[str] | None] | None = asyncio.get_running_loop().create_future()
+        """Of a look of `take_in` that has not begun yet; None: it is over."""
+        self.progress = SnapshotProgress(clock)
+
+    @property
+    def copying(self) -> tuple[str, ...]:
+        """Tables that are taken in just now."""
+        return tuple(self._desk.copying)
+
+    def look(self) -> None:
+        """Somebody found a captured table to be another one, or gone: look now."""
+        self._wake.set()
+        self._sought.set()
+
+    async def seeks(self, name: str) -> bool | None:
+        """Whether this table is taken in, now or as soon as it can be, as of a look that begins from here on: one for
+        all who ask meanwhile. None: this session is over."""
+        look = self._next_look
+        if look is None:
+            return None
+        self._sought.set()
+        coming = await asyncio.shield(look)
+        return None if coming is None else name in coming
+
+    def mark(self) -> None:
+        """Tell what is copied, and how far it is."""
+        for name in self.copying:
+            self.progress.aside = self.keeping.sizes(name)
+        self._desk.tell_copy(self.progress)
+
+    # the two loops --------------------------------------------------------------------------------
+    async def watch(self) -> None:
+        """For ever. Raises what breaks the control connection or the catalogue."""
+        while True:
+            began_s = self._clock.monotonic_s()
+            names = {table.name for table in await self.watching.compare()}
+            for name in self._pauses.keys() - names:
+                del self._pauses[name]
+            pause_s = self._config.table_poll_s
+            next_s = self._clock.monotonic_s() + (min(pause_s, HAZARD_POLL_S) if self._coming.waits else pause_s)
+            while not self._wake.is_set() and (left_s := next_s - self._clock.monotonic_s()) > 0:
+                await self.mending.mend()
+                try:
+                    async with asyncio.timeout(min(left_s, HAZARD_POLL_S)):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+            await asyncio.sleep(max(0.0, min(pause_s, LOOK_S) - (self._clock.monotonic_s() - began_s)))
+            self._wake.clear()
+
+    async def take_in(self) -> None:
+        """Until something was taken in: then it raises Joined."""
+        pause_s = self._config.table_poll_s
+        try:
+            while True:
+                began_s = self._clock.monotonic_s()
+                asked, self._next_look = self._next_look, asyncio.get_running_loop().create_future()
+                self._sought.clear()
+                try:
+                    coming, pending = await self._pending(await self._beside.tables.now())
+                except BaseException:
+                    _tell(asked, None)
+                    raise
+                _tell(asked, coming)
+                took_s = self._clock.monotonic_s() - began_s
+                if pending and await self._copied_all(pending):
+                    raise Joined(f"tables were taken in: capture={self._config.name}.")
+                self.keeping.copies(False)
+                self._let_go()
+                least_s = min(pause_s, max(LOOK_S, LOOK_SHARE * took_s))
+                await asyncio.sleep(least_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s - least_s):
+                        await self._sought.wait()
+        finally:
+            asked, self._next_look = self._next_look, None
+            _tell(asked, None)
+
+    def _let_go(self) -> None:
+        """A copy that this session has cut off waits to be gone on with, and WAL is kept for it: after a while that is
+        for a session that sets aside what changes (J1). Raises Joined."""
+        names = [
+            row.table
+            for row in self._desk.rows.values()
+            if row.copy is not None and row.aside is None and not row.recopy and row.table not in self._tried_aside
+        ]
+        now_s = self._clock.monotonic_s()
+        if not names or not may_set_aside(self._config):
+            self._waits_since_s = None
+        elif self._waits_since_s is None:
+            self._waits_since_s = now_s
+        elif now_s - self._waits_since_s >= self._config.copy_aside_after_s:
+            raise Joined(f"what changes while a copy waits is set aside from now on: table={','.join(names)}.")
+
+    # taking in ------------------------------------------------------------------------------------
+    async def _pending(self, found: list[TableInfo]) -> tuple[frozenset[str], list[TableInfo]]:
+        """Names of the tables that are to be taken in, and those of them that can be now."""
+        asked = {t.table for t in await self._catalogue.tables(self._config.name, fresh=False) if t.recopy}
+        asked |= await self._again.due()
+        choice = await self._beside.choice(found)
+        # Before `seeks` answers, so that a request finds the reason even if `compare` has not run yet.
+        await self._desk.refuse_all(choice.refused)
+        for name in self._desk.cut_off.keys() - {table.name for table in choice.tables}:
+            await self._desk.give_up(name)
+        rows = self._desk.rows
+        coming, pending = set[str](), []
+        for table in choice.tables:
+            row = rows.get(table.name)
+            fresh = row is None or row.snapshot is None or row.state == "dropped" or table.name in asked
+            anew = row is not None and row.oid != table.oid and bool(row.oid)
+            if fresh or anew:
+                coming.add(table.name)
+                if await self._due(table):
+                    pending.append(table)
+        # A renamed table comes after what its old name still has in the stream: both go by one oid.
+        flushed = self._flushed()
+        busy = {(r.oid, r.table) for r in rows.values() if r.flows or r.parked_lsn - 1 > flushed}
+        free = [t for t in pending if not any(oid == t.oid and name != t.name for oid, name in busy)]
+        return frozenset(coming), free
+
+    async def _due(self, table: TableInfo) -> bool:
+        """J2."""
+        _, until_s, oid = self._pauses.get(table.name, (None, 0.0, table.oid))
+        if oid != table.oid or self._clock.monotonic_s() >= until_s:
+            return True
+        held_by = self._desk.held_by(table.name)
+        if not held_by:
+            return False
+        holder = await self._control.ask(lambda wire: table_holder(wire, table.oid))
+        return holder is None or holder.name != held_by
+
+    async def _copied_all(self, pending: list[TableInfo]) -> bool:
+        """Publish and copy these tables; True when at least one is complete. What fails, of whatever type, is these
+        tables' failure, not the session's (J2), but for what may be in the catalogue (Desk, D4): that ends it, and
+        nothing is confirmed before."""
+        done: list[str] = []
+        aside = [table for table in pending if self._set_aside(table)]
+        pending = aside[:1] or pending
+        self._desk.copying = {table.name: table.oid for table in pending}
+        self.progress = SnapshotProgress(self._clock)
+        try:
+            if not aside or not self._ended(aside[0].name):
+                self.keeping.copies(not aside)
+                done = await self._copy(pending)
+            if aside and self._ended(aside[0].name):
+                done = [aside[0].name] if await self._append(aside[0].name) else []
+        except GivesWay as given:
+            raise Joined(given.message) from given
+        except BaseException as error:
+            if not is_fault(error) or isinstance(error, Unrecorded):
+                raise
+            log.warning("tables were not taken in", capture=self._config.name, cause=sentence(error))
+            why = Refusal("refused", f"the table is not copied yet: {sentence(error)}", "It is tried again by itself.")
+            for name, oid in [*self._desk.copying.items()]:
+                await self._desk.refuse(name, why, oid, going_on=may_pass(error))
+        finally:
+            self._desk.copied()
+        self._wait_after([table for table in pending if table.name not in done])
+        return bool(done)
+
+    def _set_aside(self, table: TableInfo) -> bool:
+        row = self._desk.rows.get(table.name)
+        return row is not None and row.aside is not None and row.oid == table.oid and not row.recopy
+
+    def _ended(self, name: str) -> bool:
+        """It is copied whole, and lacks what was set aside."""
+        row = self._desk.rows.get(name)
+        return row is not None and row.aside is not None and bool(row.aside.ends)
+
+    async def _append(self, name: str) -> bool:
+        """Until little is left for the next session to append (aside.join_ended); False when the table's copy was
+        given up meanwhile."""
+        row = self._desk.rows[name]
+        topic = await self._catalogue.get(TopicRow, row.topic)
+        if topic is None or row.copy is None or topic.topic_id != row.copy.topic_id:
+            await self._desk.give_up(name)
+            return False
+        appending = appending_of(self._config, row, self._topics, self._clock)
+        self.progress.append(name, f"topic:{row.topic}")
+        await self._control.ask(heartbeat)  # so that an idle stream is bound beyond the youngest snapshot
+        while True:
+            now, latest = self._desk.rows.get(name), self._latest()
+            if now is None or now.aside is None or now.copy != row.copy:
+                return False
+            offsets = latest.offsets.get(now.aside.topic_id) if latest is not None else None
+            moved = 0
+            if offsets is not None:
+                moved = await appending.to(offsets, lambda records: self.keeping.appended(name, records))
+            if offsets is not None and moved <= CLOSE_RECORDS and ready_to_join(now, latest):
+                return True
+            if moved <= CLOSE_RECORDS:
+                await asyncio.sleep(APPEND_POLL_S)
+
+    async def _copy(self, pending: list[TableInfo]) -> list[str]:
+        """The tables that are complete. WAL is kept for those that are not set aside."""
+        log.info("tables are taken in", capture=self._config.name, tables=[t.name for t in pending])
+        wire = await Wire.connect(self._config.dsn, purpose="join", capture=self._config.name)
+        try:
+            # Not on the connection of the copy: see _unpublish_parked.
+            published = await self._beside.published()
+            if published is None:
+                raise Missing("the publication is gone.")
+            # One that was unpublished since is not gone on with: the stream lacks changes of it.
+            cut_off = {
+                table.oid
+                for table in pending
+                if table.name in self._desk.cut_off and not altered(self._desk.rows[table.name], published)
+            }
+            if any(table.oid not in cut_off for table in pending):
+                self.keeping.copies(True)
+            left = await self._publish(wire, pending, published, settle=published.keys() - cut_off)
+            relations = await describe(wire, [table.oid for table in left])
+            entries = await self._beside.ask_published(wire) or {}
+            taken, captured = [], {}
+            for number, table in enumerate(left, 1):
+                self.progress.steps.step("topics are made", number, len(left))
+                if table.oid not in relations or table.oid not in entries:
+                    # Dropped meanwhile: what its old copy has flows on, up to there.
+                    continue
+                row = self._desk.rows.get(table.name)
+                if row is not None and row.flows:
+                    # Made anew, or asked for while it flows: the running session carries nothing more of the old one.
+                    await self._beside.park(table.name, "it is copied again")
+                place = (self._config, self._catalogue, self._desk, table, relations[table.oid])
+                topic = None
+                if table.oid in cut_off:
+                    topic = await go_on_with(*place)
+                    if topic is None:  # it begins anew, so it is settled after all
+                        self.keeping.copies(True)
+                        await self._desk.give_up(table.name)
+                        if not await self._publish(wire, [table], published, settle=published):
+                            continue
+                if topic is None:
+                    if row is not None and row.oid:
+                        await self._retire(row.oid)
+                    topic = await start_table(*place, entries[table.oid])
+                if topic is not None:
+                    taken.append(table)
+                    row = self._desk.rows[table.name]
+                    source = source_of(self._config, row, wire.database)
+                    captured[table.name] = copy_target(self._config, row, topic, source)
+            return await self._copied(taken, captured) if taken else []
+        finally:
+            await wire.aclose()
+
+    async def _publish(
+        self, wire: Wire, tables: list[TableInfo], published: dict[int, Entry], *, settle: Container[int]
+    ) -> list[TableInfo]:
+        """Those that are published now; the others are refused."""
+        done = await publish(
+            wire, self._config, tables, published, attempts=LOCK_ATTEMPTS, note=self._desk.note, settle=settle,
+            asked=self._desk.asked,
+            done=lambda number: self.progress.steps.step("tables are published", number, len(tables)),
+        )  # fmt: skip
+        for table in [table for table in tables if table.name in done.failed]:
+            error = done.failed[table.name]
+            await self._desk.refuse(table.name, refusal_of(error), table.oid, going_on=may_pass(error))
+        return [table for table in tables if table.name not in done.failed]
+
+    async def _copied(self, tables: list[TableInfo], captured: dict[str, CapturedTable]) -> list[str]:
+        try:
+            return await take_snapshot(
+                self._config, tables, captured, self._topics, self._desk, self.progress, self._clock, self._rand,
+                gives_way=may_set_aside(self._config),
+            )  # fmt: skip
+        except (Unavailable, Unknown, Closed, Conflict, Fenced):
+            raise
+        except TidemillError as error:
+            for table in tables:
+                await self._desk.refuse(table.name, refusal_of(error), table.oid)
+            return []
+
+    def _wait_after(self, failed: Sequence[TableInfo]) -> None:
+        """J2."""
+        for table in failed:
+            restarts, _, oid = self._pauses.get(table.name, (None, 0.0, 0))
+            if restarts is None or oid != table.oid:
+                restarts = Restarts(self._config.table_poll_s, LONGEST_PAUSE_S)
+            self._pauses[table.name] = (restarts, self._clock.monotonic_s() + restarts.pause_s(0.0), table.oid)
+
+
+def _tell(asked: asyncio.Future[frozenset[str] | None] | None, coming: frozenset[str] | None) -> None:
+    if asked is not None and not asked.done():
+        asked.set_result(coming)

@@ -1,0 +1,211 @@
+"""Who keeps a capture waiting inside PostgreSQL, in one sentence: pid, application, client, state, and what it runs.
+
+    lock        another session holds this capture's advisory lock
+    slot        another walsender streams from the slot
+    table       others hold a lock on a table that a statement of ours could not have in the time allowed
+    pinning     the oldest transaction that is not over: decoding would begin again with it, so its WAL is kept
+    walsender   it computes or reads, and looks at its input only now and then
+    blockers    sessions whose locks or open transactions a statement of ours waits for (pg_blocking_pids)
+
+Only reads; what a role may not see of others' sessions (their queries) is said as such by PostgreSQL itself.
+https://www.postgresql.org/docs/current/monitoring-stats.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tidemill.capture.naming import readable
+from tidemill.capture.postgres.connection import SqlRow, Wire, literal
+
+QUERY_CHARS = 120
+"""Of a holder's query, in a message."""
+
+_CONFLICTING = (
+    "'RowExclusiveLock', 'ShareUpdateExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
+)
+"""Modes that SHARE waits for. An ALTER waits for readers, too; they are named where nobody else is."""
+
+_SESSION = """
+SELECT a.pid, a.application_name, coalesce(a.client_hostname, host(a.client_addr), 'local'), a.state,
+       extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, a.state_change, a.backend_start))::int,
+       left(a.query, {chars}), r.state
+  FROM pg_stat_activity a LEFT JOIN pg_stat_replication r USING (pid)
+ WHERE a.pid IN ({pids})
+ ORDER BY coalesce(a.xact_start, a.backend_start) LIMIT 3
+"""
+
+
+_PREPARED = """
+SELECT p.gid, p.owner, extract(epoch FROM clock_timestamp() - p.prepared)::int, p.transaction
+  FROM pg_prepared_xacts p WHERE {condition} ORDER BY age(p.transaction) DESC LIMIT 1
+"""
+OF_PREPARED = (
+    "{lock}.pid IS NULL AND EXISTS (SELECT FROM pg_locks x WHERE x.pid IS NULL AND x.locktype = 'transactionid'"
+    " AND x.transactionid = p.transaction AND x.virtualtransaction = {lock}.virtualtransaction)"
+)
+"""A lock of a prepared transaction p, which has no session but keeps the virtual id that it had, and the lock on its
+own id. https://www.postgresql.org/docs/current/view-pg-locks.html"""
+
+
+_BLOCKS = """
+EXISTS (SELECT FROM pg_locks w JOIN pg_stat_activity a USING (pid) JOIN pg_locks h ON {of_prepared}
+    WHERE NOT w.granted AND h.granted AND starts_with(a.application_name, 'tidemill ')
+      AND split_part(a.application_name, ' ', 3) = {capture}
+      AND (h.locktype, h.database, h.relation, h.transactionid, h.classid, h.objid, h.objsubid) IS NOT DISTINCT FROM
+          (w.locktype, w.database, w.relation, w.transactionid, w.classid, w.objid, w.objsubid))
+"""
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A session, or with a `gid` a prepared transaction, which has none. `state`: of the session, or of its
+    replication. `age_s`: of its transaction, or since its state changed."""
+
+    pid: int
+    application: str
+    client: str
+    state: str
+    age_s: int
+    query: str
+    gid: str = ""
+
+    @property
+    def name(self) -> str:
+        """For `held_by` of a mark."""
+        return f"postgres-prepared:{self.gid}" if self.gid else f"postgres-pid:{self.pid}"
+
+    @property
+    def end(self) -> str:
+        """What an operator does about it."""
+        if not self.gid:
+            return "End that transaction"
+        return f"Run COMMIT PREPARED {literal(self.gid).strip()} or ROLLBACK PREPARED {literal(self.gid).strip()}"
+
+    def __str__(self) -> str:
+        if self.gid:
+            return (
+                f"gid={self.gid!r} owner={self.application!r} state={self.state!r} for_s={self.age_s}"
+                f" ended_by={'COMMIT PREPARED ' + literal(self.gid).strip()!r}"
+            )
+        query = f" query={self.query!r}" if self.query else ""
+        return (
+            f"pid={self.pid} application={self.application!r} client={self.client} state={self.state!r}"
+            f" for_s={self.age_s}{query}"
+        )
+
+
+async def sessions(wire: Wire, pids: Sequence[int]) -> list[Holder]:
+    """At most three of these sessions, the oldest transaction first; those that are gone are left out."""
+    if not pids:
+        return []
+    rows = await wire.query(_SESSION.format(chars=QUERY_CHARS, pids=", ".join(str(int(pid)) for pid in pids)))
+    return [_holder(row) for row in rows]
+
+
+async def lock_holder(wire: Wire, lock_class: int, lock_key: int) -> Holder | None:
+    """Who holds an advisory lock of two 32-bit keys in this database."""
+    rows = await wire.query(
+        "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 2"
+        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        f" AND classid::bigint = {lock_class} AND objid::bigint = {lock_key} LIMIT 1"
+    )
+    return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
+
+
+async def slot_holder(wire: Wire, slot: str) -> Holder | None:
+    """Who streams from the slot just now."""
+    rows = await wire.query(
+        f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = {literal(slot)} AND active_pid IS NOT NULL"
+    )
+    return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
+
+
+async def busy_walsender(wire: Wire, slot: str) -> Holder | None:
+    """The walsender of a slot while it is at work on WAL, or seems to be; None while it waits for input or output, and
+    would answer if it could.
+    https://www.postgresql.org/docs/current/monitoring-stats.html#WAIT-EVENT-TABLE"""
+    rows = await wire.query(
+        "SELECT pid FROM pg_replication_slots JOIN pg_stat_activity ON pid = active_pid"
+        f" WHERE slot_name = {literal(slot)} AND coalesce(wait_event_type, '') NOT IN ('Activity', 'Client')"
+    )
+    return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
+
+
+async def table_holder(wire: Wire, oid: int) -> Holder | None:
+    """Who holds a lock on a table or a partition of it: who excludes most, then the oldest. As of just after the wait,
+    which was short."""
+    rows = await wire.query(
+        "SELECT a.pid, p.gid FROM pg_locks l LEFT JOIN pg_stat_activity a USING (pid)"
+        f" LEFT JOIN pg_prepared_xacts p ON {OF_PREPARED.format(lock='l')}"
+        " WHERE l.granted AND l.locktype = 'relation' AND l.pid IS DISTINCT FROM pg_backend_pid()"
+        " AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        f" AND l.relation IN (SELECT {oid} UNION SELECT relid FROM pg_partition_tree({oid}))"
+        " ORDER BY l.mode = 'AccessExclusiveLock' DESC,"
+        f" l.mode IN ({_CONFLICTING}) DESC, coalesce(a.xact_start, p.prepared) LIMIT 1"
+    )
+    if rows and rows[0][1] is not None:
+        return await _prepared(wire, f"p.gid = {literal(rows[0][1])}")
+    return next(iter(await sessions(wire, [int(pid or 0) for pid, _ in rows])), None)
+
+
+async def writers(wire: Wire, oid: int) -> frozenset[str]:
+    """The transactions that hold a lock under which rows of a table, or of a partition of it, are written."""
+    rows = await wire.query(
+        "SELECT DISTINCT virtualtransaction FROM pg_locks WHERE granted AND locktype = 'relation'"
+        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        " AND mode IN ('RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')"
+        f" AND relation IN (SELECT {oid} UNION SELECT relid FROM pg_partition_tree({oid}))"
+    )
+    return frozenset(found or "" for (found,) in rows)
+
+
+async def pinning(wire: Wire) -> Holder | None:
+    """Whose transaction, open or prepared, is the oldest that may be decoded yet: WAL since it began is kept."""
+    rows = await wire.query(
+        "SELECT pid FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND datname = current_database()"
+        " ORDER BY age(backend_xid) DESC LIMIT 1"
+    )
+    prepared = await _prepared(wire, "p.database = current_database()")
+    found = next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
+    return prepared if prepared is not None and (found is None or prepared.age_s > found.age_s) else found
+
+
+async def blockers(wire: Wire, capture: str) -> list[Holder]:
+    """Whom the sessions of this capture wait for, whichever of them it is: by their application names (connection.py).
+    Asked on a session of its own, for those that wait do not answer."""
+    rows = await wire.query(
+        "SELECT DISTINCT unnest(pg_blocking_pids(pid)) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+        " AND datname = current_database() AND starts_with(application_name, 'tidemill ')"
+        f" AND split_part(application_name, ' ', 3) = {literal(capture)}"
+    )
+    # A prepared transaction has no session: it blocks as pid 0.
+    pids = [int(found or 0) for (found,) in rows]
+    found = await sessions(wire, [pid for pid in pids if pid])
+    if not found and 0 in pids:
+        prepared = await _prepared(
+            wire, _BLOCKS.format(of_prepared=OF_PREPARED.format(lock="h"), capture=literal(capture))
+        )
+        return [prepared] if prepared is not None else []
+    return found
+
+
+async def _prepared(wire: Wire, condition: str) -> Holder | None:
+    """The oldest prepared transaction p that meets a condition."""
+    for gid, owner, age_s, xid in await wire.query(_PREPARED.format(condition=condition)):
+        found = readable(gid or "")
+        return Holder(0, readable(owner or ""), "", "prepared transaction", int(age_s or 0), f"xid={xid}", gid=found)
+    return None
+
+
+def _holder(row: SqlRow) -> Holder:
+    pid, application, client, state, age_s, query, replication = row
+    return Holder(
+        int(pid or 0),
+        readable(application or ""),
+        client or "",
+        f"replication {replication}" if replication else state or "unknown",
+        int(age_s or 0),
+        readable(" ".join((query or "").split())),
+    )

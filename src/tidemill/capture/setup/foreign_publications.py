@@ -1,0 +1,217 @@
+"""What the publications of a database, ours and everybody else's, demand of a table's REPLICA IDENTITY. Only reads.
+
+PostgreSQL refuses each UPDATE and DELETE of a table that a publication holds (by name, by schema, FOR ALL TABLES, or
+through a partitioned table above it) if the table's identity does not fit that publication:
+
+    FULL                  not with a column list, whatever is in it (15 and newer), nor with generated columns that the
+                          publication leaves out (18 and newer)
+    a key, or an index    its columns must be in the column list, and those of the row filter among them; none of them
+                          may be a generated column that the publication leaves out (18 and newer)
+    NOTHING               never
+
+    O1  An identity is looked at in this way before it is set, once more under the table's lock, and for as long as it
+        is one that the capture has set (identity_withdrawal.py): publications are altered without that lock.
+    O2  What the capture's own publication leaves out of a table (a row filter, a column list) is in no stream, so the
+        table is not captured while it does.
+
+https://www.postgresql.org/docs/current/logical-replication-col-lists.html, …/logical-replication-row-filter.html;
+CheckCmdReplicaIdentity and RelationBuildPublicationDesc in PostgreSQL's source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.naming import table_name
+from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
+
+LISTS = 150_000
+"""From this version on publications have column lists, row filters and schemas."""
+GENERATED = 180_000
+"""From this version on a generated column that is not published makes statements fail."""
+
+_FAILING = """
+WITH RECURSIVE asked(root, oid, identity) AS ({asked}),
+line AS (
+    SELECT oid, oid AS held, 1::bigint AS level FROM asked
+     UNION SELECT a.oid, p.relid, p.level FROM asked a, pg_partition_ancestors(a.oid) WITH ORDINALITY AS p(relid, level)
+),
+holds AS (
+    SELECT l.oid, p.oid AS publication, p.pubname, p.pubviaroot, {stored} AS stored, max(l.level) AS level
+      FROM line l JOIN pg_publication p ON (p.pubupdate OR p.pubdelete) AND (p.puballtables
+           OR EXISTS (SELECT FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = l.held){schemas})
+     GROUP BY 1, 2, 3, 4, 5
+),
+judged AS (
+    SELECT a.root, a.oid, a.identity, h.pubname, {cause} AS cause
+      FROM asked a JOIN pg_class m ON m.oid = a.oid AND m.relkind <> 'p' JOIN holds h ON h.oid = a.oid
+      LEFT JOIN line l ON h.pubviaroot AND l.oid = h.oid AND l.level = h.level
+      LEFT JOIN pg_publication_rel r ON r.prpubid = h.publication AND r.prrelid = coalesce(l.held, h.oid)
+     CROSS JOIN LATERAL (SELECT (
+         SELECT array_agg(t.attname ORDER BY t.attnum) FROM pg_index i JOIN pg_class x ON x.oid = i.indexrelid
+           JOIN pg_attribute t ON t.attrelid = a.oid AND t.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
+          WHERE i.indrelid = a.oid AND i.indisvalid AND i.indimmediate AND CASE a.identity
+                WHEN 'DEFAULT' THEN i.indisprimary ELSE a.identity = 'USING INDEX ' || quote_ident(x.relname) END
+     ) AS names) k
+)
+SELECT root, oid, identity, pubname, cause FROM judged WHERE cause <> '' ORDER BY 1, 2, 3, 4
+"""
+
+_CAUSE = """CASE
+    WHEN a.identity = 'FULL' THEN CASE {full} ELSE '' END
+    WHEN k.names IS NULL THEN 'identity'
+    {key}
+    ELSE '' END"""
+_FULL_LIST = "WHEN r.prattrs IS NOT NULL THEN 'column list'"
+_FULL_GENERATED = """WHEN EXISTS (SELECT FROM pg_attribute t WHERE t.attrelid = a.oid AND NOT t.attisdropped
+    AND (t.attgenerated = 'v' OR t.attgenerated = 's' AND NOT h.stored)) THEN 'generated column'"""
+_KEY_LIST = """WHEN r.prqual IS NOT NULL AND EXISTS (
+        SELECT FROM regexp_matches(r.prqual::text, ':varattno ([0-9]+)', 'g') v LEFT JOIN pg_attribute t
+            ON t.attrelid = r.prrelid AND t.attnum = v[1]::int2
+         WHERE t.attname IS NULL OR t.attname <> ALL (k.names)) THEN 'row filter'
+    WHEN r.prattrs IS NOT NULL AND NOT k.names <@ (SELECT array_agg(t.attname) FROM pg_attribute t
+        WHERE t.attrelid = r.prrelid AND t.attnum = ANY (r.prattrs::int2[])) THEN 'column list'"""
+_KEY_GENERATED = """WHEN r.prattrs IS NULL AND NOT h.stored AND EXISTS (SELECT FROM pg_attribute t
+        WHERE t.attrelid = a.oid AND t.attname = ANY (k.names) AND t.attgenerated <> '') THEN 'generated column'"""
+_SCHEMAS = """
+           OR EXISTS (SELECT FROM pg_publication_namespace s JOIN pg_class c ON c.relnamespace = s.pnnspid
+                       WHERE s.pnpubid = p.oid AND c.oid = l.held)"""
+
+_WHOLE = """
+    WITH RECURSIVE tree(root, oid) AS (
+        SELECT c.oid, c.oid FROM pg_class c WHERE c.relkind IN ('r', 'p') AND NOT c.relispartition
+           AND c.relpersistence = 'p' AND c.oid >= 16384
+         UNION ALL SELECT t.root, i.inhrelid FROM tree t JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p'
+          JOIN pg_inherits i ON i.inhparent = t.oid)
+    SELECT t.root, t.oid, 'FULL'::text FROM tree t JOIN pg_class m USING (oid) WHERE m.relkind = 'r' AND ({some})
+"""
+"""Tables, of partitioned ones their partitions, as if FULL were their identity; only such as may be objected to."""
+_SOME_LIST = """EXISTS (SELECT FROM pg_publication_rel WHERE prattrs IS NOT NULL)
+       AND (m.relispartition OR m.oid IN (SELECT prrelid FROM pg_publication_rel WHERE prattrs IS NOT NULL))"""
+_SOME_GENERATED = """EXISTS (SELECT FROM pg_publication p WHERE (p.pubupdate OR p.pubdelete) AND p.pubname <> {own})
+       AND EXISTS (SELECT FROM pg_attribute t WHERE t.attrelid = m.oid AND t.attgenerated <> '')"""
+
+_LEFT_OUT = """CASE WHEN r.prqual IS NULL THEN 'column list' WHEN r.prattrs IS NULL THEN 'row filter'
+    ELSE 'row filter and column list' END"""
+_LOOK = """
+SELECT r.prrelid, p.pubname = {own} AND (r.prqual IS NOT NULL OR r.prattrs IS NOT NULL), {left_out}
+  FROM pg_publication p LEFT JOIN pg_publication_rel r ON r.prpubid = p.oid
+   AND (r.prattrs IS NOT NULL OR r.prqual IS NOT NULL AND p.pubname = {own})
+ WHERE (p.pubupdate OR p.pubdelete) AND ({others} OR r.oid IS NOT NULL)
+"""
+"""Whether anybody may object to anything, which mostly nobody does: the long question is asked only then."""
+
+
+class Failing(msgspec.Struct, frozen=True):
+    """UPDATE or DELETE of relation `oid`, which is `root` or a partition of it, fails with an identity that was asked
+    for, because this publication holds it; `cause`: what of the publication or the identity does not fit."""
+
+    root: int
+    oid: int
+    identity: str
+    publication: str
+    cause: str
+
+
+class Objection(msgspec.Struct, frozen=True):
+    """`relations`: which must not have FULL. `refuses`: the table cannot be captured as its capture is configured, for
+    this `reason`."""
+
+    reason: str
+    fix: str
+    relations: frozenset[int] = frozenset()
+    refuses: bool = True
+
+
+Objections = Mapping[int, Objection]
+"""By oid of the table; of a partitioned one, its root."""
+
+
+async def failing(wire: Wire, asked: Sequence[tuple[int, str]]) -> list[Failing]:
+    """Of tables and partitions, each with an identity as SQL writes it: with whose publications an UPDATE or DELETE
+    would fail if it had that one. [] = none would."""
+    rows = ", ".join(f"({int(oid)}::oid, {int(oid)}::oid, {literal(identity)}::text)" for oid, identity in asked)
+    return await _failing(wire, f"VALUES {rows}") if asked else []
+
+
+async def objections(wire: Wire, config: CaptureConfig) -> Objections:
+    """Of all tables that there are (O1, O2)."""
+    if wire.server_version < LISTS:
+        return {}
+    own, generated = literal(config.publication), wire.server_version >= GENERATED
+    look = await wire.query(
+        _LOOK.format(own=own, left_out=_LEFT_OUT, others=f"p.pubname <> {own}" if generated else "false")
+    )
+    narrowed = {int(oid or 0): what or "" for oid, ours, what in look if ours == "t"}
+    found: dict[int, list[Failing]] = {}
+    if look:
+        some = [_SOME_LIST, *([_SOME_GENERATED.format(own=own)] if generated else [])]
+        for each in await _failing(wire, _WHOLE.format(some=" OR ".join(some))):
+            found.setdefault(each.root, []).append(each)
+    names = await _names(wire, [*found, *narrowed])
+    out: dict[int, Objection] = {}
+    for oid in sorted({*found, *narrowed} & names.keys()):
+        relations = frozenset(each.oid for each in found.get(oid, ()))
+        others = [each for each in found.get(oid, ()) if each.publication != config.publication]
+        schema, table, kind = names[oid]
+        if oid in narrowed:
+            out[oid] = _of_ours(config, schema, table, kind, narrowed[oid], relations)
+        elif others:
+            out[oid] = _of_others(config, table_name(schema, table), others[0], relations)
+    return out
+
+
+def _of_ours(
+    config: CaptureConfig, schema: str, table: str, kind: str, what: str, relations: frozenset[int]
+) -> Objection:
+    publication, name = identifier(config.publication), ("" if kind == "p" else "ONLY ") + qualified(schema, table)
+    return Objection(
+        f"the capture's publication holds the table with a {what}, so its stream lacks what that leaves out:"
+        f" table={table_name(schema, table)} publication={config.publication}.",
+        f"Run ALTER PUBLICATION {publication} DROP TABLE {name}; ALTER PUBLICATION {publication} ADD TABLE {name};",
+        relations,
+    )
+
+
+def _of_others(config: CaptureConfig, name: str, one: Failing, relations: frozenset[int]) -> Objection:
+    publication = identifier(one.publication)
+    if one.cause == "column list":
+        remedy = f"Let publication {publication} hold the table without a column list"
+    else:
+        remedy = f"Run ALTER PUBLICATION {publication} SET (publish_generated_columns = stored)"
+    return Objection(
+        f"REPLICA IDENTITY FULL would make the table's UPDATE and DELETE fail, since another publication holds it"
+        f" and does not fit: table={name} publication={one.publication} cause={one.cause!r}.",
+        f'{remedy}, or capture the table with the identity that it has: capture.{config.name}.identity = "as-is".',
+        relations,
+        config.whole,
+    )
+
+
+async def _failing(wire: Wire, asked: str) -> list[Failing]:
+    lists, generated = wire.server_version >= LISTS, wire.server_version >= GENERATED
+    full = (_FULL_LIST if lists else "WHEN false THEN ''") + (f" {_FULL_GENERATED}" if generated else "")
+    key = (_KEY_LIST if lists else "") + (f" {_KEY_GENERATED}" if generated else "")
+    rows = await wire.query(
+        _FAILING.format(
+            asked=asked, cause=_CAUSE.format(full=full, key=key), schemas=_SCHEMAS if lists else "",
+            stored="p.pubgencols = 's'" if generated else "true",
+        )
+    )  # fmt: skip
+    return [
+        Failing(int(root or 0), int(oid or 0), identity or "", name or "", cause or "")
+        for root, oid, identity, name, cause in rows
+    ]
+
+
+async def _names(wire: Wire, oids: Sequence[int]) -> dict[int, tuple[str, str, str]]:
+    if not oids:
+        return {}
+    rows = await wire.query(
+        "SELECT c.oid, n.nspname, c.relname, c.relkind FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+        f" WHERE c.oid IN ({', '.join(str(int(oid)) for oid in oids)})"
+    )
+    return {int(oid or 0): (schema or "", table or "", kind or "") for oid, schema, table, kind in rows}

@@ -1,0 +1,225 @@
+"""Checks and set-up of a captured database (PostgreSQL 14 to 18): settings, rights, publication, identities, slot.
+
+Order, and the race each step prevents:
+    1  session advisory lock       one capture of this name at a time, whatever process it lives in
+    2  publication, then per table, in name order (publication.py)
+    3  slot                         after the publication, which the decoder looks up as of each change
+    4  snapshot (exported_snapshot.py)       after the slot, so that nothing commits between them unseen
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+import structlog
+
+from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.lsn import Lsn
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.postgres.connection import Wire, identifier, literal
+from tidemill.capture.postgres.errors import LockHeld, SlotLost
+
+log = structlog.get_logger()
+
+OLDEST_VERSION = 140_000
+FAILOVER_VERSION = 170_000
+INVALIDATION_VERSION = 170_000
+_CURES = {
+    "idle_timeout": "Raise idle_replication_slot_timeout.",
+    "wal_level_insufficient": "Set wal_level = logical.",
+    "rows_removed": "Set hot_standby_feedback = on at the standby.",
+}
+"""By PostgreSQL's reason for invalidating a slot; another one is that of max_slot_wal_keep_size.
+https://www.postgresql.org/docs/current/view-pg-replication-slots.html"""
+SLOT_ATTEMPTS = 5
+"""Afterwards the slot is taken as it is: most transactions are decoded well, and else all starts over
+(bootstrap.py)."""
+ADVISORY_CLASS = 0x7469_6465  # "tide"
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    version: int
+    system_id: str
+    wal_sender_timeout_ms: int
+
+
+class SlotState(msgspec.Struct, frozen=True):
+    """`retained_bytes`: WAL the slot keeps; `headroom_bytes`: until it is invalidated, None = unlimited."""
+
+    confirmed_lsn: int
+    active_pid: int | None
+    wal_status: str
+    retained_bytes: int
+    headroom_bytes: int | None
+    wal_end: int
+    pinned_bytes: int = 0
+    """Of what it keeps: WAL that is confirmed, kept for a transaction that is open yet"""
+    invalidated: str = ""
+    """Why it was, as PostgreSQL 17 and newer say"""
+
+
+async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
+    """Raises Invalid, naming the setting or right that is missing and the statement that gives it, and Unavailable."""
+    if wire.server_version < OLDEST_VERSION:
+        raise Invalid(f"PostgreSQL is too old: version={wire.server_version}.", fix="Use PostgreSQL 14 or newer.")
+    rows = await wire.query(
+        "SELECT current_setting('wal_level'), current_setting('max_replication_slots')::int,"
+        " current_setting('max_wal_senders')::int, pg_is_in_recovery(),"
+        " (SELECT setting::int FROM pg_settings WHERE name = 'wal_sender_timeout'),"
+        " (SELECT rolreplication OR rolsuper FROM pg_roles WHERE rolname = current_user), current_user,"
+        " (SELECT count(*) FROM pg_replication_slots),"
+        f" EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = {literal(config.slot)})"
+    )
+    wal_level, slots, senders, in_recovery, sender_timeout, may_replicate, user, used, exists = rows[0]
+    restart = "and restart PostgreSQL."
+    if wal_level != "logical":
+        raise Invalid(
+            f"PostgreSQL does not log logical changes: wal_level={wal_level}.",
+            fix=f"Run ALTER SYSTEM SET wal_level = 'logical' {restart}",
+        )
+    if in_recovery == "t":
+        # One that is promoted is no standby any more: nobody need do anything.
+        raise Unavailable(
+            f"the server is a standby: {wire.target}.",
+            fix="Point the DSN at the primary, or promote the standby.",
+        )
+    if int(senders or 0) < 1:
+        raise Invalid(
+            f"no WAL senders are allowed: max_wal_senders={senders}.",
+            fix=f"Run ALTER SYSTEM SET max_wal_senders = 10 {restart}",
+        )
+    if exists != "t" and int(used or 0) >= int(slots or 0):
+        raise Invalid(
+            f"no replication slot is free: max_replication_slots={slots} used={used}.",
+            fix=f"Drop an unused slot, or raise max_replication_slots {restart}",
+        )
+    if may_replicate != "t":
+        raise Invalid(
+            f"the role may not replicate: role={user}.", fix=f"Run ALTER ROLE {identifier(user or '')} REPLICATION."
+        )
+    system_id = await wire.value("SELECT system_identifier FROM pg_control_system()")
+    if config.failover and wire.server_version < FAILOVER_VERSION:
+        raise Invalid(
+            f"this PostgreSQL has no failover slots: version={wire.server_version // 10_000}.",
+            fix=f"Take capture.{config.name}.failover out of tidemill.toml, or use PostgreSQL 17 or newer.",
+        )
+    return ServerFacts(wire.server_version, system_id or "", int(sender_timeout or 0))
+
+
+def lock_key(config: CaptureConfig) -> int:
+    return zlib.crc32(config.slot.encode()) & 0x7FFF_FFFF
+
+
+async def try_lock(wire: Wire, config: CaptureConfig) -> bool:
+    """Take the session's advisory lock; False while another session has it. It ends with the connection."""
+    return await wire.value(f"SELECT pg_try_advisory_lock({ADVISORY_CLASS}, {lock_key(config)})") == "t"
+
+
+async def slot_state(wire: Wire, slot: str) -> SlotState | None:
+    """None when there is no such slot."""
+    rows = await wire.query(
+        "SELECT confirmed_flush_lsn, active_pid, wal_status, pg_current_wal_lsn() - restart_lsn, safe_wal_size,"
+        " pg_current_wal_flush_lsn(), confirmed_flush_lsn - restart_lsn,"
+        f" {'invalidation_reason' if wire.server_version >= INVALIDATION_VERSION else 'NULL'}"
+        f" FROM pg_replication_slots WHERE slot_name = {literal(slot)}"
+        " AND database = current_database() AND plugin = 'pgoutput'"
+    )
+    if not rows:
+        return None
+    confirmed, pid, wal_status, retained, headroom, wal_end, pinned, invalidated = rows[0]
+    return SlotState(
+        Lsn.parse(confirmed).value if confirmed else 0,
+        int(pid) if pid else None,
+        wal_status or "",
+        int(retained or 0),
+        int(headroom) if headroom else None,
+        Lsn.parse(wal_end or "0/0").value,
+        int(pinned or 0),
+        invalidated or "",
+    )
+
+
+def start_over(config: CaptureConfig) -> str:
+    """What an operator does about a gap in the stream: without its publication a capture copies all tables anew."""
+    return f"Run DROP PUBLICATION {identifier(config.publication)} in the database: all its tables are copied anew."
+
+
+def is_good(state: SlotState | None) -> bool:
+    """Whether the slot exists and retains all WAL after its confirmed LSN."""
+    return state is not None and state.wal_status != "lost" and bool(state.confirmed_lsn)
+
+
+def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
+    """Raises SlotLost when a slot that must be there is gone or was invalidated."""
+    if state is None:
+        raise SlotLost(
+            f"the replication slot is gone: slot={config.slot}.",
+            fix=f"Changes since are not in the stream. {start_over(config)}",
+        )
+    if not is_good(state):
+        why = f" reason={state.invalidated}" if state.invalidated else ""
+        cure = _CURES.get(state.invalidated, "Raise max_slot_wal_keep_size.")
+        raise SlotLost(
+            f"PostgreSQL invalidated the replication slot: slot={config.slot} wal_status={state.wal_status}{why}.",
+            fix=f"{cure} {start_over(config)}",
+        )
+    return state
+
+
+async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
+    """Create the slot; waits for transactions that are running. A left-over of the same name is dropped first.
+
+    PostgreSQL (seen on 18.6, snapbuild.c) leaves out of its first picture of the catalogue what a transaction changed
+    that began after the slot's first waiting point and committed after its second: a TRUNCATE there, and an INSERT
+    into the new file by a transaction that outlasts the set-up, cannot be decoded at any later try. All such have
+    committed when the slot is there, so it is seen then, and the slot made again.
+    """
+    database = await wire.value(
+        f"SELECT database FROM pg_replication_slots WHERE slot_name = {literal(config.slot)}"
+        " AND database IS DISTINCT FROM current_database()"
+    )
+    if database is not None:
+        raise Invalid(
+            f"another database of this server has a slot of this name: slot={config.slot} database={database}.",
+            fix="Rename the capture, or drop that slot if nothing uses it.",
+        )
+    left = await slot_state(wire, config.slot)
+    if left is not None and left.active_pid is not None:
+        raise LockHeld(f"the replication slot is in use: slot={config.slot} pid={left.active_pid}.")
+    if left is not None:
+        await wire.query(f"SELECT pg_drop_replication_slot({literal(config.slot)})")
+    failover = ", failover => true" if config.failover else ""
+    for attempt in range(1, SLOT_ATTEMPTS + 1):
+        began = await wire.value("SELECT pg_snapshot_xmax(pg_current_snapshot())")
+        await wire.query(f"SELECT pg_create_logical_replication_slot({literal(config.slot)}, 'pgoutput'{failover})")
+        changed = await _changed_since(wire, began or "")
+        if not changed:
+            break
+        log.info("tables changed while the slot was made", capture=config.name, tables=changed, attempt=attempt)
+        if attempt < SLOT_ATTEMPTS:
+            await wire.query(f"SELECT pg_drop_replication_slot({literal(config.slot)})")
+    return check_slot(config, await slot_state(wire, config.slot))
+
+
+async def _changed_since(wire: Wire, xid: str) -> list[str]:
+    """A few of the relations of this database that a transaction not older than `xid` made, rewrote or altered. What
+    is temporary is in no WAL."""
+    newer = since("xmin", xid)
+    rows = await wire.query(
+        "SELECT oid::regclass::text FROM pg_class c WHERE relpersistence <> 't' AND relkind IN ('r', 'p', 'm', 't')"
+        f" AND ({newer} OR EXISTS (SELECT FROM pg_attribute WHERE attrelid = c.oid AND {newer}))"
+        " ORDER BY 1 LIMIT 5"
+    )
+    return [name or "" for (name,) in rows]
+
+
+def since(column: str, xid: str) -> str:
+    """The condition that the transaction id in a column is not older than `xid`. A frozen row keeps the id it was
+    written with, and one of more than 2^31 transactions ago has a negative age."""
+    return f"age({column}) BETWEEN 0 AND age('{xid}'::xid8::xid)"
+
+
+async def heartbeat(wire: Wire) -> None:
+    """A transaction with nothing but an empty message: it crosses every stage and lets an idle slot advance."""
+    await wire.query("SELECT pg_logical_emit_message(true, 'tidemill', '')")

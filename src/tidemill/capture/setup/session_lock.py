@@ -1,0 +1,96 @@
+"""One session captures under a name: PostgreSQL's advisory lock, and what becomes of who held it before.
+
+A process that is stopped, or cut off, keeps its connections as long as PostgreSQL takes them for alive, and with them
+the lock and the slot. Whoever has the capture's lease ends them: the catalogue has which session captured last, so no
+other one is ever meant, neither of another cluster nor of another capture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from tidemill.base.clock import Clock
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.control_connection import Answers, Control
+from tidemill.capture.postgres.connection import Wire, literal
+from tidemill.capture.postgres.errors import SqlError
+from tidemill.capture.postgres.replication_stream import ReplicationStream
+from tidemill.capture.setup.blockers import Holder, lock_holder, slot_holder
+from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key, try_lock
+from tidemill.metastore.catalogue import CaptureRow, Catalogue
+
+log = structlog.get_logger()
+
+POLL_S = 0.5
+DEPOSED_S = 2.0
+"""Who lost the capture's lease ends its session by itself within less, where it runs."""
+SLOT_POLL_S = 0.2
+SLOT_ATTEMPTS = 400
+"""A walsender whose client died holds the slot until wal_sender_timeout (60 s by default) has passed."""
+_OBJECT_IN_USE = "55006"
+_SESSION = "pid || ' ' || extract(epoch FROM backend_start)"
+
+
+async def take_lock(
+    control: Control, config: CaptureConfig, catalogue: Catalogue, clock: Clock, wait: Callable[[Holder | None], None]
+) -> None:
+    """Wait until no other session captures under this name; `wait` is told who does."""
+    began_s = clock.monotonic_s()
+    while not await control.ask(lambda wire: try_lock(wire, config)):
+        holder = await control.ask(lambda wire: lock_holder(wire, ADVISORY_CLASS, lock_key(config)))
+        wait(holder)
+        if clock.monotonic_s() - began_s >= DEPOSED_S:
+            row = await catalogue.get(CaptureRow, config.name)
+            # What a restore brought back may be of a cluster that lives on.
+            known = row.session if row is not None and not row.restored else ""
+            ended = bool(known) and await control.ask(partial(end_session, config=config, session=known))
+            if ended:
+                log.warning("the session of who captured before is ended", capture=config.name, held_by=str(holder))
+        await asyncio.sleep(POLL_S)
+
+
+async def start_when_free(
+    stream: ReplicationStream,
+    control: Control,
+    config: CaptureConfig,
+    answers: Answers,
+    wait: Callable[[Holder | None], None],
+) -> None:
+    """A predecessor's walsender may outlive its client for a moment. Raises SqlError when it stays."""
+    for attempt in range(1, SLOT_ATTEMPTS + 1):
+        try:
+            # An answer to START_REPLICATION takes no longer than any other.
+            with answers.expected("the start of the stream"):
+                await stream.start(config.slot, config.publication)
+            return
+        except SqlError as error:
+            if error.sqlstate != _OBJECT_IN_USE or attempt == SLOT_ATTEMPTS:
+                raise
+            wait(await control.ask(lambda wire: slot_holder(wire, config.slot)))
+            await asyncio.sleep(SLOT_POLL_S)
+
+
+async def own_session(wire: Wire) -> str:
+    """As CaptureRow.session has it: no other session of the server ever has the same."""
+    return await wire.value(f"SELECT {_SESSION} FROM pg_stat_activity WHERE pid = pg_backend_pid()") or ""
+
+
+async def end_session(wire: Wire, config: CaptureConfig, session: str) -> bool:
+    """End this session where it holds the capture's lock, and what its process streams from the capture's slot; True
+    where it was there. The caller holds the capture's lease, and `session` is who held it before: a process that stands
+    still, or was cut off, and whose connections PostgreSQL takes for alive. Raises SqlError where the role may not."""
+    rows = await wire.query(
+        f"WITH before AS (SELECT a.* FROM pg_stat_activity a JOIN pg_locks l USING (pid) WHERE {_SESSION} ="
+        f" {literal(session)} AND locktype = 'advisory' AND granted AND objsubid = 2"
+        f" AND classid::bigint = {ADVISORY_CLASS} AND objid::bigint = {lock_key(config)})"
+        " SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity a, before WHERE a.pid = before.pid OR"
+        # By the word that says which process it is (connection.application_name).
+        " (split_part(a.application_name, ' ', 2) = split_part(before.application_name, ' ', 2)"
+        " AND a.client_addr IS NOT DISTINCT FROM before.client_addr AND a.pid IN"
+        f" (SELECT active_pid FROM pg_replication_slots WHERE slot_name = {literal(config.slot)}))"
+    )
+    return bool(rows)

@@ -1,0 +1,113 @@
+"""The statements that give a capture what it needs of a database: as it runs them, and as an administrator does.
+
+https://www.postgresql.org/docs/current/sql-createpublication.html, …/logical-replication-security.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.capture.catalog.table_discovery import GENERATED_PUBLISHED, TableInfo
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
+
+_TABLES = """
+SELECT c.oid, pg_has_role(c.relowner, 'USAGE'), has_table_privilege(c.oid, 'SELECT'),
+       has_schema_privilege(c.relnamespace, 'USAGE'),
+       EXISTS (SELECT FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
+                WHERE p.pubname = {publication} AND r.prrelid = c.oid)
+  FROM pg_class c WHERE c.oid IN ({oids})
+"""
+
+_DENIED = """
+SELECT DISTINCT n.nspname, c.relname, has_schema_privilege(n.oid, 'USAGE'), has_table_privilege(c.oid, 'SELECT')
+  FROM unnest(ARRAY[{oids}]::oid[]) o, LATERAL pg_partition_tree(o) t JOIN pg_class c ON c.oid = t.relid
+  JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE t.level > 0 AND c.relkind = 'r'
+   AND NOT (has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT'))
+ ORDER BY 1, 2
+"""
+"""Partitions that the role may not read by themselves, as it does with one that is new (tables.came_with_rows)."""
+
+_PARTIAL = """
+SELECT DISTINCT n.nspname, c.relname
+  FROM unnest(ARRAY[{oids}]::oid[]) o, LATERAL (SELECT o UNION SELECT relid FROM pg_partition_tree(o)) t(oid)
+  JOIN pg_class c USING (oid) JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE c.relreplident <> 'f' AND {mine} ORDER BY 1, 2
+"""
+
+
+def target(table: TableInfo) -> str:
+    """Without ONLY the tables that inherit from this one would be published too: without an identity (P1)."""
+    return ("" if table.kind == "p" else "ONLY ") + qualified(table.schema, table.table)
+
+
+def add_table(publication: str, table: TableInfo) -> str:
+    return f"ALTER PUBLICATION {identifier(publication)} ADD TABLE {target(table)}"
+
+
+def whole_identity(relation: str) -> str:
+    return f"ALTER TABLE {relation} REPLICA IDENTITY FULL"
+
+
+def with_generated(publication: str) -> str:
+    return f"ALTER PUBLICATION {identifier(publication)} SET (publish_generated_columns = stored)"
+
+
+def creation(publication: str, version: int) -> str:
+    """The statement that makes the publication, of no table yet."""
+    options = "publish = 'insert, update, delete, truncate', publish_via_partition_root = true"
+    if version >= GENERATED_PUBLISHED:
+        options += ", publish_generated_columns = stored"
+    return f"CREATE PUBLICATION {identifier(publication)} WITH ({options})"
+
+
+async def statements(wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo]) -> list[str]:
+    """For an administrator, in order; [] = the role can do all of it itself, or it is done. `tables`: such as can be
+    captured (resolve); of those whose identity is taken as it is and does not say the key, that is the first thing."""
+    if not tables:
+        return []
+    role = identifier(await wire.value("SELECT current_user") or "")
+    generated = "p.pubgencols = 's'" if wire.server_version >= GENERATED_PUBLISHED else "true"
+    found = await wire.query(
+        f"SELECT pg_has_role(p.pubowner, 'USAGE'), {generated} FROM pg_publication p"
+        f" WHERE p.pubname = {literal(config.publication)}"
+    )
+    may_create = await wire.value("SELECT has_database_privilege(current_database(), 'CREATE')") == "t"
+    may_create = may_create and not config.manual
+    may_alter = (found[0][0] == "t" if found else may_create) and not config.manual
+    oids = ", ".join(str(table.oid) for table in tables)
+    query = _TABLES.format(publication=literal(config.publication), oids=oids)
+    known = {int(oid or 0): [each == "t" for each in rest] for oid, *rest in await wire.query(query)}
+    by_oid = [(table, known[table.oid]) for table in tables if table.oid in known]
+    denied = await wire.query(_DENIED.format(oids=oids))
+    unusable = {table.schema for table, (_, _, usable, _) in by_oid if not usable}
+    unusable |= {schema or "" for schema, _, usable, _ in denied if usable != "t"}
+    out = [f"GRANT USAGE ON SCHEMA {identifier(schema)} TO {role}" for schema in sorted(unusable)]
+    out += [
+        f"GRANT SELECT ON {qualified(table.schema, table.table)} TO {role}"
+        for table, (_, readable, _, _) in by_oid
+        if not readable
+    ]
+    out += [
+        f"GRANT SELECT ON {qualified(schema or '', name or '')} TO {role}"
+        for schema, name, _, readable in denied
+        if readable != "t"
+    ]
+    if not found and not may_create:
+        out.append(creation(config.publication, wire.server_version))
+    elif found and found[0][1] != "t" and not may_alter:
+        out.append(with_generated(config.publication))
+    if not config.whole:
+        # Before it is published: from then on its UPDATEs and DELETEs would fail.
+        out += [table.lacking for table in tables if table.lacking]
+    out += [
+        add_table(config.publication, table)
+        for table, (owned, _, _, published) in by_oid
+        if not published and not (owned and may_alter)
+    ]
+    if not config.whole:
+        return out
+    mine = "true" if config.manual else "NOT pg_has_role(c.relowner, 'USAGE')"
+    partial = await wire.query(_PARTIAL.format(oids=oids, mine=mine))
+    return out + [whole_identity(qualified(schema or "", name or "")) for schema, name in partial]

@@ -1,0 +1,400 @@
+"""Tables copied into their topics, chunk by chunk, on several connections, each recorded once it is complete.
+
+    reader ─► next chunk of any table ─► its rows, throttled ─► lanes        one task a connection, one snapshot
+    recorder ─► chunks whose records are durable ─► the table's row          at most once in RECORD_S
+             ─► gives way to a session that sets aside what changes          after a while (Y6)
+
+Y2  A chunk is told to be done only after its records are durable, so whoever goes on after SIGKILL misses none; what
+    was written and not told yet is written twice, which by key is the same.
+Y3  A copy is gone on with only under the lock of the table, after its files, columns and partitions were compared
+    (chunks.py, K3), and by a producer of a newer epoch (partition_writer.py, L3).
+Y4  What a copy is begun with (the schemas that were registered, what the session knows of the table) was asked without
+    the table's lock. So a table whose columns are other ones under the lock is not copied: its rows would be written
+    under the ids of another schema, for good.
+Y6  A copy that takes longer is cut off of our own accord, once a chunk of it is told: the next session goes on with it
+    as with any that was cut off, and sets aside what changes meanwhile (side_topic.py). What is complete by then stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from math import inf
+
+import structlog
+from msgspec.structs import replace
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, TidemillError, Unavailable
+from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.tasks import Tasks, sentence
+from tidemill.capture.catalog.schema_versions import types_as
+from tidemill.capture.catalog.table_discovery import TableInfo
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.postgres.connection import Wire, server
+from tidemill.capture.postgres.errors import may_pass
+from tidemill.capture.snapshot.chunks import Chunks, Prefix, cut
+from tidemill.capture.snapshot.exported_snapshot import Snapshot
+from tidemill.capture.snapshot.throttle import Throttle
+from tidemill.capture.tables.copy_progress import SnapshotProgress
+from tidemill.capture.tables.table_setup import columns_of, refusal_of, says_whole_rows
+from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.topics.partition_writer import Lane
+from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
+from tidemill.metastore.catalogue import CaptureTableRow, TableCopy, TableSnapshot
+from tidemill.topics.api import TopicLog
+
+log = structlog.get_logger()
+
+RECORD_S = 1.0
+LEAST_LEFT_SHARE = 1 / 3
+"""Of copy_aside_after_s: a copy that is done sooner is not worth another session."""
+MOST_ROWS = 2048
+"""Encoded in one turn of the loop, which the stream of the other tables shares."""
+BACKLOG_BYTES = 2 << 20
+"""Waiting to become durable: what the stream writes of other tables waits behind it."""
+
+
+class GivesWay(Unavailable):
+    """The copy goes on in a session that sets aside what changes meanwhile (Y6)."""
+
+
+class _Table:
+    """One table's copy: `plan` says what it was when this session began with it."""
+
+    def __init__(self, table: TableInfo, target: CapturedTable, plan: TableCopy, *, tells: bool) -> None:
+        self.info = table
+        self.target = target
+        self.plan = plan
+        self.tells = tells
+        """What is done of it is recorded (chunks.py, K3)."""
+        self.chunks = Chunks(plan.step_blocks, plan.count)
+        self.durable = Prefix(plan.done, plan.rows)
+        self.failed = False
+        self._written: deque[tuple[int, int, list[tuple[Lane, int]]]] = deque()
+
+    def wrote(self, number: int, rows: int) -> None:
+        """The last row of a chunk has its offset."""
+        self._written.append((number, rows, [(lane, lane.next) for lane in self.target.lanes]))
+
+    def settle(self) -> None:
+        """Lanes land in order, so chunks become durable in the order in which they ended."""
+        while self._written and all(lane.expected >= end for lane, end in self._written[0][2]):
+            number, rows, _ = self._written.popleft()
+            self.durable.add(number, rows)
+
+    @property
+    def reopens(self) -> bool:
+        """A later session has in each lane the record with which it opens its epoch (partition_writer.py, L3). Until
+        then nothing is told: chunks may be without rows, and partitions without keys."""
+        return all(lane.expected > 0 for lane in self.target.lanes)
+
+    def now(self, lsn: int) -> TableCopy:
+        """As it stands, after chunks that were read in a snapshot at `lsn`."""
+        settled_lsn = max(self.plan.settled_lsn, lsn) if self.durable.done > self.plan.done else self.plan.settled_lsn
+        return replace(self.plan, done=self.durable.done, rows=self.durable.rows, settled_lsn=settled_lsn)
+
+
+async def take_snapshot(
+    config: CaptureConfig,
+    tables: list[TableInfo],
+    captured: dict[str, CapturedTable],
+    topics: TopicLog,
+    desk: Desk,
+    progress: SnapshotProgress,
+    clock: Clock,
+    rand: Rand,
+    *,
+    gives_way: bool = False,
+) -> list[str]:
+    """Copy tables into their topics as of one moment, then record each that is complete; returns their names. One whose
+    row has a copy that was cut off is gone on with, on a target of that copy's epoch. `gives_way`: see Y6.
+
+    A table that cannot be copied or recorded is refused, and the others go on. Raises what is not one table's.
+    """
+    writer = TopicWriter(
+        f"{config.mark}/copy", captured.values(), topics, rand, lambda boundaries: None, backlog_bytes=BACKLOG_BYTES
+    )
+    async with AsyncExitStack() as opened:
+        opened.push_async_callback(writer.aclose)
+        copied = []
+        for number, table in enumerate(tables, 1):
+            progress.steps.step("topics are opened", number, len(tables))
+            try:
+                await writer.open_table(captured[table.name], None)
+                copied.append(table)
+            except (Invalid, Corrupt) as error:
+                await desk.refuse(table.name, refusal_of(error), table.oid)
+        copy = Copy(config, captured, writer, desk, progress, clock, gives_way=gives_way)
+        return await copy.run(copied, opened) if copied else []
+
+
+class Copy:
+    """Of several tables, in one snapshot."""
+
+    def __init__(
+        self,
+        config: CaptureConfig,
+        captured: dict[str, CapturedTable],
+        writer: TopicWriter,
+        desk: Desk,
+        progress: SnapshotProgress,
+        clock: Clock,
+        *,
+        gives_way: bool = False,
+    ) -> None:
+        self._config = config
+        self._gives_way_s = clock.monotonic_s() + config.copy_aside_after_s if gives_way else inf
+        self._captured = captured
+        self._writer = writer
+        self._desk = desk
+        self._progress = progress
+        self._clock = clock
+        self._pace = Pace(clock)
+        self._throttle = Throttle(config.copy_rows_per_s, MOST_ROWS, clock)
+        self._tables: list[_Table] = []
+        self._source = f"postgres:{server(config.dsn)}"
+
+    async def run(self, tables: list[TableInfo], opened: AsyncExitStack) -> list[str]:
+        """As `take_snapshot`. Connections are left to `opened`."""
+        wire = await self._connect(opened)
+        snapshot = Snapshot(wire, tables, self._progress)
+        unread = await snapshot.begin()
+        for table in tables:
+            if table.name in unread:
+                await self._refuse(table, unread[table.name])
+        for number, table in enumerate(snapshot.tables, 1):
+            self._progress.steps.step("copies are planned", number, len(snapshot.tables))
+            planned = await self._planned(snapshot, table)
+            if planned is not None:
+                self._tables.append(planned)
+                self._progress.expect(planned.plan.rows, planned.plan.count, planned.plan.done)
+        self._progress.estimate = await snapshot.estimate()
+        self._progress.steps.end()
+        await self._read_all(snapshot, wire, opened)
+        await snapshot.end()
+        await self._writer.drained()
+        done = []
+        for number, copied in enumerate(self._tables, 1):
+            self._progress.steps.step("copies are recorded", number, len(self._tables))
+            if await self._complete(snapshot, copied):
+                done.append(copied.info.name)
+        self._progress.steps.end()
+        self._progress.finish()
+        log.info("snapshot complete", capture=self._config.name, tables=len(done), rows=self._progress.rows)
+        return sorted(done)
+
+    async def _connect(self, opened: AsyncExitStack) -> Wire:
+        wire = await Wire.connect(self._config.dsn, purpose="snapshot", capture=self._config.name)
+        opened.push_async_callback(wire.aclose)
+        return wire
+
+    async def _refuse(self, table: TableInfo, error: TidemillError) -> None:
+        """Told at once: the copy of the others may take long."""
+        await self._desk.refuse(table.name, refusal_of(error), table.oid, going_on=may_pass(error))
+
+    # plans ----------------------------------------------------------------------------------------
+    async def _planned(self, snapshot: Snapshot, table: TableInfo) -> _Table | None:
+        """Y3, Y4. None = what was copied of it before, or begun with, is not what is there: it is refused, and begins
+        anew."""
+        target = self._captured[table.name]
+        found = snapshot.attributes[table.oid]
+        row = self._desk.rows[table.name]
+        tells = says_whole_rows(self._config, table)
+        as_begun = columns_of(snapshot.relations[table.oid]) == row.columns
+        if row.copy is None:
+            if not as_begun:
+                why = f"the table was altered just before its copy: table={table.name}."
+                await self._refuse(table, Invalid(why, fix="It is tried again by itself."))
+                return None
+            chunks = cut(*await snapshot.blocks(table), self._config.copy_chunk_blocks)
+            seen = snapshot.seen
+            plan = TableCopy(
+                seen.xmin, seen.xmax, tuple(sorted(seen.in_progress)), snapshot.lsn, 0, target.topic.topic_id,
+                chunks.step_blocks, chunks.count, 0, 0, found.copied_as, found.count,
+            )  # fmt: skip
+            return _Table(table, target, plan, tells=tells)
+        plan = row.copy
+        same = as_begun and (found.copied_as, found.count) == (plan.storage, plan.attributes)
+        if not same or not tells or await snapshot.divided_since(table, plan.xmin):
+            why = f"the table was altered or written anew while its copy was cut off: table={table.name}."
+            await self._refuse(table, Invalid(why, fix="Its copy begins anew by itself."))
+            return None
+        log.info("a copy goes on", capture=self._config.name, table=table.name, chunks=plan.count, done=plan.done)
+        return _Table(table, target, plan, tells=tells)
+
+    # reading --------------------------------------------------------------------------------------
+    async def _read_all(self, snapshot: Snapshot, wire: Wire, opened: AsyncExitStack) -> None:
+        chunks = sum(table.plan.count - table.plan.done for table in self._tables)
+        wires = [wire]
+        if (more := min(self._config.copy_connections, chunks) - 1) > 0:
+            exported = await snapshot.export()
+            for _ in range(more):
+                another = await self._another(snapshot, exported, opened)
+                if another is None:
+                    break
+                wires.append(another)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def fail(_: str, error: BaseException) -> None:
+            if not ended.done():
+                ended.set_exception(error)
+
+        work, left = self._work(), len(wires)
+
+        async def read(wire: Wire) -> None:
+            nonlocal left
+            for table, number in work:
+                await self._chunk(snapshot, wire, table, number)
+            left -= 1
+            if not left and not ended.done():
+                ended.set_result(None)
+
+        async with Tasks(fail) as tasks:
+            for each in wires:
+                tasks.spawn(read(each), name="capture copy")
+            tasks.spawn(self._record(snapshot), name="capture copy recorder")
+            await ended
+        for each in wires[1:]:  # nothing is left open while the last records become durable
+            await each.query("COMMIT")
+
+    async def _another(self, snapshot: Snapshot, exported: str, opened: AsyncExitStack) -> Wire | None:
+        """One more connection that reads the same. None = the server has none to spare: the others read all chunks."""
+        try:
+            wire = await self._connect(opened)
+            await snapshot.join(wire, exported)
+        except Unavailable as error:
+            log.warning("a copy has fewer connections than wanted", capture=self._config.name, cause=str(error))
+            return None
+        return wire
+
+    def _work(self) -> Iterator[tuple[_Table, int]]:
+        """Each chunk once, whoever asks."""
+        for table in self._tables:
+            for number in range(table.plan.done, table.plan.count):
+                if table.failed:
+                    break
+                yield table, number
+
+    async def _chunk(self, snapshot: Snapshot, wire: Wire, table: _Table, number: int) -> None:
+        """One chunk. Whatever fails, what the server sends of it is read to its end first."""
+        self._progress.table, self._progress.held_by = table.info.name, self._source
+        relation = snapshot.relations[table.info.oid]
+        failure: Exception | None = None
+        rows = 0
+        await wire.query("SAVEPOINT one_chunk")
+        try:
+            async for lines in snapshot.rows(wire, table.info, table.chunks.condition(number)):
+                if failure is not None or table.failed:
+                    continue
+                try:
+                    for part in self._throttle.parts(lines):
+                        await self._throttle.turn(len(part))
+                        if self._pace.due:
+                            await self._pace.rest()
+                        self._progress.held_by = f"topic:{table.target.topic.name}"
+                        now_ms = self._clock.now_ms()
+                        await self._writer.write_rows(table.target, relation, part, now_ms, table.plan.lsn)
+                        rows += len(part)
+                        self._progress.rows += len(part)
+                        self._progress.held_by = self._source
+                except Exception as error:
+                    failure = error
+            if failure is not None:
+                raise failure
+            await wire.query("RELEASE one_chunk")
+            table.wrote(number, rows)
+            self._progress.chunks_done += 1
+        except (Corrupt, Conflict, Fenced):
+            raise
+        except Exception as error:  # of whatever type: it is about a row of this table
+            if may_pass(error):
+                raise
+            await wire.query("ROLLBACK TO one_chunk")
+            if not table.failed:
+                table.failed = True
+                what = f"the table cannot be copied: table={table.info.name} error={sentence(error)}"
+                await self._refuse(table.info, Invalid(what))
+
+    # recording ------------------------------------------------------------------------------------
+    async def _record(self, snapshot: Snapshot) -> None:
+        """For as long as it copies. Raises Unrecorded, Closed where another session has the copy, and GivesWay."""
+        while True:
+            await asyncio.sleep(RECORD_S)
+            for table in [table for table in self._tables if table.tells and not table.failed]:
+                table.settle()
+                row = self._desk.rows[table.info.name]
+                told = row.copy.done if row.copy is not None else 0
+                if told < table.durable.done < table.plan.count and table.reopens:
+                    await self._tell(table, table.now(snapshot.lsn))
+            if self._clock.monotonic_s() >= self._gives_way_s:
+                await self._give_way(snapshot)
+
+    async def _give_way(self, snapshot: Snapshot) -> None:
+        """Y6. Raises GivesWay, once there is a table that is gone on with."""
+        rows = self._desk.rows
+        waits = [
+            table.info.name
+            for table in self._tables
+            if not table.failed and (row := rows[table.info.name]).copy is not None and row.aside is None
+        ]
+        left_s = self._progress.left_s
+        if not waits or (left_s is not None and left_s < LEAST_LEFT_SHARE * self._config.copy_aside_after_s):
+            return
+        for table in self._tables:
+            table.settle()
+            if not table.failed and table.durable.done == table.plan.count:
+                await self._complete(snapshot, table)
+        raise GivesWay(f"what changes while a table is copied is set aside from now on: table={','.join(waits)}.")
+
+    async def _tell(self, table: _Table, now: TableCopy) -> None:
+        generation = self._desk.rows[table.info.name].generation
+
+        def told(found: CaptureTableRow | None) -> CaptureTableRow | None:
+            return replace(found, copy=now) if found is not None and _is_ours(found, generation, now.epoch) else found
+
+        row = await self._desk.change(table.info.name, told)
+        if row is None or row.copy != now:
+            raise Closed(f"another session copies the table: table={table.info.name}.")
+
+    async def _complete(self, snapshot: Snapshot, table: _Table) -> bool:
+        """Record that all of it is in its topic; False when it is refused, or another session has it."""
+        if table.failed:
+            return False
+        table.settle()
+        name, oid, plan, now = table.info.name, table.info.oid, table.plan, table.now(snapshot.lsn)
+        assert now.done == plan.count, (now, plan)
+        taken = TableSnapshot(
+            plan.xmin, plan.xmax, plan.xip, plan.lsn, now.rows, tuple(lane.next for lane in table.target.lanes),
+            now.settled_lsn if now.settled_lsn > plan.lsn else 0,
+        )  # fmt: skip
+        generation, ends = self._desk.rows[name].generation, taken.offsets
+        found_as = snapshot.attributes[oid]
+        columns, attached = columns_of(snapshot.relations[oid], found_as), snapshot.partitions.get(oid)
+
+        def copied(found: CaptureTableRow | None) -> CaptureTableRow | None:
+            # Another session may have begun to copy it anew meanwhile: then this copy is nobody's.
+            if found is None or not _is_ours(found, generation, plan.epoch):
+                return found
+            found = replace(
+                found, columns=columns, partitions=None if attached is None else tuple(attached),
+                attached=tuple((attached or {}).values()), evolved=(), attributes=found_as.count,
+                storage=found_as.storage, types=types_as(found_as),
+            )  # fmt: skip
+            if found.aside is not None:  # what it holds comes first (side_topic.py)
+                return replace(found, copy=now, aside=replace(found.aside, ends=ends))
+            return replace(found, snapshot=taken, copy=None, reason="")
+
+        try:
+            row = await self._desk.change(name, copied)
+        except Invalid as error:
+            await self._refuse(table.info, error)
+            return False
+        return row is not None and (row.snapshot == taken or (row.aside is not None and row.aside.ends == ends))
+
+
+def _is_ours(found: CaptureTableRow, generation: int, epoch: int) -> bool:
+    held = found.copy.epoch if found.copy is not None else 0
+    return found.generation == generation and found.state == "captured" and held == epoch and found.snapshot is None

@@ -1,0 +1,195 @@
+"""Changes of a table that is being copied, set aside in a topic of their own, so that WAL is confirmed meanwhile
+(docs/rfcs/0009-changes-set-aside.md).
+
+    stream ─► topic writer ─► aside       lanes as of any table: tails, rounds, bindings; skips what the first snapshot
+                               │          shows (boundaries.in_snapshot)
+    copy ─────────► topic ◄────┘          appended once the copy is complete (side_topic_append.py), then the table
+                                          joins
+
+Z1  What the stream tells of the table from its slot on is either set aside, shown by the first snapshot, or at or above
+    `until_lsn`, where WAL is kept. A topic is made for it only while nothing was confirmed beyond the first snapshot,
+    and something is only once a binding has that topic: from there on a binding says how far it goes (W2).
+Z2  Record n of a partition of the aside is record `ends` + n of that partition of the topic. So what is appended is
+    known from the topic's own high watermark, whoever appended it, and whoever was cut off in that.
+Z3  The table joins the stream with one write of its row: at a position up to which all was appended, and told by nobody
+    again but from there on. Before it nothing of its topic is in a binding.
+Z4  What cannot be set aside exactly (another description, a row that cannot be read or written, more bytes than are
+    allowed) is not: `until_lsn` is durable before that transaction is handed on, and WAL is kept, as without all this.
+"""
+
+from __future__ import annotations
+
+import structlog
+from msgspec.structs import replace
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Conflict, Invalid
+from tidemill.base.runtime.coop import Pace
+from tidemill.capture.changes import NEVER, Relation
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.naming import aside_name
+from tidemill.capture.setup.server_checks import SlotState
+from tidemill.capture.snapshot.side_topic_append import Appending
+from tidemill.capture.tables.table_setup import as_described, delete_topic, producer_id, source_of
+from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.topics.topic_writer import CapturedTable
+from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, SetAside, TableSnapshot, TopicRow
+from tidemill.shards.api import Binding
+from tidemill.topics.api import TopicLog
+
+log = structlog.get_logger()
+
+FINISHED_RECORDS = 100_000
+"""So few are appended while the stream stands, between two sessions."""
+
+
+def first_snapshot(row: CaptureTableRow, partitions: int) -> TableSnapshot:
+    """As the stream is to skip what it shows. The aside begins empty."""
+    assert row.copy is not None
+    copy = row.copy
+    return TableSnapshot(copy.xmin, copy.xmax, copy.xip, copy.lsn, 0, (0,) * partitions)
+
+
+def as_copied(row: CaptureTableRow, relation: Relation) -> bool:
+    """Whether rows of this description are what the copy's are."""
+    as_begun = [(c.name, c.type_oid, c.type_mod, c.key_index) for c in row.columns]
+    return as_begun == [(c.name, c.type_oid, c.type_mod, c.key_index) for c in relation.columns]
+
+
+async def carried_aside(
+    config: CaptureConfig, catalogue: Catalogue, desk: Desk, row: CaptureTableRow, now: Relation | None, database: str
+) -> tuple[CapturedTable, Relation] | None:
+    """A table whose copy was cut off, as the stream is to carry it: into its aside, which is made where it has none.
+    None = WAL is kept for it. Raises Unrecorded, and what the catalogue raises."""
+    if row.copy is None or row.snapshot is not None or not row.topic:
+        return None
+    name = aside_name(row.topic)
+    topic = await catalogue.get(TopicRow, name)
+    # What is set aside from now on might be less than whole rows (RFC 0008), where that is demanded no more.
+    if row.aside is not None and (topic is None or topic.topic_id != row.aside.topic_id or not config.whole):
+        await desk.give_up(row.table)
+        return None
+    if row.aside is None:
+        if now is None or not may_set_aside(config) or row.recopy or not as_copied(row, now):
+            return None
+        main = await catalogue.get(TopicRow, row.topic)
+        if main is None or main.topic_id != row.copy.topic_id or (topic is not None and topic.kind != "capture"):
+            return None
+        topic = await _begun(catalogue, desk, row, name, main.partitions)
+        if topic is None:
+            return None
+    assert topic is not None
+    row = desk.rows[row.table]
+    assert row.aside is not None
+    item = CapturedTable(
+        row.table, topic, producer_id(config), oid=row.oid, parked_lsn=row.aside.until_lsn or NEVER,
+        source=source_of(config, row, database),
+    )  # fmt: skip
+    item.snapshot = first_snapshot(row, topic.partitions)
+    return item, as_described(row, now)
+
+
+def may_set_aside(config: CaptureConfig) -> bool:
+    """The stream says whole rows, of every table and at any time (chunks.py, K3), and there is room for them."""
+    return config.whole and config.copy_aside_max_mb > 0
+
+
+async def _begun(catalogue: Catalogue, desk: Desk, row: CaptureTableRow, name: str, partitions: int) -> TopicRow | None:
+    """A new topic, and the row that says so. Without compaction: Z2 counts records."""
+    await delete_topic(catalogue, name)
+    try:
+        topic = await catalogue.create_topic(name, partitions, kind="capture", config={})
+    except (Invalid, Conflict) as error:
+        log.warning("WAL is kept for a copy", table=row.table, cause=str(error))
+        return None
+    copy = row.copy
+
+    def begun(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        if found is None or found.copy != copy or found.aside is not None:
+            return found
+        return replace(found, aside=SetAside(topic.topic_id))
+
+    now = await desk.change(row.table, begun)
+    if now is None or now.aside is None or now.aside.topic_id != topic.topic_id:
+        return None
+    log.info("changes of a table are set aside while it is copied", table=row.table, topic=name)
+    return topic
+
+
+def joins_at(row: CaptureTableRow, latest: Binding | None, slot: SlotState) -> tuple[int, tuple[int, ...]] | None:
+    """Of a table that is copied whole: the position at which it may join (inclusive), and how far its aside goes there.
+    None = no binding says so yet. Pure.
+
+    The slot may be ahead of the newest binding, by WAL that holds nothing (wire/status.py)."""
+    aside = row.aside
+    offsets = latest.offsets.get(aside.topic_id) if aside is not None and latest is not None else None
+    if aside is None or latest is None or offsets is None or not aside.ends:
+        return None
+    if not aside.until_lsn:
+        return max(latest.lsn, slot.confirmed_lsn - 1), offsets
+    return (aside.until_lsn - 1, offsets) if latest.lsn >= aside.until_lsn - 1 else None
+
+
+def ready_to_join(row: CaptureTableRow, latest: Binding | None) -> bool:
+    """The stream is past the youngest snapshot that the copy was read in, so that nobody's bindings wait for it (B2);
+    or past what was set aside. Pure."""
+    assert row.aside is not None and row.copy is not None
+    until = row.aside.until_lsn - 1 if row.aside.until_lsn else max(row.copy.lsn, row.copy.settled_lsn)
+    return latest is not None and latest.lsn >= until
+
+
+async def join(catalogue: Catalogue, desk: Desk, row: CaptureTableRow, lsn: int, offsets: tuple[int, ...]) -> bool:
+    """Z3. All of the aside up to `offsets` is in the table's topic. Raises Unrecorded."""
+    copy, aside = row.copy, row.aside
+    assert copy is not None and aside is not None
+    taken = TableSnapshot(
+        copy.xmin, copy.xmax, copy.xip, copy.lsn, copy.rows,
+        tuple(end + more for end, more in zip(aside.ends, offsets, strict=True)),
+        copy.settled_lsn if copy.settled_lsn > copy.lsn else 0, lsn,
+    )  # fmt: skip
+
+    def joined(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        if found is None or found.copy != copy or found.aside is None or found.aside.topic_id != aside.topic_id:
+            return found
+        return replace(found, snapshot=taken, copy=None, aside=None, reason="")
+
+    now = await desk.change(row.table, joined)
+    if now is None or now.snapshot != taken:
+        return False
+    log.info("a copied table joins the stream", table=row.table, lsn=lsn, appended=sum(offsets))
+    await delete_topic(catalogue, aside_name(row.topic))
+    return True
+
+
+async def join_ended(
+    config: CaptureConfig, catalogue: Catalogue, desk: Desk, topics: TopicLog, latest: Binding | None, slot: SlotState,
+    clock: Clock,
+) -> None:  # fmt: skip
+    """Tables that are copied whole, and lack little of what was set aside, join the stream that is about to begin.
+
+    Nothing is bound or confirmed meanwhile. Raises what a topic or the catalogue raises, and Unrecorded."""
+    for row in [row for row in desk.rows.values() if row.copy is not None and row.snapshot is None]:
+        at = joins_at(row, latest, slot)
+        topic = await catalogue.get(TopicRow, row.topic) if at is not None else None
+        held = row.copy.topic_id if row.copy is not None else ""
+        if at is None or topic is None or topic.topic_id != held or row.recopy:
+            continue
+        appending = appending_of(config, row, topics, clock)
+        if sum(at[1]) - await appending.look() <= FINISHED_RECORDS:
+            await appending.to(at[1])
+            await join(catalogue, desk, row, *at)
+
+
+def appending_of(config: CaptureConfig, row: CaptureTableRow, topics: TopicLog, clock: Clock) -> Appending:
+    assert row.aside is not None and row.copy is not None
+    own = producer_id(config)
+    return Appending(topics, row.copy.topic_id, row.aside.topic_id, row.aside.ends, own, Pace(clock))
+
+
+async def sweep(catalogue: Catalogue, desk: Desk) -> None:
+    """Topics of asides that no row knows are deleted: who made or left them died before it could."""
+    rows = {aside_name(row.topic): row for row in desk.rows.values() if row.topic}
+    for topic in await catalogue.list(TopicRow):
+        row = rows.get(topic.name)
+        if row is not None and (row.aside is None or row.aside.topic_id != topic.topic_id):
+            await delete_topic(catalogue, topic.name)

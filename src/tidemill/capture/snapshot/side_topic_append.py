@@ -1,0 +1,172 @@
+"""What was set aside of a table goes into its topic, behind the copied rows, partition by partition.
+
+    aside offset n   ►   topic offset ends + n        as its stream's producer, with that offset for a sequence (L1)
+
+Y5  So the topic takes a batch only where it belongs, whoever else believes that he appends, and where one was cut off
+    the topic's high watermark says where to go on (side_topic.py, Z2). What fails is looked up there, and sent again.
+Y7  A partition takes any sequence of a producer that it does not know. So the first batch goes alone: had it failed,
+    the one behind it would be taken in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import crc32c
+import structlog
+
+from tidemill.base.errors import Corrupt, Unavailable, Unknown
+from tidemill.base.runtime.coop import Pace
+from tidemill.capture.topics.partition_writer import SEQUENCE_MODULUS
+from tidemill.objects.store import Buffer
+from tidemill.topics.api import FetchRead, OutOfOrderSequence, ProduceResult, TopicLog
+from tidemill.topics.batch import decode_batch, encode_batch, parse_header
+from tidemill.topics.batch.header import CRC_START, HEADER
+
+log = structlog.get_logger()
+
+READ_BYTES = 4 << 20
+IN_FLIGHT = 3
+"""Fewer than the five batches that a partition remembers of a producer."""
+ATTEMPTS = 20
+PAUSE_S = 0.1
+PAUSE_MAX_S = 2.0
+_RETRIABLE = (Unavailable, Unknown, OutOfOrderSequence)
+
+Batch = tuple[int, int, bytearray]
+"""Aside offsets [start, end), and the bytes for the topic."""
+
+
+class Appending:
+    """Of one table. `ends`: next offset per partition of its topic when its copy was complete."""
+
+    def __init__(
+        self, topics: TopicLog, topic_id: str, aside_id: str, ends: Sequence[int], producer_id: int, pace: Pace
+    ) -> None:
+        self._topics = topics
+        self._topic_id = topic_id
+        self._aside_id = aside_id
+        self._ends = ends
+        self._producer_id = producer_id
+        self._pace = pace
+        self.appended = [0] * len(ends)
+        """Per partition, as far as is known."""
+
+    async def look(self) -> int:
+        """How many records are appended. Raises what the topic raises."""
+        for partition in range(len(self._ends)):
+            await self._look(partition)
+        return sum(self.appended)
+
+    async def to(self, offsets: Sequence[int], moved: Callable[[int], None] = lambda _: None) -> int:
+        """Append what was set aside below these offsets; returns how many records that were. `moved`: told how many
+        are appended in all, as they are. Raises Unavailable, Unknown, Corrupt, Missing."""
+        before = await self.look()
+        for partition, end in enumerate(offsets):
+            failures = 0
+            while self.appended[partition] < end:
+                known = self.appended[partition]
+                try:
+                    await self._go_on(partition, end, moved)
+                except _RETRIABLE as error:
+                    log.warning("what was set aside is not appended yet", topic=self._topic_id, cause=str(error))
+                    await asyncio.sleep(min(PAUSE_MAX_S, PAUSE_S * 2 ** min(failures, 10)))
+                    await self._look(partition)
+                    failures = failures + 1 if known == self.appended[partition] else 0
+                    if failures == ATTEMPTS:
+                        raise
+        return sum(self.appended) - before
+
+    async def _look(self, partition: int) -> None:
+        for attempt in range(ATTEMPTS):
+            try:
+                high = (await self._topics.offsets(self._topic_id, partition)).high_watermark
+                break
+            except (Unavailable, Unknown):
+                if attempt == ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(PAUSE_S)
+        if high < self._ends[partition]:
+            raise Corrupt(
+                f"the topic of a copied table is shorter than its copy: topic={self._topic_id} partition={partition}"
+                f" high_watermark={high} copied={self._ends[partition]}."
+            )
+        self.appended[partition] = high - self._ends[partition]
+
+    async def _go_on(self, partition: int, end: int, moved: Callable[[int], None]) -> None:
+        """Until all is appended, or something fails; then nothing is in flight any more."""
+        flying: deque[tuple[Batch, asyncio.Future[ProduceResult]]] = deque()
+        try:
+            at, known = self.appended[partition], False
+            while at < end:
+                for batch in self._batches(await self._read(partition, at), partition, at, end):
+                    if len(flying) == (IN_FLIGHT if known else 1):
+                        await self._landed(partition, *flying.popleft(), moved)
+                        known = True
+                    future = self._topics.produce_nowait(self._topic_id, partition, batch[2])
+                    flying.append((batch, future))
+                    at = batch[1]
+                    if self._pace.due:
+                        await self._pace.rest()
+            while flying:
+                await self._landed(partition, *flying.popleft(), moved)
+        finally:
+            # What follows a batch that failed fails as well: it is looked up when all have ended.
+            await asyncio.gather(*(future for _, future in flying), return_exceptions=True)
+
+    async def _landed(
+        self, partition: int, batch: Batch, future: asyncio.Future[ProduceResult], moved: Callable[[int], None]
+    ) -> None:
+        start, end, _ = batch
+        found = (await future).base_offset
+        if found != self._ends[partition] + start:
+            raise Corrupt(
+                f"somebody else wrote to a capture's topic: topic={self._topic_id} partition={partition}"
+                f" expected={self._ends[partition] + start} found={found}.",
+                fix="Let only the capture write to it; start the capture over.",
+            )
+        self.appended[partition] = max(self.appended[partition], end)
+        moved(sum(self.appended))
+
+    async def _read(self, partition: int, at: int) -> Sequence[Buffer]:
+        read = FetchRead(self._aside_id, partition, at, READ_BYTES)
+        (fetched,) = await self._topics.fetch([read], max_wait_s=0.0, min_bytes=0, max_bytes=READ_BYTES)
+        if fetched.error is not None:
+            raise fetched.error
+        if not fetched.batches:
+            # Bound, hence durable (W1): who serves the partition now has yet to read so far.
+            raise Unavailable(f"what was set aside is not served yet: topic={self._aside_id} offset={at}.")
+        return fetched.batches
+
+    def _batches(self, found: Sequence[Buffer], partition: int, at: int, end: int) -> Iterator[Batch]:
+        """The batches from `at` up to `end`, as the topic is to have them."""
+        for data in found:
+            header = parse_header(data)
+            start, stop = max(header.base_offset, at), min(header.next_offset, end)
+            if start >= stop:
+                continue
+            if start != at:
+                raise Corrupt(f"what was set aside has a gap: topic={self._aside_id} at={at} found={start}.")
+            sequence = (self._ends[partition] + start) % SEQUENCE_MODULUS
+            if (start, stop) == (header.base_offset, header.next_offset):
+                yield start, stop, _numbered(data, self._producer_id, sequence)
+            else:
+                records = [record for record in decode_batch(data).records if start <= record.offset < stop]
+                whole = encode_batch(
+                    records, producer_id=self._producer_id, producer_epoch=0, base_sequence=sequence
+                )  # fmt: skip
+                yield start, stop, bytearray(whole)
+            at = stop
+
+
+def _numbered(data: Buffer, producer_id: int, sequence: int) -> bytearray:
+    """The same records in a batch of this producer, epoch 0, with this sequence."""
+    batch = bytearray(data)
+    fields = list(HEADER.unpack_from(batch))
+    fields[9:12] = producer_id, 0, sequence
+    HEADER.pack_into(batch, 0, *fields)
+    fields[4] = crc32c.crc32c(memoryview(batch)[CRC_START:])
+    HEADER.pack_into(batch, 0, *fields)
+    return batch

@@ -1,0 +1,150 @@
+"""Which WAL PostgreSQL keeps for the sake of copies, and what is set aside so that it need not.
+
+J1  While a table is copied that is not set aside, nothing is confirmed to PostgreSQL beyond where the copy began: what
+    the stream tells of it meanwhile is told again by the next session, which begins when the copy is done, or gives way
+    (copier.py, Y6). The other tables know their part of that by their bindings. That holds from the start of a session
+    that finds a copy cut off. Once a table was taken in nothing is let go by this session any more; and by the next one
+    once each table that it carries, and each aside, is in a binding. Else who comes after it could not tell what of it
+    was let go, and the copy would be for nothing.
+J4  An aside takes `copy_aside_max_mb`. Where it has them, changes are not set aside from the WAL's end on, which is
+    made durable while the stream's reader stands, as a park is (context.py, J3); WAL is kept from there on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from msgspec.structs import replace
+
+from tidemill.base.clock import Clock
+from tidemill.base.limits import MIB
+from tidemill.capture.tables.context import Beside
+from tidemill.capture.tables.table_setup import delete_topic
+from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.topics.topic_writer import CapturedTable
+from tidemill.metastore.catalogue import CaptureTableRow, SetAside, TopicRow
+from tidemill.shards.api import Binding
+
+KEEPING_POLL_S = 0.5
+RECORD_S = 5.0
+FIRST_RECORD_S = 1.0
+"""After a session's beginning: what it knows of an aside is what was recorded."""
+
+
+def kept_for(desk: Desk, carried: Sequence[CapturedTable], latest: Binding | None) -> list[str]:
+    """J1: names of the tables. Pure."""
+    bound = latest.offsets if latest is not None else {}
+    unbound = {table.name for table in carried if table.topic.topic_id not in bound and table.name in desk.rows}
+    return sorted(unbound | desk.keeps_wal())
+
+
+class Keeping:
+    """`carried`: tables that this session writes, `aside` by name those that it sets aside. `hold`, `retire`: as of
+    Joining. `latest()`: the newest binding."""
+
+    def __init__(
+        self,
+        beside: Beside,
+        carried: Sequence[CapturedTable],
+        aside: dict[str, CapturedTable],
+        clock: Clock,
+        *,
+        hold: Callable[[bool], None],
+        retire: Callable[[int], Awaitable[None]],
+        latest: Callable[[], Binding | None],
+    ) -> None:
+        self._beside = beside
+        self._desk = beside.desk
+        self._clock = clock
+        self._hold = hold
+        self._retire = retire
+        self._latest = latest
+        self._carried = carried
+        self._copies = False
+        self._kept: tuple[object, list[str]] | None = None
+        self._aside = {name: (table, self._known(name).bytes) for name, table in aside.items()}
+        self._appended: dict[str, int] = {}
+
+    @property
+    def tables(self) -> list[str]:
+        """For whose copies WAL is kept. The same list while nothing that it follows from is another."""
+        desk, latest = self._desk, self._latest()
+        state = (desk.changes, tuple(desk.copying), latest)
+        if self._kept is None or self._kept[0] != state:
+            self._kept = state, kept_for(desk, self._carried, latest)
+        return self._kept[1]
+
+    def copies(self, on: bool) -> None:
+        """A copy that is not set aside begins, or all that began have ended without anything taken in (J1)."""
+        self._copies = on
+        self.settle()
+
+    def settle(self) -> None:
+        self._hold(self._copies or bool(self.tables))
+
+    def appended(self, name: str, records: int) -> None:
+        self._appended[name] = records
+
+    def sizes(self, name: str) -> SetAside | None:
+        """What is set aside of a table as of now."""
+        row = self._desk.rows.get(name)
+        if row is None or row.aside is None:
+            return None
+        found = row.aside
+        if name in self._aside and self._aside[name][0].topic.topic_id == found.topic_id:
+            table, before = self._aside[name]
+            records = sum(max(lane.expected, lane.held) for lane in table.lanes)
+            found = replace(found, records=records, bytes=before + sum(lane.made_bytes for lane in table.lanes))
+        return replace(found, appended=max(found.appended, self._appended.get(name, 0)))
+
+    async def run(self) -> None:
+        """For ever. Raises Unrecorded, and what breaks the control connection, the topics or the catalogue."""
+        recorded_s = self._clock.monotonic_s() - RECORD_S + FIRST_RECORD_S
+        while True:
+            await asyncio.sleep(KEEPING_POLL_S)
+            self.settle()
+            for name in [*self._aside]:
+                await self._look(name)
+            if self._clock.monotonic_s() - recorded_s >= RECORD_S:
+                recorded_s = self._clock.monotonic_s()
+                for name in [*self._aside]:
+                    await self._record(name)
+
+    def _known(self, name: str) -> SetAside:
+        row = self._desk.rows.get(name)
+        return row.aside if row is not None and row.aside is not None else SetAside("")
+
+    async def _look(self, name: str) -> None:
+        table, _ = self._aside[name]
+        if self._known(name).topic_id != table.topic.topic_id:
+            # Its copy was given up: nothing of it is wanted any more.
+            del self._aside[name]
+            await self._retire(table.oid)
+            await self._forget(table)
+            return
+        found = self.sizes(name)
+        limit_mb = self._beside.config.copy_aside_max_mb
+        if found is not None and not found.until_lsn and found.bytes > limit_mb * MIB:
+            why = f"more changed than may be set aside: bytes={found.bytes} copy_aside_max_mb={limit_mb}"
+            async with self._beside.parking:
+                await self._desk.set_aside_until(name, await self._beside.wal_end(), why)
+                self.settle()
+
+    async def _forget(self, table: CapturedTable) -> None:
+        topic = await self._beside.catalogue.get(TopicRow, table.topic.name)
+        if topic is not None and topic.topic_id == table.topic.topic_id:
+            await delete_topic(self._beside.catalogue, topic.name)
+
+    async def _record(self, name: str) -> None:
+        """For whoever lists the tables, and for the next session."""
+        now = self.sizes(name)
+
+        def recorded(found: CaptureTableRow | None) -> CaptureTableRow | None:
+            if found is None or found.aside is None or now is None or found.aside.topic_id != now.topic_id:
+                return found
+            aside = replace(found.aside, records=now.records, bytes=now.bytes, appended=now.appended)
+            return replace(found, aside=aside)
+
+        if now is not None and now != self._known(name):
+            await self._desk.change(name, recorded)

@@ -1,0 +1,192 @@
+"""A table described anew: which version its next rows have, and how the next one comes into force, durably.
+
+    stream      at each description of it, before the first row under it: at that transaction's commit LSN
+    catalogue   without a row: at the WAL's end as of after it was seen, once all below is bound (D5); who follows the
+                table is told then, as by a row
+
+D5  The watcher is ahead of the stream. It changes a description, and what is stored beside it to judge the next one
+    by, only after the stream has told all that was there when it looked: had there been a row under another
+    description, the stream would have come to it. So no transaction below has a description that is not known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from tidemill.base.errors import Invalid
+from tidemill.base.lsn import Lsn
+from tidemill.capture.catalog.columns import Attributes, attributes_of, type_names
+from tidemill.capture.catalog.schema_diff import against_catalogue, against_stream
+from tidemill.capture.catalog.schema_versions import (
+    Step,
+    anew,
+    described,
+    next_version,
+    reads_otherwise,
+    targets,
+    targets_of,
+    types_as,
+    version_of,
+)
+from tidemill.capture.catalog.table_discovery import describe
+from tidemill.capture.changes import Relation
+from tidemill.capture.control_connection import Control
+from tidemill.capture.postgres.pgoutput import RelationMessage
+from tidemill.capture.setup.server_checks import heartbeat
+from tidemill.capture.tables.auto_recopy import heals
+from tidemill.capture.tables.table_states import Desk, accept
+from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
+
+
+async def follow(
+    desk: Desk, control: Control, message: RelationMessage, now: Relation | None, xid: int, lsn: int
+) -> int:
+    """The version that the next rows of the stream have. Where it is a new one the catalogue knows it by then; where
+    it cannot be carried the table is parked before this transaction. The caller keeps the watcher out.
+
+    `now`: the table once transaction `xid`, which commits at `lsn`, is visible. Raises Unrecorded.
+    """
+    row = desk.followed(message.oid, xid, lsn)
+    if row is None:
+        return 1
+    said: list[str] = []
+    name = Relation(message.oid, message.schema, message.table, ()).name
+    if name != row.table:
+        said.append(f"the table is now named {name}")
+    found = (await control.ask(lambda wire: attributes_of(wire, [message.oid]))).get(message.oid)
+    version = version_of(row, message, lsn)
+    if version:
+        key = against_catalogue(row.columns, now) if now is not None and now.columns else ""
+        said += [difference for difference in (anew(row, found), key if "primary key" in key else "") if difference]
+    else:
+        asked = {(c.type_oid, c.type_mod) for c in message.columns}
+        names = await control.ask(lambda wire: type_names(wire, asked))
+        step = next_version(row, targets(message, names), found) if not _past(row, lsn) else ""
+        if isinstance(step, Step) and not said:
+            try:
+                return await desk.evolve(row.table, step, lsn)
+            except Invalid as error:
+                step = f"{error.message} {error.fix}"
+        then = described(row.columns, 1 + sum(at <= lsn for at in row.evolved))
+        said.append(anew(row, found) or against_stream(then, message, now) or "its columns are in another order")
+        said += [step] if isinstance(step, str) and step else []
+    if said:
+        again = name == row.table and heals(row, found)
+        said_all = "its description changed: " + "; ".join(said)
+        columns = found if name == row.table else None
+        await desk.park(row.table, lsn, said_all, accept(row.table), again=again, found=columns)
+    return version or row.version
+
+
+def _past(row: CaptureTableRow, lsn: int) -> bool:
+    """A transaction of before the newest version, told again."""
+    return bool(row.evolved) and lsn < row.evolved[-1]
+
+
+class Coming:
+    """What the watcher has seen and the stream has not passed yet. `flushed()`: every transaction at or below it is
+    bound. `parking`: while it is taken, the stream's reader stands."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        control: Control,
+        flushed: Callable[[], int],
+        parking: asyncio.Lock,
+        learn: Callable[[Relation], None],
+        outdated: set[int],
+    ) -> None:
+        """`learn` shows this relation to the followers of the stream before a row comes under it. `outdated`: oids of
+        relations that followers see as of before the table's copy."""
+        self._desk = desk
+        self._control = control
+        self._flushed = flushed
+        self._parking = parking
+        self._learn = learn
+        self.outdated = outdated
+        self._seen: dict[str, tuple[Attributes, int]] = {}
+
+    @property
+    def waits(self) -> bool:
+        rows = self._desk.rows
+        return any(name in rows and rows[name].flows for name in self._seen)
+
+    def forget(self, name: str) -> None:
+        self._seen.pop(name, None)
+
+    async def look(self, name: str, difference: str) -> str | None:
+        """Judge what the catalogue says of a table that flows: why it cannot be carried, "" when it is as described,
+        and stored so, None while the stream is waited for. Raises Unrecorded, and what the connection raises."""
+        row = self._desk.rows[name]
+        found = (await self._control.ask(lambda wire: attributes_of(wire, [row.oid]))).get(row.oid)
+        if found is None:
+            return None
+        self._desk.following.describe(row, found)
+        other = "; ".join(part for part in (anew(row, found), reads_otherwise(row, found)) if part)
+        if other:
+            return "; ".join(part for part in (other, difference) if part)
+        step = next_version(row, targets_of(found), found) if difference else ""
+        if difference and not isinstance(step, Step):
+            return f"{difference}; {step}" if step else difference
+        if not difference and row == _as_seen(row, found) and row.oid not in self.outdated:
+            self.forget(name)
+            return ""
+        if not await self._passed(name, found):
+            return None
+        end = self._seen.pop(name)[1]
+        async with self._parking:
+            if self._desk.rows[name].columns != row.columns:
+                return None
+            if isinstance(step, Step):
+                try:
+                    version = await self._desk.evolve(name, step, end)
+                except Invalid as error:
+                    return f"{difference}; {error.message} {error.fix}"
+                await self._show(row.oid, step.columns, version)
+                await self._control.ask(heartbeat)  # a binding, with which pipelines come to look
+                return None  # what is stored beside it follows at the next look
+            if row.oid in self.outdated:
+                await self._show(row.oid, row.columns, row.version)
+                return None
+            seen = _as_seen(row, found)
+
+            def settled(now: CaptureTableRow | None) -> CaptureTableRow | None:
+                if now is None or now.columns != row.columns or not now.flows:
+                    return now
+                return replace(
+                    now, columns=seen.columns, attributes=seen.attributes, storage=seen.storage, types=seen.types
+                )
+
+            await self._desk.change(name, settled)
+        return ""
+
+    async def _show(self, oid: int, columns: Sequence[CapturedColumn], version: int) -> None:
+        """Show these columns to followers, if the table still has them."""
+        now = (await self._control.ask(lambda wire: describe(wire, [oid]))).get(oid)
+        if now is not None and not against_catalogue(columns, now):
+            self._learn(replace(now, version=version))
+            self.outdated.discard(oid)
+
+    async def _passed(self, name: str, found: Attributes) -> bool:
+        """D5."""
+        seen, end = self._seen.get(name, (None, 0))
+        if seen != found:
+            at = await self._control.ask(lambda wire: wire.value("SELECT pg_current_wal_insert_lsn()"))
+            self._seen[name] = (found, Lsn.parse(at or "0/0").value)
+            await self._control.ask(heartbeat)  # so that an idle stream comes to pass it at once
+            return False
+        return self._flushed() >= end
+
+
+def _as_seen(row: CaptureTableRow, found: Attributes) -> CaptureTableRow:
+    """The row with what tells the next change of its table apart; of an older tidemill's with the numbers."""
+    columns, now = row.columns, found.by_name
+    if all(not c.attnum for c in columns) and all(c.name in now for c in columns):
+        columns = tuple(
+            replace(c, attnum=now[c.name].attnum, type_oid=now[c.name].type_oid, type_mod=now[c.name].type_mod)
+            for c in columns
+        )
+    return replace(row, columns=columns, attributes=found.count, storage=found.storage, types=types_as(found))

@@ -1,0 +1,205 @@
+"""One table's entry into a capture, and its end: its row and its topic, how it was described, why it is refused."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.capture.catalog.columns import Attributes
+from tidemill.capture.catalog.table_discovery import Choice, Refusal, TableInfo
+from tidemill.capture.changes import Column, Relation
+from tidemill.capture.config import CaptureConfig
+from tidemill.capture.encode.debezium_json import Source
+from tidemill.capture.naming import aside_name, split_name
+from tidemill.capture.postgres.errors import may_pass
+from tidemill.capture.setup.publication import Blocked, Entry
+from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.topics.topic_writer import CapturedTable
+from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, Catalogue, TopicRow
+
+PRODUCER_ID_BASE = 1 << 62
+"""Producer ids of captures: far above those handed to Kafka producers, one per capture name, for ever."""
+
+
+MOST_EPOCHS = (1 << 15) - 1
+
+
+def producer_id(config: CaptureConfig) -> int:
+    return PRODUCER_ID_BASE | zlib.crc32(config.name.encode())
+
+
+def copy_producer_id(config: CaptureConfig) -> int:
+    """Another one: the stream's sequences are offsets, those of a copy begin anew with each epoch (partition_writer.py,
+    L3)."""
+    return producer_id(config) | 1 << 32
+
+
+async def without_taken(config: CaptureConfig, catalogue: Catalogue, choice: Choice) -> Choice:
+    """Before anything is altered: a table whose topic's name belongs to Kafka producers is refused."""
+    tables, refused = [], dict(choice.refused)
+    for table in choice.tables:
+        name = config.topic_of(table.schema, table.table)
+        topic = await catalogue.get(TopicRow, name, fresh=False)
+        if topic is not None and topic.kind != "capture":
+            refused[table.name] = _taken(name)
+        else:
+            tables.append(table)
+    return Choice(tuple(tables), refused)
+
+
+def _taken(topic: str) -> Refusal:
+    return Refusal(
+        "refused",
+        f"a topic of this name belongs to Kafka producers: topic={topic}.",
+        "Delete it, or rename the capture.",
+    )
+
+
+async def start_table(
+    config: CaptureConfig, catalogue: Catalogue, desk: Desk, table: TableInfo, relation: Relation, published: Entry
+) -> TopicRow | None:
+    """Its row without a snapshot, and a new topic (a new id: nothing of an earlier attempt is in it). None when it is
+    refused, which `desk` tells: also where the registry does not answer, for nothing of it was written then. Raises
+    Unrecorded, and what the catalogue raises."""
+
+    earlier, now_ms = desk.rows.get(table.name), desk.now_ms
+    if earlier is not None and earlier.oid != table.oid:
+        await desk.hand_over(earlier)
+    columns = columns_of(relation)
+    try:
+        # Before anything of an earlier copy is gone.
+        topic_name = (earlier.topic if earlier is not None else "") or config.topic_of(table.schema, table.table)
+        schemas = await desk.registered(config.envelope, topic_name, columns)
+    except (Invalid, Unavailable, Unknown) as error:
+        await desk.refuse(table.name, refusal_of(error), table.oid)
+        return None
+
+    def started(found: CaptureTableRow | None) -> CaptureTableRow:
+        found = found or CaptureTableRow(config.name, table.name)
+        return CaptureTableRow(
+            config.name, table.name, found.topic or config.topic_of(table.schema, table.table),
+            generation=found.generation + (found.columns != () or found.snapshot is not None), oid=table.oid,
+            columns=columns, identities=found.identities, identities_asked=found.identities_asked,
+            envelope=config.envelope, schemas=schemas,
+            accepted=found.accepted if found.recopy or found.again_ms or found.snapshot is None else (),
+            again_last_ms=now_ms if found.again_ms and not found.recopy else found.again_last_ms,
+            identity="FULL" if config.whole else table.identity, publication=published.rows,
+            reason=found.reason if found.state == "captured" and found.snapshot is None else "",
+        )  # fmt: skip
+
+    try:
+        row = await desk.change(table.name, started)
+        assert row is not None
+        topic = await catalogue.get(TopicRow, row.topic)
+        if topic is not None and topic.kind != "capture":
+            await desk.refuse(table.name, _taken(row.topic), table.oid)
+            return None
+        if topic is not None:
+            await catalogue.delete(TopicRow, row.topic)
+        return await catalogue.create_topic(row.topic, config.partitions, kind="capture", config=config.topic_configs)
+    except (Invalid, Conflict) as error:
+        await desk.refuse(table.name, refusal_of(error), table.oid)
+        return None
+
+
+def says_whole_rows(config: CaptureConfig, table: TableInfo) -> bool:
+    """Whether every UPDATE in the stream says all of its row."""
+    return config.whole or table.identity == "FULL"
+
+
+async def go_on_with(
+    config: CaptureConfig, catalogue: Catalogue, desk: Desk, table: TableInfo, relation: Relation
+) -> TopicRow | None:
+    """The topic of a copy that was cut off, whose row has the epoch of a session that goes on with it
+    (partition_writer.py, L3). None = it begins anew. Raises Unrecorded."""
+    row = desk.rows.get(table.name)
+    if row is None or row.copy is None or row.oid != table.oid or row.recopy or row.envelope != config.envelope:
+        return None
+    if not says_whole_rows(config, table) or columns_of(relation) != row.columns or row.copy.epoch >= MOST_EPOCHS:
+        return None
+    topic = await catalogue.get(TopicRow, row.topic)
+    if topic is None or topic.topic_id != row.copy.topic_id:
+        return None
+    held, taken = row.copy, replace(row.copy, epoch=row.copy.epoch + 1)
+
+    def gone_on(found: CaptureTableRow | None) -> CaptureTableRow | None:
+        if found is None or found.copy != held or found.recopy:
+            return found
+        reason = found.reason if found.state == "captured" else ""
+        return replace(found, state="captured", reason=reason, fix="", since_ms=0, copy=taken)
+
+    now = await desk.change(table.name, gone_on)
+    return await kept_so(config, catalogue, topic) if now is not None and now.copy == taken else None
+
+
+def source_of(config: CaptureConfig, row: CaptureTableRow, database: str) -> Source | None:
+    """What the table's events say of where they come from; None where its records are rows."""
+    return Source(config.name, database, row.schemas) if row.envelope != "row" else None
+
+
+async def kept_so(config: CaptureConfig, catalogue: Catalogue, topic: TopicRow) -> TopicRow:
+    """The topic of a table that goes on, with the configs that are wanted now."""
+    if topic.config == config.topic_configs:
+        return topic
+    return await catalogue.change_topic(topic.name, lambda row: replace(row, config=config.topic_configs))
+
+
+def columns_of(relation: Relation, found: Attributes | None = None) -> tuple[CapturedColumn, ...]:
+    numbers = {c.name: c.attnum for c in found.columns} if found is not None else {}
+    return tuple(
+        CapturedColumn(c.name, c.type_name, c.key_index, c.type_oid, c.type_mod, numbers.get(c.name, 0))
+        for c in relation.columns
+    )
+
+
+def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
+    """The relation as of its newest version; what an older version did not store comes from the catalogue."""
+    schema, name = split_name(table.table)
+    known = {c.name: c for c in now.columns} if now is not None else {}
+    columns = []
+    for c in table.columns:
+        other = known.get(c.name)
+        oid, mod = (c.type_oid, c.type_mod) if c.type_oid or other is None else (other.type_oid, other.type_mod)
+        columns.append(Column(c.name, oid, mod, c.type_name, c.key_index, other.not_null if other else False))
+    return Relation(table.oid, schema, name, tuple(columns), table.version)
+
+
+def refusal_of(error: TidemillError) -> Refusal:
+    fix = error.fix or f"{'It' if may_pass(error) else 'Mend it; it'} is tried again by itself."
+    return Refusal("refused", error.message, fix, error.held_by if isinstance(error, Blocked) else "")
+
+
+def gone(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:
+    """(reason, fix) of a table that is not captured any more."""
+    drop = "take it out of its pipeline and drop its shard"
+    for table in found:
+        if table.name == row.table:
+            return "the table is not captured any more", f"Name it in `tables` of this capture again, or {drop}."
+        if table.oid == row.oid:
+            return f"the table is now named {table.name}: its shard ends here", f"Rename it back, or {drop}."
+    return (
+        "the table is gone from the source: its shard ends here",
+        f"Make it anew, and it is copied again; or {drop}.",
+    )
+
+
+async def delete_topic(catalogue: Catalogue, name: str) -> None:
+    found = await catalogue.get(TopicRow, name) if name else None
+    if found is not None and found.kind == "capture":
+        await catalogue.delete(TopicRow, name)
+
+
+async def delete_topics(catalogue: Catalogue, name: str) -> None:
+    """A table's, and what was set aside for it."""
+    if name:
+        await delete_topic(catalogue, aside_name(name))
+        await delete_topic(catalogue, name)
+
+
+def copy_target(config: CaptureConfig, row: CaptureTableRow, topic: TopicRow, source: Source | None) -> CapturedTable:
+    """A table's topic, for its copy."""
+    epoch = row.copy.epoch if row.copy is not None else 0
+    return CapturedTable(row.table, topic, copy_producer_id(config), oid=row.oid, source=source, epoch=epoch)

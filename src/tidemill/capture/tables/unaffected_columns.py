@@ -1,0 +1,156 @@
+"""Columns of a parked table that a schema change left alone: shapes of these columns continue from the stream. Pure.
+
+A topic and a shard have all columns of a table, so a change of any column parks them. A shape of some columns needs the
+stream only, which carries the table's new rows whether the table is parked, copied again, or neither. The shape stays
+exact if each of its columns is the same column as before and its stored values did not change.
+
+FO1 A column is as it was when its row in pg_attribute is (number, name, type, and the transaction that wrote that row
+    last), and the types that it is made of read as they did. Whatever renames a column, makes it anew or changes its
+    values by an ALTER TYPE … USING writes that row, be it reversed at once. Rows that are written anew for another
+    column leave it alone.
+FO2 The key has to be what it was, and so have the partitions: their rows come and go without a word in the stream.
+FO3 What it is compared with was read while the catalogue described the table as its row does.
+FO4 No change is missing: the table is published by the very rows it was parked under, and the slot is not confirmed
+    beyond what a session of this process has told PostgreSQL. In doubt the stream goes on for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+from msgspec.structs import replace
+
+from tidemill.capture.catalog.columns import Attributes
+from tidemill.capture.catalog.schema_versions import anew, reads_otherwise, targets_of
+from tidemill.capture.catalog.type_dependencies import reads_alike, written
+from tidemill.metastore.catalogue import CaptureTableRow
+
+
+class Followed(msgspec.Struct, frozen=True):
+    """A table that is parked, or copied again since. `publication`: as of CaptureTableRow. `columns`: as they were."""
+
+    table: str
+    before: Attributes
+    publication: tuple[int, ...]
+    columns: frozenset[str]
+
+
+def unaltered(before: Attributes, now: Attributes | None) -> frozenset[str]:
+    """Names of the columns that are as they were (FO1); none where FO2 does not hold."""
+    if now is None or now.leaves != before.leaves or now.key != before.key:
+        return frozenset()
+    found = now.by_name
+    same = frozenset(
+        column.name
+        for column in before.columns
+        if column.name in found
+        and _identity(before, column.name) == _identity(now, column.name)
+        and _types_alike(before, now, column.type_oid)
+    )
+    return same if same.issuperset(before.key) else frozenset()
+
+
+def _identity(attributes: Attributes, name: str) -> tuple[int, int, int, int, str]:
+    column = attributes.by_name[name]
+    return column.attnum, column.type_oid, column.type_mod, column.key_index, column.written
+
+
+def _types_alike(before: Attributes, now: Attributes, type_oid: int) -> bool:
+    if type_oid not in before.types:
+        return True
+    return type_oid in now.types and reads_alike(written(before.types[type_oid]), now.types[type_oid])
+
+
+def described_by(row: CaptureTableRow, found: Attributes) -> bool:
+    """FO3."""
+    if anew(row, found) or reads_otherwise(row, found):
+        return False
+    key = [c.name for c in sorted((c for c in row.columns if c.key_index >= 0), key=lambda c: c.key_index)]
+    ours = [(c.name, c.type_oid, c.type_mod) for c in row.columns]
+    return found.key == key and ours == [(t.name, t.type_oid, t.type_mod) for t in targets_of(found)]
+
+
+class Following:
+    """Of one capture, over all its sessions."""
+
+    def __init__(self) -> None:
+        self._described: dict[int, Attributes] = {}
+        self._followed: dict[int, Followed] = {}
+        self._told_lsn = -1
+
+    @property
+    def oids(self) -> frozenset[int]:
+        return frozenset(self._followed)
+
+    def get(self, oid: int) -> Followed | None:
+        return self._followed.get(oid)
+
+    def columns(self, oid: int) -> frozenset[str]:
+        """For whom the stream goes on; none where the table is not followed."""
+        followed = self._followed.get(oid)
+        return followed.columns if followed is not None else frozenset()
+
+    def describe(self, row: CaptureTableRow, found: Attributes) -> None:
+        """What the database says of a table that flows; FO3 is looked at."""
+        if row.flows and described_by(row, found):
+            self._described[row.oid] = found
+
+    def parking(self, row: CaptureTableRow, found: Attributes | None) -> frozenset[str]:
+        """The columns for which the stream may go on, of a table that flows, or is parked at a lower position now."""
+        if found is not None and row.oid in self._followed:
+            return self.narrowed(row.oid, found)
+        before = self._described.get(row.oid)
+        return unaltered(before, found) if before is not None and row.flows else frozenset()
+
+    def parked(self, row: CaptureTableRow, columns: frozenset[str], followed: bool) -> None:
+        """Whether somebody follows these columns alone."""
+        if not followed or not columns:
+            self.end(row.oid)
+        elif row.oid not in self._followed:
+            self._followed[row.oid] = Followed(row.table, self._described[row.oid], row.publication, columns)
+
+    def narrowed(self, oid: int, found: Attributes | None) -> frozenset[str]:
+        """The columns of a followed table that are still as they were."""
+        followed = self._followed[oid]
+        columns = followed.columns & unaltered(followed.before, found)
+        self._followed[oid] = replace(followed, columns=columns)
+        return columns
+
+    def end(self, oid: int) -> None:
+        self._followed.pop(oid, None)
+
+    def forget_but(self, oids: Collection[int]) -> None:
+        """Of a table that is gone nothing is remembered, however long the session lasts."""
+        for oid in self._described.keys() - oids:
+            del self._described[oid]
+
+    # sessions -------------------------------------------------------------------------------------
+    def told(self, lsn: int) -> None:
+        """A session ends, and has told PostgreSQL at most this LSN (inclusive)."""
+        self._told_lsn = max(self._told_lsn, lsn)
+
+    def begin(
+        self,
+        rows: Collection[CaptureTableRow],
+        found: Mapping[int, Attributes],
+        published: Mapping[int, tuple[int, ...]],
+        confirmed_lsn: int,
+    ) -> dict[int, frozenset[str]]:
+        """A session begins: for whom it goes on, by oid. A table that flows again is followed no more."""
+        by_oid = {row.oid: row for row in rows if row.oid}
+        goes_on: dict[int, frozenset[str]] = {}
+        for oid, followed in list(self._followed.items()):
+            row = by_oid.get(oid)
+            whole = published.get(oid) == followed.publication and confirmed_lsn <= self._told_lsn
+            if whole and row is not None and row.table == followed.table and self.narrowed(oid, found.get(oid)):
+                goes_on[oid] = self.columns(oid)
+            else:
+                self.end(oid)
+            if row is not None and row.flows:
+                self.end(oid)
+        self.forget_but(by_oid.keys())
+        for oid, attributes in found.items():
+            if oid in by_oid:
+                self.describe(by_oid[oid], attributes)
+        return goes_on

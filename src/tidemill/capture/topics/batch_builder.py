@@ -1,0 +1,250 @@
+"""What waits in a lane, and the batches it becomes: records that were made one by one, and ranges of rows that are
+encoded already but for what depends on their place in a batch.
+
+record   length │ 0 │ time delta │ offset delta │ key length, key, value length, value │ headers
+                                                  └─ a range's middles (columnar_encoder.py) ──┘
+event                                             └ its middles ─┘                head, tail (debezium_json.py)
+headers  tm.pos = <commit_lsn>_<ordinal>   tm.op   tm.xid   tm.version, from the second description of the table on
+         (a record that was made alone may have more: topic_writer.py)
+
+R1  A batch has the same bytes whichever way its records came, and is cut at the same records.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidemill.base.lsn import ChangePosition
+from tidemill.capture.changes import ORDINAL_STEP
+from tidemill.capture.decode.columnar_tuples import DELETE, INSERT, UPDATE, Int64s
+from tidemill.capture.encode.columnar_encoder import RECORD_OVERHEAD_BYTES, TOMBSTONE, LaneRows
+from tidemill.capture.encode.debezium_json import OPS, Tail
+from tidemill.topics.batch import Record
+from tidemill.topics.batch.columnar_encode import join, records, sizes_of, varints
+from tidemill.topics.batch.encode import encode_records, frame_records, signed
+
+POSITION_HEADER, OP_HEADER, XID_HEADER, VERSION_HEADER = "tm.pos", "tm.op", "tm.xid", "tm.version"
+UNCHANGED_HEADER, WAS_HEADER = "tm.unchanged", "tm.was"
+Headers = tuple[tuple[str, bytes], ...]
+LEAST_ROWS = 48
+"""Fewer of a batch are encoded faster one by one."""
+_OPS = {INSERT: b"insert", UPDATE: b"update", DELETE: b"delete", TOMBSTONE: b"delete"}
+_EVENTS = {INSERT: OPS["insert"], UPDATE: OPS["update"], DELETE: OPS["delete"], TOMBSTONE: b""}
+_TENS = 10 ** np.arange(1, 19, dtype=np.int64)
+
+
+def headers_of(position: ChangePosition, op: bytes, xid: bytes, version: int) -> Headers:
+    """`version`: of the table's description that the record is written under."""
+    at = b"%d_%d" % (position.commit_lsn, position.ordinal)
+    headers = ((POSITION_HEADER, at), (OP_HEADER, op), (XID_HEADER, xid))
+    return headers if version == 1 else (*headers, (VERSION_HEADER, b"%d" % version))
+
+
+class RowRange:
+    """The rows [start, end) of a lane's rows of one transaction, or of a copy. The ordinal of place p is
+    `shift` + `step` · p. `tail`: of their events, where they are ones."""
+
+    __slots__ = ("commit_lsn", "end", "rows", "shift", "start", "step", "tail", "time_ms", "xid")
+
+    def __init__(
+        self, rows: LaneRows, start: int, end: int, commit_lsn: int, shift: int, xid: int, time_ms: int,
+        tail: Tail | None = None, step: int = ORDINAL_STEP,
+    ) -> None:  # fmt: skip
+        self.tail = tail
+        self.rows = rows
+        self.start = start
+        self.end = end
+        self.commit_lsn = commit_lsn
+        self.shift = shift
+        self.xid = xid
+        self.time_ms = time_ms
+        self.step = step
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def size_bytes(self) -> int:
+        size = self.rows.sums[self.end] - self.rows.sums[self.start]
+        return size if self.tail is None else size + int(self.tail_sizes().sum())
+
+    def sums(self) -> tuple[list[int], int]:
+        """Sums of the records' sizes before each row, and the row that they begin at."""
+        if self.tail is None:
+            return self.rows.sums, 0
+        sums = np.array(self.rows.sums[self.start : self.end + 1])
+        sums[1:] += np.cumsum(self.tail_sizes())
+        return sums.tolist(), self.start
+
+    def ordinals(self) -> Int64s:
+        return self.shift + self.step * self.rows.places[self.start : self.end]
+
+    def tail_sizes(self) -> Int64s:
+        """Bytes of the events' tails; a tombstone has none."""
+        assert self.tail is not None
+        sizes = self.tail.size_bytes + 1 + np.searchsorted(_TENS, self.ordinals(), side="right")
+        sizes[self.rows.kinds[self.start : self.end] == TOMBSTONE] = 0
+        return sizes
+
+    def position(self, row: int) -> ChangePosition:
+        return ChangePosition(self.commit_lsn, self.shift + self.step * int(self.rows.places[row]))
+
+    def part(self, start: int, end: int) -> RowRange:
+        return RowRange(
+            self.rows, start, end, self.commit_lsn, self.shift, self.xid, self.time_ms, self.tail, self.step
+        )
+
+    def joins(self, after: RowRange) -> bool:
+        """`after` follows at once, in the same transaction, with nothing between them that has an ordinal."""
+        mine = (self.end, self.commit_lsn, self.shift, self.time_ms)
+        return after.rows is self.rows and mine == (after.start, after.commit_lsn, after.shift, after.time_ms)
+
+    def records(self) -> list[Record]:
+        """One by one."""
+        xid, rows = b"%d" % self.xid, self.rows
+        return [
+            Record(
+                rows.key(row),
+                self._value(row),
+                headers_of(self.position(row), _OPS[int(rows.kinds[row])], xid, rows.version),
+                self.time_ms,
+            )
+            for row in range(self.start, self.end)
+        ]
+
+    def _value(self, row: int) -> bytes | None:
+        value = self.rows.value(row)
+        if value is None or self.tail is None:
+            return value
+        return value + self.tail.of(self.position(row).ordinal, _EVENTS[int(self.rows.kinds[row])])
+
+
+Entry = Record | RowRange
+
+
+def record_bytes(record: Record) -> int:
+    """As batches are cut by."""
+    return len(record.key or b"") + len(record.value or b"") + RECORD_OVERHEAD_BYTES
+
+
+def cut(entries: Sequence[Entry], limit_bytes: int) -> Iterator[tuple[list[Entry], int]]:
+    """Batches and how many records each has; one ends with the record that brings it to the limit."""
+    batch: list[Entry] = []
+    count = size = 0
+    for entry in entries:
+        if isinstance(entry, Record):
+            batch.append(entry)
+            count, size = count + 1, size + record_bytes(entry)
+            if size >= limit_bytes:
+                yield batch, count
+                batch, count, size = [], 0, 0
+            continue
+        start, (sums, base) = entry.start, entry.sums()
+        while start < entry.end:
+            at = start - base
+            end = min(bisect_left(sums, sums[at] + limit_bytes - size, at + 1) + base, entry.end)
+            batch.append(entry.part(start, end))
+            count, size = count + end - start, size + sums[end - base] - sums[at]
+            start = end
+            if size >= limit_bytes:
+                yield batch, count
+                batch, count, size = [], 0, 0
+    if batch:
+        yield batch, count
+
+
+def encode_entries(
+    entries: Sequence[Entry], count: int, *, producer_id: int, base_sequence: int, epoch: int = 0
+) -> bytes:
+    """One batch of `count` records."""
+    ranged = sum(len(entry) for entry in entries if isinstance(entry, RowRange))
+    if ranged < LEAST_ROWS:
+        entries = [each for entry in entries for each in (entry.records() if isinstance(entry, RowRange) else [entry])]
+    times_ms = [entry.timestamp_ms if isinstance(entry, Record) else entry.time_ms for entry in entries]
+    first_ms = times_ms[0]
+    payload: list[bytes | memoryview] = []
+    done = 0
+    for alone, group in groupby(entries, lambda entry: isinstance(entry, Record)):
+        some = list(group)
+        if alone:
+            payload.append(encode_records([entry for entry in some if isinstance(entry, Record)], done, first_ms))
+            done += len(some)
+        else:
+            ranges = [entry for entry in some if isinstance(entry, RowRange)]
+            payload.append(_encode_ranges(ranges, done, first_ms))
+            done += sum(map(len, ranges))
+    return frame_records(
+        b"".join(payload), count, first_ms, max(times_ms), producer_id=producer_id, producer_epoch=epoch,
+        base_sequence=base_sequence,
+    )  # fmt: skip
+
+
+def _encode_ranges(ranges: list[RowRange], first: int, first_ms: int) -> memoryview:
+    counts = [len(each) for each in ranges]
+    of_range = pa.array(np.repeat(np.arange(len(ranges)), counts)) if len(ranges) > 1 else None
+
+    def each(values: list[bytes]) -> Any:
+        """A constant of every range, for each of its records."""
+        column = pa.array(values, pa.binary())
+        return column.take(of_range) if of_range is not None else pa.repeat(column[0], counts[0])
+
+    places = np.concatenate([entry.rows.places[entry.start : entry.end] for entry in ranges])
+    steps = np.repeat([entry.step for entry in ranges], counts)
+    ordinals = np.repeat([entry.shift for entry in ranges], counts) + steps * places
+    numbers = pa.array(ordinals).cast(pa.string()).view(pa.binary())
+    commits = each([b"%d_" % entry.commit_lsn for entry in ranges])
+    middles = pa.concat_arrays([entry.rows.middles[entry.start : entry.end] for entry in ranges])
+    kinds = np.concatenate([entry.rows.kinds[entry.start : entry.end] for entry in ranges])
+    values = [] if ranges[0].tail is None else _values(ranges, each, numbers, kinds)
+    rests = [
+        middles, *values, each([_COUNTS[entry.rows.version > 1] + _name(POSITION_HEADER) for entry in ranges]),
+        varints(sizes_of(numbers) + sizes_of(commits)), commits, numbers,
+        _OP_COLUMN.take(pa.array(_OP_AT[kinds])),
+        each([_field(b"%d" % entry.xid) + _version(entry.rows.version) for entry in ranges]),
+    ]  # fmt: skip
+    times = np.repeat([entry.time_ms - first_ms for entry in ranges], counts)
+    return records(first, times, rests)
+
+
+def _values(ranges: Sequence[RowRange], each: Callable[[list[bytes]], Any], numbers: Any, kinds: Any) -> list[Any]:
+    """Of events: their lengths and themselves."""
+    heads = pa.concat_arrays([entry.rows.heads[entry.start : entry.end] for entry in ranges])
+    tails = [entry.tail for entry in ranges if entry.tail is not None]
+    ops = _EVENT_COLUMN.take(pa.array(_OP_AT[kinds]))
+    places = []
+    if tails[0].around:
+        around = np.repeat([t.around for t in tails], [len(entry) for entry in ranges])
+        places = [varints(around + sizes_of(numbers)), each([t.place for t in tails])]
+    values = join(heads, each([t.first for t in tails]), *places, numbers, each([t.second for t in tails]), ops,
+                  each([t.third for t in tails]))  # fmt: skip
+    deleted = kinds == TOMBSTONE
+    if not deleted.any():
+        return [varints(sizes_of(values)), values]
+    values = pc.if_else(pa.array(deleted), pa.scalar(b""), values)
+    return [varints(np.where(deleted, -1, sizes_of(values))), values]
+
+
+def _name(header: str) -> bytes:
+    return _field(header.encode())
+
+
+def _field(content: bytes) -> bytes:
+    return signed(len(content)) + content
+
+
+def _version(version: int) -> bytes:
+    return _name(VERSION_HEADER) + _field(b"%d" % version) if version > 1 else b""
+
+
+_COUNTS = (signed(3), signed(4))
+_OP_AT = np.zeros(256, np.int64)
+_OP_AT[list(_OPS)] = np.arange(len(_OPS))
+_EVENT_COLUMN = pa.array(list(_EVENTS.values()), pa.binary())
+_OP_COLUMN = pa.array([_name(OP_HEADER) + _field(op) + _name(XID_HEADER) for op in _OPS.values()], pa.binary())

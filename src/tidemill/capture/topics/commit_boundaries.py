@@ -1,0 +1,53 @@
+"""Commit boundaries on their way from the stream to a binding. Pure data and one pure rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tidemill.base.lsn import ChangePosition
+from tidemill.capture.postgres.pg_snapshot import sees
+from tidemill.metastore.catalogue import TableSnapshot
+
+
+class Boundary(msgspec.Struct, frozen=True):
+    """The end of one transaction (or, with `commit` false, of WAL without one, from a keepalive).
+
+    lsn       inclusive: every transaction whose commit record starts at or below it is covered
+    offsets   (topic id, partition, next offset) of the partitions it touched
+    tags      contents of its markers
+    """
+
+    lsn: int
+    last: ChangePosition
+    commit: bool
+    commit_time_ms: int = 0
+    offsets: Sequence[tuple[str, int, int]] = ()
+    tags: tuple[str, ...] = ()
+
+
+def merged(earlier: Boundary, later: Boundary) -> Boundary:
+    """One boundary for two in a row of which the earlier has no tags: what a binding at the later one needs."""
+    offsets = {(topic_id, partition): offset for topic_id, partition, offset in (*earlier.offsets, *later.offsets)}
+    newest = later if later.commit else earlier
+    return Boundary(
+        lsn=later.lsn,
+        last=newest.last,
+        commit=newest.commit,
+        commit_time_ms=max(earlier.commit_time_ms, later.commit_time_ms),
+        offsets=tuple((topic_id, partition, offset) for (topic_id, partition), offset in offsets.items()),
+        tags=later.tags,
+    )
+
+
+def in_snapshot(xid: int, commit_lsn: int, snapshot: TableSnapshot | None) -> bool:
+    """Must the stream skip this transaction, because the snapshot holds it?
+
+    A transaction visible to the snapshot wrote its commit record before the snapshot was taken, so a commit at
+    or after `lsn` is never in it; below, the xid decides, since commit records precede visibility. What a table that
+    was copied while WAL was confirmed has up to where it joined is in its topic, too.
+    """
+    if snapshot is None or commit_lsn <= snapshot.joined_lsn:
+        return snapshot is not None
+    return commit_lsn < snapshot.lsn and sees(xid, snapshot.xmin, snapshot.xmax, snapshot.xip)

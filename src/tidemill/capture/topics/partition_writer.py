@@ -1,0 +1,164 @@
+"""One partition of a captured table's topic, as its only writer sees it. Sync; the I/O is topic_writer's.
+
+L1  The n-th record that capture decides to write has offset n: offsets are assigned here, in stream order, and
+    the batch carries them as its producer sequence (offset mod 2³¹). So the topic accepts a batch only where it
+    belongs: a batch sent twice, or by a predecessor that was believed dead, is recognised as a duplicate or
+    refused, and can never be appended a second time.
+L2  Records below `held` were in the log when the lane was opened. They are counted, not written: the stream
+    replays them because their transactions were not confirmed, and yields the same records again.
+
+L3  A copy has a producer of its own, and each session that goes on with one an epoch above the session before. Such a
+    lane is opened by a first record of that epoch, with sequence 0 (topic_writer): from there on nothing of an earlier
+    session can land.
+
+The count starts at `next`, the partition's offset in the newest binding (or where the snapshot ended).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tidemill.base.errors import Corrupt
+from tidemill.base.lsn import ChangePosition
+from tidemill.capture.topics.batch_builder import Entry, RowRange, cut, encode_entries, record_bytes
+from tidemill.topics.batch import Record
+
+SEQUENCE_MODULUS = 1 << 31
+BATCH_BYTES = 512 << 10
+
+
+class Round:
+    """Everything that was waiting when it was closed: all records up to `position`, of all lanes."""
+
+    __slots__ = ("left", "position")
+
+    def __init__(self, position: ChangePosition) -> None:
+        self.position = position
+        self.left = 0
+
+
+class LaneBatch:
+    """An encoded batch of the offsets [start, end)."""
+
+    __slots__ = ("data", "done", "end", "in_flight", "round", "start")
+
+    def __init__(self, start: int, end: int, data: bytes, round_: Round) -> None:
+        self.start = start
+        self.end = end
+        self.data = data
+        self.round = round_
+        self.in_flight = False
+        self.done = False
+
+
+class Lane:
+    def __init__(self, topic: str, topic_id: str, partition: int, producer_id: int, epoch: int = 0) -> None:
+        self.topic = topic
+        self.topic_id = topic_id
+        self.partition = partition
+        self.next = 0
+        self.held = 0
+        self.tail: ChangePosition | None = None
+        self.pending: deque[LaneBatch] = deque()
+        self.failures = 0
+        self.producer_id = producer_id
+        self.epoch = epoch
+        self._first = 0
+        """The offset of sequence 0."""
+        self._open: list[Entry] = []
+        self._open_count = 0
+        self.made_bytes = 0
+        """Of all batches that it has made."""
+
+    def start_at(self, base: int, high_watermark: int, tail: ChangePosition | None) -> None:
+        """`base`: next offset as of what is already bound; `tail`: position of the record before the high watermark.
+        Raises Corrupt when bound records are gone."""
+        if high_watermark < base:
+            raise Corrupt(
+                f"the topic is shorter than its newest binding: topic={self.topic} partition={self.partition}"
+                f" high_watermark={high_watermark} bound={base}.",
+                fix="Restore the topic, or start the capture over.",
+            )
+        self.next, self.held, self.tail = base, high_watermark, tail
+
+    def start_behind(self, opened: int) -> None:
+        """L3. `opened`: the offset of the record that opened its epoch."""
+        self.next = self.held = opened + 1
+        self._first = opened
+
+    def take(self, position: ChangePosition) -> bool:
+        """Give the record at `position` its offset; True when it has still to be written (call `add`)."""
+        offset = self.next
+        self.next = offset + 1
+        if offset >= self.held:
+            return True
+        if offset == self.held - 1:
+            self._meets(offset, position)
+        return False
+
+    def take_rows(self, rows: RowRange) -> int:
+        """Give the records of these rows their offsets; returns the row from which on they have still to be written."""
+        offset = self.next
+        self.next = offset + len(rows)
+        if offset >= self.held:
+            return rows.start
+        fresh = rows.start + self.held - offset
+        if fresh <= rows.end:
+            self._meets(self.held - 1, rows.position(fresh - 1))
+        return min(fresh, rows.end)
+
+    def _meets(self, offset: int, position: ChangePosition) -> None:
+        if self.tail is not None and self.tail != position:
+            raise Corrupt(
+                f"the stream does not lead to the topic's tail: topic={self.topic} partition={self.partition}"
+                f" offset={offset} expected={position} found={self.tail}.",
+                fix="Start the capture over: somebody else wrote to its topic, or its tables changed unseen.",
+            )
+
+    def add(self, record: Record) -> int:
+        """Queue the record whose offset `take` has just given; returns its size in bytes."""
+        self._open.append(record)
+        self._open_count += 1
+        return record_bytes(record)
+
+    def add_rows(self, rows: RowRange) -> int:
+        """Queue rows whose offsets `take_rows` has just given; returns the size of their records in bytes."""
+        last = self._open[-1] if self._open else None
+        if isinstance(last, RowRange) and last.joins(rows):
+            self._open[-1] = last.part(last.start, rows.end)
+        else:
+            self._open.append(rows)
+        self._open_count += len(rows)
+        return rows.size_bytes
+
+    def close_batches(self, round_: Round) -> list[LaneBatch]:
+        """Encode what waits, in batches of about BATCH_BYTES, and put them in line."""
+        start = self.next - self._open_count
+        entries, self._open, self._open_count = self._open, [], 0
+        batches: list[LaneBatch] = []
+        for batch, count in cut(entries, BATCH_BYTES):
+            sequence = (start - self._first) % SEQUENCE_MODULUS
+            data = encode_entries(batch, count, producer_id=self.producer_id, base_sequence=sequence, epoch=self.epoch)
+            self.made_bytes += len(data)
+            batches.append(LaneBatch(start, start + count, data, round_))
+            start += count
+        self.pending.extend(batches)
+        round_.left += len(batches)
+        return batches
+
+    def landed(self, high_watermark: int) -> list[LaneBatch]:
+        """After a failure, with nothing in flight: take out of line what the log holds after all."""
+        out = []
+        while self.pending and self.pending[0].end <= high_watermark:
+            out.append(self.pending.popleft())
+        return out
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is queued or in line: whatever it took is in the log."""
+        return not self._open and not self.pending
+
+    @property
+    def expected(self) -> int:
+        """The high watermark as far as this lane wrote: nothing of what is left in line is below it."""
+        return self.pending[0].start if self.pending else self.next - self._open_count

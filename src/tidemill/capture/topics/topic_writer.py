@@ -1,0 +1,552 @@
+"""The sink that writes topics: one topic per captured table, exactly once across crashes.
+
+    key      JSON object of the primary key's columns; null for truncate
+    value    JSON object of all columns but the unchanged ones; null for delete and truncate
+    headers  tm.pos = <commit_lsn>_<ordinal>, tm.op, tm.xid          timestamp = commit time, ms
+             tm.version of the table's description, from its second one on (schema_versions.py)
+             tm.unchanged = JSON array of the columns that the value lacks, of an update whose old row is not in the
+             stream: TOASTed values that it left as they were. Whoever keeps the rows has them, in the row before
+             tm.was = the key that the row had before, of such an update that changed it
+
+    change              records
+    insert, update      upsert
+    key-changing update tombstone of the old key @n, upsert @n+1
+    delete              tombstone
+      … of a key that another row holds by then (deferrable_keys.py): an upsert of that row in the place of the
+      tombstone
+    truncate            one record, key and value null, tm.op=truncate, in every partition: all keys are gone
+
+Where the table's envelope is Debezium's, values are events (debezium_json.py, in Avro debezium_avro.py) instead of
+rows:
+
+    insert, update      c, u                               @n
+    key-changing update d and a tombstone of the old key @n, c of the new key @n+1; each names the other key
+    delete              d and a tombstone                  @n
+      … of a key that another row holds by then: d and, in the place of the tombstone, u of that row, which changes
+        nothing in it
+    truncate            t, without a key, in every partition
+
+Rows that a fragment carries as ranges are encoded by columns (columnar_encoder.py, batch_builder.py), with the same
+bytes; where that is not possible they are decoded and written one by one, which decides what cannot be written (W3).
+
+Offsets are decided here, before anything is sent (partition_writer.py, L1), hence the offsets at each commit boundary
+are known at the commit. Records go out in rounds (batch_sender.py).
+
+    fragment ─► lanes ─► rounds ─► durable position ─► consumer.flushed ─► boundaries ─► Binder
+
+W1  A boundary reaches the binder only when every record up to it is durable.
+W2  The tracker hears of a boundary only after the binding that covers it: confirmed ≤ bound ≤ durable. So the
+    newest binding says where the count of offsets starts again after a crash, whatever the tails look like.
+W3  A table is parked at a commit LSN: no transaction at or above it is carried, in this session or a later one. A row
+    that cannot be written, for whatever reason, parks its table alone; `on_fault` makes that durable before the
+    transaction is delivered, hence before it is confirmed. What a parked transaction wrote before stays unbound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import msgspec
+import numpy as np
+import structlog
+from msgspec.structs import replace
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Corrupt, Invalid, Unavailable, Unknown
+from tidemill.base.limits import KAFKA_REQUEST_BYTES
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.capture.changes import NEVER, Change, Fragment, Relation
+from tidemill.capture.decode.copy_text import block_of, rows_of
+from tidemill.capture.decode.row_blocks import Block, Rows, parts_of
+from tidemill.capture.decode.transaction_builder import key_changed
+from tidemill.capture.delivery.flush_alignment import FragmentConsumer
+from tidemill.capture.delivery.sinks import FlushNotices
+from tidemill.capture.encode.columnar_encoder import ONE_BY_ONE, Encoded, Events, JsonEvents, encode
+from tidemill.capture.encode.debezium_avro import AvroEncoder
+from tidemill.capture.encode.debezium_avro_columnar import AvroEvents
+from tidemill.capture.encode.debezium_json import NEW_KEY_HEADER, OLD_KEY_HEADER, OPS, SNAPSHOT_OP, EventEncoder, Source
+from tidemill.capture.encode.row_encoder import RowEncoder
+from tidemill.capture.topics.batch_builder import POSITION_HEADER, UNCHANGED_HEADER, WAS_HEADER, RowRange, headers_of
+from tidemill.capture.topics.batch_sender import BACKLOG_BYTES, Rounds
+from tidemill.capture.topics.commit_boundaries import Boundary, in_snapshot
+from tidemill.capture.topics.partition_tails import OPEN_ATTEMPTS, high_watermark, last_record
+from tidemill.capture.topics.partition_writer import Lane
+from tidemill.metastore.catalogue import TableSnapshot, TopicRow
+from tidemill.topics.api import TopicLog
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.batch.records import Headers
+
+log = structlog.get_logger()
+
+ROW_BYTES = KAFKA_REQUEST_BYTES * 3 // 4
+"""Key and value of one record. A larger one could not be fetched by a Kafka client, and costs several times its size
+while it is made: it parks its table."""
+
+RETIRE_POLL_S = 0.02
+
+
+class CapturedTable:
+    """One table's topic: its lanes, which transactions are in it already, and which are never to be (`parked_lsn`).
+    `source`: what its records say where they are events; None = they are rows."""
+
+    def __init__(
+        self, name: str, topic: TopicRow, producer_id: int, *, oid: int, parked_lsn: int = NEVER,
+        source: Source | None = None, epoch: int = 0,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.source = source
+        self.oid = oid
+        self.parked_lsn = parked_lsn
+        self.topic = topic
+        self.lanes = [Lane(topic.name, topic.topic_id, p, producer_id, epoch) for p in range(topic.partitions)]
+        self.snapshot: TableSnapshot | None = None
+        self.bound_lsn = -1
+        self._encoder: RowEncoder | None = None
+        self._events: EventEncoder | AvroEncoder | None = None
+
+    def encoder(self, relation: Relation) -> RowEncoder:
+        if self._encoder is None or self._encoder.relation is not relation:
+            self._encoder = RowEncoder(relation)
+        return self._encoder
+
+    def events(self, relation: Relation) -> EventEncoder | AvroEncoder | None:
+        """None where its records are rows."""
+        if self.source is not None and (self._events is None or self._events.relation is not relation):
+            make = AvroEncoder if self.source.schemas else EventEncoder
+            self._events = make(relation, self.source)
+        return self._events
+
+    def _by_columns(self, relation: Relation) -> Events | None:
+        events = self.events(relation)
+        return AvroEvents(events) if isinstance(events, AvroEncoder) else JsonEvents() if events is not None else None
+
+    def encoded(self, block: Block) -> Encoded | None:
+        """Its rows as records, made once for all transactions; None when they are to be written one by one."""
+        if block.encoded is None:
+            try:
+                events = self._by_columns(block.relation)
+                block.encoded = encode(block, len(self.lanes), ROW_BYTES, events) or ONE_BY_ONE
+            except Exception as error:
+                # Whatever it is: the per-row functions decide which row cannot be written (W3).
+                log.warning("rows are encoded one by one", table=self.name, cause=sentence(error), exc_info=error)
+                block.encoded = ONE_BY_ONE
+        return block.encoded if isinstance(block.encoded, Encoded) else None
+
+    def lane_of(self, key: bytes) -> Lane:
+        return self.lanes[zlib.crc32(key) % len(self.lanes)] if len(self.lanes) > 1 else self.lanes[0]
+
+    def holds(self, fragment: Fragment) -> bool:
+        """The transaction is bound already, part of the table's snapshot, or beyond where the table was parked."""
+        lsn = fragment.commit_lsn
+        return lsn <= self.bound_lsn or lsn >= self.parked_lsn or in_snapshot(fragment.xid, lsn, self.snapshot)
+
+
+OnFault = Callable[[CapturedTable, int, BaseException], Awaitable[None]]
+"""on_fault(table, commit LSN, what its row raised): parks it, durably, and calls `TopicWriter.park`."""
+
+
+async def _raise(table: CapturedTable, lsn: int, error: BaseException) -> None:
+    raise error
+
+
+class TopicWriter:
+    """`on_durable(boundaries)` is called, in commit order, when boundaries have become durable."""
+
+    def __init__(
+        self,
+        consumer_name: str,
+        tables: Iterable[CapturedTable],
+        topics: TopicLog,
+        rand: Rand,
+        on_durable: Callable[[Sequence[Boundary]], None],
+        on_fault: OnFault = _raise,
+        *,
+        backlog_bytes: int = BACKLOG_BYTES,
+    ) -> None:
+        self.name = consumer_name
+        self.notices: FlushNotices | None = None
+        self._tables = {table.oid: table for table in tables}
+        self._parked = {t.topic.topic_id: t.parked_lsn for t in self._tables.values() if t.parked_lsn < NEVER}
+        self._on_fault = on_fault
+        self._topics = topics
+        self._on_durable = on_durable
+        self._consumer = FragmentConsumer()
+        self._boundaries: deque[Boundary] = deque()
+        self._rounds = Rounds(
+            topics, rand, lambda position: self._aligned(self._consumer.flushed(position)), backlog_bytes
+        )
+        self._touched: dict[Lane, None] = {}
+        self._version = 1
+        """Of the description that the change at hand is written under."""
+
+    # opening --------------------------------------------------------------------------------------
+    async def open(
+        self, bound: dict[str, tuple[int, ...]], bound_lsn: int, done: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Learn every partition's tail. `bound`: offsets and LSN of the newest binding. `done(n)`: of the nth table.
+
+        Raises Corrupt (a topic lost bound records), Missing (a topic is gone), Unavailable.
+        """
+        for number, table in enumerate(self._tables.values(), 1):
+            done(number)
+            offsets = bound.get(table.topic.topic_id)
+            if offsets is not None:
+                table.bound_lsn = bound_lsn
+            elif table.snapshot is not None:
+                offsets = table.snapshot.offsets
+            await self.open_table(table, offsets)
+
+    async def open_table(self, table: CapturedTable, offsets: tuple[int, ...] | None) -> None:
+        """One of this writer's alone. `offsets`: where its partitions' count begins; None = its topic is fresh, or that
+        of a copy that is gone on with (L3), which begins behind what it holds.
+
+        Raises as `open`; Corrupt also where a fresh topic holds records, Invalid where a copy cannot be gone on with.
+        """
+        for lane in table.lanes:
+            base = offsets[lane.partition] if offsets is not None else 0
+            end = await high_watermark(self._topics, lane.topic_id, lane.partition)
+            if lane.epoch:
+                await self._open_epoch(lane, end)
+                continue
+            if offsets is None and end > 0:
+                raise Corrupt(f"a fresh topic holds records: topic={lane.topic} records={end}.")
+            last = await last_record(self._topics, lane.topic_id, lane.partition, end) if end > base else None
+            tail = position_of(last) if last is not None else None
+            lane.start_at(base, end, tail)
+
+    async def _open_epoch(self, lane: Lane, end: int) -> None:
+        """L3: write the lane's last record once more, which changes nothing for whoever reads it by key."""
+        last = await last_record(self._topics, lane.topic_id, lane.partition, end) if end else None
+        if last is None:
+            raise Invalid(
+                f"a cut-off copy has left its topic empty: topic={lane.topic} partition={lane.partition}.",
+                fix="It begins anew by itself.",
+            )
+        data = encode_batch(
+            [last], producer_id=lane.producer_id, producer_epoch=lane.epoch, base_sequence=0,
+        )  # fmt: skip
+        for attempt in range(OPEN_ATTEMPTS):
+            try:
+                # The log patches offsets in place; one that landed after all is known by its sequence.
+                made = await self._topics.produce_nowait(lane.topic_id, lane.partition, bytearray(data))
+                lane.start_behind(made.base_offset)
+                return
+            except (Unavailable, Unknown):
+                if attempt == OPEN_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(0.1)
+
+    # Sink -----------------------------------------------------------------------------------------
+    async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
+        """See sinks.Sink. Waits for room, never for durability. Raises what made the writer fail."""
+        self._rounds.check()
+        self.notices = notices
+        written: ChangePosition | None = None
+        for part in parts_of(fragment.changes):
+            if isinstance(part, Rows):
+                for block, start, end in part.segment.ranges(part.start, part.end):
+                    written = later(written, await self._take_rows(block, start, end, part, fragment))
+            else:
+                written = later(written, await self._take(part, fragment))
+        if fragment.commits:
+            self._boundary(fragment, written)
+        else:
+            self._consumer.fragment(written, fragment.last, commits=False)
+        self._rounds.kick(written)
+        await self._rounds.room()
+        return [self.name] if fragment.commits else []
+
+    async def _take(self, change: Change, fragment: Fragment) -> ChangePosition | None:
+        """Its position, if it has still to be written."""
+        table = self._tables.get(change.relation.oid)
+        if table is None or table.holds(fragment):
+            return None
+        try:
+            return change.position if self._write(table, change, fragment) else None
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            await self._on_fault(table, fragment.commit_lsn, error)
+            return None
+
+    async def _take_rows(
+        self, block: Block, start: int, end: int, rows: Rows, fragment: Fragment
+    ) -> ChangePosition | None:
+        """Rows [start, end) of a block: the position of the last one that has still to be written."""
+        table = self._tables.get(block.relation.oid)
+        if table is None or table.holds(fragment):
+            return None
+        encoded = table.encoded(block)
+        if encoded is None:
+            written: ChangePosition | None = None
+            for place in block.places[start:end]:
+                written = later(written, await self._take(rows.change(place), fragment))
+            return written
+        try:
+            return self._write_rows(table, block.relation, encoded, start, end, rows, fragment)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            await self._on_fault(table, fragment.commit_lsn, error)
+            return None
+
+    def progress(self, lsn: int) -> None:
+        """A keepalive outside transactions: WAL up to `lsn` (inclusive) holds nothing that was not delivered."""
+        last = ChangePosition(lsn, 0)
+        if self._boundaries and not self._boundaries[-1].commit:
+            self._boundaries.pop()
+        self._boundaries.append(Boundary(lsn, last, commit=False))
+        self._aligned(self._consumer.fragment(None, last, commits=True))
+
+    async def retire(self, oid: int) -> None:
+        """Write nothing more for this table, and wait until nothing of it is under way: its topic is to go."""
+        table = self._tables.pop(oid, None)
+        for lane in table.lanes if table is not None else ():
+            while not lane.quiet:
+                self._rounds.check()
+                await asyncio.sleep(RETIRE_POLL_S)
+
+    def described(self, oid: int, schemas: tuple[tuple[int, int], ...]) -> None:
+        """The table has these schemas (Source): the next rows may be under the newest ones."""
+        table = self._tables.get(oid)
+        if table is not None and table.source is not None and schemas:
+            table.source = replace(table.source, schemas=schemas)
+
+    def park(self, oid: int, lsn: int) -> None:
+        """Carry no transaction of this table at or above `lsn` any more (W3)."""
+        table = self._tables.get(oid)
+        if table is not None:
+            table.parked_lsn = self._parked[table.topic.topic_id] = min(table.parked_lsn, lsn)
+
+    async def aclose(self) -> None:
+        """Stop sending. What is in flight ends by itself; whoever opens the lanes next finds it or refuses it (L1)."""
+        await self._rounds.aclose()
+
+    # snapshot -------------------------------------------------------------------------------------
+    async def write_rows(
+        self, table: CapturedTable, relation: Relation, lines: Sequence[bytes], now_ms: int, lsn: int = 0
+    ) -> None:
+        """Rows of the initial snapshot, which is as of `lsn`, as COPY prints them, at positions (0, offset). Waits for
+        room. Raises what a row raises that cannot be read or written."""
+        self._rounds.check()
+        block = block_of(relation, lines) if table.source is None else None
+        encoded = table.encoded(block) if block is not None else None
+        if encoded is not None:
+            self._copy_rows(table, encoded, now_ms)
+        else:
+            self._copy_one_by_one(table, relation, lines, now_ms, lsn)
+        self._rounds.kick()
+        await self._rounds.room()
+
+    def _copy_rows(self, table: CapturedTable, encoded: Encoded, now_ms: int) -> None:
+        for lane, own in zip(table.lanes, encoded.lanes, strict=True):
+            if own.rows:
+                own.places = np.arange(lane.next, lane.next + len(own.rows))
+                taken = RowRange(own, 0, len(own.rows), 0, 0, 0, now_ms, step=1)
+                lane.take_rows(taken)
+                self._rounds.add_rows(lane, taken)
+
+    def _copy_one_by_one(
+        self, table: CapturedTable, relation: Relation, lines: Sequence[bytes], now_ms: int, lsn: int
+    ) -> None:
+        events, encoder = table.events(relation), table.encoder(relation)
+        tail = events.tail(lsn, None, now_ms) if events is not None else None
+        self._version = relation.version
+        # Whatever can raise comes before the first offset is taken: see _write.
+        made = [
+            (encoder.key(row), encoder.value(row)) if events is None else (events.key(row), events.head(None, row))
+            for row in rows_of(relation, lines)
+        ]
+        for key, value in made:
+            self._check_size(table, key, value)
+        for key, value in made:
+            lane = table.lane_of(key)
+            position = ChangePosition(0, lane.next)
+            lane.take(position)
+            whole = value if tail is None else value + tail.of(position.ordinal, SNAPSHOT_OP)
+            self._put(lane, key, whole, position, b"insert", b"0", now_ms)
+
+    async def drained(self) -> None:
+        """Until everything written is durable. Raises what made the writer fail."""
+        await self._rounds.drained()
+
+    async def failed(self) -> None:
+        """Wait for the writer's failure and raise it."""
+        await self._rounds.failed()
+
+    # state for marks ------------------------------------------------------------------------------
+    @property
+    def held_by(self) -> str:
+        """The mark of a topic that does not take its records just now, or ""."""
+        lane = next(iter(self._rounds.repairing), None)
+        return f"topic:{lane.topic}" if lane is not None else ""
+
+    @property
+    def landed_bytes(self) -> int:
+        return self._rounds.landed_bytes
+
+    def facts(self) -> dict[str, object]:
+        return {**self._rounds.facts(), "boundaries_waiting": len(self._boundaries)}
+
+    # writing --------------------------------------------------------------------------------------
+    def _write(self, table: CapturedTable, change: Change, fragment: Fragment) -> bool:
+        """Give the change's records their offsets; True when at least one has still to be written.
+
+        Whatever can raise comes before the first offset is taken: an offset without its record would be a hole (L1).
+        """
+        events = table.events(change.relation)
+        if events is not None:
+            return self._write_event(table, events, change, fragment)
+        encoder = table.encoder(change.relation)
+        self._version = change.relation.version
+        xid, at_ms = b"%d" % fragment.xid, fragment.commit_time_ms
+        if change.op == "truncate":
+            fresh = [self._record(lane, None, None, change.position, b"truncate", xid, at_ms) for lane in table.lanes]
+            return any(fresh)
+        stays = encoder.value(change.stays) if change.stays is not None else None
+        left_op = b"delete" if stays is None else b"update"
+        if change.op == "delete":
+            assert change.old is not None
+            key = encoder.key(change.old)
+            self._check_size(table, key, stays or b"")
+            return self._record(table.lane_of(key), key, stays, change.position, left_op, xid, at_ms)
+        assert change.new is not None
+        key, value = encoder.key(change.new), encoder.value(change.new, change.unchanged)
+        self._check_size(table, key, max(value, stays or b"", key=len))
+        position, fresh_tombstone = change.position, False
+        more = _of_unchanged(change)
+        # −0 and 0 are one key.
+        old_key = encoder.key(change.old) if change.old is not None and key_changed(change) else key
+        if old_key != key:
+            more = (*more, (WAS_HEADER, old_key)) if more else ()
+            fresh_tombstone = self._record(table.lane_of(old_key), old_key, stays, position, left_op, xid, at_ms)
+            position = ChangePosition(position.commit_lsn, position.ordinal + 1)
+        lane = table.lane_of(key)
+        return self._record(lane, key, value, position, change.op.encode(), xid, at_ms, more) or fresh_tombstone
+
+    def _write_event(
+        self, table: CapturedTable, events: EventEncoder | AvroEncoder, change: Change, fragment: Fragment
+    ) -> bool:
+        """The same in Debezium's envelope."""
+        self._version = change.relation.version
+        at, xid, at_ms = change.position, b"%d" % fragment.xid, fragment.commit_time_ms
+        tail = events.tail(at.commit_lsn, fragment.xid, at_ms)
+        old, new = change.old, change.new
+        if change.op == "truncate":
+            value = events.head(None, None) + tail.of(at.ordinal, OPS["truncate"])
+            fresh = [self._record(lane, None, value, at, b"truncate", xid, at_ms) for lane in table.lanes]
+            return any(fresh)
+        old_key = events.key(old) if old is not None and (new is None or key_changed(change)) else None
+        gone = events.head(old, None) + tail.of(at.ordinal, OPS["delete"]) if old_key is not None else b""
+        stays = None
+        if change.stays is not None:
+            stays = events.head(change.stays, change.stays) + tail.of(at.ordinal, OPS["update"])
+        key = value = b""
+        after = ChangePosition(at.commit_lsn, at.ordinal + 1) if old_key is not None else at
+        if new is not None:
+            op = OPS["insert"] if old_key is not None else OPS[change.op]
+            key = events.key(new)
+            value = events.head(old if op == OPS["update"] else None, new) + tail.of(after.ordinal, op)
+        self._check_size(table, max(key, old_key or b"", key=len), max(value, gone, stays or b"", key=len))
+        fresh = []
+        if old_key is not None:
+            lane, moved = table.lane_of(old_key), ((NEW_KEY_HEADER, key),) if new is not None else ()
+            fresh.append(self._record(lane, old_key, gone, at, b"delete", xid, at_ms, moved))
+            left_op = b"delete" if stays is None else b"update"
+            fresh.append(self._record(lane, old_key, stays, at, left_op, xid, at_ms))
+        if new is not None:
+            moved = ((OLD_KEY_HEADER, old_key),) if old_key is not None else ()
+            fresh.append(self._record(table.lane_of(key), key, value, after, change.op.encode(), xid, at_ms, moved))
+        return any(fresh)
+
+    def _write_rows(
+        self, table: CapturedTable, relation: Relation, encoded: Encoded, start: int, end: int, rows: Rows,
+        fragment: Fragment,
+    ) -> ChangePosition | None:  # fmt: skip
+        """Give the rows' records their offsets, and queue those that have still to be written."""
+        written: ChangePosition | None = None
+        xid, at_ms = fragment.xid, fragment.commit_time_ms
+        events = table.events(relation)
+        tail = events.tail(rows.commit_lsn, xid, at_ms) if events is not None else None
+        for number, own, first, last in encoded.ranges(start, end):
+            lane = table.lanes[number]
+            self._touched[lane] = None
+            taken = RowRange(own, first, last, rows.commit_lsn, rows.shift, xid, at_ms, tail)
+            fresh = lane.take_rows(taken)
+            if fresh < last:
+                self._rounds.add_rows(lane, taken.part(fresh, last))
+                written = later(written, taken.position(last - 1))
+        return written
+
+    @staticmethod
+    def _check_size(table: CapturedTable, key: bytes, value: bytes) -> None:
+        if len(key) + len(value) > ROW_BYTES:
+            of_avro = table.source is not None and table.source.schemas
+            said = key[:200].hex() if of_avro else key[:200].decode(errors="replace")
+            raise Invalid(
+                f"a row is too large for a record: table={table.name} key={said} bytes={len(value)} limit={ROW_BYTES}.",
+                fix="Shorten it, then copy the table again.",
+            )
+
+    def _record(
+        self, lane: Lane, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes, at_ms: int,
+        more: Headers = (),
+    ) -> bool:  # fmt: skip
+        self._touched[lane] = None
+        if not lane.take(at):
+            return False
+        self._put(lane, key, value, at, op, xid, at_ms, more)
+        return True
+
+    def _put(
+        self, lane: Lane, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes, at_ms: int,
+        more: Headers = (),
+    ) -> None:  # fmt: skip
+        self._rounds.add(lane, Record(key, value, (*headers_of(at, op, xid, self._version), *more), at_ms))
+
+    def _boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
+        offsets = [
+            (lane.topic_id, lane.partition, lane.next)
+            for lane in self._touched
+            if fragment.commit_lsn < self._parked.get(lane.topic_id, NEVER)
+        ]
+        self._touched.clear()
+        tags = tuple(marker.content for marker in fragment.markers)
+        self._boundaries.append(
+            Boundary(fragment.commit_lsn, fragment.last, True, fragment.commit_time_ms, offsets, tags)
+        )
+        self._aligned(self._consumer.fragment(written, fragment.last, commits=True))
+
+    def _aligned(self, position: ChangePosition | None) -> None:
+        """Everything up to the commit boundary `position` is durable (W1)."""
+        if position is None:
+            return
+        done: list[Boundary] = []
+        while self._boundaries and self._boundaries[0].last <= position:
+            done.append(self._boundaries.popleft())
+        if done:
+            self._on_durable(done)
+
+
+def _of_unchanged(change: Change) -> Headers:
+    return ((UNCHANGED_HEADER, msgspec.json.encode(change.unchanged)),) if change.unchanged else ()
+
+
+def later(one: ChangePosition | None, other: ChangePosition | None) -> ChangePosition | None:
+    return one if other is None else other if one is None else max(one, other)
+
+
+def position_of(record: Record) -> ChangePosition:
+    """The position a capture's record carries. Raises Corrupt when it carries none."""
+    for name, content in record.headers:
+        if name == POSITION_HEADER and content is not None:
+            try:
+                commit_lsn, ordinal = content.split(b"_")
+                return ChangePosition(int(commit_lsn), int(ordinal))
+            except ValueError:
+                break
+    raise Corrupt(f"a record of a capture's topic has no position: offset={record.offset}.")
