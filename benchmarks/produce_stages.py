@@ -31,12 +31,13 @@ from tidemill.base.status.logging import configure_logs
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.sqlite.client import SqliteConsensus
 from tidemill.consensus.sqlite.connection import Link
-from tidemill.kafka import KafkaServer, session
-from tidemill.kafka.connection import Connection
-from tidemill.kafka.frame import FrameReader
+from tidemill.kafka import KafkaServer
 from tidemill.kafka.handlers import k00_produce
 from tidemill.kafka.handlers.k00_produce import _Gathering
-from tidemill.kafka.session import Session
+from tidemill.kafka.net.connection import Connection
+from tidemill.kafka.net.framing import FrameReader
+from tidemill.kafka.server import client_session
+from tidemill.kafka.server.client_session import Session
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects import local
@@ -62,7 +63,11 @@ STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
     ("receive: the system call, the loop of reads", LOOP, ((Connection, "_readable"),)),
     ("frame: cut the stream", LOOP, ((FrameReader, "buffer"), (FrameReader, "received"))),
     ("account for it: budget, turn, pause or resume", LOOP, ((Session, "_frames"), (Session, "consider_reading"))),
-    ("parse: header, request", LOOP, ((session, "peek"), (session, "read_request"), (k00_produce, "decode"))),
+    (
+        "parse: header, request",
+        LOOP,
+        ((client_session, "peek"), (client_session, "read_request"), (k00_produce, "decode")),
+    ),
     ("who may, quota", LOOP, ((k00_produce, "_look_up"), (k00_produce, "_allowed"), (Session, "_charge"))),
     ("begin: slot, futures, the rest of the request", LOOP, ((Session, "_begin"), (k00_produce, "_reserve_one"))),
     ("check: batch header", LOOP, ((k00_produce, "_refuse"), (leader, "check_header"))),

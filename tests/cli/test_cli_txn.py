@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from tidemill.base.errors import Conflict, Missing, TidemillError
 from tidemill.cli.context import consensus_only
 from tidemill.cli.main import app
-from tidemill.kafka.transactions.decide import Decision
-from tidemill.kafka.transactions.registers import change, read
 from tidemill.kafka.transactions.state import GroupOffset, State, Transaction
+from tidemill.kafka.transactions.store import change, read
+from tidemill.kafka.transactions.transitions import Decision
 
 
 class Cluster:

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tidemill.kafka.gate import Gate
+from tidemill.kafka.net.listener_security import Gate
 from tidemill.security.principals import principal_rules
 from tidemill.security.tls import Certificates, TlsSettings
 

@@ -7,13 +7,13 @@ import pytest
 from foreign import SETTINGS, Driver
 from harness import FakeBroker, RealBroker
 
-from tidemill.kafka.schema import wire
+from tidemill.kafka.schema import primitives
 
 
 @pytest.fixture(autouse=True)
 def _no_request_begun() -> None:
     """What another test's broker left of its last request does not count for messages that are decoded alone."""
-    wire._elements.left = 1 << 62
+    primitives._elements.left = 1 << 62
 
 
 @pytest.fixture

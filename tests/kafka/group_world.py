@@ -7,14 +7,23 @@ from typing import Any
 
 from test_kafka_groups_consumer_core import See
 
-from tidemill.kafka import errors
-from tidemill.kafka.groups import classic, consumer, either
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups import classic, consumer, protocol_dispatch
+from tidemill.kafka.groups.classic_state import (
+    Answer,
+    BeatAnswer,
+    Group,
+    GroupLimits,
+    Join,
+    JoinAnswer,
+    Sync,
+    SyncAnswer,
+)
 from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup, Topic
-from tidemill.kafka.groups.either import AnyGroup
-from tidemill.kafka.groups.state import Answer, BeatAnswer, Group, GroupLimits, Join, JoinAnswer, Sync, SyncAnswer
-from tidemill.kafka.groups.stored import classic_rows, consumer_rows, emptied, gone_rows, group_from, head_row
+from tidemill.kafka.groups.group_records import classic_rows, consumer_rows, emptied, gone_rows, group_from, head_row
+from tidemill.kafka.groups.protocol_dispatch import AnyGroup
 from tidemill.kafka.groups.subscriptions import assigned_in, encode_assignment, subscription_of
-from tidemill.kafka.schema.wire import I16, I32
+from tidemill.kafka.schema.primitives import I16, I32
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
 
 EAGER, COOPERATIVE = "range", "cooperative-sticky"
@@ -51,31 +60,31 @@ class World:
 
     def join(self, waiter: Any, ask: Join) -> None:
         self.turn("classic")
-        self.group = either.join(self.group, self.now, ask, waiter, self.seen)
+        self.group = protocol_dispatch.join(self.group, self.now, ask, waiter, self.seen)
         self.deliver(self.group)
 
     def sync(self, waiter: Any, ask: Sync) -> None:
-        either.sync(self.group, self.now, ask, waiter)
+        protocol_dispatch.sync(self.group, self.now, ask, waiter)
         self.deliver(self.group)
 
     def beat(self, waiter: Any, ask: Beat) -> None:
         if ask.epoch == 0:
             self.turn("consumer")
-        self.group = either.beat(self.group, self.now, ask, waiter, self.seen)
+        self.group = protocol_dispatch.beat(self.group, self.now, ask, waiter, self.seen)
         self.deliver(self.group)
 
     def leave(self, member_id: str, instance_id: str | None = None) -> int:
-        return either.leave(self.group, self.now, member_id, instance_id)
+        return protocol_dispatch.leave(self.group, self.now, member_id, instance_id)
 
     def heartbeat(self, member_id: str, generation: int, instance_id: str | None = None) -> int:
-        return either.heartbeat(self.group, self.now, member_id, instance_id, generation)
+        return protocol_dispatch.heartbeat(self.group, self.now, member_id, instance_id, generation)
 
     def tick(self) -> None:
-        due = either.due(self.group)
+        due = protocol_dispatch.due(self.group)
         while due is not None and due <= self.now:
-            self.group = either.tick(self.group, self.now)
+            self.group = protocol_dispatch.tick(self.group, self.now)
             self.deliver(self.group)
-            due = either.due(self.group)
+            due = protocol_dispatch.due(self.group)
 
     def deliver(self, group: AnyGroup) -> None:
         outbox, group.outbox = list(group.outbox), []
@@ -127,7 +136,7 @@ class World:
         head = GROUPS.decode(key, self.rows[key])
         members = [GROUP_MEMBERS.decode(k, v) for k, v in sorted(self.rows.items()) if k != key]
         assert head.members == len(members)
-        self.group = either.taken_over(group_from(head, members, self.limits, self.now), self.now)
+        self.group = protocol_dispatch.taken_over(group_from(head, members, self.limits, self.now), self.now)
         self.stored = set(self.group.members)
 
     def is_member(self, member_id: str, generation: int) -> bool:
@@ -196,7 +205,7 @@ class ClassicMember(Member):
 
     def joined(self, said: JoinAnswer) -> None:
         if said.error:
-            self.member_id = said.member_id if said.error == errors.MEMBER_ID_REQUIRED else self.member_id
+            self.member_id = said.member_id if said.error == error_codes.MEMBER_ID_REQUIRED else self.member_id
             self.failed(said.error)
             return
         self.member_id, self.generation, self.listed = said.member_id, said.generation, said.members
@@ -228,10 +237,10 @@ class ClassicMember(Member):
         self.phase = "join" if let_go else "stable"
 
     def failed(self, code: int) -> None:
-        if code in (errors.UNKNOWN_MEMBER_ID, errors.FENCED_INSTANCE_ID):
+        if code in (error_codes.UNKNOWN_MEMBER_ID, error_codes.FENCED_INSTANCE_ID):
             self.begin()
         elif code:
-            if code == errors.ILLEGAL_GENERATION:
+            if code == error_codes.ILLEGAL_GENERATION:
                 self.uses = frozenset()
             self.phase = "join"
 
@@ -271,7 +280,7 @@ class ModernMember(Member):
             return
         self.waits = None
         assert isinstance(said, BeatAnswer)
-        if said.error in (errors.COORDINATOR_LOAD_IN_PROGRESS, errors.UNRELEASED_INSTANCE_ID):
+        if said.error in (error_codes.COORDINATOR_LOAD_IN_PROGRESS, error_codes.UNRELEASED_INSTANCE_ID):
             return
         if said.error:
             self.forget()

@@ -18,8 +18,8 @@ from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.kafka import KafkaServer, KafkaSettings
-from tidemill.kafka.gate import Gate
-from tidemill.kafka.listeners import Listener
+from tidemill.kafka.net.listener_security import Gate
+from tidemill.kafka.net.listeners import Listener
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.objects.factory import open_objects

@@ -13,7 +13,7 @@ from kio.schema.errors import ErrorCode
 from kio.serial import entity_writer
 from kio.serial._introspect import classify_field, get_schema_field_type, is_optional
 
-from tidemill.kafka.schema.wire import ZERO_UUID
+from tidemill.kafka.schema.primitives import ZERO_UUID
 
 _INTS = {
     "int8": 7,

@@ -28,7 +28,8 @@ from test_kafka_handlers import code
 from test_kafka_sasl import PASSWORD, add, confluent, gate, plainly
 
 from kafka import KafkaConsumer, TopicPartition
-from tidemill.kafka import checks, errors
+from tidemill.kafka import error_codes
+from tidemill.kafka.api import required_operations
 from tidemill.kafka.handlers import APIS
 from tidemill.security.acls import CLUSTER_NAME, Operation, Pattern, Permission, Resource, Rule
 
@@ -72,7 +73,9 @@ def allow(
 
 
 def test_every_api_names_what_it_asks_for() -> None:
-    assert set(APIS) <= set(checks.CHECKS), "say in kafka/checks.py what the new API asks for"
+    assert set(APIS) <= set(required_operations.CHECKS), (
+        "say in kafka/api/required_operations.py what the new API asks for"
+    )
 
 
 @pytest.mark.parametrize("key", sorted(APIS.keys() - {17, 18, 36, 60}))
@@ -92,7 +95,7 @@ def test_f246_who_may_nothing_is_refused_by_every_api(shared: FakeBroker, key: i
         if key in LISTS:
             assert set(answers) == {0}
         elif key in (0, 1) and version >= 13:
-            assert answers[0] == 29 and answers[1] in (errors.UNKNOWN_TOPIC_ID, errors.NOT_LEADER_OR_FOLLOWER)
+            assert answers[0] == 29 and answers[1] in (error_codes.UNKNOWN_TOPIC_ID, error_codes.NOT_LEADER_OR_FOLLOWER)
         elif key in (3, 20) and version >= {3: 10, 20: 6}[key]:
             assert answers[0] in DENIALS
         else:
@@ -203,7 +206,7 @@ def test_a_denial_wins_over_what_is_allowed_and_both_are_told(shared: FakeBroker
 def test_an_idempotent_producer_needs_a_topic_that_it_may_write(shared: FakeBroker) -> None:
     body = encode(fields(load_request_schema(22, 1), transactional_id=None))
     with as_user(shared, "alice") as client:
-        assert int(client.ask(22, 1, body).error_code) == errors.CLUSTER_AUTHORIZATION_FAILED
+        assert int(client.ask(22, 1, body).error_code) == error_codes.CLUSTER_AUTHORIZATION_FAILED
         undo = allow(shared, "alice", Operation.WRITE, Resource.TOPIC, "anything")
         assert int(client.ask(22, 1, body).error_code) == 0
         undo()
@@ -216,7 +219,10 @@ def test_without_an_authorizer_rules_are_refused_as_disabled(fake_broker: FakeBr
     with RawClient(fake_broker.port) as client:
         for key in (29, 30, 31):
             version = APIS[key].max_version
-            assert code(client.ask(key, version, example(key, version, "t", uuid.uuid4()))) == errors.SECURITY_DISABLED
+            assert (
+                code(client.ask(key, version, example(key, version, "t", uuid.uuid4())))
+                == error_codes.SECURITY_DISABLED
+            )
 
 
 ANY = AclBindingFilter(

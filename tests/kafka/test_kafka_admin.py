@@ -12,7 +12,7 @@ from kio.index import load_request_schema
 from raw import ZERO, RawClient, encode, nested
 
 from kafka import KafkaAdminClient
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
 from tidemill.kafka.handlers import k75_describe_topic_partitions as paging
 
 ALL_TOPICS = b"\xff\xff\xff\xff"
@@ -64,7 +64,7 @@ def test_partitions_come_by_pages_each_once_and_in_order(
 def test_a_cursor_before_the_first_partition_is_refused(fake_broker: FakeBroker) -> None:
     with RawClient(fake_broker.port) as client:
         answer = page(client, ["a"], 10, ("a", -1))
-        assert [int(t.error_code) for t in answer.topics] == [errors.INVALID_REQUEST]
+        assert [int(t.error_code) for t in answer.topics] == [error_codes.INVALID_REQUEST]
 
 
 def test_what_has_no_meaning_here_is_refused_by_name(fake_broker: FakeBroker) -> None:
@@ -80,21 +80,21 @@ def test_what_has_no_meaning_here_is_refused_by_name(fake_broker: FakeBroker) ->
             found = client.ask(43, 2, asked).replica_election_results
             return [int(t.partition_result[0].error_code) for t in found]
 
-        eventually(lambda: elected() == [errors.ELECTION_NOT_NEEDED, errors.UNKNOWN_TOPIC_OR_PARTITION])
+        eventually(lambda: elected() == [error_codes.ELECTION_NOT_NEEDED, error_codes.UNKNOWN_TOPIC_OR_PARTITION])
         schema = load_request_schema(45, 0)
         topic = nested(schema, "topics")
         partition = nested(topic, "partitions")
         moves = tuple(partition(partition_index=0, replicas=replicas) for replicas in ((1, 2), (7,), (), None, (1,)))
         found = client.ask(45, 0, encode(schema(topics=(topic(name="t", partitions=moves),), timeout=ZERO)))
         assert [int(p.error_code) for p in found.responses[0].partitions] == [
-            *[errors.INVALID_REPLICA_ASSIGNMENT] * 3, errors.NO_REASSIGNMENT_IN_PROGRESS, 0
+            *[error_codes.INVALID_REPLICA_ASSIGNMENT] * 3, error_codes.NO_REASSIGNMENT_IN_PROGRESS, 0
         ]  # fmt: skip
         schema = load_request_schema(34, 2)
         directory = nested(schema, "dirs")
         topics = (nested(directory, "topics")(name="t", partitions=(0,)),)
         dirs = (directory(path="/x", topics=topics), directory(path="/bucket", topics=topics))
         found = client.ask(34, 2, encode(schema(dirs=dirs))).results
-        assert [int(t.partitions[0].error_code) for t in found] == [errors.LOG_DIR_NOT_FOUND, 0]
+        assert [int(t.partitions[0].error_code) for t in found] == [error_codes.LOG_DIR_NOT_FOUND, 0]
         every = client.ask(46, 0, encode(load_request_schema(46, 0)(topics=None, timeout=ZERO)))
         assert (int(every.error_code), every.topics) == (0, ())
 

@@ -16,7 +16,7 @@ from kio.index import load_request_schema
 from raw import RawClient, batch, encode, fields, nested, produce_body
 from session_reader import Fetcher
 
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import TopicRow
 
 PARTITIONS = 24
@@ -103,7 +103,7 @@ def test_the_wrong_node_refuses_and_names_no_loss(cluster: Cluster) -> None:
         client.ask(3, 1, b"\xff\xff\xff\xff")
         answer = client.ask(0, 3, produce_body("t", [(led, batch([b"v"]))]))
         code = int(answer.responses[0].partition_responses[0].error_code)
-        assert code == errors.NOT_LEADER_OR_FOLLOWER
+        assert code == error_codes.NOT_LEADER_OR_FOLLOWER
 
 
 def test_an_idempotent_producer_outlives_a_node_that_leaves_and_returns(cluster: Cluster) -> None:
@@ -190,7 +190,7 @@ def test_an_epoch_ends_where_the_log_does_before_a_move_and_after_it(cluster: Cl
             assert not any(int(each.error_code) for each in answer.responses[0].partition_responses)
     found = ends_of_epochs(stays.port, "t")
     assert {p for p, each in found.items() if each == (0, 2)} == led
-    assert all(found[p][0] == errors.NOT_LEADER_OR_FOLLOWER for p in set(found) - led)
+    assert all(found[p][0] == error_codes.NOT_LEADER_OR_FOLLOWER for p in set(found) - led)
     cluster.stop(goes)
     eventually(lambda: set(ends_of_epochs(stays.port, "t").values()) == {(0, 2)})
 
@@ -208,7 +208,7 @@ def test_a_session_is_told_that_a_partition_moved_and_goes_on_where_it_moved_to(
         elsewhere = other.fetch({("t", p): 0 for p in others}, epoch=0)
         assert not any(each.code for each in (*first.told.values(), *elsewhere.told.values()))
         wrong = other.fetch({("t", led[0]): 0}, session_id=elsewhere.session_id, epoch=1)
-        assert wrong.told["t", led[0]].code == errors.NOT_LEADER_OR_FOLLOWER
+        assert wrong.told["t", led[0]].code == error_codes.NOT_LEADER_OR_FOLLOWER
         cluster.stop(goes)
         epoch = 0
         well: set[tuple[str, int]] = set()

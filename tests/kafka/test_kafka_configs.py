@@ -11,7 +11,7 @@ from harness import FakeBroker, RealBroker
 from kio.index import load_request_schema
 from raw import RawClient, encode, nested
 
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.config.alter import Op
 
@@ -82,22 +82,22 @@ def test_deleting_a_config_that_is_not_set_changes_nothing_whatever_its_name(fak
     for name in ("1", ""):
         assert alter(fake_broker, deleted, kind=BROKER, name=name) == 0
         changes = [*deleted, ("num.partitions", SET, "9")]
-        assert alter(fake_broker, changes, kind=BROKER, name=name) == errors.INVALID_REQUEST
+        assert alter(fake_broker, changes, kind=BROKER, name=name) == error_codes.INVALID_REQUEST
 
 
 REFUSED: list[tuple[list[tuple[str, int, str | None]], int]] = [
-    ([("no.such", SET, "1")], errors.INVALID_CONFIG),
-    ([("no.such", DELETE, None), ("no.such", SET, "1")], errors.INVALID_REQUEST),
-    ([("no.such", DELETE, None), ("no.other", SET, "1")], errors.INVALID_CONFIG),
-    ([("no.such", APPEND, "1")], errors.INVALID_CONFIG),
-    ([("retention.ms", APPEND, "1")], errors.INVALID_CONFIG),
-    ([("remote.storage.enable", SET, "true")], errors.INVALID_CONFIG),
-    ([("compression.type", SET, "brotli")], errors.INVALID_CONFIG),
-    ([("cleanup.policy", APPEND, "archive")], errors.INVALID_CONFIG),
-    ([("segment.ms", SET, "7"), ("retention.ms", SET, "never")], errors.INVALID_CONFIG),
-    ([("retention.ms", SET, None)], errors.INVALID_REQUEST),
-    ([("retention.ms", 9, "1")], errors.INVALID_REQUEST),
-    ([("retention.ms", SET, "1"), ("retention.ms", SET, "2")], errors.INVALID_REQUEST),
+    ([("no.such", SET, "1")], error_codes.INVALID_CONFIG),
+    ([("no.such", DELETE, None), ("no.such", SET, "1")], error_codes.INVALID_REQUEST),
+    ([("no.such", DELETE, None), ("no.other", SET, "1")], error_codes.INVALID_CONFIG),
+    ([("no.such", APPEND, "1")], error_codes.INVALID_CONFIG),
+    ([("retention.ms", APPEND, "1")], error_codes.INVALID_CONFIG),
+    ([("remote.storage.enable", SET, "true")], error_codes.INVALID_CONFIG),
+    ([("compression.type", SET, "brotli")], error_codes.INVALID_CONFIG),
+    ([("cleanup.policy", APPEND, "archive")], error_codes.INVALID_CONFIG),
+    ([("segment.ms", SET, "7"), ("retention.ms", SET, "never")], error_codes.INVALID_CONFIG),
+    ([("retention.ms", SET, None)], error_codes.INVALID_REQUEST),
+    ([("retention.ms", 9, "1")], error_codes.INVALID_REQUEST),
+    ([("retention.ms", SET, "1"), ("retention.ms", SET, "2")], error_codes.INVALID_REQUEST),
 ]
 
 
@@ -117,20 +117,20 @@ def test_resources_that_are_not_served_are_refused(fake_broker: FakeBroker) -> N
     change: list[tuple[str, int, str | None]] = [("retention.ms", SET, "1")]
     for key, version in ((33, 2), (44, 1)):
         for kind, name, expected in (
-            (TOPIC, "nowhere", errors.UNKNOWN_TOPIC_OR_PARTITION),
-            (TOPIC, "", errors.INVALID_REQUEST),
-            (TOPIC, "captured", errors.POLICY_VIOLATION),
-            (16, "x", errors.INVALID_REQUEST),
-            (99, "x", errors.INVALID_REQUEST),
-            (BROKER, "77", errors.INVALID_REQUEST),
-            (BROKER, "1", errors.INVALID_CONFIG),
+            (TOPIC, "nowhere", error_codes.UNKNOWN_TOPIC_OR_PARTITION),
+            (TOPIC, "", error_codes.INVALID_REQUEST),
+            (TOPIC, "captured", error_codes.POLICY_VIOLATION),
+            (16, "x", error_codes.INVALID_REQUEST),
+            (99, "x", error_codes.INVALID_REQUEST),
+            (BROKER, "77", error_codes.INVALID_REQUEST),
+            (BROKER, "1", error_codes.INVALID_CONFIG),
         ):
             assert alter(fake_broker, change, key=key, version=version, kind=kind, name=name) == expected, name
-        assert alter(fake_broker, change, key=key, version=version, times=2) == errors.INVALID_REQUEST
+        assert alter(fake_broker, change, key=key, version=version, times=2) == error_codes.INVALID_REQUEST
         static: list[tuple[str, int, str | None]] = [("num.partitions", SET, "9")]
         for name in ("1", ""):
             got = alter(fake_broker, static, key=key, version=version, kind=BROKER, name=name)
-            assert got == errors.INVALID_REQUEST
+            assert got == error_codes.INVALID_REQUEST
         assert alter(fake_broker, [], key=key, version=version, kind=BROKER, name="1") == 0
     assert config_of(fake_broker) == config_of(fake_broker, "captured") == {}
 
@@ -161,7 +161,7 @@ def test_configs_are_described_with_sources_synonyms_types_and_what_they_mean(fa
     assert "kafka.default_partitions" in values["num.partitions"].documentation
     assert all(c.read_only and c.synonyms for c in broker.configs)
     assert {"message.max.bytes", "log.retention.ms", "auto.create.topics.enable", "delete.topic.enable"} <= set(values)
-    assert int(described(fake_broker, BROKER, "77").error_code) == errors.INVALID_REQUEST
+    assert int(described(fake_broker, BROKER, "77").error_code) == error_codes.INVALID_REQUEST
     empty = described(fake_broker, BROKER, "")
     assert (int(empty.error_code), empty.configs) == (0, ())
 

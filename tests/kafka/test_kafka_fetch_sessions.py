@@ -10,8 +10,8 @@ from harness import RealBroker, eventually
 from raw import RawClient, batch, produce_body
 from session_reader import Answer, Fetcher, Place
 
-from tidemill.kafka import KafkaSettings, errors
-from tidemill.kafka.fetches import sessions as sessions_module
+from tidemill.kafka import KafkaSettings, error_codes
+from tidemill.kafka.fetch_sessions import sessions as sessions_module
 from tidemill.kafka.handlers import APIS
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import NotLeader
@@ -82,22 +82,22 @@ def test_a_session_is_told_what_changed_and_nothing_else(shared: RealBroker, ver
 def test_errors_of_sessions_are_kafkas(shared: RealBroker, version: int) -> None:
     with World(shared, f"errors-{version}") as world, world.fetcher(version) as reader:
         unknown = reader.fetch({}, session_id=12345, epoch=1)
-        assert (unknown.code, unknown.session_id) == (errors.FETCH_SESSION_ID_NOT_FOUND, 0)
-        assert reader.fetch({}, session_id=0, epoch=7).code == errors.FETCH_SESSION_ID_NOT_FOUND
+        assert (unknown.code, unknown.session_id) == (error_codes.FETCH_SESSION_ID_NOT_FOUND, 0)
+        assert reader.fetch({}, session_id=0, epoch=7).code == error_codes.FETCH_SESSION_ID_NOT_FOUND
         session_id = reader.fetch(world.places(0, 0), epoch=0).session_id
-        assert reader.fetch({}, session_id=session_id, epoch=2).code == errors.INVALID_FETCH_SESSION_EPOCH
+        assert reader.fetch({}, session_id=session_id, epoch=2).code == error_codes.INVALID_FETCH_SESSION_EPOCH
         assert reader.fetch({}, session_id=session_id, epoch=1).code == 0
-        assert reader.fetch({}, session_id=session_id, epoch=1).code == errors.INVALID_FETCH_SESSION_EPOCH
+        assert reader.fetch({}, session_id=session_id, epoch=1).code == error_codes.INVALID_FETCH_SESSION_EPOCH
         other = 12 if version >= 13 else 13
         with world.fetcher(other) as mixed:
-            assert mixed.fetch({}, session_id=session_id, epoch=2).code == errors.FETCH_SESSION_TOPIC_ID_ERROR
+            assert mixed.fetch({}, session_id=session_id, epoch=2).code == error_codes.FETCH_SESSION_TOPIC_ID_ERROR
         ended = reader.fetch(world.places(0, 0), session_id=session_id, epoch=-1)
         assert (ended.code, ended.session_id, len(ended.told)) == (0, 0, 2)
-        assert reader.fetch({}, session_id=session_id, epoch=2).code == errors.FETCH_SESSION_ID_NOT_FOUND
+        assert reader.fetch({}, session_id=session_id, epoch=2).code == error_codes.FETCH_SESSION_ID_NOT_FOUND
         first = reader.fetch(world.places(0, 0), epoch=0)
         second = reader.fetch(world.places(0, 0), session_id=first.session_id, epoch=0)
         assert second.session_id not in (0, first.session_id)
-        assert reader.fetch({}, session_id=first.session_id, epoch=1).code == errors.FETCH_SESSION_ID_NOT_FOUND
+        assert reader.fetch({}, session_id=first.session_id, epoch=1).code == error_codes.FETCH_SESSION_ID_NOT_FOUND
 
 
 def test_a_session_without_partitions_ends(shared: RealBroker) -> None:
@@ -106,7 +106,7 @@ def test_a_session_without_partitions_ends(shared: RealBroker) -> None:
         session_id = reader.fetch(world.places(0, 0), epoch=0).session_id
         emptied = reader.fetch({}, session_id=session_id, epoch=1, forgotten=tuple(world.places(0, 0)))
         assert (emptied.code, emptied.session_id, emptied.told) == (0, 0, {})
-        assert reader.fetch({}, session_id=session_id, epoch=2).code == errors.FETCH_SESSION_ID_NOT_FOUND
+        assert reader.fetch({}, session_id=session_id, epoch=2).code == error_codes.FETCH_SESSION_ID_NOT_FOUND
 
 
 def test_the_epoch_begins_again_at_one_after_the_last(shared: RealBroker) -> None:
@@ -133,10 +133,10 @@ def test_a_session_has_one_request_at_a_time_and_who_gave_one_up_begins_anew(sha
         waits.client.send(1, 13, 7, waits.body({}, session_id=session_id, epoch=1, max_wait_ms=60_000))
         session = sessions_of(shared.server)._sessions[session_id]
         eventually(lambda: session.busy)
-        assert again.fetch({}, session_id=session_id, epoch=2).code == errors.INVALID_FETCH_SESSION_EPOCH
+        assert again.fetch({}, session_id=session_id, epoch=2).code == error_codes.INVALID_FETCH_SESSION_EPOCH
         anew = again.fetch(world.places(0, 0), session_id=session_id, epoch=0)
         assert anew.session_id not in (0, session_id)
-        assert receive(waits).code == errors.FETCH_SESSION_ID_NOT_FOUND, "its wait ends"
+        assert receive(waits).code == error_codes.FETCH_SESSION_ID_NOT_FOUND, "its wait ends"
         again.client.send(1, 13, 7, again.body({}, session_id=anew.session_id, epoch=1, max_wait_ms=60_000))
         kept = sessions_of(shared.server)._sessions[anew.session_id]
         eventually(lambda: kept.busy)
@@ -154,7 +154,7 @@ def test_a_session_outlives_its_connection_and_is_nobody_elses(shared: RealBroke
         sessions = sessions_of(shared.server)
         for principal, host in (("User:mallory", "127.0.0.1"), ("User:ANONYMOUS", "10.0.0.9")):
             found = sessions.find(session_id, 2, principal=principal, host=host, by_id=True)
-            assert found == errors.FETCH_SESSION_ID_NOT_FOUND
+            assert found == error_codes.FETCH_SESSION_ID_NOT_FOUND
             sessions.close_of(session_id, principal=principal, host=host)
         with world.fetcher() as again:
             assert again.fetch({}, session_id=session_id, epoch=2).code == 0
@@ -177,7 +177,7 @@ def test_what_fails_is_told_every_time_until_it_does_not(shared: RealBroker) -> 
         session_id = reader.fetch(places, epoch=0).session_id
         for epoch in (1, 2):
             told = reader.fetch({}, session_id=session_id, epoch=epoch).told
-            assert told[world.place(1)].code == errors.OFFSET_OUT_OF_RANGE
+            assert told[world.place(1)].code == error_codes.OFFSET_OUT_OF_RANGE
             assert told["not-there-yet", 0].code != 0
             assert len(told) == 2
         shared.create_topic("not-there-yet", 1)
@@ -191,7 +191,7 @@ def test_what_fails_is_told_every_time_until_it_does_not(shared: RealBroker) -> 
             assert time.monotonic() < until
         assert reader.fetch({}, session_id=session_id, epoch=epoch).told == {}
         beyond = reader.fetch({world.place(1): 9}, session_id=session_id, epoch=epoch + 1)
-        assert beyond.told[world.place(1)].code == errors.OFFSET_OUT_OF_RANGE
+        assert beyond.told[world.place(1)].code == error_codes.OFFSET_OUT_OF_RANGE
         healed = reader.fetch({world.place(1): 0}, session_id=session_id, epoch=epoch + 2)
         assert healed.told[world.place(1)].code == 0, "that it is well again is a change"
 
@@ -265,16 +265,16 @@ def test_f214_sessions_have_slots_and_room_and_make_way_when_they_are_old(monkey
             monkeypatch.setattr(sessions_module, "EVICT_AFTER_S", 0.0)
             sessions._sessions[two].used_s -= 1.0
             five = begin(5)
-            assert five and reader.fetch({}, session_id=two, epoch=1).code == errors.FETCH_SESSION_ID_NOT_FOUND
+            assert five and reader.fetch({}, session_id=two, epoch=1).code == error_codes.FETCH_SESSION_ID_NOT_FOUND
             assert reader.fetch({}, session_id=three, epoch=1).code == 0
             monkeypatch.setattr(sessions_module, "EVICT_AFTER_S", 60.0)
             sessions._sessions[three].began_s -= 61.0
             assert begin(2) == 0, "it is smaller than what it would replace"
             six = begin(6)
-            assert six and reader.fetch({}, session_id=three, epoch=2).code == errors.FETCH_SESSION_ID_NOT_FOUND
+            assert six and reader.fetch({}, session_id=three, epoch=2).code == error_codes.FETCH_SESSION_ID_NOT_FOUND
             used = sessions.used_bytes
             grown = reader.fetch(world.places(*[0] * 40), session_id=six, epoch=1)
-            assert grown.code == errors.FETCH_SESSION_ID_NOT_FOUND and sessions.used_bytes < used <= room
+            assert grown.code == error_codes.FETCH_SESSION_ID_NOT_FOUND and sessions.used_bytes < used <= room
             assert reader.fetch({}, session_id=five, epoch=1).code == 0
             assert reader.fetch({}, session_id=five, epoch=-1).code == 0
             assert (len(sessions), sessions.used_bytes) == (0, 0)
@@ -294,7 +294,7 @@ def test_a_session_that_makes_way_during_its_fetch_is_told_so(monkeypatch: pytes
             monkeypatch.setattr(sessions_module, "EVICT_AFTER_S", 0.0)
             session.used_s -= 1.0
             assert comes.fetch(world.places(0, 0), epoch=0).session_id > 0
-            assert receive(waits).code == errors.FETCH_SESSION_ID_NOT_FOUND
+            assert receive(waits).code == error_codes.FETCH_SESSION_ID_NOT_FOUND
     finally:
         broker.close()
 

@@ -10,9 +10,9 @@ import pytest
 from foreign import PARTITIONS, SETTINGS, Driver, Members, Refused, numbered, of, share
 from harness import Cluster, RealBroker, eventually
 
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
 
-FENCED = (errors.INVALID_PRODUCER_EPOCH, errors.PRODUCER_FENCED)
+FENCED = (error_codes.INVALID_PRODUCER_EPOCH, error_codes.PRODUCER_FENCED)
 CODECS = [
     *((name, codec) for name in foreign.ALL for codec in ("none", "gzip")),
     *((name, codec) for name in ("java", "franz-go", "sarama") for codec in ("snappy", "lz4", "zstd")),

@@ -12,7 +12,7 @@ from foreign import PARTITIONS, SETTINGS, Driver, Members, Refused, numbered, of
 from harness import RealBroker, eventually
 from test_kafka_sasl import PASSWORD, add, gate, token
 
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
 from tidemill.security.sasl import MECHANISMS
 
 ALICE = {"mechanism": "PLAIN", "user": "alice", "password": PASSWORD}
@@ -25,7 +25,7 @@ def test_topics_are_made_grown_altered_cut_and_deleted(connected: Callable[[str]
     client("create", topic=topic, partitions=2, configs={"retention.ms": "86400000"})
     with pytest.raises(Refused) as refused:
         client("create", topic=topic, partitions=2, configs={})
-    assert refused.value.code == errors.TOPIC_ALREADY_EXISTS
+    assert refused.value.code == error_codes.TOPIC_ALREADY_EXISTS
     assert topic in client("topics")
     assert client("configs", topic=topic)["retention.ms"] == "86400000"
     client("alter", topic=topic, configs={"retention.ms": None, "max.message.bytes": "2000000"})
@@ -33,12 +33,12 @@ def test_topics_are_made_grown_altered_cut_and_deleted(connected: Callable[[str]
     assert (configs["retention.ms"], configs["max.message.bytes"]) == ("-1", "2000000")
     with pytest.raises(Refused) as refused:
         client("alter", topic=topic, configs={"max.message.bytes": "many"})
-    assert refused.value.code == errors.INVALID_CONFIG
+    assert refused.value.code == error_codes.INVALID_CONFIG
     client("grow", topic=topic, partitions=PARTITIONS)
     eventually(lambda: client("describe", topic=topic) == PARTITIONS)
     with pytest.raises(Refused) as refused:
         client("grow", topic=topic, partitions=1)
-    assert refused.value.code == errors.INVALID_PARTITIONS
+    assert refused.value.code == error_codes.INVALID_PARTITIONS
     client.produce(topic, numbered(0, 40))
     assert client("offset", topic=topic, partition=3, at=-1) == 10
     assert client("offset", topic=topic, partition=3, at=0) == 0
@@ -124,7 +124,7 @@ def test_rules_are_written_by_who_may_and_hold_for_who_may_not(drivers: Callable
         assert eventually(lambda: described(client)) == 1
         with pytest.raises(Refused) as refused:
             client.produce("guarded", [[0, "k", "v"]])
-        assert refused.value.code in (errors.TOPIC_AUTHORIZATION_FAILED, errors.CLUSTER_AUTHORIZATION_FAILED)
+        assert refused.value.code in (error_codes.TOPIC_AUTHORIZATION_FAILED, error_codes.CLUSTER_AUTHORIZATION_FAILED)
         client("connect", bootstrap=broker.address, **(ALICE | {"user": "root"}))
         assert client("acl_delete", topic="guarded", principal="User:alice") == 1
         assert client("acls") == 0

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kafka.frame import FIRST_BYTES, HEAD_BYTES, Frame, FrameReader
-from tidemill.kafka.pool import LARGEST_BYTES, SMALLEST_BYTES, BufferPool
-from tidemill.kafka.schema.wire import BadFrame
+from tidemill.kafka.net.buffer_pool import LARGEST_BYTES, SMALLEST_BYTES, BufferPool
+from tidemill.kafka.net.framing import FIRST_BYTES, HEAD_BYTES, Frame, FrameReader
+from tidemill.kafka.schema.primitives import BadFrame
 
 LIMIT = 32 << 20
 

@@ -18,10 +18,10 @@ from test_kafka_groups_consumer import beat
 from test_kafka_sasl import add, gate
 
 from tidemill.base.errors import Invalid
-from tidemill.kafka import KafkaSettings, errors
-from tidemill.kafka.groups.configbook import GroupConfigs
+from tidemill.kafka import KafkaSettings, error_codes
+from tidemill.kafka.groups.classic_state import GroupLimits
+from tidemill.kafka.groups.config_cache import GroupConfigs
 from tidemill.kafka.groups.configs import HEARTBEAT, SESSION, limited, refuse_change
-from tidemill.kafka.groups.state import GroupLimits
 from tidemill.security.acls import Operation, Resource
 from tidemill.topics.config.alter import Op
 
@@ -102,24 +102,24 @@ def test_a_group_has_configs_of_its_own_over_the_node_s_also_before_it_is_there(
 
 
 REFUSED: list[tuple[Changes, int]] = [
-    ([(SESSION, Op.SET, "499")], errors.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "60001")], errors.INVALID_CONFIG),
-    ([(HEARTBEAT, Op.SET, "199")], errors.INVALID_CONFIG),
-    ([(HEARTBEAT, Op.SET, "15001")], errors.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "9000"), (HEARTBEAT, Op.SET, "9000")], errors.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "soon")], errors.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "")], errors.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "\u0661\u0662\u0663\u0664")], errors.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "9" * 5000)], errors.INVALID_CONFIG),
-    ([(SESSION, Op.APPEND, "1000")], errors.INVALID_CONFIG),
-    ([("share.session.timeout.ms", Op.SET, "45000")], errors.INVALID_CONFIG),
-    ([("streams.num.standby.replicas", Op.SET, "1")], errors.INVALID_CONFIG),
-    ([("retention.ms", Op.SET, "45000")], errors.INVALID_CONFIG),
-    ([("no.such", Op.DELETE, None), ("no.other", Op.SET, "1")], errors.INVALID_CONFIG),
-    ([(SESSION, Op.SET, "2000"), ("no.such", Op.SET, "1")], errors.INVALID_CONFIG),
-    ([(SESSION, Op.SET, None)], errors.INVALID_REQUEST),
-    ([(SESSION, Op.SET, "2000"), (SESSION, Op.SET, "3000")], errors.INVALID_REQUEST),
-    ([(SESSION, 9, "2000")], errors.INVALID_REQUEST),
+    ([(SESSION, Op.SET, "499")], error_codes.INVALID_CONFIG),
+    ([(SESSION, Op.SET, "60001")], error_codes.INVALID_CONFIG),
+    ([(HEARTBEAT, Op.SET, "199")], error_codes.INVALID_CONFIG),
+    ([(HEARTBEAT, Op.SET, "15001")], error_codes.INVALID_CONFIG),
+    ([(SESSION, Op.SET, "9000"), (HEARTBEAT, Op.SET, "9000")], error_codes.INVALID_CONFIG),
+    ([(SESSION, Op.SET, "soon")], error_codes.INVALID_CONFIG),
+    ([(SESSION, Op.SET, "")], error_codes.INVALID_CONFIG),
+    ([(SESSION, Op.SET, "\u0661\u0662\u0663\u0664")], error_codes.INVALID_CONFIG),
+    ([(SESSION, Op.SET, "9" * 5000)], error_codes.INVALID_CONFIG),
+    ([(SESSION, Op.APPEND, "1000")], error_codes.INVALID_CONFIG),
+    ([("share.session.timeout.ms", Op.SET, "45000")], error_codes.INVALID_CONFIG),
+    ([("streams.num.standby.replicas", Op.SET, "1")], error_codes.INVALID_CONFIG),
+    ([("retention.ms", Op.SET, "45000")], error_codes.INVALID_CONFIG),
+    ([("no.such", Op.DELETE, None), ("no.other", Op.SET, "1")], error_codes.INVALID_CONFIG),
+    ([(SESSION, Op.SET, "2000"), ("no.such", Op.SET, "1")], error_codes.INVALID_CONFIG),
+    ([(SESSION, Op.SET, None)], error_codes.INVALID_REQUEST),
+    ([(SESSION, Op.SET, "2000"), (SESSION, Op.SET, "3000")], error_codes.INVALID_REQUEST),
+    ([(SESSION, 9, "2000")], error_codes.INVALID_REQUEST),
 ]
 
 
@@ -134,8 +134,8 @@ def test_what_may_not_be_set_is_refused_whole(broker: RealBroker, changes: Chang
 
 def test_a_group_without_a_name_or_with_one_that_no_group_can_have_is_refused(broker: RealBroker) -> None:
     for name in ("", "x" * 600):
-        assert change(broker, name, [(SESSION, Op.SET, "1000")]) == errors.INVALID_REQUEST
-        assert int(described(broker, GROUP, name).error_code) == errors.INVALID_REQUEST
+        assert change(broker, name, [(SESSION, Op.SET, "1000")]) == error_codes.INVALID_REQUEST
+        assert int(described(broker, GROUP, name).error_code) == error_codes.INVALID_REQUEST
 
 
 def test_groups_that_have_configs_are_listed(broker: RealBroker) -> None:
@@ -168,7 +168,7 @@ def test_members_live_by_what_their_group_says_from_their_next_heartbeat_on(brok
         assert told.heartbeat_interval.total_seconds() == 0.4
         # It is not heard of again: its session is over long before the node's.
         eventually(lambda: broker.portal.call(members(broker, "live")) == 0)
-        assert int(beat(client, "live", "m", told.member_epoch).error_code) == errors.UNKNOWN_MEMBER_ID
+        assert int(beat(client, "live", "m", told.member_epoch).error_code) == error_codes.UNKNOWN_MEMBER_ID
         assert change(broker, "live", [(SESSION, Op.DELETE, None), (HEARTBEAT, Op.DELETE, None)]) == 0
         assert beat(client, "live", "m", 0).heartbeat_interval.total_seconds() == 0.2
 
@@ -207,7 +207,7 @@ def test_a_group_s_configs_are_seen_and_altered_by_who_may() -> None:
             answer = client.ask(key, version, encode(fields(schema, resources=asked, validate_only=False)))
             return {str(each.resource_name): int(each.error_code) for each in getattr(answer, answered)}
 
-        denied = errors.GROUP_AUTHORIZATION_FAILED
+        denied = error_codes.GROUP_AUTHORIZATION_FAILED
         with as_user(broker, "alice") as client:
             assert codes(client, 32, 4, "results") == {"seen": 0, "own": 0, "other": denied}
             assert codes(client, 44, 1, "responses") == {"seen": denied, "own": 0, "other": denied}

@@ -14,7 +14,7 @@ from harness import RealBroker, eventually
 from kio.index import load_request_schema
 from raw import RawClient, encode, fields, nested
 
-from tidemill.kafka import KafkaSettings, errors
+from tidemill.kafka import KafkaSettings, error_codes
 
 SETTINGS = KafkaSettings(
     group_initial_rebalance_delay_ms=0,
@@ -97,19 +97,19 @@ def test_two_members_share_a_topic_and_commit_with_their_epochs(broker: RealBrok
     )
     assert beat(client, "share", "m1", 1, topic_partitions=(owned,)).member_epoch == 2
     assert has(beat(client, "share", "m2", 2)) == {topic_id: [2]}
-    assert commit(client, "share", "m1", 1) == errors.STALE_MEMBER_EPOCH
+    assert commit(client, "share", "m1", 1) == error_codes.STALE_MEMBER_EPOCH
     assert commit(client, "share", "m1", 2, 7) == 0
-    assert commit(client, "share", "m1", 2, 9, version=8) == errors.UNSUPPORTED_VERSION
-    assert commit(client, "share", "m3", 2) == errors.UNKNOWN_MEMBER_ID
-    assert commit(client, "share", "", -1) == errors.UNKNOWN_MEMBER_ID
+    assert commit(client, "share", "m1", 2, 9, version=8) == error_codes.UNSUPPORTED_VERSION
+    assert commit(client, "share", "m3", 2) == error_codes.UNKNOWN_MEMBER_ID
+    assert commit(client, "share", "", -1) == error_codes.UNKNOWN_MEMBER_ID
     assert fetched(client, "share", "m1", 2) == (0, 7)
     assert fetched(client, "share", None, -1) == (0, 7)
-    assert fetched(client, "share", "m1", 1) == (errors.STALE_MEMBER_EPOCH, -1)
-    assert fetched(client, "share", "m9", 1) == (errors.UNKNOWN_MEMBER_ID, -1)
-    assert int(beat(client, "share", "m1", 9).error_code) == errors.FENCED_MEMBER_EPOCH
+    assert fetched(client, "share", "m1", 1) == (error_codes.STALE_MEMBER_EPOCH, -1)
+    assert fetched(client, "share", "m9", 1) == (error_codes.UNKNOWN_MEMBER_ID, -1)
+    assert int(beat(client, "share", "m1", 9).error_code) == error_codes.FENCED_MEMBER_EPOCH
 
     described = ask(client, 69, 1, group_ids=("share", "nobody"), include_authorized_operations=False).groups
-    assert [int(group.error_code) for group in described] == [0, errors.GROUP_ID_NOT_FOUND]
+    assert [int(group.error_code) for group in described] == [0, error_codes.GROUP_ID_NOT_FOUND]
     group = described[0]
     assert (group.group_state, group.group_epoch, group.assignment_epoch, group.assignor_name) == (
         "Stable",
@@ -121,8 +121,8 @@ def test_two_members_share_a_topic_and_commit_with_their_epochs(broker: RealBrok
     assert shown == {"m1": [[0, 1]], "m2": [[2]]}
     assert {m.member_type for m in group.members} == {1}
     classic = ask(client, 15, 6, groups=("share",), include_authorized_operations=False).groups[0]
-    assert (int(classic.error_code), classic.group_state) == (errors.GROUP_ID_NOT_FOUND, "Dead")
-    assert int(ask(client, 42, 2, groups_names=("share",)).results[0].error_code) == errors.NON_EMPTY_GROUP
+    assert (int(classic.error_code), classic.group_state) == (error_codes.GROUP_ID_NOT_FOUND, "Dead")
+    assert int(ask(client, 42, 2, groups_names=("share",)).results[0].error_code) == error_codes.NON_EMPTY_GROUP
     topics = (
         fields(
             nested(load_request_schema(47, 0), "topics"),
@@ -131,13 +131,13 @@ def test_two_members_share_a_topic_and_commit_with_their_epochs(broker: RealBrok
         ),
     )
     deleted = ask(client, 47, 0, group_id="share", topics=topics)
-    assert int(deleted.topics[0].partitions[0].error_code) == errors.GROUP_SUBSCRIBED_TO_TOPIC
+    assert int(deleted.topics[0].partitions[0].error_code) == error_codes.GROUP_SUBSCRIBED_TO_TOPIC
 
 
 def test_a_pattern_must_be_one_and_members_of_version_0_are_named_here(broker: RealBroker, client: RawClient) -> None:
     for pattern in ("(", "a)|(b", "(?=t)", "x" * 1_001):
         answer = beat(client, "patterns", "m1", 0, subscribed_topic_regex=pattern)
-        assert int(answer.error_code) == errors.INVALID_REGULAR_EXPRESSION, pattern
+        assert int(answer.error_code) == error_codes.INVALID_REGULAR_EXPRESSION, pattern
     # A pattern is matched with the topics that the node knows, and this one was made a moment ago beside it.
     eventually(lambda: has(beat(client, "first look", "m1", 0, subscribed_topic_regex="t")))
     assert list(has(beat(client, "patterns", "m1", 0, subscribed_topic_regex="[s-t]")).values()) == [[0, 1, 2]]
@@ -145,9 +145,9 @@ def test_a_pattern_must_be_one_and_members_of_version_0_are_named_here(broker: R
     assert has(nothing) == {}, "a pattern matches whole names"
     named = beat(client, "named", "", 0, version=0)
     assert named.member_id and list(has(named).values()) == [[0, 1, 2]]
-    assert int(beat(client, "named", "", 0).error_code) == errors.INVALID_REQUEST
-    assert int(beat(client, "", "m", 0).error_code) == errors.INVALID_GROUP_ID
-    assert int(beat(client, "named", "m", 0, server_assignor="mine").error_code) == errors.UNSUPPORTED_ASSIGNOR
+    assert int(beat(client, "named", "", 0).error_code) == error_codes.INVALID_REQUEST
+    assert int(beat(client, "", "m", 0).error_code) == error_codes.INVALID_GROUP_ID
+    assert int(beat(client, "named", "m", 0, server_assignor="mine").error_code) == error_codes.UNSUPPORTED_ASSIGNOR
 
 
 def consumer(broker: RealBroker, group: str, protocol: str) -> ck.Consumer:
@@ -178,7 +178,7 @@ def test_a_group_goes_over_to_the_other_protocol_when_nobody_is_in_it_and_keeps_
         eventually(lambda c=with_group: (c.poll(0.05), c.assignment())[1] or None)
         with_group.commit(offsets=[ck.TopicPartition("t", 0, turn + 1)], asynchronous=False)
         if protocol == "classic":
-            assert int(beat(client, "turns", "m", 3).error_code) == errors.UNKNOWN_MEMBER_ID
+            assert int(beat(client, "turns", "m", 3).error_code) == error_codes.UNKNOWN_MEMBER_ID
         listed = {g.group_id: g for g in admin.list_consumer_groups().result(20).valid}
         assert listed["turns"].type is ConsumerGroupType[protocol.upper()]
         shown = admin.describe_consumer_groups(["turns"])["turns"].result(20)

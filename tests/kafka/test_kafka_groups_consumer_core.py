@@ -9,12 +9,12 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
 from tidemill.kafka.groups import consumer
 from tidemill.kafka.groups.assignors import Partitions
+from tidemill.kafka.groups.classic_state import BeatAnswer, Group, GroupLimits, Phase
 from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup, Topic, minus, places
-from tidemill.kafka.groups.state import BeatAnswer, Group, GroupLimits, Phase
-from tidemill.kafka.groups.stored import consumer_rows, emptied, gone_rows, group_from, head_row
+from tidemill.kafka.groups.group_records import consumer_rows, emptied, gone_rows, group_from, head_row
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
 
 LIMITS = GroupLimits(members=5, consumer_session_ms=1_000)
@@ -113,10 +113,10 @@ def test_who_names_an_old_epoch_is_heard_once_if_it_owns_nothing_else() -> None:
     assert world.ask("m1", 1, owned=of(0, 1, 2)).epoch == 2
     again = world.ask("m1", 1, owned=of(0, 1))
     assert (again.error, again.epoch, again.assignment) == (0, 2, of(0, 1, 2)), "its answer was lost"
-    assert world.ask("m1", 1, owned=of(0, 4)).error == errors.FENCED_MEMBER_EPOCH
-    assert world.ask("m1", 1).error == errors.FENCED_MEMBER_EPOCH
-    assert world.ask("m1", 3).error == errors.FENCED_MEMBER_EPOCH
-    assert world.ask("m9", 1).error == errors.UNKNOWN_MEMBER_ID
+    assert world.ask("m1", 1, owned=of(0, 4)).error == error_codes.FENCED_MEMBER_EPOCH
+    assert world.ask("m1", 1).error == error_codes.FENCED_MEMBER_EPOCH
+    assert world.ask("m1", 3).error == error_codes.FENCED_MEMBER_EPOCH
+    assert world.ask("m9", 1).error == error_codes.UNKNOWN_MEMBER_ID
     back = world.join("m1")
     assert (back.epoch, back.assignment) == (2, of(0, 1, 2)), "nobody else notices"
 
@@ -126,17 +126,17 @@ def test_commits_name_the_epoch_of_their_member() -> None:
     refusal = consumer.commit_refusal
     assert refusal(world.group, "", None, -1) == 0, "anybody while nobody is here"
     world.join("m1", instance_id="i")
-    assert refusal(world.group, "", None, -1) == errors.UNKNOWN_MEMBER_ID
+    assert refusal(world.group, "", None, -1) == error_codes.UNKNOWN_MEMBER_ID
     assert refusal(world.group, "m1", None, 1) == 0
     assert refusal(world.group, "m1", "i", 1) == 0
-    assert refusal(world.group, "m1", "j", 1) == errors.UNKNOWN_MEMBER_ID
-    assert refusal(world.group, "m2", "i", 1) == errors.FENCED_INSTANCE_ID
-    assert refusal(world.group, "m1", None, 0) == errors.STALE_MEMBER_EPOCH
-    assert refusal(world.group, "m1", None, 2) == errors.STALE_MEMBER_EPOCH
-    assert refusal(world.group, "m1", None, 2, in_transaction=True) == errors.ILLEGAL_GENERATION
+    assert refusal(world.group, "m1", "j", 1) == error_codes.UNKNOWN_MEMBER_ID
+    assert refusal(world.group, "m2", "i", 1) == error_codes.FENCED_INSTANCE_ID
+    assert refusal(world.group, "m1", None, 0) == error_codes.STALE_MEMBER_EPOCH
+    assert refusal(world.group, "m1", None, 2) == error_codes.STALE_MEMBER_EPOCH
+    assert refusal(world.group, "m1", None, 2, in_transaction=True) == error_codes.ILLEGAL_GENERATION
     assert refusal(world.group, "", None, -1, in_transaction=True) == 0, "producers of the time before KIP-447"
     world.ask("m1", -2, instance_id="i")
-    assert refusal(world.group, "m1", None, 1) == errors.STALE_MEMBER_EPOCH
+    assert refusal(world.group, "m1", None, 1) == error_codes.STALE_MEMBER_EPOCH
 
 
 def test_a_static_member_that_comes_back_gets_what_it_had_and_nobody_else_notices() -> None:
@@ -146,13 +146,13 @@ def test_a_static_member_that_comes_back_gets_what_it_had_and_nobody_else_notice
     world.ask("m1", 1)
     world.ask("m1", 1, owned=of(0, 1, 2))
     world.ask("m2", 2)
-    assert world.join("m3", instance_id="i").error == errors.UNRELEASED_INSTANCE_ID
+    assert world.join("m3", instance_id="i").error == error_codes.UNRELEASED_INSTANCE_ID
     assert world.ask("m1", -2, instance_id="i").epoch == -2
-    assert world.ask("m1", 2, instance_id="i").error == errors.FENCED_MEMBER_EPOCH
+    assert world.ask("m1", 2, instance_id="i").error == error_codes.FENCED_MEMBER_EPOCH
     back = world.join("m3", instance_id="i")
     assert (back.epoch, back.assignment) == (2, of(0, 1, 2))
     assert world.ask("m2", 2).assignment is None
-    assert world.ask("m1", 2, instance_id="i").error == errors.FENCED_INSTANCE_ID
+    assert world.ask("m1", 2, instance_id="i").error == error_codes.FENCED_INSTANCE_ID
     assert world.ask("m3", -1, instance_id="i").error == 0
     assert "i" not in world.group.instances
 
@@ -167,7 +167,7 @@ def test_f234_who_is_not_heard_of_or_does_not_let_go_in_time_is_fenced() -> None
     assert consumer.due(world.group) == 800
     consumer.tick(world.group, world.now)
     assert list(world.group.members) == ["m2"]
-    assert world.ask("m1", 1).error == errors.UNKNOWN_MEMBER_ID
+    assert world.ask("m1", 1).error == error_codes.UNKNOWN_MEMBER_ID
     assert world.ask("m2", 2).assignment == of(0, 1, 2, 3, 4)
     world.now = 1_800
     consumer.tick(world.group, world.now)
@@ -199,7 +199,7 @@ def test_malformed_requests_change_nothing() -> None:
     world = World(GroupLimits(members=1, member_bytes=100, bytes=150))
     world.join("m1", instance_id="i")
     before = dict(world.rows)
-    bad = errors.INVALID_REQUEST
+    bad = error_codes.INVALID_REQUEST
     for code, answer in [
         (bad, world.join("")),
         (bad, world.join("x" * 300)),
@@ -212,11 +212,11 @@ def test_malformed_requests_change_nothing() -> None:
         (bad, world.join("m2", rack_id="")),
         (bad, world.ask("m1", -3)),
         (bad, world.ask("m1", -2)),
-        (errors.UNSUPPORTED_ASSIGNOR, world.join("m2", assignor="cooperative-sticky")),
-        (errors.GROUP_MAX_SIZE_REACHED, world.join("m2")),
-        (errors.GROUP_MAX_SIZE_REACHED, world.ask("m1", 1, topics=frozenset({"t" * 101}))),
-        (errors.UNKNOWN_MEMBER_ID, world.ask("m2", -1)),
-        (errors.UNKNOWN_MEMBER_ID, world.ask("m1", 1, instance_id="other")),
+        (error_codes.UNSUPPORTED_ASSIGNOR, world.join("m2", assignor="cooperative-sticky")),
+        (error_codes.GROUP_MAX_SIZE_REACHED, world.join("m2")),
+        (error_codes.GROUP_MAX_SIZE_REACHED, world.ask("m1", 1, topics=frozenset({"t" * 101}))),
+        (error_codes.UNKNOWN_MEMBER_ID, world.ask("m2", -1)),
+        (error_codes.UNKNOWN_MEMBER_ID, world.ask("m1", 1, instance_id="other")),
     ]:
         assert answer.error == code, answer
         assert world.rows == before
@@ -240,8 +240,8 @@ def test_an_answer_waits_until_all_that_it_tells_of_is_durable() -> None:
     assert group.unstored
     consumer.stored(group, 0, storing, 0)
     assert [waiter for waiter, _ in group.outbox] == ["first", "again"]
-    consumer.abandon(group, errors.NOT_COORDINATOR)
-    assert [(waiter, said.error) for waiter, said in group.outbox][2:] == [("joins anew", errors.NOT_COORDINATOR)]
+    consumer.abandon(group, error_codes.NOT_COORDINATOR)
+    assert [(waiter, said.error) for waiter, said in group.outbox][2:] == [("joins anew", error_codes.NOT_COORDINATOR)]
 
 
 def test_who_waits_for_a_slow_write_is_not_late_and_its_times_begin_when_it_is_told() -> None:

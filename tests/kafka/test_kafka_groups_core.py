@@ -8,9 +8,9 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from tidemill.kafka import errors
-from tidemill.kafka.groups import classic, phases
-from tidemill.kafka.groups.state import Group, GroupLimits, Join, JoinAnswer, Phase, Sync, SyncAnswer
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups import classic, classic_rebalance
+from tidemill.kafka.groups.classic_state import Group, GroupLimits, Join, JoinAnswer, Phase, Sync, SyncAnswer
 
 LIMITS = GroupLimits(members=4, member_bytes=1_000, bytes=3_000, initial_delay_ms=0, session_ms_min=10)
 SESSION, REBALANCE = 10_000, 30_000
@@ -68,7 +68,7 @@ class World:
 
     def later(self, ms: int) -> None:
         self.now += ms
-        phases.tick(self.group, self.now)
+        classic_rebalance.tick(self.group, self.now)
         self.settle()
 
     def leave(self, member: str, instance_id: str | None = None) -> int:
@@ -105,12 +105,12 @@ class World:
 def test_a_client_that_can_is_told_its_id_before_it_joins() -> None:
     world = World()
     first = world.joined(world.join(knows_first=True))
-    assert (first.error, bool(first.member_id), world.group.members) == (errors.MEMBER_ID_REQUIRED, True, {})
+    assert (first.error, bool(first.member_id), world.group.members) == (error_codes.MEMBER_ID_REQUIRED, True, {})
     again = world.joined(world.join(first.member_id))
     assert (again.error, again.member_id, again.generation, again.leader) == (0, first.member_id, 1, first.member_id)
     lost = world.joined(world.join(knows_first=True))
     world.later(SESSION)
-    assert world.joined(world.join(lost.member_id)).error == errors.UNKNOWN_MEMBER_ID
+    assert world.joined(world.join(lost.member_id)).error == error_codes.UNKNOWN_MEMBER_ID
 
 
 def test_an_id_that_was_given_out_is_waited_for_before_a_generation_is_made() -> None:
@@ -139,14 +139,14 @@ def test_who_has_not_joined_again_in_time_is_left_behind() -> None:
     world = World()
     slow, fast = world.stable(2)
     joining = world.join()
-    assert classic.heartbeat(world.group, world.now, fast, None, 2) == errors.REBALANCE_IN_PROGRESS
+    assert classic.heartbeat(world.group, world.now, fast, None, 2) == error_codes.REBALANCE_IN_PROGRESS
     waiting = world.join(fast)
     for _ in range(int(REBALANCE / 5_000)):
         world.later(5_000)
         classic.heartbeat(world.group, world.now, slow, None, 2)
     assert world.joined(waiting).generation == world.joined(joining).generation == 3
     assert slow not in world.group.members
-    assert classic.heartbeat(world.group, world.now, slow, None, 2) == errors.UNKNOWN_MEMBER_ID
+    assert classic.heartbeat(world.group, world.now, slow, None, 2) == error_codes.UNKNOWN_MEMBER_ID
 
 
 def test_who_is_not_heard_of_is_evicted_and_who_is_stays() -> None:
@@ -158,7 +158,7 @@ def test_who_is_not_heard_of_is_evicted_and_who_is_stays() -> None:
     assert list(world.group.members) == [heard]
     assert world.group.phase is Phase.PREPARING
     assert quiet not in world.group.members
-    assert phases.due(world.group) is not None
+    assert classic_rebalance.due(world.group) is not None
 
 
 def test_an_assignment_is_told_only_once_it_is_durable() -> None:
@@ -167,9 +167,9 @@ def test_an_assignment_is_told_only_once_it_is_durable() -> None:
     waiting = world.sync(leader, 1, {leader: b"all"})
     storing = classic.begin_store(world.group)
     assert waiting not in world.answers
-    classic.stored(world.group, world.now, storing, errors.COORDINATOR_NOT_AVAILABLE)
+    classic.stored(world.group, world.now, storing, error_codes.COORDINATOR_NOT_AVAILABLE)
     world.settle()
-    assert world.synced(waiting).error == errors.COORDINATOR_NOT_AVAILABLE
+    assert world.synced(waiting).error == error_codes.COORDINATOR_NOT_AVAILABLE
     assert world.group.phase is Phase.PREPARING
     again = world.joined(world.join(leader))
     waiting = world.sync(leader, again.generation, {leader: b"all"})
@@ -183,7 +183,7 @@ def test_an_assignment_whose_generation_ended_while_it_was_written_is_nobodys() 
     waiting = world.sync(leader, 1, {leader: b"old"})
     storing = classic.begin_store(world.group)
     world.join()
-    assert world.synced(waiting).error == errors.REBALANCE_IN_PROGRESS
+    assert world.synced(waiting).error == error_codes.REBALANCE_IN_PROGRESS
     world.join(leader)
     waiting = world.sync(leader, 2, {leader: b"new"})
     classic.stored(world.group, world.now, storing, 0)
@@ -206,18 +206,18 @@ def test_requests_of_another_generation_member_or_protocol_are_refused() -> None
     world = World()
     (leader,) = world.stable(1)
     for generation, member, more, code in (
-        (0, leader, {}, errors.ILLEGAL_GENERATION),
-        (2, leader, {}, errors.ILLEGAL_GENERATION),
-        (1, "stranger", {}, errors.UNKNOWN_MEMBER_ID),
-        (1, leader, {"protocol": "sticky"}, errors.INCONSISTENT_GROUP_PROTOCOL),
-        (1, leader, {"protocol_type": "connect"}, errors.INCONSISTENT_GROUP_PROTOCOL),
-        (1, leader, {"instance_id": "i"}, errors.UNKNOWN_MEMBER_ID),
+        (0, leader, {}, error_codes.ILLEGAL_GENERATION),
+        (2, leader, {}, error_codes.ILLEGAL_GENERATION),
+        (1, "stranger", {}, error_codes.UNKNOWN_MEMBER_ID),
+        (1, leader, {"protocol": "sticky"}, error_codes.INCONSISTENT_GROUP_PROTOCOL),
+        (1, leader, {"protocol_type": "connect"}, error_codes.INCONSISTENT_GROUP_PROTOCOL),
+        (1, leader, {"instance_id": "i"}, error_codes.UNKNOWN_MEMBER_ID),
     ):
         assert world.synced(world.sync(member, generation, **more)).error == code
-    assert world.joined(world.join(protocols=(("other", b""),))).error == errors.INCONSISTENT_GROUP_PROTOCOL
-    assert world.joined(world.join(protocol_type="connect")).error == errors.INCONSISTENT_GROUP_PROTOCOL
-    assert world.joined(world.join(protocols=())).error == errors.INCONSISTENT_GROUP_PROTOCOL
-    assert world.joined(world.join(session_ms=1)).error == errors.INVALID_SESSION_TIMEOUT
+    assert world.joined(world.join(protocols=(("other", b""),))).error == error_codes.INCONSISTENT_GROUP_PROTOCOL
+    assert world.joined(world.join(protocol_type="connect")).error == error_codes.INCONSISTENT_GROUP_PROTOCOL
+    assert world.joined(world.join(protocols=())).error == error_codes.INCONSISTENT_GROUP_PROTOCOL
+    assert world.joined(world.join(session_ms=1)).error == error_codes.INVALID_SESSION_TIMEOUT
     assert world.group.phase is Phase.STABLE
 
 
@@ -229,14 +229,14 @@ def test_commits_are_taken_from_members_or_from_anybody_while_nobody_is_there() 
 
     assert commit("", -1) == 0
     (leader,) = world.stable(1)
-    assert commit("", -1) == errors.UNKNOWN_MEMBER_ID
-    assert commit("stranger", 1) == errors.UNKNOWN_MEMBER_ID
-    assert commit(leader, 0) == errors.ILLEGAL_GENERATION
+    assert commit("", -1) == error_codes.UNKNOWN_MEMBER_ID
+    assert commit("stranger", 1) == error_codes.UNKNOWN_MEMBER_ID
+    assert commit(leader, 0) == error_codes.ILLEGAL_GENERATION
     assert commit(leader, 1) == 0
     world.join()
     assert commit(leader, 1) == 0, "what it read before it joins again"
     world.join(leader)
-    assert commit(leader, 2) == errors.REBALANCE_IN_PROGRESS
+    assert commit(leader, 2) == error_codes.REBALANCE_IN_PROGRESS
 
 
 def test_commits_within_a_transaction_name_member_and_generation_or_neither() -> None:
@@ -247,9 +247,9 @@ def test_commits_within_a_transaction_name_member_and_generation_or_neither() ->
 
     (leader,) = world.stable(1)
     assert commit("", -1) == 0, "producers before KIP-447 know neither"
-    assert commit("", 1) == errors.UNKNOWN_MEMBER_ID
-    assert commit("stranger", 1) == errors.UNKNOWN_MEMBER_ID
-    assert commit(leader, 0) == errors.ILLEGAL_GENERATION
+    assert commit("", 1) == error_codes.UNKNOWN_MEMBER_ID
+    assert commit("stranger", 1) == error_codes.UNKNOWN_MEMBER_ID
+    assert commit(leader, 0) == error_codes.ILLEGAL_GENERATION
     assert commit(leader, 1) == 0
     world.join()
     world.join(leader)
@@ -270,8 +270,8 @@ def test_a_static_member_comes_back_under_a_new_id_without_a_rebalance_and_fence
     assert (back.error, back.generation, back.skip_assignment, back.leader) == (0, 1, True, back.member_id)
     assert world.writes == writes + 1
     assert world.synced(world.sync(back.member_id, 1, instance_id="i")).assignment == b"mine"
-    assert classic.heartbeat(world.group, world.now, first, "i", 1) == errors.FENCED_INSTANCE_ID
-    assert world.joined(world.join(first, instance_id="i")).error == errors.FENCED_INSTANCE_ID
+    assert classic.heartbeat(world.group, world.now, first, "i", 1) == error_codes.FENCED_INSTANCE_ID
+    assert world.joined(world.join(first, instance_id="i")).error == error_codes.FENCED_INSTANCE_ID
     old_client = world.join(instance_id="i")
     world.store()
     assert world.joined(old_client).leader != world.joined(old_client).member_id, "it would assign otherwise"
@@ -296,12 +296,12 @@ def test_a_static_member_that_has_not_joined_again_stays_in_the_next_generation(
 def test_the_bounds_of_a_group_refuse_and_change_nothing() -> None:
     world = World()
     world.stable(4)
-    assert world.joined(world.join()).error == errors.GROUP_MAX_SIZE_REACHED
+    assert world.joined(world.join()).error == error_codes.GROUP_MAX_SIZE_REACHED
     assert world.group.phase is Phase.STABLE
     world = World()
-    assert world.joined(world.join(protocols=(("range", b"x" * 1_001),))).error == errors.GROUP_MAX_SIZE_REACHED
+    assert world.joined(world.join(protocols=(("range", b"x" * 1_001),))).error == error_codes.GROUP_MAX_SIZE_REACHED
     leader = world.joined(world.join()).member_id
-    assert world.synced(world.sync(leader, 1, {leader: b"x" * 1_001})).error == errors.GROUP_MAX_SIZE_REACHED
+    assert world.synced(world.sync(leader, 1, {leader: b"x" * 1_001})).error == error_codes.GROUP_MAX_SIZE_REACHED
     assert not world.group.unstored
 
 
@@ -360,7 +360,7 @@ def test_whatever_members_do_each_is_answered_once_and_a_generation_is_one(
         elif op == "wait":
             world.later(ms)
         else:
-            world.store(errors.COORDINATOR_NOT_AVAILABLE if op == "fail" else 0)
+            world.store(error_codes.COORDINATOR_NOT_AVAILABLE if op == "fail" else 0)
         learn()
         group = world.group
         assert len(group.members) + len(group.expected) <= group.limits.members
@@ -379,7 +379,7 @@ def test_whatever_members_do_each_is_answered_once_and_a_generation_is_one(
     # Every wait ends, though nobody says anything any more.
     for _ in range(40):
         world.store()
-        due = phases.due(world.group)
+        due = classic_rebalance.due(world.group)
         if due is None:
             break
         world.later(max(0, due - world.now))

@@ -28,12 +28,12 @@ from group_world import (
 from hypothesis import given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from tidemill.kafka import errors
-from tidemill.kafka.groups import either
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups import protocol_dispatch
+from tidemill.kafka.groups.classic_state import BeatAnswer, Group, GroupLimits, Join, Phase, Sync
 from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup, places
-from tidemill.kafka.groups.state import BeatAnswer, Group, GroupLimits, Join, Phase, Sync
 from tidemill.kafka.groups.subscriptions import assignment_of, encode_assignment, subscription_of
-from tidemill.kafka.schema.wire import I32, BadFrame
+from tidemill.kafka.schema.primitives import I32, BadFrame
 
 
 # one thing at a time -------------------------------------------------------------------------------------------------
@@ -87,8 +87,8 @@ def test_who_is_up_to_date_commits_on_the_way_back_into_the_classic_protocol() -
     world.beat("leaves", Beat(new.member_id, -1))
     world.settle()
     assert isinstance(world.group, Group) and world.group.generation == generation
-    assert either.commit_refusal(world.group, world.now, old.member_id, None, generation) == 0
-    assert world.heartbeat(old.member_id, generation) == errors.REBALANCE_IN_PROGRESS
+    assert protocol_dispatch.commit_refusal(world.group, world.now, old.member_id, None, generation) == 0
+    assert world.heartbeat(old.member_id, generation) == error_codes.REBALANCE_IN_PROGRESS
     settled(world, [old])
     assert used < old.uses and old.generation == generation + 1
 
@@ -130,7 +130,7 @@ def test_static_members_change_the_protocol_under_their_instance() -> None:
     new = ModernMember(world, "m", "i")
     settled(world, [stays, new])
     assert isinstance(world.group, ConsumerGroup) and set(world.group.instances) == {"i", "j"}
-    assert world.heartbeat(old.member_id, old.generation, "i") == errors.FENCED_INSTANCE_ID
+    assert world.heartbeat(old.member_id, old.generation, "i") == error_codes.FENCED_INSTANCE_ID
     assert shared([stays, new]) == ALL
     group = world.group
     for bad in ({"session_ms": 1}, {"protocol_type": "connect"}, {"protocols": ((EAGER, b""),)}):
@@ -143,20 +143,20 @@ def test_static_members_change_the_protocol_under_their_instance() -> None:
     assert isinstance(world.group, Group) and world.group.phase is Phase.STABLE
     assert set(world.group.members) == {stays.member_id, back.member_id} and shared([stays, back]) == ALL
     world.beat("old", Beat(new.member_id, new.generation, "i"))
-    assert isinstance(world.answers["old"], BeatAnswer) and world.answers["old"].error == errors.UNKNOWN_MEMBER_ID
+    assert isinstance(world.answers["old"], BeatAnswer) and world.answers["old"].error == error_codes.UNKNOWN_MEMBER_ID
 
 
 @pytest.mark.parametrize(
     ("changed", "code"),
     [
-        ({"upgrades": False}, errors.GROUP_ID_NOT_FOUND),
-        ({"protocol_type": "connect"}, errors.GROUP_ID_NOT_FOUND),
-        ({"metadata": b"\x00"}, errors.GROUP_ID_NOT_FOUND),
-        ({"assignment": encode_assignment(0, {TOPIC: [0]})[:-4] + I32.pack(1) + b"u"}, errors.GROUP_ID_NOT_FOUND),
-        ({"assignment": b"\x00"}, errors.GROUP_ID_NOT_FOUND),
-        ({"both": encode_assignment(0, {TOPIC: [0]})}, errors.GROUP_ID_NOT_FOUND),
-        ({"unstored": True}, errors.COORDINATOR_LOAD_IN_PROGRESS),
-        ({"phase": Phase.PREPARING}, errors.COORDINATOR_LOAD_IN_PROGRESS),
+        ({"upgrades": False}, error_codes.GROUP_ID_NOT_FOUND),
+        ({"protocol_type": "connect"}, error_codes.GROUP_ID_NOT_FOUND),
+        ({"metadata": b"\x00"}, error_codes.GROUP_ID_NOT_FOUND),
+        ({"assignment": encode_assignment(0, {TOPIC: [0]})[:-4] + I32.pack(1) + b"u"}, error_codes.GROUP_ID_NOT_FOUND),
+        ({"assignment": b"\x00"}, error_codes.GROUP_ID_NOT_FOUND),
+        ({"both": encode_assignment(0, {TOPIC: [0]})}, error_codes.GROUP_ID_NOT_FOUND),
+        ({"unstored": True}, error_codes.COORDINATOR_LOAD_IN_PROGRESS),
+        ({"phase": Phase.PREPARING}, error_codes.COORDINATOR_LOAD_IN_PROGRESS),
     ],
     ids=str,
 )
@@ -207,38 +207,46 @@ def test_what_is_no_request_of_a_classic_member_in_such_a_group_is_refused() -> 
         world.join("j", Join(member_id, "new", instance, "c", "/h", rebalance_ms=9, knows_first=True, **values))
         return world.answers.pop("j").error
 
-    assert join(session_ms=1) == errors.INVALID_SESSION_TIMEOUT
-    assert join(protocol_type="connect") == errors.INCONSISTENT_GROUP_PROTOCOL
-    assert join(protocols=()) == errors.INCONSISTENT_GROUP_PROTOCOL
-    assert join(protocols=((COOPERATIVE, subscription()),)) == errors.INCONSISTENT_GROUP_PROTOCOL
-    assert join(member_id="other", protocols=((EAGER, b"\x00"),)) == errors.INCONSISTENT_GROUP_PROTOCOL
-    assert join(member_id="x" * 300) == errors.UNKNOWN_MEMBER_ID
-    assert join(member_id="other", instance="nobody's") == errors.UNKNOWN_MEMBER_ID
-    assert join(instance="i", session_ms=1) == errors.INVALID_SESSION_TIMEOUT
-    assert join(member_id=new.member_id) == errors.UNKNOWN_MEMBER_ID, "it speaks the other protocol"
-    assert join(protocols=((EAGER, subscription(topic="x" * (200 << 10 >> 3))),) * 9) == errors.GROUP_MAX_SIZE_REACHED
-    assert join() == errors.MEMBER_ID_REQUIRED
+    assert join(session_ms=1) == error_codes.INVALID_SESSION_TIMEOUT
+    assert join(protocol_type="connect") == error_codes.INCONSISTENT_GROUP_PROTOCOL
+    assert join(protocols=()) == error_codes.INCONSISTENT_GROUP_PROTOCOL
+    assert join(protocols=((COOPERATIVE, subscription()),)) == error_codes.INCONSISTENT_GROUP_PROTOCOL
+    assert join(member_id="other", protocols=((EAGER, b"\x00"),)) == error_codes.INCONSISTENT_GROUP_PROTOCOL
+    assert join(member_id="x" * 300) == error_codes.UNKNOWN_MEMBER_ID
+    assert join(member_id="other", instance="nobody's") == error_codes.UNKNOWN_MEMBER_ID
+    assert join(instance="i", session_ms=1) == error_codes.INVALID_SESSION_TIMEOUT
+    assert join(member_id=new.member_id) == error_codes.UNKNOWN_MEMBER_ID, "it speaks the other protocol"
+    assert (
+        join(protocols=((EAGER, subscription(topic="x" * (200 << 10 >> 3))),) * 9) == error_codes.GROUP_MAX_SIZE_REACHED
+    )
+    assert join() == error_codes.MEMBER_ID_REQUIRED
 
     def sync(member_id: str, generation: int, **more: Any) -> int:
         world.sync("s", Sync(member_id, None, generation, **more))
         return world.answers.pop("s").error
 
-    assert sync("other", generation) == errors.UNKNOWN_MEMBER_ID
-    assert sync(new.member_id, new.generation) == errors.UNKNOWN_MEMBER_ID
-    assert sync(old.member_id, generation + 1) == errors.ILLEGAL_GENERATION
-    assert sync(old.member_id, generation, protocol="sticky") == errors.INCONSISTENT_GROUP_PROTOCOL
-    assert sync(old.member_id, generation, protocol_type="connect") == errors.INCONSISTENT_GROUP_PROTOCOL
+    assert sync("other", generation) == error_codes.UNKNOWN_MEMBER_ID
+    assert sync(new.member_id, new.generation) == error_codes.UNKNOWN_MEMBER_ID
+    assert sync(old.member_id, generation + 1) == error_codes.ILLEGAL_GENERATION
+    assert sync(old.member_id, generation, protocol="sticky") == error_codes.INCONSISTENT_GROUP_PROTOCOL
+    assert sync(old.member_id, generation, protocol_type="connect") == error_codes.INCONSISTENT_GROUP_PROTOCOL
     assert sync(old.member_id, generation) == 0
-    assert world.heartbeat("other", generation) == errors.UNKNOWN_MEMBER_ID
-    assert world.heartbeat(new.member_id, new.generation) == errors.UNKNOWN_MEMBER_ID
-    assert world.heartbeat(old.member_id, generation - 1) == errors.ILLEGAL_GENERATION
-    assert world.leave("other") == world.leave(new.member_id) == errors.UNKNOWN_MEMBER_ID
-    assert either.commit_refusal(group, 0, old.member_id, None, generation) == 0
-    assert either.commit_refusal(group, 0, old.member_id, None, generation - 1) == errors.ILLEGAL_GENERATION
-    assert either.commit_refusal(group, 0, new.member_id, None, generation - 1) == errors.STALE_MEMBER_EPOCH
+    assert world.heartbeat("other", generation) == error_codes.UNKNOWN_MEMBER_ID
+    assert world.heartbeat(new.member_id, new.generation) == error_codes.UNKNOWN_MEMBER_ID
+    assert world.heartbeat(old.member_id, generation - 1) == error_codes.ILLEGAL_GENERATION
+    assert world.leave("other") == world.leave(new.member_id) == error_codes.UNKNOWN_MEMBER_ID
+    assert protocol_dispatch.commit_refusal(group, 0, old.member_id, None, generation) == 0
+    assert (
+        protocol_dispatch.commit_refusal(group, 0, old.member_id, None, generation - 1)
+        == error_codes.ILLEGAL_GENERATION
+    )
+    assert (
+        protocol_dispatch.commit_refusal(group, 0, new.member_id, None, generation - 1)
+        == error_codes.STALE_MEMBER_EPOCH
+    )
     for epoch in (generation, -1):
         world.beat("b", Beat(old.member_id, epoch))
-        assert world.answers.pop("b").error == errors.UNKNOWN_MEMBER_ID, "it speaks the other protocol"
+        assert world.answers.pop("b").error == error_codes.UNKNOWN_MEMBER_ID, "it speaks the other protocol"
     assert world.rows == before and not group.unstored
 
 
@@ -249,7 +257,7 @@ def test_f235_a_classic_member_that_does_not_do_as_it_is_told_in_time_is_fenced(
     for _ in range(3):
         new.step()
         world.settle()
-    assert world.heartbeat(old.member_id, old.generation) == errors.REBALANCE_IN_PROGRESS
+    assert world.heartbeat(old.member_id, old.generation) == error_codes.REBALANCE_IN_PROGRESS
     told_at = world.now
     for _ in range(8):
         world.now += 100

@@ -14,13 +14,13 @@ from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
 from tidemill.base.limits import METASTORE_BATCH_BYTES
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.kafka import errors
-from tidemill.kafka.groups import led as led_module
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups import group_runner as led_module
+from tidemill.kafka.groups.classic_state import GroupLimits, Join, Phase, Sync, SyncAnswer
 from tidemill.kafka.groups.consumer_state import Beat, Topic
 from tidemill.kafka.groups.coordinator import Coordinator, Refused
-from tidemill.kafka.groups.led import LedGroup
+from tidemill.kafka.groups.group_runner import LedGroup
 from tidemill.kafka.groups.registers import carry_over
-from tidemill.kafka.groups.state import GroupLimits, Join, Phase, Sync, SyncAnswer
 from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
@@ -132,7 +132,7 @@ def test_a_coordinator_that_was_replaced_writes_nothing_more() -> None:
         assert await old.write(committed(5)) == 0
         new = await world.node().get("g")
         assert await new.write(committed(7)) == 0
-        assert await old.write(committed(6)) == errors.NOT_COORDINATOR
+        assert await old.write(committed(6)) == error_codes.NOT_COORDINATOR
         assert old.is_over
         assert await world.offsets() == [7]
 
@@ -150,16 +150,16 @@ def test_the_next_coordinator_finds_the_members_of_the_consumer_protocol_and_the
         assert (await new.beat(Beat("m1", 1), seen)).assignment is None, "nothing is told anew"
         assert new.group.phase is Phase.STABLE
         assert new.commit_refusal("m1", None, 1) == 0
-        assert (await old.beat(joins("m2"), seen)).error == errors.NOT_COORDINATOR
-        assert old.is_over and (await old.beat(Beat("m1", 1), seen)).error == errors.NOT_COORDINATOR
+        assert (await old.beat(joins("m2"), seen)).error == error_codes.NOT_COORDINATOR
+        assert old.is_over and (await old.beat(Beat("m1", 1), seen)).error == error_codes.NOT_COORDINATOR
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == ["m1"]
-        assert await new.delete(nothing) == errors.NON_EMPTY_GROUP
-        assert (await new.join(ask())).error == errors.REBALANCE_IN_PROGRESS, "who sees no topics"
-        assert (await new.join(ask(), seen)).error == errors.INCONSISTENT_GROUP_PROTOCOL, "who is no consumer"
+        assert await new.delete(nothing) == error_codes.NON_EMPTY_GROUP
+        assert (await new.join(ask())).error == error_codes.REBALANCE_IN_PROGRESS, "who sees no topics"
+        assert (await new.join(ask(), seen)).error == error_codes.INCONSISTENT_GROUP_PROTOCOL, "who is no consumer"
         assert (await new.beat(Beat("m1", -1), seen)).error == 0
         member = await stable(new)
-        assert (await new.beat(joins("m1"), seen)).error == errors.GROUP_ID_NOT_FOUND
-        assert (await new.beat(Beat("m1", 1), seen)).error == errors.UNKNOWN_MEMBER_ID
+        assert (await new.beat(joins("m1"), seen)).error == error_codes.GROUP_ID_NOT_FOUND
+        assert (await new.beat(Beat("m1", 1), seen)).error == error_codes.UNKNOWN_MEMBER_ID
         head = await world.metastore.get(GROUPS, "g")
         assert head is not None and (head.kind, head.generation) == ("classic", 3)
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == [member]
@@ -181,8 +181,8 @@ def test_f231_a_group_of_the_consumer_protocol_that_cannot_be_written_tells_what
             unsure.next = [fault] * 1_000
             led = await node.get("g")
             assert (await led.beat(joins("m2"), seen)).error in (
-                errors.COORDINATOR_NOT_AVAILABLE,
-                errors.INVALID_REQUEST,
+                error_codes.COORDINATOR_NOT_AVAILABLE,
+                error_codes.INVALID_REQUEST,
             )
             world.metastore.commit = unsure._commit  # type: ignore[method-assign]
             again = await node.get("g")
@@ -199,7 +199,7 @@ def test_an_assignment_of_a_coordinator_that_was_replaced_reaches_nobody() -> No
         new = await world.node().get("g")
         assert await stable(new, new_id="m2") == "m2"
         told = await old.sync(Sync(answer.member_id, None, answer.generation, assignments=(("m1", b"all"),)))
-        assert told.error == errors.NOT_COORDINATOR
+        assert told.error == error_codes.NOT_COORDINATOR
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == ["m2"]
 
     run(body)
@@ -269,11 +269,11 @@ def test_f231_a_group_that_cannot_be_written_ends_here_and_nothing_else_does(mon
         for fault in ("broken", "away"):
             unsure = Unsure(world.metastore)
             unsure.next = [fault] * 1_000
-            assert await (await node.get("g")).write(committed(5)) == errors.COORDINATOR_NOT_AVAILABLE
+            assert await (await node.get("g")).write(committed(5)) == error_codes.COORDINATOR_NOT_AVAILABLE
             unsure.next = []
             world.metastore.commit = unsure._commit  # type: ignore[method-assign]
             assert "group:g" in {mark.name for mark in world.tracker.report("p", 0).marks}
-            assert (await waiting).error == errors.COORDINATOR_NOT_AVAILABLE
+            assert (await waiting).error == error_codes.COORDINATOR_NOT_AVAILABLE
             assert not other.is_over
             again = await node.get("g")
             assert again.heartbeat(member, None, 1) == 0, "what was durable goes on"
@@ -320,7 +320,7 @@ def test_a_commit_that_is_refused_is_refused_alone() -> None:
         synced = await syncing(led)
         parts = [noted(0, 1), noted(1, 1, 300 << 10), noted(2, 1)]
         codes = await asyncio.gather(*(led.write(part) for part in parts))
-        assert codes == [0, errors.INVALID_REQUEST, 0]
+        assert codes == [0, error_codes.INVALID_REQUEST, 0]
         assert (await synced).assignment == b"a" * 1_000
         assert await world.offsets() == [5, 5]
         assert await led.write(committed(7)) == 0, "the group goes on"
@@ -360,10 +360,10 @@ def test_a_group_moves_when_nodes_come_and_go_and_members_are_missed_without_bei
         await asyncio.sleep(0)
         owns["a"] = False
         first.reassigned()
-        assert (await waiting).error == errors.NOT_COORDINATOR
+        assert (await waiting).error == error_codes.NOT_COORDINATOR
         with pytest.raises(Refused) as refused:
             await first.get("g")
-        assert refused.value.code == errors.NOT_COORDINATOR
+        assert refused.value.code == error_codes.NOT_COORDINATOR
         second.reassigned()
         while second.found("g") is None:
             await asyncio.sleep(0.01)
@@ -393,16 +393,16 @@ def test_f232_more_groups_or_bytes_than_the_node_holds_are_refused_and_those_the
         led = await node.get("g")
         with pytest.raises(Refused) as refused:
             await node.get("more")
-        assert refused.value.code == errors.COORDINATOR_NOT_AVAILABLE
+        assert refused.value.code == error_codes.COORDINATOR_NOT_AVAILABLE
         answer = await led.join(ask(protocols=(("range", b"x" * 20),)))
         with pytest.raises(Refused) as refused:
             await node.get("g", growing=True)
-        assert refused.value.code == errors.GROUP_MAX_SIZE_REACHED
+        assert refused.value.code == error_codes.GROUP_MAX_SIZE_REACHED
         assert led.heartbeat(answer.member_id, None, 1) == 0
         for name in ("", "x" * 600, "\x00" * 300):
             with pytest.raises(Refused) as refused:
                 await node.get(name)
-            assert refused.value.code == errors.INVALID_GROUP_ID
+            assert refused.value.code == error_codes.INVALID_GROUP_ID
 
     run(body)
 
@@ -412,7 +412,7 @@ def test_a_group_is_deleted_with_everything_and_begins_anew() -> None:
         node = world.node()
         led = await node.get("g")
         member = await stable(led)
-        assert await led.delete(nothing) == errors.NON_EMPTY_GROUP
+        assert await led.delete(nothing) == error_codes.NON_EMPTY_GROUP
         assert led.leave([(member, None)]) == [0]
         writes = [asyncio.ensure_future(led.write(committed(n))) for n in range(3)]
         await asyncio.sleep(0)

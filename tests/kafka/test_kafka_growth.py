@@ -13,7 +13,7 @@ from harness import Cluster, FakeBroker, RealBroker, eventually
 from kio.index import load_request_schema
 from raw import ZERO, RawClient, batch, encode, nested, produce_body
 
-from tidemill.kafka import KafkaSettings, errors
+from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.metastore.catalogue import TopicRow
 
 
@@ -31,18 +31,18 @@ def grow(
 
 
 REFUSALS: list[tuple[dict[str, Any], int]] = [
-    ({"name": "nowhere", "count": 4}, errors.UNKNOWN_TOPIC_OR_PARTITION),
-    ({"count": 2}, errors.INVALID_PARTITIONS),
-    ({"count": 1}, errors.INVALID_PARTITIONS),
-    ({"count": -1}, errors.INVALID_PARTITIONS),
-    ({"count": 10_001}, errors.INVALID_PARTITIONS),
-    ({"name": "captured", "count": 4}, errors.INVALID_PARTITIONS),
-    ({"count": 3, "times": 2}, errors.INVALID_REQUEST),
-    ({"count": 22}, errors.POLICY_VIOLATION),
-    ({"count": 4, "lists": [[1]]}, errors.INVALID_REPLICA_ASSIGNMENT),
-    ({"count": 4, "lists": [[1], []]}, errors.INVALID_REPLICA_ASSIGNMENT),
-    ({"count": 4, "lists": [[1], [1, 1]]}, errors.INVALID_REPLICA_ASSIGNMENT),
-    ({"count": 4, "lists": [[1], [77]]}, errors.INVALID_REPLICA_ASSIGNMENT),
+    ({"name": "nowhere", "count": 4}, error_codes.UNKNOWN_TOPIC_OR_PARTITION),
+    ({"count": 2}, error_codes.INVALID_PARTITIONS),
+    ({"count": 1}, error_codes.INVALID_PARTITIONS),
+    ({"count": -1}, error_codes.INVALID_PARTITIONS),
+    ({"count": 10_001}, error_codes.INVALID_PARTITIONS),
+    ({"name": "captured", "count": 4}, error_codes.INVALID_PARTITIONS),
+    ({"count": 3, "times": 2}, error_codes.INVALID_REQUEST),
+    ({"count": 22}, error_codes.POLICY_VIOLATION),
+    ({"count": 4, "lists": [[1]]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+    ({"count": 4, "lists": [[1], []]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+    ({"count": 4, "lists": [[1], [1, 1]]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
+    ({"count": 4, "lists": [[1], [77]]}, error_codes.INVALID_REPLICA_ASSIGNMENT),
 ]
 
 
@@ -83,7 +83,7 @@ def test_a_partition_added_through_another_node_takes_the_next_record_in_its_ord
         parts: list[tuple[int, bytes | None]] = [(2, batch([b"new"])), (0, batch([b"old"])), (3, batch([b"none"]))]
         answer = client.ask(0, 3, produce_body("t", parts))
         codes = [int(p.error_code) for p in answer.responses[0].partition_responses]
-        assert codes == [0, 0, errors.UNKNOWN_TOPIC_OR_PARTITION]
+        assert codes == [0, 0, error_codes.UNKNOWN_TOPIC_OR_PARTITION]
 
 
 def test_clients_of_every_node_use_what_a_topic_gained_and_old_records_stay() -> None:
@@ -140,7 +140,7 @@ def test_a_configured_limit_counts_what_a_topic_has_once(fake_broker: FakeBroker
     broker = FakeBroker(KafkaSettings(partitions_max=6))
     try:
         broker.create_topic("t", 4)
-        assert grow(broker, "t", 7)[0] == errors.POLICY_VIOLATION
+        assert grow(broker, "t", 7)[0] == error_codes.POLICY_VIOLATION
         eventually(lambda: grow(broker, "t", 6)[0] == 0)
     finally:
         broker.close()

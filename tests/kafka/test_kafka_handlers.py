@@ -16,11 +16,11 @@ from raw import ZERO, RawClient, batch, decode, encode, example, fetch_body, fie
 from patience import DEADLINE_S
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
-from tidemill.kafka import KafkaSettings, errors
-from tidemill.kafka import request as request_module
+from tidemill.kafka import KafkaSettings, error_codes
+from tidemill.kafka.api import dispatch as request_module
 from tidemill.kafka.handlers import APIS, k01_fetch
-from tidemill.kafka.schema import compiled
-from tidemill.kafka.topic_cache import TopicCache
+from tidemill.kafka.metadata.topic_cache import TopicCache
+from tidemill.kafka.schema import codec_compiler
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
@@ -31,7 +31,7 @@ ALL_TOPICS = b"\xff\xff\xff\xff"
 def strict(key: int, version: int, body: dict[str, Any]) -> bytearray:
     """encode_response that also refuses a field which no version of the schema has."""
     api = APIS[key]
-    trees = [compiled.response_fields(key, v) for v in range(api.min_version, api.max_version + 1)]
+    trees = [codec_compiler.response_fields(key, v) for v in range(api.min_version, api.max_version + 1)]
 
     def check(value: Any, known: list[dict[str, Any]]) -> None:
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -43,7 +43,7 @@ def strict(key: int, version: int, body: dict[str, Any]) -> bytearray:
                     check(inner, here)
 
     check(body, trees)
-    return compiled.encode_response(key, version, body)
+    return codec_compiler.encode_response(key, version, body)
 
 
 UNION_EXTRAS = {10: ("key",), 9: ("group_id", "topic_id")}
@@ -63,23 +63,23 @@ def code(answer: Any) -> int:
 
 SASL = (17, 36)
 """What only a listener with SASL answers: test_kafka_sasl."""
-REFUSED = {34: errors.LOG_DIR_NOT_FOUND, 43: errors.ELECTION_NOT_NEEDED}
+REFUSED = {34: error_codes.LOG_DIR_NOT_FOUND, 43: error_codes.ELECTION_NOT_NEEDED}
 """What an API answers that is there to refuse by name."""
 
 EVERY = [(a.key, v) for a in APIS.values() if a.key not in SASL for v in range(a.min_version, a.max_version + 1)]
 
 
 NOBODY = {
-    11: errors.MEMBER_ID_REQUIRED,
-    12: errors.UNKNOWN_MEMBER_ID,
-    13: errors.UNKNOWN_MEMBER_ID,
-    14: errors.UNKNOWN_MEMBER_ID,
-    15: errors.GROUP_ID_NOT_FOUND,
-    42: errors.GROUP_ID_NOT_FOUND,
-    47: errors.GROUP_ID_NOT_FOUND,
-    **dict.fromkeys((24, 25, 26, 28), errors.INVALID_PRODUCER_ID_MAPPING),
-    65: errors.TRANSACTIONAL_ID_NOT_FOUND,
-    69: errors.GROUP_ID_NOT_FOUND,
+    11: error_codes.MEMBER_ID_REQUIRED,
+    12: error_codes.UNKNOWN_MEMBER_ID,
+    13: error_codes.UNKNOWN_MEMBER_ID,
+    14: error_codes.UNKNOWN_MEMBER_ID,
+    15: error_codes.GROUP_ID_NOT_FOUND,
+    42: error_codes.GROUP_ID_NOT_FOUND,
+    47: error_codes.GROUP_ID_NOT_FOUND,
+    **dict.fromkeys((24, 25, 26, 28), error_codes.INVALID_PRODUCER_ID_MAPPING),
+    65: error_codes.TRANSACTIONAL_ID_NOT_FOUND,
+    69: error_codes.GROUP_ID_NOT_FOUND,
 }
 """What is told of a group or a transactional id that does not exist, or by who is not in it: some versions say so
 (`expected`)."""
@@ -137,7 +137,7 @@ def test_f209_a_fault_of_any_type_ends_its_request_and_not_the_connection(
             planted.setattr(request_module, "encoded", broken)
             planted.setattr(k01_fetch, "_full", broken)
             answer = client.ask(key, version, body)
-        assert code(answer) == (errors.REQUEST_TIMED_OUT if key == 1 else errors.UNKNOWN_SERVER_ERROR)
+        assert code(answer) == (error_codes.REQUEST_TIMED_OUT if key == 1 else error_codes.UNKNOWN_SERVER_ERROR)
         assert code(client.ask(18, 0, b"")) == 0, "the same connection"
 
 
@@ -153,10 +153,10 @@ def test_no_client_makes_partitions_beyond_the_limit_in_all() -> None:
                 return int(client.ask(19, 4, encode(schema(topics=(new,), timeout=ZERO))).topics[0].error_code)
 
         assert create("one", 7) == 0
-        assert create("two", 4) == errors.POLICY_VIOLATION
+        assert create("two", 4) == error_codes.POLICY_VIOLATION
         with RawClient(broker.port) as client:
             answer = client.ask(3, 1, struct.pack(">ih", 1, 3) + b"new")
-            assert int(answer.topics[0].error_code) == errors.UNKNOWN_TOPIC_OR_PARTITION
+            assert int(answer.topics[0].error_code) == error_codes.UNKNOWN_TOPIC_OR_PARTITION
         assert create("two", 3) == 0
     finally:
         broker.close()
@@ -172,7 +172,7 @@ def test_metadata_creates_a_missing_topic_with_the_default_partitions(fake_broke
 def test_metadata_creates_nothing_when_the_client_forbids_it(fake_broker: FakeBroker) -> None:
     with RawClient(fake_broker.port) as client:
         (topic,) = client.ask(3, 4, struct.pack(">ih", 1, 3) + b"new" + b"\x00").topics
-        assert int(topic.error_code) == errors.UNKNOWN_TOPIC_OR_PARTITION
+        assert int(topic.error_code) == error_codes.UNKNOWN_TOPIC_OR_PARTITION
         assert client.ask(3, 1, ALL_TOPICS).topics == ()
 
 
@@ -181,7 +181,7 @@ def test_metadata_creates_nothing_when_the_setting_is_off() -> None:
     try:
         with RawClient(broker.port) as client:
             (topic,) = client.ask(3, 1, struct.pack(">ih", 1, 3) + b"new").topics
-            assert int(topic.error_code) == errors.UNKNOWN_TOPIC_OR_PARTITION
+            assert int(topic.error_code) == error_codes.UNKNOWN_TOPIC_OR_PARTITION
     finally:
         broker.close()
 
@@ -193,7 +193,7 @@ def test_metadata_by_an_unknown_id_and_a_bad_name(fake_broker: FakeBroker) -> No
     with RawClient(fake_broker.port) as client:
         answer = client.ask(3, 12, encode(fields(schema, topics=asked)))
         codes = [int(t.error_code) for t in answer.topics]
-        assert codes == [errors.UNKNOWN_TOPIC_ID, errors.INVALID_TOPIC_EXCEPTION]
+        assert codes == [error_codes.UNKNOWN_TOPIC_ID, error_codes.INVALID_TOPIC_EXCEPTION]
 
 
 @pytest.mark.parametrize("version", [10, 11])
@@ -207,7 +207,7 @@ def test_metadata_by_id_alone_before_its_version_is_refused_in_an_answer_that_ca
     with RawClient(fake_broker.port) as client:
         answer = client.ask(3, version, encode(fields(schema, topics=(*asked, element(topic_id=None, name="t")))))
         assert [(t.name, int(t.error_code)) for t in answer.topics] == [
-            ("", errors.INVALID_REQUEST),
+            ("", error_codes.INVALID_REQUEST),
             ("t", 0),
             ("t", 0),
         ]
@@ -240,13 +240,13 @@ def test_while_consensus_is_down_known_topics_are_served_and_the_rest_is_retriab
         client.ask(3, 1, ALL_TOPICS)
         fake_broker.consensus.down = True
         assert code(client.ask(3, 1, asked + b"known")) == 0
-        assert code(client.ask(3, 1, asked + b"other")) == errors.LEADER_NOT_AVAILABLE
+        assert code(client.ask(3, 1, asked + b"other")) == error_codes.LEADER_NOT_AVAILABLE
         assert [t.name for t in client.ask(3, 1, ALL_TOPICS).topics] == ["known"]
         assert ask_produce(client, "known", [(0, batch([b"v"]))]) == [0]
         body = encode(load_request_schema(22, 1)(transactional_id=None, transaction_timeout=ZERO))
-        assert code(client.ask(22, 1, body)) == errors.COORDINATOR_NOT_AVAILABLE
+        assert code(client.ask(22, 1, body)) == error_codes.COORDINATOR_NOT_AVAILABLE
         fetch = struct.pack(">h", 1) + b"g" + struct.pack(">ih", 1, 5) + b"known" + struct.pack(">ii", 1, 0)
-        assert code(client.ask(9, 1, fetch)) == errors.COORDINATOR_LOAD_IN_PROGRESS
+        assert code(client.ask(9, 1, fetch)) == error_codes.COORDINATOR_LOAD_IN_PROGRESS
         fake_broker.consensus.down = False
         assert code(client.ask(22, 1, body)) == 0
 
@@ -268,15 +268,15 @@ def test_produce_answers_each_bad_partition_by_itself(fake_broker: FakeBroker) -
         parts += [(0, good[:-3]), (0, good[:20]), (0, control), (0, good)]
         assert ask_produce(client, "t", parts) == [
             0,
-            errors.INVALID_RECORD,
-            errors.CORRUPT_MESSAGE,
-            errors.INVALID_RECORD,
-            errors.UNKNOWN_TOPIC_OR_PARTITION,
-            errors.UNKNOWN_TOPIC_OR_PARTITION,
-            errors.INVALID_RECORD,
-            errors.CORRUPT_MESSAGE,
-            errors.CORRUPT_MESSAGE,
-            errors.INVALID_RECORD,
+            error_codes.INVALID_RECORD,
+            error_codes.CORRUPT_MESSAGE,
+            error_codes.INVALID_RECORD,
+            error_codes.UNKNOWN_TOPIC_OR_PARTITION,
+            error_codes.UNKNOWN_TOPIC_OR_PARTITION,
+            error_codes.INVALID_RECORD,
+            error_codes.CORRUPT_MESSAGE,
+            error_codes.CORRUPT_MESSAGE,
+            error_codes.INVALID_RECORD,
             0,
         ]
 
@@ -295,7 +295,7 @@ def test_a_fault_of_ours_in_one_partition_leaves_the_others_their_answers(
     monkeypatch.setattr(fake_broker.topics, "produce_nowait", broken)
     with RawClient(fake_broker.port) as client:
         codes = ask_produce(client, "t", [(p, batch([b"v"])) for p in range(3)])
-        assert codes == [0, errors.REQUEST_TIMED_OUT, 0]
+        assert codes == [0, error_codes.REQUEST_TIMED_OUT, 0]
 
 
 def test_produce_refuses_what_it_must(fake_broker: FakeBroker) -> None:
@@ -304,16 +304,16 @@ def test_produce_refuses_what_it_must(fake_broker: FakeBroker) -> None:
     good, zstd = batch([b"v"]), batch([b"v"], codec="zstd")
     with RawClient(fake_broker.port) as client:
         client.ask(3, 1, ALL_TOPICS)
-        assert ask_produce(client, "orders", [(0, good)]) == [errors.TOPIC_AUTHORIZATION_FAILED]
-        assert ask_produce(client, "t", [(0, good)], acks=5) == [errors.INVALID_REQUIRED_ACKS]
+        assert ask_produce(client, "orders", [(0, good)]) == [error_codes.TOPIC_AUTHORIZATION_FAILED]
+        assert ask_produce(client, "t", [(0, good)], acks=5) == [error_codes.INVALID_REQUIRED_ACKS]
         transactional = good[:22] + b"\x10" + good[23:]
-        assert ask_produce(client, "t", [(0, transactional)]) == [errors.INVALID_RECORD]
+        assert ask_produce(client, "t", [(0, transactional)]) == [error_codes.INVALID_RECORD]
         assert ask_produce(client, "t", [(0, zstd)]) == [76]
 
 
 def test_a_topic_is_called_unknown_only_after_looking_for_it(fake_broker: FakeBroker) -> None:
     with RawClient(fake_broker.port) as client:
-        assert ask_produce(client, "later", [(0, batch([b"v"]))]) == [errors.UNKNOWN_TOPIC_OR_PARTITION]
+        assert ask_produce(client, "later", [(0, batch([b"v"]))]) == [error_codes.UNKNOWN_TOPIC_OR_PARTITION]
         fake_broker.create_topic("other", 1)
         assert ask_produce(client, "other", [(0, batch([b"v"]))]) == [0]
         fake_broker.create_topic("later", 1)
@@ -326,13 +326,15 @@ def test_fetch_tells_unknown_partitions_and_offsets_out_of_range(fake_broker: Fa
     with RawClient(fake_broker.port) as client:
         client.ask(3, 1, ALL_TOPICS)
         far = client.ask(1, 4, fetch_body("t", 0, 99)).responses[0].partitions[0]
-        assert int(far.error_code) == errors.OFFSET_OUT_OF_RANGE
+        assert int(far.error_code) == error_codes.OFFSET_OUT_OF_RANGE
 
         def absent() -> int:
             asked = fetch_body("t", 7, 0, max_wait_ms=60_000)
             return int(client.ask(1, 4, asked).responses[0].partitions[0].error_code)
 
-        assert absent() == errors.UNKNOWN_TOPIC_OR_PARTITION, "the first answer waits until the topic was looked for"
+        assert absent() == error_codes.UNKNOWN_TOPIC_OR_PARTITION, (
+            "the first answer waits until the topic was looked for"
+        )
 
 
 def test_list_offsets_by_time_is_exact_to_the_record_in_every_codec(fake_broker: FakeBroker) -> None:
@@ -356,7 +358,7 @@ def test_list_offsets_by_time_is_exact_to_the_record_in_every_codec(fake_broker:
         assert asked(-2)[:2] == (0, 0)
         assert asked(-1)[:2] == (0, 12)
         for special in (-3, -4, -5, -6, -99):
-            assert asked(special)[0] == errors.UNSUPPORTED_VERSION, "this version does not know them"
+            assert asked(special)[0] == error_codes.UNSUPPORTED_VERSION, "this version does not know them"
 
 
 def test_producer_ids_never_repeat_across_nodes_and_restarts(fake_broker: FakeBroker) -> None:
@@ -371,7 +373,7 @@ def test_producer_ids_never_repeat_across_nodes_and_restarts(fake_broker: FakeBr
     assert len(set(ids)) == 15
     with RawClient(fake_broker.port) as client:
         refused = client.ask(22, 1, encode(schema(transactional_id="t", transaction_timeout=ZERO)))
-        assert int(refused.error_code) == errors.INVALID_TRANSACTION_TIMEOUT
+        assert int(refused.error_code) == error_codes.INVALID_TRANSACTION_TIMEOUT
 
 
 def test_offset_commits_of_members_are_refused_and_simple_ones_kept(fake_broker: FakeBroker) -> None:
@@ -393,11 +395,11 @@ def test_offset_commits_of_members_are_refused_and_simple_ones_kept(fake_broker:
 
     with RawClient(fake_broker.port) as client:
         client.ask(3, 1, ALL_TOPICS)
-        assert code(client.ask(8, 7, body("m-1", 0, 5))) == errors.UNKNOWN_MEMBER_ID
+        assert code(client.ask(8, 7, body("m-1", 0, 5))) == error_codes.UNKNOWN_MEMBER_ID
         assert code(client.ask(8, 7, body("", 0, 5, "note"))) == 0
         assert code(client.ask(8, 7, body("", 1, 6))) == 0
-        assert code(client.ask(8, 7, body("", 0, 5, "x" * 5000))) == errors.OFFSET_METADATA_TOO_LARGE
-        assert code(client.ask(8, 7, body("", 9, 5))) == errors.UNKNOWN_TOPIC_OR_PARTITION
+        assert code(client.ask(8, 7, body("", 0, 5, "x" * 5000))) == error_codes.OFFSET_METADATA_TOO_LARGE
+        assert code(client.ask(8, 7, body("", 9, 5))) == error_codes.UNKNOWN_TOPIC_OR_PARTITION
         everything = client.ask(9, 2, struct.pack(">h", 1) + b"g" + b"\xff\xff\xff\xff")
         parts = everything.topics[0].partitions
         assert [(int(p.partition_index), int(p.committed_offset), p.metadata) for p in parts] == [
@@ -410,7 +412,7 @@ def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_
     fake_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """−1 without an error would make a consumer begin where auto.offset.reset says."""
-    monkeypatch.setattr("tidemill.kafka.topic_cache.SETTLE_S", 0.05)
+    monkeypatch.setattr("tidemill.kafka.metadata.topic_cache.SETTLE_S", 0.05)
     whole = fake_broker.catalogue.list
 
     async def away(kind: Any, **more: Any) -> Any:
@@ -447,7 +449,7 @@ def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_
         for version in (1, 5, 7, 8, 10):
             for (name, partition), row in places.items():
                 told = found(client, name, version, partition, row.topic_id)
-                assert told == (errors.COORDINATOR_LOAD_IN_PROGRESS, -1), (name, version)
+                assert told == (error_codes.COORDINATOR_LOAD_IN_PROGRESS, -1), (name, version)
         topic = nested(load_request_schema(8, 7), "topics")
         part = nested(topic, "partitions")
         commit = encode(
@@ -462,9 +464,9 @@ def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_
             )
         )  # fmt: skip
         told = [int(p.error_code) for t in client.ask(8, 7, commit).topics for p in t.partitions]
-        assert told == [errors.COORDINATOR_LOAD_IN_PROGRESS] * 2
+        assert told == [error_codes.COORDINATOR_LOAD_IN_PROGRESS] * 2
         monkeypatch.setattr(fake_broker.catalogue, "list", whole)
-        monkeypatch.setattr("tidemill.kafka.topic_cache.SETTLE_S", DEADLINE_S)
+        monkeypatch.setattr("tidemill.kafka.metadata.topic_cache.SETTLE_S", DEADLINE_S)
         for version in (1, 5, 7, 8, 10):
             for (name, partition), row in places.items():
                 assert found(client, name, version, partition, row.topic_id) == (0, 7), (name, version)
@@ -480,25 +482,25 @@ def test_f213_a_topic_in_use_is_not_deleted_by_a_client(fake_broker: FakeBroker)
         body = encode(load_request_schema(20, 5)(topic_names=("orders", "clicks", "none"), timeout=ZERO))
         answer = client.ask(20, 5, body)
         assert [int(r.error_code) for r in answer.responses] == [
-            errors.POLICY_VIOLATION,
-            errors.POLICY_VIOLATION,
-            errors.UNKNOWN_TOPIC_OR_PARTITION,
+            error_codes.POLICY_VIOLATION,
+            error_codes.POLICY_VIOLATION,
+            error_codes.UNKNOWN_TOPIC_OR_PARTITION,
         ]
         assert "pipeline:p" in answer.responses[1].error_message
 
 
 CREATE_REFUSALS: list[tuple[dict[str, Any], int]] = [
-    ({"name": "bad name"}, errors.INVALID_TOPIC_EXCEPTION),
-    ({"num_partitions": 0}, errors.INVALID_PARTITIONS),
-    ({"num_partitions": 1_000_000}, errors.INVALID_PARTITIONS),
-    ({"replication_factor": 0}, errors.INVALID_REPLICATION_FACTOR),
-    ({"name": "taken"}, errors.TOPIC_ALREADY_EXISTS),
-    ({"configs": (("no.such", "1"),)}, errors.INVALID_CONFIG),
-    ({"configs": (("cleanup.policy", "shrink"),)}, errors.INVALID_CONFIG),
-    ({"configs": (("retention.ms", "a week"),)}, errors.INVALID_CONFIG),
-    ({"configs": (("retention.ms", "-2"),)}, errors.INVALID_CONFIG),
-    ({"configs": (("max.message.bytes", "1000000000"),)}, errors.INVALID_CONFIG),
-    ({"configs": (("min.insync.replicas", "0"),)}, errors.INVALID_CONFIG),
+    ({"name": "bad name"}, error_codes.INVALID_TOPIC_EXCEPTION),
+    ({"num_partitions": 0}, error_codes.INVALID_PARTITIONS),
+    ({"num_partitions": 1_000_000}, error_codes.INVALID_PARTITIONS),
+    ({"replication_factor": 0}, error_codes.INVALID_REPLICATION_FACTOR),
+    ({"name": "taken"}, error_codes.TOPIC_ALREADY_EXISTS),
+    ({"configs": (("no.such", "1"),)}, error_codes.INVALID_CONFIG),
+    ({"configs": (("cleanup.policy", "shrink"),)}, error_codes.INVALID_CONFIG),
+    ({"configs": (("retention.ms", "a week"),)}, error_codes.INVALID_CONFIG),
+    ({"configs": (("retention.ms", "-2"),)}, error_codes.INVALID_CONFIG),
+    ({"configs": (("max.message.bytes", "1000000000"),)}, error_codes.INVALID_CONFIG),
+    ({"configs": (("min.insync.replicas", "0"),)}, error_codes.INVALID_CONFIG),
 ]
 
 
@@ -537,7 +539,7 @@ def test_coordinators_of_anything_but_groups_and_transactions_are_refused_with_a
         answer = client.ask(10, 1, struct.pack(">h", 1) + b"t" + b"\x01")
         assert (int(answer.error_code), answer.node_id) == (0, 1)
         answer = client.ask(10, 1, struct.pack(">h", 1) + b"t" + b"\x02")
-        assert int(answer.error_code) == errors.INVALID_REQUEST
+        assert int(answer.error_code) == error_codes.INVALID_REQUEST
         assert answer.error_message == "Share groups are not served."
 
 
@@ -549,37 +551,39 @@ def test_every_kind_of_error_has_a_retriable_or_honest_code() -> None:
     from tidemill.topics import api as front
 
     expected = {
-        kinds.Unavailable: errors.KAFKA_STORAGE_ERROR,
-        kinds.Unknown: errors.REQUEST_TIMED_OUT,
-        kinds.Fenced: errors.NOT_LEADER_OR_FOLLOWER,
-        kinds.Closed: errors.NOT_LEADER_OR_FOLLOWER,
-        kinds.Conflict: errors.NOT_LEADER_OR_FOLLOWER,
-        kinds.Corrupt: errors.KAFKA_STORAGE_ERROR,
-        kinds.Missing: errors.UNKNOWN_TOPIC_OR_PARTITION,
-        kinds.Invalid: errors.INVALID_REQUEST,
-        front.NotLeader: errors.NOT_LEADER_OR_FOLLOWER,
-        front.OutOfOrderSequence: errors.OUT_OF_ORDER_SEQUENCE_NUMBER,
-        front.InvalidProducerEpoch: errors.INVALID_PRODUCER_EPOCH,
-        front.CorruptBatch: errors.CORRUPT_MESSAGE,
-        front.InvalidRecords: errors.INVALID_RECORD,
-        front.BatchTooLarge: errors.MESSAGE_TOO_LARGE,
-        front.BadBatch: errors.KAFKA_STORAGE_ERROR,
-        front.OffsetOutOfRange: errors.OFFSET_OUT_OF_RANGE,
+        kinds.Unavailable: error_codes.KAFKA_STORAGE_ERROR,
+        kinds.Unknown: error_codes.REQUEST_TIMED_OUT,
+        kinds.Fenced: error_codes.NOT_LEADER_OR_FOLLOWER,
+        kinds.Closed: error_codes.NOT_LEADER_OR_FOLLOWER,
+        kinds.Conflict: error_codes.NOT_LEADER_OR_FOLLOWER,
+        kinds.Corrupt: error_codes.KAFKA_STORAGE_ERROR,
+        kinds.Missing: error_codes.UNKNOWN_TOPIC_OR_PARTITION,
+        kinds.Invalid: error_codes.INVALID_REQUEST,
+        front.NotLeader: error_codes.NOT_LEADER_OR_FOLLOWER,
+        front.OutOfOrderSequence: error_codes.OUT_OF_ORDER_SEQUENCE_NUMBER,
+        front.InvalidProducerEpoch: error_codes.INVALID_PRODUCER_EPOCH,
+        front.CorruptBatch: error_codes.CORRUPT_MESSAGE,
+        front.InvalidRecords: error_codes.INVALID_RECORD,
+        front.BatchTooLarge: error_codes.MESSAGE_TOO_LARGE,
+        front.BadBatch: error_codes.KAFKA_STORAGE_ERROR,
+        front.OffsetOutOfRange: error_codes.OFFSET_OUT_OF_RANGE,
     }
-    assert {kind: errors.code_of(kind("x")) for kind in expected} == expected
-    assert all(issubclass(kind, TidemillError) and errors.is_expected(kind("x")) for kind in expected)
+    assert {kind: error_codes.code_of(kind("x")) for kind in expected} == expected
+    assert all(issubclass(kind, TidemillError) and error_codes.is_expected(kind("x")) for kind in expected)
 
 
 def test_a_fault_of_ours_counts_as_an_unknown_outcome() -> None:
-    assert errors.code_of(RuntimeError("bug")) == errors.code_of(Unknown("x")) == errors.REQUEST_TIMED_OUT
-    assert not errors.is_expected(RuntimeError("bug"))
-    assert errors.code_of(Unavailable("x")) != errors.code_of(Invalid("x"))
+    assert (
+        error_codes.code_of(RuntimeError("bug")) == error_codes.code_of(Unknown("x")) == error_codes.REQUEST_TIMED_OUT
+    )
+    assert not error_codes.is_expected(RuntimeError("bug"))
+    assert error_codes.code_of(Unavailable("x")) != error_codes.code_of(Invalid("x"))
 
 
 def test_only_a_batch_that_can_never_be_stored_gets_a_code_that_loses_messages() -> None:
     from tidemill.topics import api as front
 
-    losing = {kind for kind, code in errors._CODES if code in (-1, 10, 59, 87, 89)}
+    losing = {kind for kind, code in error_codes._CODES if code in (-1, 10, 59, 87, 89)}
     assert losing == {front.InvalidRecords, front.BatchTooLarge}
 
 
@@ -629,7 +633,7 @@ def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once ValueError, so UNKNOWN_SERVER_ERROR: the refresh under way had taken the waiting futures away."""
-    monkeypatch.setattr("tidemill.kafka.topic_cache.SETTLE_S", 0.05)
+    monkeypatch.setattr("tidemill.kafka.metadata.topic_cache.SETTLE_S", 0.05)
 
     class Slow:
         error: TidemillError | None = None
@@ -648,7 +652,7 @@ def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_w
         cache = TopicCache(catalogue, SystemClock())  # type: ignore[arg-type]
         refreshing = asyncio.create_task(cache.run(1000.0))
         await cache.settle([("orders", 0)], is_id=False)
-        assert cache.resolve("orders", is_id=False) == errors.NOT_LEADER_OR_FOLLOWER, "nobody has looked yet"
+        assert cache.resolve("orders", is_id=False) == error_codes.NOT_LEADER_OR_FOLLOWER, "nobody has looked yet"
         left = asyncio.create_task(cache.settled())
         await asyncio.sleep(0)
         left.cancel()  # its client is gone
@@ -659,7 +663,7 @@ def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_w
         catalogue.error = None
         await cache.settle([("orders", 0)], is_id=False)
         await cache.looked()
-        assert cache.resolve("orders", is_id=False) == errors.UNKNOWN_TOPIC_OR_PARTITION
+        assert cache.resolve("orders", is_id=False) == error_codes.UNKNOWN_TOPIC_OR_PARTITION
         refreshing.cancel()
 
     asyncio.run(scenario())

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
 from tidemill.kafka.handlers import APIS
-from tidemill.kafka.layouts import LARGE_PARTITIONS, NO_LEADER, Layouts
-from tidemill.kafka.schema.compiled import encode_response
+from tidemill.kafka.metadata.encoded_partitions import LARGE_PARTITIONS, NO_LEADER, Layouts
+from tidemill.kafka.schema.codec_compiler import encode_response
 
 VERSIONS = range(APIS[3].min_version, APIS[3].max_version + 1)
 TOPIC_ID = "00000000-0000-0000-0000-000000000001"
@@ -33,7 +33,7 @@ def test_what_is_kept_is_what_would_be_written(version: int, leaders: tuple[int,
     plain = []
     for index, leader in enumerate(leaders):
         nodes = [leader] if leader >= 0 else []
-        code = 0 if leader >= 0 else errors.LEADER_NOT_AVAILABLE
+        code = 0 if leader >= 0 else error_codes.LEADER_NOT_AVAILABLE
         plain.append(
             {
                 "error_code": code,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import structlog
 
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.budget import Budget
-from tidemill.kafka.door import TELL_EVERY_S, Door
+from tidemill.kafka.net.connection_limits import TELL_EVERY_S, Door
+from tidemill.kafka.net.memory_budget import Budget
 
 
 class Session:

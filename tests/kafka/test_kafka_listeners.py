@@ -16,7 +16,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import exposed, parse
 from tidemill.base.errors import Invalid
 from tidemill.kafka import KafkaServer
-from tidemill.kafka.listeners import Listener
+from tidemill.kafka.net.listeners import Listener
 
 ALL_TOPICS = b"\xff\xff\xff\xff"
 

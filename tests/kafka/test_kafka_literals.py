@@ -17,8 +17,8 @@ from kio.serial import entity_reader
 from raw import RawClient, decode, encode, example, fields, nested
 from session_reader import Fetcher
 
-from tidemill.kafka import errors, handlers
-from tidemill.kafka.schema.compiled import decode_request, encode_response
+from tidemill.kafka import error_codes, handlers
+from tidemill.kafka.schema.codec_compiler import decode_request, encode_response
 from tidemill.metastore.catalogue import TopicRow
 
 HOUR_MS = 3_600_000
@@ -50,10 +50,10 @@ def list_offsets(client: RawClient, name: str, partition: int = 0) -> tuple[int,
 def test_the_first_fetch_by_the_id_of_a_topic_that_was_created_again_is_unknown_topic_id(shared: RealBroker) -> None:
     row = shared.create_topic("again-by-id", 2)
     with Fetcher(shared.port, [row]) as reader:
-        assert reader.fetch({("again-by-id", 0): 0}).told["again-by-id", 0].code == errors.NONE
+        assert reader.fetch({("again-by-id", 0): 0}).told["again-by-id", 0].code == error_codes.NONE
         delete(shared, "again-by-id")
         shared.create_topic("again-by-id", 2)
-        assert reader.fetch({("again-by-id", 0): 0}).told["again-by-id", 0].code == errors.UNKNOWN_TOPIC_ID
+        assert reader.fetch({("again-by-id", 0): 0}).told["again-by-id", 0].code == error_codes.UNKNOWN_TOPIC_ID
 
 
 def test_the_first_answers_about_a_topic_that_does_not_exist_are_unknown_topic_or_partition(
@@ -61,13 +61,13 @@ def test_the_first_answers_about_a_topic_that_does_not_exist_are_unknown_topic_o
 ) -> None:
     row = shared.create_topic("gone-by-name", 1)
     with Fetcher(shared.port, [row], version=12) as reader:
-        assert reader.fetch({("gone-by-name", 0): 0}).told["gone-by-name", 0].code == errors.NONE
-        assert list_offsets(raw, "gone-by-name") == (errors.NONE, 0)
+        assert reader.fetch({("gone-by-name", 0): 0}).told["gone-by-name", 0].code == error_codes.NONE
+        assert list_offsets(raw, "gone-by-name") == (error_codes.NONE, 0)
         delete(shared, "gone-by-name")
         told = reader.fetch({("gone-by-name", 0): 0, ("never-there", 3): 0}).told
-        assert {each.code for each in told.values()} == {errors.UNKNOWN_TOPIC_OR_PARTITION}
-    assert list_offsets(raw, "gone-by-name") == (errors.UNKNOWN_TOPIC_OR_PARTITION, -1)
-    assert list_offsets(raw, "never-there-either") == (errors.UNKNOWN_TOPIC_OR_PARTITION, -1)
+        assert {each.code for each in told.values()} == {error_codes.UNKNOWN_TOPIC_OR_PARTITION}
+    assert list_offsets(raw, "gone-by-name") == (error_codes.UNKNOWN_TOPIC_OR_PARTITION, -1)
+    assert list_offsets(raw, "never-there-either") == (error_codes.UNKNOWN_TOPIC_OR_PARTITION, -1)
 
 
 def test_offsets_of_a_topic_that_was_created_again_are_those_of_the_new_one(shared: RealBroker, raw: RawClient) -> None:
@@ -75,10 +75,10 @@ def test_offsets_of_a_topic_that_was_created_again_are_those_of_the_new_one(shar
     produced = Producer({"bootstrap.servers": shared.address})
     produced.produce("again-by-name", b"v", partition=0)
     assert produced.flush(30) == 0
-    assert list_offsets(raw, "again-by-name") == (errors.NONE, 1)
+    assert list_offsets(raw, "again-by-name") == (error_codes.NONE, 1)
     delete(shared, "again-by-name")
     shared.create_topic("again-by-name", 1)
-    assert list_offsets(raw, "again-by-name") == (errors.NONE, 0)
+    assert list_offsets(raw, "again-by-name") == (error_codes.NONE, 0)
 
 
 def test_the_first_answers_about_a_partition_that_does_not_exist_are_unknown_topic_or_partition(
@@ -86,8 +86,8 @@ def test_the_first_answers_about_a_partition_that_does_not_exist_are_unknown_top
 ) -> None:
     row = shared.create_topic("narrow", 2)
     with Fetcher(shared.port, [row]) as reader:
-        assert reader.fetch({("narrow", 7): 0}).told["narrow", 7].code == errors.UNKNOWN_TOPIC_OR_PARTITION
-    assert list_offsets(raw, "narrow", 8) == (errors.UNKNOWN_TOPIC_OR_PARTITION, -1)
+        assert reader.fetch({("narrow", 7): 0}).told["narrow", 7].code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
+    assert list_offsets(raw, "narrow", 8) == (error_codes.UNKNOWN_TOPIC_OR_PARTITION, -1)
 
 
 def test_a_cluster_has_an_id_of_its_own_and_a_client_of_another_cluster_is_sent_away(shared: RealBroker) -> None:
@@ -98,13 +98,13 @@ def test_a_cluster_has_an_id_of_its_own_and_a_client_of_another_cluster_is_sent_
     other = RealBroker()
     try:
         with RawClient(other.port) as client:
-            assert versions_code(client, None, -1) == errors.NONE
-            assert versions_code(client, cluster_id, 1) == errors.REBOOTSTRAP_REQUIRED
+            assert versions_code(client, None, -1) == error_codes.NONE
+            assert versions_code(client, cluster_id, 1) == error_codes.REBOOTSTRAP_REQUIRED
             own = other.portal.call(other.metastore.cluster()).uuid
-            assert versions_code(client, own, 1) == errors.NONE
-            assert versions_code(client, own, 2) == errors.REBOOTSTRAP_REQUIRED
-            assert versions_code(client, own, -1) == errors.INVALID_REQUEST
-            assert versions_code(client, None, 1) == errors.INVALID_REQUEST
+            assert versions_code(client, own, 1) == error_codes.NONE
+            assert versions_code(client, own, 2) == error_codes.REBOOTSTRAP_REQUIRED
+            assert versions_code(client, own, -1) == error_codes.INVALID_REQUEST
+            assert versions_code(client, None, 1) == error_codes.INVALID_REQUEST
     finally:
         other.close()
 
@@ -156,9 +156,9 @@ def test_a_quota_of_kafkas_that_is_not_set_is_removed(raw: RawClient) -> None:
         body = fields(schema, entries=(fields(entry, entity=(entity,), ops=(op,)),), validate_only=False)
         return int(raw.ask(49, 1, encode(body)).entries[0].error_code)
 
-    assert remove("controller_mutation_rate") == errors.NONE
-    assert remove("producer_byte_rate") == errors.NONE
-    assert remove("no_such_rate") == errors.INVALID_REQUEST
+    assert remove("controller_mutation_rate") == error_codes.NONE
+    assert remove("producer_byte_rate") == error_codes.NONE
+    assert remove("no_such_rate") == error_codes.INVALID_REQUEST
 
 
 @pytest.mark.parametrize("name", ["__consumer_offsets", "__transaction_state", "__cluster_metadata"])
@@ -204,7 +204,7 @@ def test_every_refusal_has_a_text() -> None:
             if api.key in (17, 36):
                 continue  # their texts are those of the mechanism
             request = memoryview(example(api.key, version, "t", uuid.UUID(int=7)))
-            refused = module.failed(decode_request(api.key, version, request, 0), errors.POLICY_VIOLATION)
+            refused = module.failed(decode_request(api.key, version, request, 0), error_codes.POLICY_VIOLATION)
             answer = decode_body(api.key, version, bytes(encode_response(api.key, version, refused)))
             texts += count_texts(answer, f"{api.name} {version}")
     assert texts > 20

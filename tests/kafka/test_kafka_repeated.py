@@ -14,11 +14,11 @@ from raw import RawClient, batch, decode, produce_body
 from session_reader import Fetcher, Place, body_of
 
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.fetches import repeated as repeated_module
-from tidemill.kafka.fetches.asked import Asked
+from tidemill.kafka.fetch_sessions import implicit as repeated_module
+from tidemill.kafka.fetch_sessions.request_diff import Asked
 from tidemill.kafka.handlers import APIS, k01_fetch
 from tidemill.kafka.schema import fetch as schema
-from tidemill.kafka.schema.wire import BadFrame
+from tidemill.kafka.schema.primitives import BadFrame
 from tidemill.metastore.catalogue import TopicRow
 
 MIN = repeated_module.PARTITIONS_MIN

@@ -35,7 +35,7 @@ from raw import request_frame
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.gate import UNKNOWN_REQUEST_BYTES, Gate
+from tidemill.kafka.net.listener_security import UNKNOWN_REQUEST_BYTES, Gate
 from tidemill.security.auth_throttle import Failures
 from tidemill.security.oauth_tokens import Tokens, TokenSettings
 from tidemill.security.sasl import MECHANISMS, Authenticator

@@ -16,10 +16,10 @@ from kio.schema.errors import ErrorCode
 from kio.serial import entity_reader
 from schema_strategies import encoded, entities, plain
 
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
 from tidemill.kafka.handlers import APIS, compile_all
-from tidemill.kafka.schema import compiled, fetch, produce
-from tidemill.kafka.schema.wire import BadFrame, read_uvarint, skip_tags, write_uvarint
+from tidemill.kafka.schema import codec_compiler, fetch, produce
+from tidemill.kafka.schema.primitives import BadFrame, read_uvarint, skip_tags, write_uvarint
 
 HOT = (0, 1)
 COLD_VERSIONS = [
@@ -50,7 +50,7 @@ def test_requests_decode_as_kio_wrote_them(key: int, version: int, data: st.Data
     schema = load_request_schema(key, version)
     entity = data.draw(entities(schema))
     raw = b"head" + encoded(entity)
-    ours = compiled.decode_request(key, version, memoryview(raw), 4)
+    ours = codec_compiler.decode_request(key, version, memoryview(raw), 4)
     assert ours == without_absent_tags(schema, ours, plain(entity))
 
 
@@ -59,7 +59,7 @@ def test_requests_decode_as_kio_wrote_them(key: int, version: int, data: st.Data
 @given(data=st.data())
 def test_responses_are_encoded_byte_for_byte_as_kio_does(key: int, version: int, data: st.DataObject) -> None:
     entity = data.draw(entities(load_response_schema(key, version)))
-    assert bytes(compiled.encode_response(key, version, plain(entity))) == encoded(with_texts(entity))
+    assert bytes(codec_compiler.encode_response(key, version, plain(entity))) == encoded(with_texts(entity))
 
 
 def with_texts(entity: Any) -> Any:
@@ -70,7 +70,7 @@ def with_texts(entity: Any) -> Any:
         return entity
     values = {field.name: with_texts(getattr(entity, field.name)) for field in dataclasses.fields(entity)}
     if values.get("error_code") and values.get("error_message", "") is None:
-        values["error_message"] = errors.text(int(values["error_code"]))
+        values["error_message"] = error_codes.text(int(values["error_code"]))
     return type(entity)(**values)
 
 
@@ -79,7 +79,7 @@ def with_texts(entity: Any) -> Any:
 @given(junk=st.binary(max_size=200))
 def test_junk_is_a_bad_frame_and_nothing_else(key: int, version: int, junk: bytes) -> None:
     with contextlib.suppress(BadFrame):
-        compiled.decode_request(key, version, memoryview(junk), 0)
+        codec_compiler.decode_request(key, version, memoryview(junk), 0)
 
 
 @few
@@ -88,7 +88,7 @@ def test_a_truncated_request_is_a_bad_frame(cut: int, data: st.DataObject) -> No
     raw = encoded(data.draw(entities(load_request_schema(3, 12))))
     short = raw[: min(cut, len(raw) - 1)]
     with pytest.raises(BadFrame):
-        compiled.decode_request(3, 12, memoryview(short), 0)
+        codec_compiler.decode_request(3, 12, memoryview(short), 0)
 
 
 def test_unknown_tagged_fields_are_skipped() -> None:
@@ -96,22 +96,22 @@ def test_unknown_tagged_fields_are_skipped() -> None:
     raw = encoded(schema(transactional_id=None, transaction_timeout=datetime.timedelta(0), producer_id=-1))
     assert raw[-1:] == b"\x00"
     tagged = raw[:-1] + b"\x02" + b"\x07\x03abc" + b"\x63\x00"
-    assert compiled.decode_request(22, 4, memoryview(tagged), 0)["transactional_id"] is None
+    assert codec_compiler.decode_request(22, 4, memoryview(tagged), 0)["transactional_id"] is None
 
 
 def test_null_where_the_schema_has_none_is_a_bad_frame() -> None:
     with pytest.raises(BadFrame, match="field=topics"):
-        compiled.decode_request(23, 4, memoryview(bytes.fromhex("ffffffff0000")), 0)
+        codec_compiler.decode_request(23, 4, memoryview(bytes.fromhex("ffffffff0000")), 0)
 
 
 def test_bytes_after_a_request_are_ignored_as_kafka_does() -> None:
     asked_by_librdkafka = bytes.fromhex("00000000010000")
-    assert compiled.decode_request(3, 13, memoryview(asked_by_librdkafka), 0)["topics"] is None
+    assert codec_compiler.decode_request(3, 13, memoryview(asked_by_librdkafka), 0)["topics"] is None
 
 
 def test_a_huge_array_count_is_refused_before_anything_is_built() -> None:
     with pytest.raises(BadFrame, match="passes the end"):
-        compiled.decode_request(3, 1, memoryview(b"\x7f\xff\xff\xff"), 0)
+        codec_compiler.decode_request(3, 1, memoryview(b"\x7f\xff\xff\xff"), 0)
 
 
 @settings(deadline=None)
@@ -291,20 +291,20 @@ def test_fetch_responses_carry_the_very_batches() -> None:
 
 
 def test_every_field_of_a_schema_is_reachable_by_name() -> None:
-    tree = compiled.response_fields(3, 12)
+    tree = codec_compiler.response_fields(3, 12)
     assert "leader_id" in tree["topics"]["partitions"]
 
 
 def test_nothing_is_compiled_on_the_loop_once_everything_was() -> None:
     """A connection may send a request of every version at once."""
-    codecs = (compiled._request_reader, compiled._response_writer, compiled.is_flexible)
+    codecs = (codec_compiler._request_reader, codec_compiler._response_writer, codec_compiler.is_flexible)
     compile_all()
     before = [codec.cache_info().misses for codec in codecs]
     for api in APIS.values():
         for version in range(api.min_version, api.max_version + 1):
-            schema = compiled._request_schema(api.key, version)
-            assert compiled.is_flexible(api.key, version) == schema.__flexible__
+            schema = codec_compiler._request_schema(api.key, version)
+            assert codec_compiler.is_flexible(api.key, version) == schema.__flexible__
             if api.key > 1:
-                compiled._request_reader(api.key, version)
-                compiled._response_writer(api.key, version)
+                codec_compiler._request_reader(api.key, version)
+                codec_compiler._response_writer(api.key, version)
     assert [codec.cache_info().misses for codec in codecs][:2] == before[:2]

@@ -21,11 +21,11 @@ from raw import RawClient, batch, decode, example, fetch_body, produce_body, req
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.base.runtime.coop import Pace
-from tidemill.kafka import KafkaSettings, errors
-from tidemill.kafka.access import Access
+from tidemill.kafka import KafkaSettings, error_codes
+from tidemill.kafka.api.authorizer import Access
+from tidemill.kafka.api.dispatch import read_request
 from tidemill.kafka.handlers import APIS, k00_produce
-from tidemill.kafka.request import read_request
-from tidemill.kafka.topic_cache import TopicCache
+from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.objects.store import Buffer
 from tidemill.security.audit import Audit
@@ -212,7 +212,7 @@ def test_an_unknown_version_of_api_versions_is_answered_in_version_0_with_the_ra
         correlation_id, data = client.receive()
         assert correlation_id == 9
         code, count = struct.unpack_from(">hi", data)
-        assert code == errors.UNSUPPORTED_VERSION
+        assert code == error_codes.UNSUPPORTED_VERSION
         ranges = {k: (lo, hi) for k, lo, hi in struct.iter_unpack(">hhh", data[6:])}
         assert count == len(ranges) == len(APIS)
         assert ranges[0] == (0, 13)
@@ -406,7 +406,7 @@ def test_not_leader_reaches_the_client_as_code_6(fake_broker: FakeBroker) -> Non
     with RawClient(fake_broker.port) as client:
         client.ask(3, 1, b"\xff\xff\xff\xff")
         answer = client.ask(0, 3, produce_body("t", [(0, sequence(0))]))
-        assert answer.responses[0].partition_responses[0].error_code == errors.NOT_LEADER_OR_FOLLOWER
+        assert answer.responses[0].partition_responses[0].error_code == error_codes.NOT_LEADER_OR_FOLLOWER
 
 
 def test_many_half_open_connections_do_not_disturb_a_client(fake_broker: FakeBroker) -> None:

@@ -20,7 +20,7 @@ from raw import request_frame
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from tidemill.base.errors import Invalid
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.gate import Gate
+from tidemill.kafka.net.listener_security import Gate
 
 LARGE = bytes(range(256)) * 12_000
 VALUES = [LARGE, b"", b"small", LARGE[::-1]]
@@ -266,7 +266,7 @@ def test_a_large_frame_is_refused_before_a_client_is_known(authority: Authority)
 def test_f242_new_files_serve_new_connections_and_bad_files_nobody(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.kafka.server._RENEW_INTERVAL_S", 0.05)
+    monkeypatch.setattr("tidemill.kafka.server.server._RENEW_INTERVAL_S", 0.05)
     gate = authority.gate()
     broker = FakeBroker(gate=gate)
     before = dial(broker, trusting(authority))

@@ -12,8 +12,8 @@ from confluent_kafka.admin import AdminClient
 from harness import Cluster, RealBroker, eventually
 
 from tidemill.base.errors import Unavailable
-from tidemill.kafka import errors
-from tidemill.kafka.transactions.machine import Transactions
+from tidemill.kafka import error_codes
+from tidemill.kafka.transactions.coordinator import Transactions
 from tidemill.kafka.transactions.state import State, Transaction
 
 DEADLINE_S = 60
@@ -228,7 +228,7 @@ def stuck(broker: RealBroker, monkeypatch: pytest.MonkeyPatch) -> RealBroker:
         raise Unavailable("no marker today.")
 
     monkeypatch.setattr(broker.topics, "mark", away)
-    monkeypatch.setattr("tidemill.kafka.transactions.machine.ANSWER_WAIT_S", 0.2)
+    monkeypatch.setattr("tidemill.kafka.transactions.coordinator.ANSWER_WAIT_S", 0.2)
     return broker
 
 
@@ -318,7 +318,7 @@ def test_kafka_pythons_producer_and_consumer(broker: RealBroker) -> None:
 
 def test_an_operators_abort_is_carried_out_by_the_nodes_that_run() -> None:
     from tidemill.base.clock import Rand, SystemClock
-    from tidemill.kafka.transactions.operate import abort
+    from tidemill.kafka.transactions.admin import abort
 
     cluster = Cluster("n1", "n2")
     try:
@@ -388,7 +388,7 @@ def test_admin_lists_and_describes_transactions_and_producers(broker: RealBroker
             listed = admin.list_transactions(transactional_id_pattern=pattern)
             assert ("tx ü/1" in str(listed)) == matches, pattern
         for pattern in ("(", "x)|(y", "(?=x)", "x" * 1_001):
-            with pytest.raises(BrokerResponseError, match=f"Error {errors.INVALID_REGULAR_EXPRESSION}"):
+            with pytest.raises(BrokerResponseError, match=f"Error {error_codes.INVALID_REGULAR_EXPRESSION}"):
                 admin.list_transactions(transactional_id_pattern=pattern)
     finally:
         admin.close()

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.kafka.transactions.machine import Transactions
+from tidemill.kafka.transactions.coordinator import Transactions
 from tidemill.kafka.transactions.state import Offsets
 from tidemill.topics.api import Here, Marker, NotLeader
 from tidemill.topics.produce.producer_ids import ProducerIds

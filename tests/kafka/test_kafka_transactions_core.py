@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
-from tidemill.kafka import errors
-from tidemill.kafka.transactions import decide
-from tidemill.kafka.transactions.decide import Decision
+from tidemill.kafka import error_codes
+from tidemill.kafka.transactions import transitions
 from tidemill.kafka.transactions.state import (
     EPOCH_LAST,
     GroupOffset,
@@ -23,12 +22,13 @@ from tidemill.kafka.transactions.state import (
     id_of,
     key_of,
 )
+from tidemill.kafka.transactions.transitions import Decision
 
 REFUSALS = {
-    errors.INVALID_PRODUCER_ID_MAPPING,
-    errors.PRODUCER_FENCED,
-    errors.CONCURRENT_TRANSACTIONS,
-    errors.INVALID_TXN_STATE,
+    error_codes.INVALID_PRODUCER_ID_MAPPING,
+    error_codes.PRODUCER_FENCED,
+    error_codes.CONCURRENT_TRANSACTIONS,
+    error_codes.INVALID_TXN_STATE,
 }
 
 
@@ -70,13 +70,13 @@ class Coordinated(RuleBasedStateMachine):
         producer_id, epoch = self.identity(data) if asks_with else (-1, -1)
         before = self.stored
         code = self.take(
-            decide.init(
+            transitions.init(
                 before, fresh_id=self.fresh, timeout_ms=500, producer_id=producer_id, epoch=epoch, now_ms=self.now_ms
             )
         )
         assert self.stored is not None
         if code:
-            assert code in (errors.PRODUCER_FENCED, errors.CONCURRENT_TRANSACTIONS)
+            assert code in (error_codes.PRODUCER_FENCED, error_codes.CONCURRENT_TRANSACTIONS)
             if self.stored.state is State.PREPARE_ABORT and before is not None and before.state is State.ONGOING:
                 self.decided = State.PREPARE_ABORT
             return
@@ -91,7 +91,7 @@ class Coordinated(RuleBasedStateMachine):
     @rule(data=st.data(), topic=st.sampled_from("ab"), partition=st.integers(0, 2))
     def add(self, data: Any, topic: str, partition: int) -> None:
         identity = self.identity(data)
-        code = self.take(decide.add(self.stored, *identity, partitions={topic: (partition,)}, now_ms=self.now_ms))
+        code = self.take(transitions.add(self.stored, *identity, partitions={topic: (partition,)}, now_ms=self.now_ms))
         self._checked(code, identity)
         if not code:
             if self.decided is not None:
@@ -103,12 +103,14 @@ class Coordinated(RuleBasedStateMachine):
         identity = self.identity(data)
         offsets = {"a": {0: GroupOffset(offset)}}
         if named:
-            code = self.take(decide.add(self.stored, *identity, groups=(group,), now_ms=self.now_ms))
+            code = self.take(transitions.add(self.stored, *identity, groups=(group,), now_ms=self.now_ms))
             self._checked(code, identity)
             if not code and self.decided is not None:
                 self.added, self.offsets, self.decided = set(), {}, None
         adds = not named
-        code = self.take(decide.commit_offsets(self.stored, *identity, group, offsets, adds=adds, now_ms=self.now_ms))
+        code = self.take(
+            transitions.commit_offsets(self.stored, *identity, group, offsets, adds=adds, now_ms=self.now_ms)
+        )
         self._checked(code, identity)
         if not code:
             if self.decided is not None:
@@ -119,7 +121,7 @@ class Coordinated(RuleBasedStateMachine):
     def end(self, data: Any, commit: bool) -> None:
         identity = self.identity(data)
         before = self.stored
-        code = self.take(decide.end(before, *identity, commit=commit, now_ms=self.now_ms))
+        code = self.take(transitions.end(before, *identity, commit=commit, now_ms=self.now_ms))
         self._checked(code, identity)
         wanted = State.PREPARE_COMMIT if commit else State.PREPARE_ABORT
         if not code and before is not None and before.state is State.ONGOING:
@@ -133,7 +135,7 @@ class Coordinated(RuleBasedStateMachine):
         identity = self.identity(data)
         before = self.stored
         self.fresh += 1
-        ending = decide.end_bumping(before, *identity, commit=commit, fresh_id=self.fresh, now_ms=self.now_ms)
+        ending = transitions.end_bumping(before, *identity, commit=commit, fresh_id=self.fresh, now_ms=self.now_ms)
         code = self.take(ending)
         if code:
             assert code in REFUSALS
@@ -156,7 +158,7 @@ class Coordinated(RuleBasedStateMachine):
     def time_passes(self, by_ms: int) -> None:
         self.now_ms += by_ms
         before = self.stored
-        assert self.take(decide.expire(before, self.now_ms)) == 0
+        assert self.take(transitions.expire(before, self.now_ms)) == 0
         if before is not None and before.state is State.ONGOING:
             late = self.now_ms >= before.started_ms + 500
             assert (self.stored is not None and self.stored.state is State.PREPARE_ABORT) == late
@@ -174,11 +176,11 @@ class Coordinated(RuleBasedStateMachine):
         marked: dict[str, list[int]] = {}
         for topic, partition in some:
             marked.setdefault(topic, []).append(partition)
-        self.take(decide.settled(seen, seen, marked, groups, self.now_ms))
+        self.take(transitions.settled(seen, seen, marked, groups, self.now_ms))
         assert self.stored is not None
         if not self.stored.state.prepared:
             assert len(some) == len(places) and set(groups) == set(seen.offsets)
-        assert self.take(decide.settled(self.stored, replace(seen, epoch=seen.epoch + 9), marked, groups, 0)) == 0
+        assert self.take(transitions.settled(self.stored, replace(seen, epoch=seen.epoch + 9), marked, groups, 0)) == 0
 
     def _checked(self, code: int, identity: tuple[int, int]) -> None:
         """Only whoever has the newest identity gets anything; a fenced one is told so."""
@@ -214,10 +216,12 @@ TestCoordinated = Coordinated.TestCase
 def test_the_last_epoch_gives_way_to_another_producer_id() -> None:
     last = Transaction(7, EPOCH_LAST, State.COMPLETE_COMMIT, 500)
     for identity in ((-1, -1), (7, EPOCH_LAST)):
-        decision = decide.init(last, fresh_id=8, timeout_ms=500, producer_id=identity[0], epoch=identity[1], now_ms=1)
+        decision = transitions.init(
+            last, fresh_id=8, timeout_ms=500, producer_id=identity[0], epoch=identity[1], now_ms=1
+        )
         assert decision.next is not None
         assert (decision.code, decision.next.producer_id, decision.next.epoch) == (0, 8, 0)
-    fenced = decide.init(
+    fenced = transitions.init(
         replace(last, state=State.ONGOING), fresh_id=8, timeout_ms=1, producer_id=-1, epoch=-1, now_ms=1
     )
     assert fenced.next is not None and fenced.next.epoch == EPOCH_LAST + 1 < 2**15
@@ -226,18 +230,18 @@ def test_the_last_epoch_gives_way_to_another_producer_id() -> None:
 @pytest.mark.parametrize("state", [State.ONGOING, State.EMPTY])
 def test_a_transaction_in_the_last_epoch_ends_in_it_and_its_producer_goes_on_with_another_id(state: State) -> None:
     last = Transaction(7, EPOCH_LAST, state, 500, partitions={"a": (0,)} if state is State.ONGOING else {})
-    asked = decide.end_bumping(last, 7, EPOCH_LAST, commit=False, fresh_id=-1, now_ms=1)
-    assert (asked.code, asked.next) == (decide.NEEDS_ID, None)
-    ending = decide.end_bumping(last, 7, EPOCH_LAST, commit=False, fresh_id=8, now_ms=1).next
+    asked = transitions.end_bumping(last, 7, EPOCH_LAST, commit=False, fresh_id=-1, now_ms=1)
+    assert (asked.code, asked.next) == (transitions.NEEDS_ID, None)
+    ending = transitions.end_bumping(last, 7, EPOCH_LAST, commit=False, fresh_id=8, now_ms=1).next
     assert ending is not None and ending.identity == (8, 0)
     if state is State.ONGOING:
         assert (ending.producer_id, ending.epoch, ending.state) == (7, EPOCH_LAST + 1, State.PREPARE_ABORT)
-        assert decide.end_bumping(ending, 7, EPOCH_LAST, commit=False, fresh_id=-1, now_ms=1) == decide.OK
-        ending = decide.settled(ending, ending, {"a": (0,)}, (), 2).next
+        assert transitions.end_bumping(ending, 7, EPOCH_LAST, commit=False, fresh_id=-1, now_ms=1) == transitions.OK
+        ending = transitions.settled(ending, ending, {"a": (0,)}, (), 2).next
     assert ending is not None
     assert (ending.producer_id, ending.epoch, ending.state) == (8, 0, State.COMPLETE_ABORT)
-    assert decide.end_bumping(ending, 7, EPOCH_LAST, commit=False, fresh_id=-1, now_ms=3) == decide.OK
-    assert decide.end_bumping(ending, 7, EPOCH_LAST, commit=True, fresh_id=-1, now_ms=3).code
+    assert transitions.end_bumping(ending, 7, EPOCH_LAST, commit=False, fresh_id=-1, now_ms=3) == transitions.OK
+    assert transitions.end_bumping(ending, 7, EPOCH_LAST, commit=True, fresh_id=-1, now_ms=3).code
 
 
 def test_any_transactional_id_has_a_key_of_its_own() -> None:

@@ -16,11 +16,11 @@ from test_kafka_groups_moved import World, run, stable
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.kafka import KafkaSettings, errors
-from tidemill.kafka.groups.apart import Apart
-from tidemill.kafka.transactions.decide import Decision
-from tidemill.kafka.transactions.offsets import CoordinatedOffsets, keep
-from tidemill.kafka.transactions.registers import (
+from tidemill.kafka import KafkaSettings, error_codes
+from tidemill.kafka.groups.offline_admin import Apart
+from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets, keep
+from tidemill.kafka.transactions.state import GroupOffset, Offsets, State, Transaction
+from tidemill.kafka.transactions.store import (
     GROUPS_PREFIX,
     LEAVE_MS,
     change,
@@ -29,7 +29,7 @@ from tidemill.kafka.transactions.registers import (
     name_for_group,
     undecided,
 )
-from tidemill.kafka.transactions.state import GroupOffset, Offsets, State, Transaction
+from tidemill.kafka.transactions.transitions import Decision
 
 
 def offsets(offset: int) -> Offsets:
@@ -115,7 +115,7 @@ def test_a_group_that_was_taken_over_says_so_and_takes_nothing() -> None:
         assert await led.is_led()
         await world.node().get("g")
         assert not await led.is_led()
-        assert await led.write([]) == errors.NOT_COORDINATOR
+        assert await led.write([]) == error_codes.NOT_COORDINATOR
 
     run(body)
 
@@ -142,7 +142,7 @@ def test_a_group_that_was_taken_over_and_given_up_unnoticed_takes_offsets_again(
         async def kept() -> int:
             return await keep(mine, Kept(), ("id", 1, 0), "g", (member, None, 1), offsets(5), adds=True)  # type: ignore[arg-type]
 
-        assert await kept() == errors.NOT_COORDINATOR
+        assert await kept() == error_codes.NOT_COORDINATOR
         assert await kept() == 0
         assert (await mine.get("g")).heartbeat(member, None, 1) == 0
 
@@ -245,15 +245,15 @@ def test_offsets_in_transactions_are_taken_from_members_of_the_present_generatio
     with RawClient(endpoint.port) as client:
         mine = Producer(client)
         assert mine.commit(mine.member, mine.generation) == 0
-        assert mine.commit(mine.member, mine.generation - 1) == errors.ILLEGAL_GENERATION
-        assert mine.commit("stranger", mine.generation) == errors.UNKNOWN_MEMBER_ID
-        assert mine.commit(mine.member, mine.generation, group_instance_id="i") == errors.UNKNOWN_MEMBER_ID
+        assert mine.commit(mine.member, mine.generation - 1) == error_codes.ILLEGAL_GENERATION
+        assert mine.commit("stranger", mine.generation) == error_codes.UNKNOWN_MEMBER_ID
+        assert mine.commit(mine.member, mine.generation, group_instance_id="i") == error_codes.UNKNOWN_MEMBER_ID
         assert mine.commit("", -1) == 0, "who does not take part in the group, as producers before KIP-447"
         assert mine.commit("", -1, version=0) == 0
-        assert mine.commit("", -1, group_id="never added") == errors.INVALID_TXN_STATE
-        assert mine.commit("", -1, group_id="") == errors.INVALID_GROUP_ID
-        assert mine.commit("", -1, producer_epoch=9) == errors.INVALID_PRODUCER_EPOCH
-        assert mine.commit("", -1, producer_id=9) == errors.INVALID_PRODUCER_ID_MAPPING
+        assert mine.commit("", -1, group_id="never added") == error_codes.INVALID_TXN_STATE
+        assert mine.commit("", -1, group_id="") == error_codes.INVALID_GROUP_ID
+        assert mine.commit("", -1, producer_epoch=9) == error_codes.INVALID_PRODUCER_EPOCH
+        assert mine.commit("", -1, producer_id=9) == error_codes.INVALID_PRODUCER_ID_MAPPING
 
 
 def test_offsets_that_were_kept_after_their_member_was_replaced_are_refused(
@@ -273,7 +273,7 @@ def test_offsets_that_were_kept_after_their_member_was_replaced_are_refused(
     with RawClient(endpoint.port) as client:
         mine = Producer(client)
         monkeypatch.setattr(transactions, "commit_offsets", while_it_leaves)
-        assert mine.commit(mine.member, mine.generation) == errors.UNKNOWN_MEMBER_ID
+        assert mine.commit(mine.member, mine.generation) == error_codes.UNKNOWN_MEMBER_ID
 
 
 @pytest.mark.parametrize("how", ["group", "offsets", "command"])

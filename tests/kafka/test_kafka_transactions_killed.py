@@ -12,8 +12,8 @@ from test_kafka_transactions import DEADLINE_S, producer, shown
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
-from tidemill.kafka.transactions.registers import read
 from tidemill.kafka.transactions.state import State
+from tidemill.kafka.transactions.store import read
 
 
 async def killed_when_prepared(directory: Path, ending: threading.Thread, process: Process) -> None:

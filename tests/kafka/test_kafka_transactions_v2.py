@@ -13,10 +13,10 @@ from kio.index import load_request_schema
 from raw import RawClient, batch, encode, fields, nested
 from test_kafka_transactions import shown
 
-from tidemill.kafka import errors
-from tidemill.kafka.transactions.decide import Decision
-from tidemill.kafka.transactions.registers import change
+from tidemill.kafka import error_codes
 from tidemill.kafka.transactions.state import EPOCH_LAST, State, key_of
+from tidemill.kafka.transactions.store import change
+from tidemill.kafka.transactions.transitions import Decision
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import Marker, Within
 from tidemill.topics.batch.control_batch import transactional
@@ -121,7 +121,7 @@ def test_produce_and_offset_commit_add_what_they_write_to_and_every_end_gives_an
     assert client.produce(b"a", 0) == 0
     assert client.produce(b"b", 0, partition=1) == 0
     assert client.commit_offset(5) == 0
-    assert client.offset() == -errors.UNSTABLE_OFFSET_COMMIT
+    assert client.offset() == -error_codes.UNSTABLE_OFFSET_COMMIT
     assert client.end(commit=True) == (0, (producer_id, epoch + 1))
     assert client.offset() == 5
     assert client.produce(b"c", 0) == 0
@@ -138,10 +138,10 @@ def test_what_comes_late_of_a_transaction_is_not_of_the_next(topic: RealBroker, 
     late = client.identity
     assert client.produce(b"a", 0) == 0
     assert client.end(commit=True)[0] == 0
-    assert client.produce(b"late", 1, identity=late) == errors.INVALID_PRODUCER_EPOCH
-    assert client.produce(b"late", 0, partition=1, identity=late) == errors.INVALID_PRODUCER_EPOCH
+    assert client.produce(b"late", 1, identity=late) == error_codes.INVALID_PRODUCER_EPOCH
+    assert client.produce(b"late", 0, partition=1, identity=late) == error_codes.INVALID_PRODUCER_EPOCH
     assert client.produce(b"b", 0) == 0
-    assert client.produce(b"late", 1, identity=late) == errors.INVALID_PRODUCER_EPOCH
+    assert client.produce(b"late", 1, identity=late) == error_codes.INVALID_PRODUCER_EPOCH
     assert client.end(commit=True)[0] == 0
     assert shown(topic.address, "t", 2) == [b"a", b"b"]
 
@@ -152,11 +152,11 @@ def test_an_end_that_is_asked_for_again_is_told_the_same_and_never_the_other_way
     ended = client.end(commit=True)
     assert ended[0] == 0
     assert client.end(commit=True, identity=first) == ended
-    assert client.end(commit=False, identity=first)[0] == errors.INVALID_TXN_STATE
+    assert client.end(commit=False, identity=first)[0] == error_codes.INVALID_TXN_STATE
     assert client.produce(b"b", 0) == 0
-    assert client.end(commit=True, identity=first)[0] == errors.PRODUCER_FENCED
+    assert client.end(commit=True, identity=first)[0] == error_codes.PRODUCER_FENCED
     assert client.end(commit=True)[0] == 0
-    assert client.end(commit=True)[0] == errors.INVALID_TXN_STATE, "there is nothing to be committed"
+    assert client.end(commit=True)[0] == error_codes.INVALID_TXN_STATE, "there is nothing to be committed"
 
 
 def test_an_abort_of_nothing_gives_an_epoch_too(topic: RealBroker, client: Client) -> None:
@@ -164,7 +164,7 @@ def test_an_abort_of_nothing_gives_an_epoch_too(topic: RealBroker, client: Clien
     assert client.end(commit=False) == (0, (producer_id, epoch + 1))
     assert client.end(commit=False, identity=(producer_id, epoch)) == (0, (producer_id, epoch + 1))
     assert client.end(commit=False) == (0, (producer_id, epoch + 2))
-    assert client.produce(b"a", 0, identity=(producer_id, epoch)) == errors.INVALID_PRODUCER_EPOCH
+    assert client.produce(b"a", 0, identity=(producer_id, epoch)) == error_codes.INVALID_PRODUCER_EPOCH
     assert client.produce(b"a", 0) == 0
     assert client.end(commit=True)[0] == 0
     assert shown(topic.address, "t", 2) == [b"a"]
@@ -176,9 +176,9 @@ def test_who_did_not_hear_the_end_begins_anew_with_its_old_epoch(client: Client)
     assert client.end(commit=True, identity=before)[0] == 0
     assert client.init(before) == 0
     assert client.identity == (before[0], before[1] + 1)
-    assert client.init(before) == errors.PRODUCER_FENCED or client.identity == (before[0], before[1] + 1)
+    assert client.init(before) == error_codes.PRODUCER_FENCED or client.identity == (before[0], before[1] + 1)
     assert client.produce(b"b", 0) == 0
-    assert client.init(before) == errors.PRODUCER_FENCED
+    assert client.init(before) == error_codes.PRODUCER_FENCED
 
 
 def test_epochs_that_are_used_up_give_way_to_another_producer_id(topic: RealBroker, client: Client) -> None:
@@ -202,7 +202,7 @@ def test_a_batch_waits_for_the_end_of_the_transaction_before_it(
     topic: RealBroker, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer of an end may come before its last marker: the next batch is to be sent again, not refused."""
-    monkeypatch.setattr("tidemill.kafka.transactions.machine.ANSWER_WAIT_S", 0.01)
+    monkeypatch.setattr("tidemill.kafka.transactions.coordinator.ANSWER_WAIT_S", 0.01)
     mark, go_on = topic.topics.mark, asyncio.Event()
 
     async def later(*what: Any) -> None:
@@ -212,14 +212,14 @@ def test_a_batch_waits_for_the_end_of_the_transaction_before_it(
     monkeypatch.setattr(topic.topics, "mark", later)
     assert client.produce(b"a", 0) == 0
     assert client.end(commit=True)[0] == 0
-    assert client.produce(b"b", 0, partition=1) == errors.CONCURRENT_TRANSACTIONS
-    assert client.end(commit=False)[0] == errors.CONCURRENT_TRANSACTIONS
+    assert client.produce(b"b", 0, partition=1) == error_codes.CONCURRENT_TRANSACTIONS
+    assert client.end(commit=False)[0] == error_codes.CONCURRENT_TRANSACTIONS
 
     async def release() -> None:
         go_on.set()
 
     topic.portal.call(release())
-    while (code := client.produce(b"b", 0, partition=1)) == errors.CONCURRENT_TRANSACTIONS:
+    while (code := client.produce(b"b", 0, partition=1)) == error_codes.CONCURRENT_TRANSACTIONS:
         pass
     assert code == 0
     assert client.end(commit=True)[0] == 0

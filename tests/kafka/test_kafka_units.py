@@ -16,7 +16,7 @@ from raw import RawClient, batch, decode, fetch_body, produce_body, request_fram
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
@@ -83,16 +83,16 @@ def test_f201_a_forged_batch_ends_its_own_request_partition(process: Process) ->
         topic(client, "t")
         for data in (forged(good_records(40), 41), forged(compress(4, good_records(40)), 41, codec=4)):
             answer = produce(client, "t", data)
-            assert (int(answer.error_code), answer.base_offset) == (errors.INVALID_RECORD, -1)
+            assert (int(answer.error_code), answer.base_offset) == (error_codes.INVALID_RECORD, -1)
         answer = produce(client, "t", bytes(again))
-        assert int(answer.error_code) == errors.INVALID_RECORD
+        assert int(answer.error_code) == error_codes.INVALID_RECORD
         assert [r.batch_index for r in answer.record_errors] == [7]
         assert "offset delta" in answer.record_errors[0].batch_index_error_message
         damaged = bytearray(twice)
         damaged[-1] ^= 1
-        assert int(produce(client, "t", bytes(damaged)).error_code) == errors.CORRUPT_MESSAGE
+        assert int(produce(client, "t", bytes(damaged)).error_code) == error_codes.CORRUPT_MESSAGE
         both = client.ask(0, 8, produce_body("t", [(0, bytes(again)), (1, twice)])).responses[0].partition_responses
-        assert [int(p.error_code) for p in both] == [errors.INVALID_RECORD, 0]
+        assert [int(p.error_code) for p in both] == [error_codes.INVALID_RECORD, 0]
         assert produce(client, "t", twice).base_offset == 0
 
 
@@ -108,7 +108,7 @@ def test_f202_what_decompresses_without_end_costs_the_cap_and_no_turn_of_the_loo
         assert produce(other, "t", batch([b"v"])).base_offset == 0
         for _ in range(8):
             client.receive()
-        assert int(produce(client, "t", bomb).error_code) == errors.MESSAGE_TOO_LARGE
+        assert int(produce(client, "t", bomb).error_code) == error_codes.MESSAGE_TOO_LARGE
         assert process.memory_mb(peak=True) - before < 200
         assert process.stall_s() < STALL_S
         assert produce(other, "t", batch([b"v"])).base_offset == 1
@@ -260,7 +260,7 @@ def test_f210_one_metadata_request_creates_a_few_topics(process: Process) -> Non
         found = client.ask(3, 1, body).topics
         created = [t for t in found if int(t.error_code) == 0]
         assert 0 < len(created) <= 16
-        assert {int(t.error_code) for t in found} == {0, errors.UNKNOWN_TOPIC_OR_PARTITION}
+        assert {int(t.error_code) for t in found} == {0, error_codes.UNKNOWN_TOPIC_OR_PARTITION}
         assert len(client.ask(3, 1, b"\xff\xff\xff\xff").topics) == len(created)
     assert process.stall_s() < STALL_S
 

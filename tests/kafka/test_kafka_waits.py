@@ -11,7 +11,7 @@ from harness import RealBroker, eventually
 from raw import RawClient, batch, fetch_body, produce_body
 from session_reader import Fetcher
 
-from tidemill.kafka import KafkaSettings, errors
+from tidemill.kafka import KafkaSettings, error_codes
 
 FOR_EVER_MS = 0x7FFFFFFF
 
@@ -48,7 +48,7 @@ def test_what_is_refused_for_good_is_told_without_ending_the_wait_for_the_rest()
             session_id = reader.fetch(asked, epoch=0).session_id
             epoch, code = 1, 0
             until = time.monotonic() + 40
-            while code != errors.UNKNOWN_TOPIC_OR_PARTITION:
+            while code != error_codes.UNKNOWN_TOPIC_OR_PARTITION:
                 code = reader.fetch({}, session_id=session_id, epoch=epoch).told["nowhere", 0].code
                 epoch += 1
                 assert time.monotonic() < until

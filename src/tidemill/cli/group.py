@@ -64,7 +64,7 @@ def alter(
     as_json: JsonOption = False,
 ) -> None:
     """Give a group configs of its own, also before anybody is in it. Who coordinates it follows within a moment."""
-    from tidemill.kafka.groups.configbook import GroupConfigs
+    from tidemill.kafka.groups.config_cache import GroupConfigs
     from tidemill.kafka.groups.configs import GROUP
     from tidemill.kafka.groups.coordinator import is_name
     from tidemill.node.served import kafka_settings
@@ -102,7 +102,7 @@ def reset(
     as_json: JsonOption = False,
 ) -> None:
     """Move what a group has committed. Nobody may be in it."""
-    from tidemill.kafka.groups.apart import Apart
+    from tidemill.kafka.groups.offline_admin import Apart
 
     if bool(to) == bool(by) or (to not in ("", "earliest", "latest") and not to.isdecimal()):
         raise Invalid(f"where to is not said: to={to!r} by={by}.", fix="Use --to earliest, latest or N, or --by N.")
@@ -125,8 +125,8 @@ def reset(
 @app.command("delete")
 def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Delete a group with everything it has committed. Nobody may be in it."""
-    from tidemill.kafka.groups.apart import Apart
-    from tidemill.kafka.transactions.registers import let_go
+    from tidemill.kafka.groups.offline_admin import Apart
+    from tidemill.kafka.transactions.store import let_go
 
     with stores(config) as opened:
         forget = partial(let_go, opened.consensus, opened.rand, name, None, opened.clock.now_ms())

@@ -21,7 +21,7 @@ def list_transactions(
     as_json: JsonOption = False,
 ) -> None:
     """List transactional ids: what each one's transaction is at, since when it is open, and what it holds."""
-    from tidemill.kafka.transactions.registers import all_of
+    from tidemill.kafka.transactions.store import all_of
 
     with consensus_only(config) as opened:
         found = opened.portal.call(all_of(opened.consensus))
@@ -60,7 +60,7 @@ def abort(
     as_json: JsonOption = False,
 ) -> None:
     """Abort an open transaction; its producer is fenced. Decided at once, and ended by the nodes that run."""
-    from tidemill.kafka.transactions.operate import abort as abort_transaction
+    from tidemill.kafka.transactions.admin import abort as abort_transaction
 
     with consensus_only(config) as opened:
         aborting = abort_transaction(opened.consensus, opened.clock, opened.rand, transactional_id, wait_s=wait_s)

@@ -16,7 +16,7 @@ K5  A malformed frame costs one connection and one log line, never another clien
 Start reading at `server` (life), `session` (one connection), `handlers/k00_produce` (the path that matters).
 """
 
-from tidemill.kafka.server import KafkaServer
+from tidemill.kafka.server.server import KafkaServer
 from tidemill.kafka.settings import KafkaSettings
 
 __all__ = ["KafkaServer", "KafkaSettings"]

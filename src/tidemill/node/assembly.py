@@ -40,7 +40,7 @@ from tidemill.consensus.client_base import Facade
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.leader_election import Body, lead
 from tidemill.consensus.status.board import Board
-from tidemill.kafka.server import KafkaServer
+from tidemill.kafka.server.server import KafkaServer
 from tidemill.keeper.grounds import Grounds, Retention
 from tidemill.keeper.jobs import Jobs
 from tidemill.keeper.machine import Keeping, check_bucket

@@ -10,8 +10,8 @@ from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.config.config import Config, HttpSection, RegistrySection, StorageSection, protocols
 from tidemill.base.config.shapes import BoundParam, ShapeSection, ShapesSection
-from tidemill.kafka.gate import Gate
-from tidemill.kafka.listeners import DEFAULT, Listener
+from tidemill.kafka.net.listener_security import Gate
+from tidemill.kafka.net.listeners import DEFAULT, Listener
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.node.http_limits import HttpLimits
 from tidemill.registry.settings import RegistrySettings

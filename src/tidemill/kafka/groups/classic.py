@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tidemill.kafka import errors
-from tidemill.kafka.groups.phases import (
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups.classic_rebalance import (
     assign,
     assigned_to,
     drop_assignment,
@@ -21,7 +21,7 @@ from tidemill.kafka.groups.phases import (
     remove,
     settle,
 )
-from tidemill.kafka.groups.state import (
+from tidemill.kafka.groups.classic_state import (
     Answer,
     Group,
     Join,
@@ -58,14 +58,14 @@ def join(group: Group, now: int, ask: Join, waiter: Waiter) -> None:
     elif ask.member_id:
         code = group.check(ask.member_id, ask.instance_id)
         if code or not known:
-            group.say(waiter, JoinAnswer(code or errors.UNKNOWN_MEMBER_ID, ask.member_id))
+            group.say(waiter, JoinAnswer(code or error_codes.UNKNOWN_MEMBER_ID, ask.member_id))
         else:
             _rejoin(group, now, ask, waiter)
     elif ask.instance_id is not None and ask.instance_id in group.instances:
         _replace(group, now, ask, waiter)
     elif ask.instance_id is None and ask.knows_first:
         group.expected[ask.new_id] = now + ask.session_ms
-        group.say(waiter, JoinAnswer(errors.MEMBER_ID_REQUIRED, ask.new_id))
+        group.say(waiter, JoinAnswer(error_codes.MEMBER_ID_REQUIRED, ask.new_id))
     else:
         _add(group, now, ask, ask.new_id, waiter)
 
@@ -73,9 +73,9 @@ def join(group: Group, now: int, ask: Join, waiter: Waiter) -> None:
 def _refusal(group: Group, ask: Join) -> int:
     limits = group.limits
     if not limits.session_ms_min <= ask.session_ms <= limits.session_ms_max:
-        return errors.INVALID_SESSION_TIMEOUT
+        return error_codes.INVALID_SESSION_TIMEOUT
     if not group.supports(ask.protocol_type, ask.protocols):
-        return errors.INCONSISTENT_GROUP_PROTOCOL
+        return error_codes.INCONSISTENT_GROUP_PROTOCOL
     size = metadata_bytes(ask.protocols)
     before = group.members.get(ask.member_id)
     if before is None and ask.instance_id is not None:
@@ -84,7 +84,7 @@ def _refusal(group: Group, ask: Join) -> int:
     crowd = len(group.members) + len(group.expected)
     is_one_more = before is None and ask.member_id not in group.expected
     if size > limits.member_bytes or size > room or (is_one_more and crowd >= limits.members):
-        return errors.GROUP_MAX_SIZE_REACHED
+        return error_codes.GROUP_MAX_SIZE_REACHED
     return 0
 
 
@@ -139,7 +139,7 @@ def _update(member: Member, ask: Join) -> None:
 
 def _wait_to_join(group: Group, member: Member, waiter: Waiter) -> None:
     """Whoever asked before over another connection is told to ask again."""
-    group.say(member.joining, JoinAnswer(errors.REBALANCE_IN_PROGRESS, member.member_id))
+    group.say(member.joining, JoinAnswer(error_codes.REBALANCE_IN_PROGRESS, member.member_id))
     member.joining = waiter
 
 
@@ -148,8 +148,8 @@ def _replace(group: Group, now: int, ask: Join, waiter: Waiter) -> None:
     assert ask.instance_id is not None
     old_id, new_id = group.instances[ask.instance_id], ask.new_id
     member = group.members.pop(old_id)
-    group.say(member.joining, JoinAnswer(errors.FENCED_INSTANCE_ID, old_id))
-    group.say(member.syncing, SyncAnswer(errors.FENCED_INSTANCE_ID))
+    group.say(member.joining, JoinAnswer(error_codes.FENCED_INSTANCE_ID, old_id))
+    group.say(member.syncing, SyncAnswer(error_codes.FENCED_INSTANCE_ID))
     member.joining = member.syncing = None
     member.member_id = new_id
     _update(member, ask)
@@ -198,11 +198,11 @@ def sync(group: Group, now: int, ask: Sync, waiter: Waiter) -> None:
         whole = sum(metadata_bytes(m.protocols) for m in group.members.values()) + sum(map(len, assigning.values()))
         longest = max(map(len, assigning.values()), default=0)
         if whole > group.limits.bytes or longest > group.limits.member_bytes:
-            group.say(waiter, SyncAnswer(errors.GROUP_MAX_SIZE_REACHED))
+            group.say(waiter, SyncAnswer(error_codes.GROUP_MAX_SIZE_REACHED))
             return
         group.assigning = assigning
         group.unstored = True
-    group.say(member.syncing, SyncAnswer(errors.REBALANCE_IN_PROGRESS))
+    group.say(member.syncing, SyncAnswer(error_codes.REBALANCE_IN_PROGRESS))
     member.syncing = waiter
 
 
@@ -211,12 +211,12 @@ def _sync_refusal(group: Group, ask: Sync) -> int:
     if code:
         return code
     if ask.generation != group.generation:
-        return errors.ILLEGAL_GENERATION
+        return error_codes.ILLEGAL_GENERATION
     if group.phase is Phase.PREPARING:
-        return errors.REBALANCE_IN_PROGRESS
+        return error_codes.REBALANCE_IN_PROGRESS
     for asked, own in ((ask.protocol_type, group.protocol_type), (ask.protocol, group.protocol)):
         if asked is not None and asked != own:
-            return errors.INCONSISTENT_GROUP_PROTOCOL
+            return error_codes.INCONSISTENT_GROUP_PROTOCOL
     return 0
 
 
@@ -246,10 +246,10 @@ def heartbeat(group: Group, now: int, member_id: str, instance_id: str | None, g
     if code:
         return code
     if generation != group.generation:
-        return errors.ILLEGAL_GENERATION
+        return error_codes.ILLEGAL_GENERATION
     member = group.members[member_id]
     member.until_ms = max(member.until_ms, now + member.session_ms)
-    return errors.REBALANCE_IN_PROGRESS if group.phase is Phase.PREPARING else 0
+    return error_codes.REBALANCE_IN_PROGRESS if group.phase is Phase.PREPARING else 0
 
 
 def leave(group: Group, now: int, member_id: str, instance_id: str | None) -> int:
@@ -278,16 +278,16 @@ def commit_refusal(
     """May whoever says this of itself commit offsets? Without member and generation only while nobody is here, or in a
     transaction: before KIP-447 producers did not know them."""
     if generation < 0 and not member_id and instance_id is None:
-        return errors.UNKNOWN_MEMBER_ID if group.members and not in_transaction else 0
+        return error_codes.UNKNOWN_MEMBER_ID if group.members and not in_transaction else 0
     if generation < 0 and not group.members:
         return 0
     code = group.check(member_id, instance_id)
     if code:
         return code
     if generation != group.generation:
-        return errors.ILLEGAL_GENERATION
+        return error_codes.ILLEGAL_GENERATION
     if group.phase is Phase.COMPLETING and not in_transaction:
-        return errors.REBALANCE_IN_PROGRESS
+        return error_codes.REBALANCE_IN_PROGRESS
     member = group.members[member_id]
     member.until_ms = max(member.until_ms, now + member.session_ms)
     return 0

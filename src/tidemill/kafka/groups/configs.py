@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from tidemill.base.errors import Invalid
-from tidemill.kafka.groups.state import GroupLimits
+from tidemill.kafka.groups.classic_state import GroupLimits
 from tidemill.topics.config.alter import Kind
 from tidemill.topics.config.configs import Setting
 

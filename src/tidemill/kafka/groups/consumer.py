@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.kafka import errors
-from tidemill.kafka.groups import reconciling
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups import consumer_reconciliation
 from tidemill.kafka.groups.assignors import ASSIGNORS
+from tidemill.kafka.groups.classic_state import Answer, BeatAnswer, Waiter, failed
 from tidemill.kafka.groups.consumer_state import (
     LEAVES,
     LEAVES_FOR_A_WHILE,
@@ -24,7 +25,6 @@ from tidemill.kafka.groups.consumer_state import (
     subscription_bytes,
     within,
 )
-from tidemill.kafka.groups.state import Answer, BeatAnswer, Waiter, failed
 
 ID_BYTES: Final = 255
 """Of a member id, an instance id and a rack id: what a row's key must hold."""
@@ -34,9 +34,9 @@ def heartbeat(group: ConsumerGroup, now: int, ask: Beat, seen: Seen) -> BeatAnsw
     """An error changes nothing."""
     message = _malformed(ask)
     if message:
-        return BeatAnswer(errors.INVALID_REQUEST, message)
+        return BeatAnswer(error_codes.INVALID_REQUEST, message)
     if ask.assignor is not None and ask.assignor not in ASSIGNORS:
-        return BeatAnswer(errors.UNSUPPORTED_ASSIGNOR, f"Use one of {', '.join(ASSIGNORS)}.")
+        return BeatAnswer(error_codes.UNSUPPORTED_ASSIGNOR, f"Use one of {', '.join(ASSIGNORS)}.")
     if ask.epoch < 0:
         return _leave(group, now, ask)
     refused = _refusal_to_join(group, ask) if ask.epoch == 0 else _fences(group, ask)
@@ -49,8 +49,8 @@ def heartbeat(group: ConsumerGroup, now: int, ask: Beat, seen: Seen) -> BeatAnsw
     member = group.members[ask.member_id]
     _learn(group, member, ask)
     member.until_ms = now + group.limits.consumer_session_ms
-    reconciling.look(group, seen)
-    changed = reconciling.reconcile(group, now, member, ask.owned)
+    consumer_reconciliation.look(group, seen)
+    changed = consumer_reconciliation.reconcile(group, now, member, ask.owned)
     # Who says everything of itself, or names an epoch that is gone, may not have got its last answer.
     is_whole = ask.owned is not None and (ask.topics is not None or ask.pattern is not None)
     tells = changed or is_whole or ask.epoch != member.epoch
@@ -86,10 +86,10 @@ def _refusal_to_join(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
         holder = group.members[group.instances[ask.instance_id]]
         # Between the protocols a static member goes over without having left.
         if holder is not before and not holder.away and holder.classic is None:
-            return BeatAnswer(errors.UNRELEASED_INSTANCE_ID, "Another member has this instance id.")
+            return BeatAnswer(error_codes.UNRELEASED_INSTANCE_ID, "Another member has this instance id.")
         before = holder
     if before is None and len(group.members) >= group.limits.members:
-        return BeatAnswer(errors.GROUP_MAX_SIZE_REACHED, f"The group has {len(group.members)} members.")
+        return BeatAnswer(error_codes.GROUP_MAX_SIZE_REACHED, f"The group has {len(group.members)} members.")
     return None
 
 
@@ -102,7 +102,9 @@ def _too_large(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
     size = subscription_bytes(topics, pattern)
     others = sum(each.subscription_bytes for each in group.members.values() if each is not member)
     if size > group.limits.member_bytes or size + others > group.limits.bytes:
-        return BeatAnswer(errors.GROUP_MAX_SIZE_REACHED, f"The subscription takes {size} bytes beside {others} others.")
+        return BeatAnswer(
+            error_codes.GROUP_MAX_SIZE_REACHED, f"The subscription takes {size} bytes beside {others} others."
+        )
     return None
 
 
@@ -110,18 +112,18 @@ def _join(group: ConsumerGroup, ask: Beat) -> None:
     """It begins with nothing: what it held before is free, and what it should have is given anew."""
     member = group.members.get(ask.member_id)
     if member is not None and member.instance_id != ask.instance_id:
-        reconciling.remove(group, member)
+        consumer_reconciliation.remove(group, member)
         member = None
     if member is None and ask.instance_id is not None and ask.instance_id in group.instances:
         # A static member came back in time: nobody else notices (KIP-848, "Static membership").
         member = group.members.pop(group.instances[ask.instance_id])
-        reconciling.give_up(group, member, member.held)
+        consumer_reconciliation.give_up(group, member, member.held)
         group.changed.discard(member.member_id)
         member.member_id = ask.member_id
     is_new = member is None
     if member is None:
         member = Consumer(ask.member_id, ask.instance_id)
-    reconciling.give_up(group, member, member.held)
+    consumer_reconciliation.give_up(group, member, member.held)
     member.revoking, member.away = {}, False
     member.classic, member.owes_until_ms = None, 0
     member.epoch, member.previous = 0, -1
@@ -131,7 +133,7 @@ def _join(group: ConsumerGroup, ask: Beat) -> None:
         group.instances[ask.instance_id] = ask.member_id
     _change(group, member)
     if is_new:
-        reconciling.resubscribed(group)
+        consumer_reconciliation.resubscribed(group)
 
 
 def _learn(group: ConsumerGroup, member: Consumer, ask: Beat) -> None:
@@ -147,7 +149,7 @@ def _learn(group: ConsumerGroup, member: Consumer, ask: Beat) -> None:
     member.assignor = ask.assignor if ask.assignor is not None else member.assignor
     if (member.topics, member.pattern, member.assignor) != wanted:
         _change(group, member)
-        reconciling.resubscribed(group)
+        consumer_reconciliation.resubscribed(group)
 
 
 def _change(group: ConsumerGroup, member: Consumer) -> None:
@@ -167,7 +169,7 @@ def _fences(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
         if ask.epoch == member.previous and ask.owned is not None and within(ask.owned, member.assigned):
             return None
     return BeatAnswer(
-        errors.FENCED_MEMBER_EPOCH,
+        error_codes.FENCED_MEMBER_EPOCH,
         f"The member's epoch is {ask.epoch}, the group knows it with {member.told_epoch}: it must join again.",
     )
 
@@ -177,15 +179,15 @@ def check(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
     if instance_id is not None:
         known = group.instances.get(instance_id)
         if known is None:
-            return errors.UNKNOWN_MEMBER_ID
+            return error_codes.UNKNOWN_MEMBER_ID
         if known != member_id:
-            return errors.FENCED_INSTANCE_ID
-    return 0 if member_id in group.members else errors.UNKNOWN_MEMBER_ID
+            return error_codes.FENCED_INSTANCE_ID
+    return 0 if member_id in group.members else error_codes.UNKNOWN_MEMBER_ID
 
 
 def _check_speaker(group: ConsumerGroup, ask: Beat) -> int:
     return check(group, ask.member_id, ask.instance_id) or (
-        errors.UNKNOWN_MEMBER_ID if group.speaks_classic(ask.member_id) else 0
+        error_codes.UNKNOWN_MEMBER_ID if group.speaks_classic(ask.member_id) else 0
     )
 
 
@@ -195,7 +197,7 @@ def _leave(group: ConsumerGroup, now: int, ask: Beat) -> BeatAnswer:
         return BeatAnswer(code, "The member is not in the group.")
     member = group.members[ask.member_id]
     if ask.epoch == LEAVES:
-        reconciling.remove(group, member)
+        consumer_reconciliation.remove(group, member)
     else:
         member.away = True
         member.until_ms = now + group.limits.consumer_session_ms
@@ -217,14 +219,18 @@ def commit_refusal(
     if epoch == member.epoch and not member.away:
         return 0
     # Producers know the errors of the classic protocol, and so do its members.
-    return errors.ILLEGAL_GENERATION if in_transaction or member.classic is not None else errors.STALE_MEMBER_EPOCH
+    return (
+        error_codes.ILLEGAL_GENERATION
+        if in_transaction or member.classic is not None
+        else error_codes.STALE_MEMBER_EPOCH
+    )
 
 
 def tick(group: ConsumerGroup, now: int) -> None:
     """Who is not heard of, or does not let go, join or sync in time, is fenced."""
     for member in _free_to_speak(group):
         if _until(member) <= now:
-            reconciling.remove(group, member)
+            consumer_reconciliation.remove(group, member)
 
 
 def due(group: ConsumerGroup) -> int | None:

@@ -12,14 +12,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from tidemill.kafka.groups.assignors import Partitions
-from tidemill.kafka.groups.state import (
-    Answer,
-    GroupLimits,
-    Phase,
-    Protocols,
-    Waiter,
-    metadata_bytes,
-)
+from tidemill.kafka.groups.classic_state import Answer, GroupLimits, Phase, Protocols, Waiter, metadata_bytes
 
 LEAVES: Final = -1
 LEAVES_FOR_A_WHILE: Final = -2

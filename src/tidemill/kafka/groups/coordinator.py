@@ -17,10 +17,10 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Restarts, Tasks, sentence
 from tidemill.base.status.status import Tracker
-from tidemill.kafka import errors
-from tidemill.kafka.groups.led import LedGroup
-from tidemill.kafka.groups.rows import NO_FAULTS, GroupRows, Lost
-from tidemill.kafka.groups.state import GroupLimits
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups.classic_state import GroupLimits
+from tidemill.kafka.groups.group_runner import LedGroup
+from tidemill.kafka.groups.group_store import NO_FAULTS, GroupRows, Lost
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUPS
 
@@ -105,32 +105,32 @@ class Coordinator:
     async def get(self, group: str, *, growing: bool = False) -> LedGroup:
         """The group, taken over if need be. `growing`: somebody wants to join it. Raises Refused."""
         if not is_name(group):
-            raise Refused(errors.INVALID_GROUP_ID)
+            raise Refused(error_codes.INVALID_GROUP_ID)
         if self._closed or not self._is_own(group):
-            raise Refused(errors.NOT_COORDINATOR)
+            raise Refused(error_codes.NOT_COORDINATOR)
         if growing and self._is_full():
             log.warning("kafka.groups_full", used_bytes=self._counted_bytes, limit_bytes=self.bytes_max)
-            raise Refused(errors.GROUP_MAX_SIZE_REACHED)
+            raise Refused(error_codes.GROUP_MAX_SIZE_REACHED)
         led = self._led.get(group)
         if led is not None:
             return led
         if group not in self._opening:
             if len(self._led) + len(self._opening) >= self._groups_max:
                 log.warning("kafka.groups_full", groups=len(self._led), limit=self._groups_max, key="kafka.groups_max")
-                raise Refused(errors.COORDINATOR_NOT_AVAILABLE)
+                raise Refused(error_codes.COORDINATOR_NOT_AVAILABLE)
             self._opening[group] = self._tasks.spawn(self._open(group), name=f"open group {group}")
         try:
             async with asyncio.timeout(OPENING_S):
                 led = await asyncio.shield(self._opening[group])
         except TimeoutError:
-            raise Refused(errors.COORDINATOR_LOAD_IN_PROGRESS) from None
+            raise Refused(error_codes.COORDINATOR_LOAD_IN_PROGRESS) from None
         except Refused:
             raise
         except Exception as error:
             # Of whatever type: the fault of this group, told by its task (`_task_broke`).
-            raise Refused(errors.COORDINATOR_NOT_AVAILABLE) from error
+            raise Refused(error_codes.COORDINATOR_NOT_AVAILABLE) from error
         if led.is_over:
-            raise Refused(errors.NOT_COORDINATOR)
+            raise Refused(error_codes.NOT_COORDINATOR)
         return led
 
     def _is_full(self) -> bool:
@@ -144,7 +144,7 @@ class Coordinator:
         try:
             taken = await self.rows.take_over(group)
             if self._closed or not self._is_own(group):
-                raise Refused(errors.NOT_COORDINATOR)
+                raise Refused(error_codes.NOT_COORDINATOR)
             led = LedGroup(self.rows, taken, self._limits(group), self._clock, self._tasks, self._ended)
             self._led[group] = led
             _LOADED.set(len(self._led))
@@ -183,7 +183,7 @@ class Coordinator:
         """Plain; called at every change of the set of nodes, and once at the start."""
         for led in self.led():
             if not self._is_own(led.group.name):
-                led.end(errors.NOT_COORDINATOR)
+                led.end(error_codes.NOT_COORDINATOR)
         self._moved = True
         if not self._adopting and not self._closed:
             self._adopting = True
@@ -228,5 +228,5 @@ class Coordinator:
     async def aclose(self) -> None:
         self._closed = True
         for led in self.led():
-            led.end(errors.NOT_COORDINATOR)
+            led.end(error_codes.NOT_COORDINATOR)
         await self._tasks.aclose()

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
+from tidemill.kafka.groups.classic_state import Group, Phase
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
-from tidemill.kafka.groups.state import Group, Phase
-from tidemill.kafka.schema.wire import I16, I32, BadFrame, read_i16, short
+from tidemill.kafka.schema.primitives import I16, I32, BadFrame, read_i16, short
 
 CONSUMER: Final = "consumer"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from tidemill.kafka.api.dispatch import Api
 from tidemill.kafka.handlers import (
     k00_produce,
     k01_fetch,
@@ -61,8 +62,7 @@ from tidemill.kafka.handlers import (
     k74_list_config_resources,
     k75_describe_topic_partitions,
 )
-from tidemill.kafka.request import Api
-from tidemill.kafka.schema.compiled import compile_codecs
+from tidemill.kafka.schema.codec_compiler import compile_codecs
 
 APIS: Final[dict[int, Api]] = {
     module.API.key: module.API

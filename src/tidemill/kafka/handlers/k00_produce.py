@@ -30,12 +30,12 @@ import structlog
 
 from tidemill.base.errors import Missing, Unavailable
 from tidemill.base.runtime.coop import Pace
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Reply, Request, Stall
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Reply, Request, Stall
+from tidemill.kafka.metadata.topic_cache import TopicCache
+from tidemill.kafka.schema.primitives import I32
 from tidemill.kafka.schema.produce import PartitionAnswer, PartitionData, ProduceRequest, TopicData, decode, encode
-from tidemill.kafka.schema.wire import I32
-from tidemill.kafka.topic_cache import TopicCache
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.security.acls import Operation, Resource
 from tidemill.topics.api import InvalidRecords, InvalidTransaction, ProduceResult, Within
@@ -91,7 +91,7 @@ def _allowed(
     """The rows, with a code in place of those that may not be written, whether they exist or not."""
     access, visitor, transaction = context.access, request.visitor, produce.transactional_id
     if transaction is not None and not access.may(visitor, Operation.WRITE, Resource.TRANSACTIONAL_ID, transaction):
-        return [errors.TRANSACTIONAL_ID_AUTHORIZATION_FAILED] * len(rows)
+        return [error_codes.TRANSACTIONAL_ID_AUTHORIZATION_FAILED] * len(rows)
     return [
         access.topic(visitor, Operation.WRITE, topic.topic, row, is_id=is_id)
         for topic, row in zip(produce.topics, rows, strict=True)
@@ -138,15 +138,15 @@ def _reserve_one(
 ) -> None:
     refused: tuple[int, str | None] | None
     if row is None or isinstance(row, int):
-        refused = (row or errors.UNKNOWN_TOPIC_OR_PARTITION, None)
+        refused = (row or error_codes.UNKNOWN_TOPIC_OR_PARTITION, None)
     elif row.kind == "capture":
-        refused = (errors.TOPIC_AUTHORIZATION_FAILED, f"written by capture only: topic={row.name}")
+        refused = (error_codes.TOPIC_AUTHORIZATION_FAILED, f"written by capture only: topic={row.name}")
     elif not 0 <= data.partition < row.partitions:
-        refused = (errors.UNKNOWN_TOPIC_OR_PARTITION, None)
+        refused = (error_codes.UNKNOWN_TOPIC_OR_PARTITION, None)
     else:
         refused = _refuse(produce, data.records, request.version)
     if refused is not None or data.records is None or row is None or isinstance(row, int):
-        code, message = refused or (errors.INVALID_RECORD, None)
+        code, message = refused or (error_codes.INVALID_RECORD, None)
         gathering.answer(topic_number, place, PartitionAnswer(data.partition, code, error_message=message))
         return
     try:
@@ -166,28 +166,28 @@ def _reserve_one(
 def _refuse(produce: ProduceRequest, records: memoryview | None, version: int) -> tuple[int, str | None] | None:
     """What the request and the batch header alone forbid, as (code, message); None = go on."""
     if produce.acks not in (-1, 0, 1):
-        return errors.INVALID_REQUIRED_ACKS, None
+        return error_codes.INVALID_REQUIRED_ACKS, None
     if records is None or not records:
-        return errors.INVALID_RECORD, "no record batch"
+        return error_codes.INVALID_RECORD, "no record batch"
     if len(records) < _BATCH_HEADER_BYTES:
-        return errors.CORRUPT_MESSAGE, "shorter than a batch header"
+        return error_codes.CORRUPT_MESSAGE, "shorter than a batch header"
     if records[16] != 2:
-        return errors.INVALID_RECORD, f"only record batches v2 are taken: magic={records[16]}"
+        return error_codes.INVALID_RECORD, f"only record batches v2 are taken: magic={records[16]}"
     size = 12 + I32.unpack_from(records, 8)[0]
     if size < len(records):
-        return errors.INVALID_RECORD, "more than one batch for a partition"
+        return error_codes.INVALID_RECORD, "more than one batch for a partition"
     if size > len(records):
-        return errors.CORRUPT_MESSAGE, "batch cut short"
+        return error_codes.CORRUPT_MESSAGE, "batch cut short"
     if records[22] & _CONTROL:
-        return errors.INVALID_RECORD, "control batches are not taken"
+        return error_codes.INVALID_RECORD, "control batches are not taken"
     if records[22] & _TRANSACTIONAL and produce.transactional_id is None:
-        return errors.INVALID_RECORD, "a transactional batch without a transactional id"
+        return error_codes.INVALID_RECORD, "a transactional batch without a transactional id"
     if records[22] & 0x07 == _ZSTD and version < FIRST_WITH_ZSTD:
         return UNSUPPORTED_COMPRESSION_TYPE, "zstd needs Produce version 7"
     return None
 
 
-_NO_ANSWER: Final = PartitionAnswer(-1, errors.UNKNOWN_SERVER_ERROR)
+_NO_ANSWER: Final = PartitionAnswer(-1, error_codes.UNKNOWN_SERVER_ERROR)
 """In an answer's place until it comes; never sent."""
 
 
@@ -231,12 +231,12 @@ class _Gathering:
         if isinstance(error, Missing):
             self._context.cache.forget(row.name)
             self._stale = row.name
-        elif not errors.is_expected(error):
+        elif not error_codes.is_expected(error):
             log.error("kafka.produce_failed", topic=row.name, partition=index, error=repr(error), exc_info=error)
         record_errors = error.record_errors if isinstance(error, InvalidRecords) else ()
-        code = errors.code_of(error)
+        code = error_codes.code_of(error)
         if isinstance(error, InvalidTransaction) and self._request.version >= FIRST_THAT_ABORTS:
-            code = errors.TRANSACTION_ABORTABLE
+            code = error_codes.TRANSACTION_ABORTABLE
         answer = PartitionAnswer(index, code, error_message=str(error), record_errors=record_errors)
         self.answer(topic, place, answer)
 

@@ -21,12 +21,12 @@ import asyncio
 import structlog
 
 from tidemill.base.runtime.tasks import is_own_fault, sentence
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.fetches.interest import Interest, Key
-from tidemill.kafka.fetches.repeated import Repeated
-from tidemill.kafka.fetches.sessions import FINAL, INITIAL, NO_SESSION
-from tidemill.kafka.request import LARGE_ANSWER_ELEMENTS, Api, Reply, Request, decoded
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import LARGE_ANSWER_ELEMENTS, Api, Reply, Request, decoded
+from tidemill.kafka.fetch_sessions.implicit import Repeated
+from tidemill.kafka.fetch_sessions.partitions import Interest, Key
+from tidemill.kafka.fetch_sessions.sessions import FINAL, INITIAL, NO_SESSION
 from tidemill.kafka.schema.fetch import FetchRequest, FetchTopic, PartitionRecords, decode, encode
 
 log = structlog.get_logger()
@@ -53,7 +53,7 @@ async def begin(context: Context, request: Request) -> Reply:
             raise
         fault = error
     _tell(request, fault)
-    code = errors.code_of(fault)
+    code = error_codes.code_of(fault)
     failed = [(t.topic, [PartitionRecords(p.partition, code) for p in t.partitions]) for t in fetch.topics]
     return encode(failed, request.version)
 
@@ -127,7 +127,7 @@ async def _changed(context: Context, request: Request, fetch: FetchRequest) -> R
         await interest.ask(fetch.topics)
         await interest.forget(fetch.forgotten)
         if not sessions.grown(session):
-            return encode([], version, error_code=errors.FETCH_SESSION_ID_NOT_FOUND)
+            return encode([], version, error_code=error_codes.FETCH_SESSION_ID_NOT_FOUND)
         if not len(interest):
             sessions.close(session)
             return encode([], version)
@@ -139,7 +139,7 @@ async def _changed(context: Context, request: Request, fetch: FetchRequest) -> R
     finally:
         session.busy = False
     if session.closed:
-        return encode([], version, error_code=errors.FETCH_SESSION_ID_NOT_FOUND)
+        return encode([], version, error_code=error_codes.FETCH_SESSION_ID_NOT_FOUND)
     return await _encoded(_by_topic(found), version, session.id)
 
 

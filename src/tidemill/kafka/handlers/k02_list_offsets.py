@@ -17,10 +17,10 @@ from collections import Counter
 from typing import Final
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold, each
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 
 LATEST: Final = -1
@@ -45,9 +45,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     async def answer(place: tuple[str, Body]) -> Body:
         name, asked = place
         if named[name, asked["partition_index"]] > 1:
-            return _answer(asked, error_code=errors.INVALID_REQUEST)
+            return _answer(asked, error_code=error_codes.INVALID_REQUEST)
         if request.version < FIRST_VERSION.get(asked["timestamp"], 0):
-            return _answer(asked, error_code=errors.UNSUPPORTED_VERSION)
+            return _answer(asked, error_code=error_codes.UNSUPPORTED_VERSION)
         return await _partition(context, name, asked, until_s, committed=committed)
 
     answers = iter(await each(places, answer, context.pace))
@@ -86,9 +86,9 @@ async def _partition(context: Context, name: str, asked: Body, until_s: float, *
         if timestamp_ms == LATEST_TIERED:
             return _answer(asked)
         if timestamp_ms < 0 and timestamp_ms != MAX_TIMESTAMP:
-            return _answer(asked, error_code=errors.UNSUPPORTED_VERSION)
+            return _answer(asked, error_code=error_codes.UNSUPPORTED_VERSION)
         if context.clock.monotonic_s() > until_s:
-            return _answer(asked, error_code=errors.REQUEST_TIMED_OUT)
+            return _answer(asked, error_code=error_codes.REQUEST_TIMED_OUT)
         if timestamp_ms == MAX_TIMESTAMP:
             found = await topics.newest_time(row.topic_id, index)
         else:
@@ -101,7 +101,7 @@ async def _partition(context: Context, name: str, asked: Body, until_s: float, *
     try:
         found = await context.cache.with_row(name, index, look)
     except TidemillError as error:
-        found = errors.code_of(error)
+        found = error_codes.code_of(error)
     return _answer(asked, error_code=found) if isinstance(found, int) else found
 
 

@@ -18,13 +18,13 @@ from typing import Final
 import structlog
 
 from tidemill.base.errors import Conflict, Invalid, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.checks import may_create
-from tidemill.kafka.context import Broker, Context
-from tidemill.kafka.layouts import NO_LEADER
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
-from tidemill.kafka.schema.wire import ZERO_UUID
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Broker, Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.api.required_operations import may_create
+from tidemill.kafka.metadata.encoded_partitions import NO_LEADER
+from tidemill.kafka.schema.codec_compiler import Body
+from tidemill.kafka.schema.primitives import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow, check_topic_name
 
 log = structlog.get_logger()
@@ -92,20 +92,20 @@ class _Answering:
         cache = self._context.cache
         name, topic_id = asked.get("name"), asked.get("topic_id", ZERO_UUID)
         if self._request.version < _IDS_FROM and name is None:
-            return _refused("", topic_id, errors.INVALID_REQUEST)
+            return _refused("", topic_id, error_codes.INVALID_REQUEST)
         row: TopicRow | None
         try:
             row = await self._find(name, topic_id)
         except _Denied:
-            return _refused(name, topic_id, errors.TOPIC_AUTHORIZATION_FAILED)
+            return _refused(name, topic_id, error_codes.TOPIC_AUTHORIZATION_FAILED)
         except Invalid:
-            return _refused(name, topic_id, errors.INVALID_TOPIC_EXCEPTION)
+            return _refused(name, topic_id, error_codes.INVALID_TOPIC_EXCEPTION)
         except TidemillError:
             row = cache.by_name(name) if name else cache.by_id(topic_id)
             if row is None:
-                return _refused(name, topic_id, errors.LEADER_NOT_AVAILABLE)
+                return _refused(name, topic_id, error_codes.LEADER_NOT_AVAILABLE)
         if row is None:
-            unknown = errors.UNKNOWN_TOPIC_OR_PARTITION if name else errors.UNKNOWN_TOPIC_ID
+            unknown = error_codes.UNKNOWN_TOPIC_OR_PARTITION if name else error_codes.UNKNOWN_TOPIC_ID
             return _refused(name, topic_id, unknown)
         return await self.describe(row)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
@@ -47,7 +47,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             elif not 0 <= index < row.partitions:
                 answer["error_code"] = no_partition(context, row, index)
             elif len(metadata) > METADATA_CHARS_MAX:
-                answer["error_code"] = errors.OFFSET_METADATA_TOO_LARGE
+                answer["error_code"] = error_codes.OFFSET_METADATA_TOO_LARGE
             else:
                 epoch = asked.get("committed_leader_epoch", -1)
                 offset = asked["committed_offset"]
@@ -76,7 +76,7 @@ async def _commit(context: Context, version: int, group: str, body: Body, rows: 
     code = led.commit_refusal(member_id, body.get("group_instance_id"), generation)
     found = led.group
     if not code and version < MEMBER_EPOCHS and isinstance(found, ConsumerGroup) and found.members:
-        code = 0 if found.speaks_classic(member_id) else errors.UNSUPPORTED_VERSION
+        code = 0 if found.speaks_classic(member_id) else error_codes.UNSUPPORTED_VERSION
     return code or await led.write(list(rows.items()))
 
 
@@ -92,13 +92,13 @@ def find(context: Context, topic: Body, *, by_id: bool) -> Any:
     """The topic's row or an error code: COORDINATOR_LOAD_IN_PROGRESS while nobody has looked (C1), which every client
     retries at a group's coordinator."""
     row = context.cache.find(topic["topic_id"] if by_id else topic["name"], is_id=by_id)
-    return errors.COORDINATOR_LOAD_IN_PROGRESS if row is None else row
+    return error_codes.COORDINATOR_LOAD_IN_PROGRESS if row is None else row
 
 
 def no_partition(context: Context, row: TopicRow, index: int) -> int:
     """As `find`, of a partition that `row` does not have."""
     looked = index < 0 or context.cache.grown(row) is not None
-    return errors.UNKNOWN_TOPIC_OR_PARTITION if looked else errors.COORDINATOR_LOAD_IN_PROGRESS
+    return error_codes.UNKNOWN_TOPIC_OR_PARTITION if looked else error_codes.COORDINATOR_LOAD_IN_PROGRESS
 
 
 def failed(body: Body, code: int) -> Body:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import Refused
 from tidemill.kafka.handlers.k08_offset_commit import find, no_partition
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.rows.groups import GroupOffsetRow
 
 BY_ID = 10
@@ -67,11 +67,11 @@ async def _group(context: Context, group: str, topics: list[Body] | None, *, by_
             await context.cache.settle(places, is_id=by_id)
             found = [find(context, topic, by_id=by_id) for topic in topics]
             if not all(_is_looked_up(context, row, topic) for row, topic in zip(found, topics, strict=True)):
-                code = errors.COORDINATOR_LOAD_IN_PROGRESS
+                code = error_codes.COORDINATOR_LOAD_IN_PROGRESS
             else:
                 offsets = await context.groups.rows.offsets_of(group, _places(found, topics))
     except TidemillError:
-        code = errors.COORDINATOR_LOAD_IN_PROGRESS
+        code = error_codes.COORDINATOR_LOAD_IN_PROGRESS
     topics = topics or []
     if code:
         found = [code for _ in topics]
@@ -89,7 +89,7 @@ def _is_looked_up(context: Context, row: Any, topic: Body) -> bool:
     if not isinstance(row, int):
         highest = _highest(topic)
         code = 0 if highest < row.partitions else no_partition(context, row, highest)
-    return bool(code != errors.COORDINATOR_LOAD_IN_PROGRESS)
+    return bool(code != error_codes.COORDINATOR_LOAD_IN_PROGRESS)
 
 
 def _places(found: list[Any], topics: list[Body]) -> list[tuple[str, int]]:
@@ -115,7 +115,7 @@ def _all(context: Context, rows: list[GroupOffsetRow]) -> list[Body]:
 
 async def _topic(context: Context, offsets: Found, undecided: set[tuple[str, int]], asked: Body, row: Any) -> Body:
     # A name that is no topic's has no offsets, which is no error.
-    unknown = row if isinstance(row, int) and row != errors.UNKNOWN_TOPIC_OR_PARTITION else 0
+    unknown = row if isinstance(row, int) and row != error_codes.UNKNOWN_TOPIC_OR_PARTITION else 0
     partitions = []
     for index in asked["partition_indexes"]:
         if context.pace.due:
@@ -124,7 +124,7 @@ async def _topic(context: Context, offsets: Found, undecided: set[tuple[str, int
         if not isinstance(row, int):
             committed = offsets.get((row.topic_id, index), _NOTHING)
             if (row.topic_id, index) in undecided:
-                committed, code = _NOTHING, errors.UNSTABLE_OFFSET_COMMIT
+                committed, code = _NOTHING, error_codes.UNSTABLE_OFFSET_COMMIT
         partitions.append(
             {
                 "partition_index": index,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 
 GROUP: Final = 0
 TRANSACTION: Final = 1
@@ -43,11 +43,11 @@ def _coordinator(context: Context, key: str, key_type: int) -> Body:
                 "error_code": 0,
                 "error_message": None,
             }
-        code, message = errors.COORDINATOR_NOT_AVAILABLE, f"The coordinator has no listener {context.listener!r}."
+        code, message = error_codes.COORDINATOR_NOT_AVAILABLE, f"The coordinator has no listener {context.listener!r}."
     elif key_type == SHARE:
-        code, message = errors.INVALID_REQUEST, "Share groups are not served."
+        code, message = error_codes.INVALID_REQUEST, "Share groups are not served."
     else:
-        code, message = errors.INVALID_REQUEST, "Unknown key type."
+        code, message = error_codes.INVALID_REQUEST, "Unknown key type."
     return {"key": key, "node_id": -1, "host": "", "port": -1, "error_code": code, "error_message": message}
 
 

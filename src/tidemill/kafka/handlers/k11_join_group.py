@@ -8,18 +8,18 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.groups.classic_state import Join, JoinAnswer
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.groups.led import LedGroup
-from tidemill.kafka.groups.patterns import Sight
-from tidemill.kafka.groups.state import Join, JoinAnswer
+from tidemill.kafka.groups.group_runner import LedGroup
 from tidemill.kafka.groups.subscriptions import subscription_of
+from tidemill.kafka.groups.topic_patterns import Sight
 from tidemill.kafka.handlers.k68_consumer_group_heartbeat import sight
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
-from tidemill.kafka.schema.wire import BadFrame
+from tidemill.kafka.schema.codec_compiler import Body
+from tidemill.kafka.schema.primitives import BadFrame
 
 REBALANCE_MS_MIN: Final = 100
 CLIENT_CHARS: Final = 100
@@ -33,7 +33,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     except Refused as refused:
         return failed(body, refused.code)
     except TidemillError:
-        return failed(body, errors.COORDINATOR_LOAD_IN_PROGRESS)
+        return failed(body, error_codes.COORDINATOR_LOAD_IN_PROGRESS)
     instance_id = body.get("group_instance_id")
     session_ms: int = body["session_timeout"]
     rebalance_ms: int = body.get("rebalance_timeout") or session_ms

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tidemill.kafka.context import Context
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.groups.classic_state import Group, Member, Phase
 from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.groups.state import Group, Member, Phase
-from tidemill.kafka.groups.stored import CLASSIC
-from tidemill.kafka.request import Api, Request, cold, each
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.groups.group_records import CLASSIC
+from tidemill.kafka.schema.codec_compiler import Body
 
 NO_OPERATIONS: Final = -(1 << 31)
 
@@ -33,10 +33,10 @@ async def _described(context: Context, request: Request, name: str) -> Body:
         try:
             head = await context.groups.rows.head(name) if name else None
             if head is None:
-                missing = errors.GROUP_ID_NOT_FOUND if request.version >= 6 else 0
+                missing = error_codes.GROUP_ID_NOT_FOUND if request.version >= 6 else 0
                 return _answer(name, missing, Phase.DEAD, message=f"Group {name} not found.")
             if not context.owners.is_own(name):
-                return _answer(name, errors.NOT_COORDINATOR, None)
+                return _answer(name, error_codes.NOT_COORDINATOR, None)
             if head.kind != CLASSIC:
                 return _of_other_protocol(request, name)
             if not head.members:
@@ -45,7 +45,7 @@ async def _described(context: Context, request: Request, name: str) -> Body:
         except Refused as refused:
             return _answer(name, refused.code, None)
         except TidemillError:
-            return _answer(name, errors.COORDINATOR_NOT_AVAILABLE, None)
+            return _answer(name, error_codes.COORDINATOR_NOT_AVAILABLE, None)
     group = led.group
     if not isinstance(group, Group):
         return _of_other_protocol(request, name)
@@ -58,7 +58,7 @@ async def _described(context: Context, request: Request, name: str) -> Body:
 
 
 def _of_other_protocol(request: Request, name: str) -> Body:
-    code = errors.GROUP_ID_NOT_FOUND if request.version >= 6 else 0
+    code = error_codes.GROUP_ID_NOT_FOUND if request.version >= 6 else 0
     return _answer(name, code, Phase.DEAD, message=f"Group {name} is not a classic group.")
 
 

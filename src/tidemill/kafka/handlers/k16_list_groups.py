@@ -6,12 +6,12 @@ Filters by state (v4) and type (v5) are told apart as Kafka does, whatever their
 from __future__ import annotations
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.groups.state import Phase
-from tidemill.kafka.groups.stored import kind_of
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.groups.classic_state import Phase
+from tidemill.kafka.groups.group_records import kind_of
+from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -20,7 +20,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         heads = await context.groups.rows.heads()
     except TidemillError:
-        return failed(body, errors.COORDINATOR_NOT_AVAILABLE)
+        return failed(body, error_codes.COORDINATOR_NOT_AVAILABLE)
     groups: list[Body] = []
     for head in heads:
         if context.pace.due:

@@ -7,10 +7,10 @@ that asks for nothing: ILLEGAL_SASL_STATE.
 
 from __future__ import annotations
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -18,10 +18,10 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     gate = visitor.gate
     if not gate.mechanisms or gate.authenticator is None or (visitor.known and request.version == 0):
         visitor.rejected = "an authentication that the listener does not ask for"
-        return {"error_code": errors.ILLEGAL_SASL_STATE, "mechanisms": []}
+        return {"error_code": error_codes.ILLEGAL_SASL_STATE, "mechanisms": []}
     if mechanism not in gate.mechanisms:
         visitor.rejected = f"a mechanism that the listener lacks: mechanism={mechanism[:40]!r}"
-        return {"error_code": errors.UNSUPPORTED_SASL_MECHANISM, "mechanisms": list(gate.mechanisms)}
+        return {"error_code": error_codes.UNSUPPORTED_SASL_MECHANISM, "mechanisms": list(gate.mechanisms)}
     visitor.mechanism = mechanism
     visitor.exchange = gate.authenticator.exchange(mechanism)
     visitor.raw = request.version == 0

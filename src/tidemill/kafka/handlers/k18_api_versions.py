@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Final
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import API_VERSIONS, Api, Reply, Request
-from tidemill.kafka.schema.compiled import Body, encode_response
-from tidemill.kafka.schema.wire import read_i32, read_string
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import API_VERSIONS, Api, Reply, Request
+from tidemill.kafka.schema.codec_compiler import Body, encode_response
+from tidemill.kafka.schema.primitives import read_i32, read_string
 
 FIRST_WITH_CLUSTER: Final = 5
 NO_NODE: Final = -1
@@ -36,7 +36,7 @@ def advertise(apis: Iterable[Api]) -> None:
 
 
 async def begin(context: Context, request: Request) -> Reply:
-    code = _misrouted(context, request) if request.version >= FIRST_WITH_CLUSTER else errors.NONE
+    code = _misrouted(context, request) if request.version >= FIRST_WITH_CLUSTER else error_codes.NONE
     return [_answer(request.version, code)]
 
 
@@ -47,11 +47,11 @@ def _misrouted(context: Context, request: Request) -> int:
     cluster_id, position = read_string(request.view, position, compact=True)
     node_id, _ = read_i32(request.view, position)
     if cluster_id is None and node_id == NO_NODE:
-        return errors.NONE
+        return error_codes.NONE
     if cluster_id is None or node_id == NO_NODE:
-        return errors.INVALID_REQUEST
+        return error_codes.INVALID_REQUEST
     is_here = (cluster_id, node_id) == (context.settings.cluster_id, context.own.node_id)
-    return errors.NONE if is_here else errors.REBOOTSTRAP_REQUIRED
+    return error_codes.NONE if is_here else error_codes.REBOOTSTRAP_REQUIRED
 
 
 @cache
@@ -67,7 +67,7 @@ def _answer(version: int, code: int) -> bytes:
 
 
 def unsupported_version() -> bytearray:
-    return encode_response(API_VERSIONS, 0, {"error_code": errors.UNSUPPORTED_VERSION, "api_keys": _ranges})
+    return encode_response(API_VERSIONS, 0, {"error_code": error_codes.UNSUPPORTED_VERSION, "api_keys": _ranges})
 
 
 API = Api(API_VERSIONS, "api_versions", 0, FIRST_WITH_CLUSTER, begin)

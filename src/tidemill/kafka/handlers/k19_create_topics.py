@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import Counter
 
 from tidemill.base.errors import Conflict, Invalid, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.assignments import Assigned, check_assignments
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each, within
+from tidemill.kafka.api.replica_assignments import Assigned, check_assignments
 from tidemill.kafka.handlers.k32_describe_configs import topic_entries
-from tidemill.kafka.request import Api, Request, cold, each, within
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import PARTITIONS_MAX, TopicRow, check_topic_name
 from tidemill.topics.config.configs import topic_config
 
@@ -26,9 +26,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
     async def create(topic: Body) -> Body:
         if named[topic["name"]] > 1:
-            return _refused(topic["name"], errors.INVALID_REQUEST, "The request names this topic twice.")
+            return _refused(topic["name"], error_codes.INVALID_REQUEST, "The request names this topic twice.")
         work = _create(context, topic, validate_only=body.get("validate_only", False))
-        late = _refused(topic["name"], errors.REQUEST_TIMED_OUT, "The topic may come yet: look again.")
+        late = _refused(topic["name"], error_codes.REQUEST_TIMED_OUT, "The topic may come yet: look again.")
         return await within(body["timeout"], work, late=late)
 
     return {"topics": await each(body["topics"], create, context.pace)}
@@ -44,28 +44,32 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
     try:
         check_topic_name(name)
     except Invalid as error:
-        return _refused(name, errors.INVALID_TOPIC_EXCEPTION, str(error))
+        return _refused(name, error_codes.INVALID_TOPIC_EXCEPTION, str(error))
     if topic["assignments"]:
         if topic["num_partitions"] != -1 or topic["replication_factor"] != -1:
-            return _refused(name, errors.INVALID_REQUEST, "With assignments leave counts and replication factor at -1.")
+            return _refused(
+                name, error_codes.INVALID_REQUEST, "With assignments leave counts and replication factor at -1."
+            )
         assigned = {each["partition_index"]: each["broker_ids"] for each in topic["assignments"]}
         try:
             if sorted(assigned) != list(range(len(topic["assignments"]))):
                 raise Assigned(f"the partitions assigned are not 0 to n-1: partitions={sorted(assigned)}.")
             check_assignments(list(assigned.values()), len(assigned), context.brokers())
         except Assigned as error:
-            return _refused(name, errors.INVALID_REPLICA_ASSIGNMENT, str(error))
+            return _refused(name, error_codes.INVALID_REPLICA_ASSIGNMENT, str(error))
     if not 1 <= partitions <= PARTITIONS_MAX:
-        return _refused(name, errors.INVALID_PARTITIONS, f"Use 1 to {PARTITIONS_MAX} partitions.")
+        return _refused(name, error_codes.INVALID_PARTITIONS, f"Use 1 to {PARTITIONS_MAX} partitions.")
     if topic["replication_factor"] == 0 or topic["replication_factor"] < -1:
-        return _refused(name, errors.INVALID_REPLICATION_FACTOR, "Use 1, or -1 for the default.")
+        return _refused(name, error_codes.INVALID_REPLICATION_FACTOR, "Use 1, or -1 for the default.")
     try:
         topic_config(configs)
     except Invalid as error:
-        return _refused(name, errors.INVALID_CONFIG, str(error))
+        return _refused(name, error_codes.INVALID_CONFIG, str(error))
     limit = context.settings.partitions_max
     if context.cache.partitions + context.cache.creating + partitions > limit:
-        return _refused(name, errors.POLICY_VIOLATION, f"Too many partitions in all: kafka.partitions_max={limit}.")
+        return _refused(
+            name, error_codes.POLICY_VIOLATION, f"Too many partitions in all: kafka.partitions_max={limit}."
+        )
     context.cache.creating += partitions
     try:
         if validate_only:
@@ -79,9 +83,9 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
             )
             context.cache.learn(row)
     except Conflict as error:
-        return _refused(name, errors.TOPIC_ALREADY_EXISTS, str(error))
+        return _refused(name, error_codes.TOPIC_ALREADY_EXISTS, str(error))
     except TidemillError as error:
-        return _refused(name, errors.REQUEST_TIMED_OUT, str(error))
+        return _refused(name, error_codes.REQUEST_TIMED_OUT, str(error))
     finally:
         context.cache.creating -= partitions
     return _created(context, row)

@@ -7,11 +7,11 @@ pipeline reads is POLICY_VIOLATION: only `tidemill topic delete` takes it, when 
 from __future__ import annotations
 
 from tidemill.base.errors import Missing, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
-from tidemill.kafka.schema.wire import ZERO_UUID
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
+from tidemill.kafka.schema.primitives import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.security.acls import Operation, Resource
 from tidemill.topics.usage import users_of
@@ -32,22 +32,22 @@ async def _delete(context: Context, request: Request, name: str | None, topic_id
         else:
             row = await context.catalogue.get(TopicRow, name or "")
         if row is None:
-            missing = errors.UNKNOWN_TOPIC_ID if by_id else errors.UNKNOWN_TOPIC_OR_PARTITION
+            missing = error_codes.UNKNOWN_TOPIC_ID if by_id else error_codes.UNKNOWN_TOPIC_OR_PARTITION
             return {**answer, "error_code": missing}
         if by_id and not context.access.may(request.visitor, Operation.DELETE, Resource.TOPIC, row.name):
             # Its id was not known here yet when the request was checked.
-            return {**answer, "error_code": errors.TOPIC_AUTHORIZATION_FAILED}
+            return {**answer, "error_code": error_codes.TOPIC_AUTHORIZATION_FAILED}
         answer |= {"name": row.name, "topic_id": row.topic_id}
         users = await users_of(context.catalogue, row) or (["capture"] if row.kind == "capture" else [])
         if users:
             message = f"The topic is in use: topic={row.name} by={', '.join(users)}."
-            return {**answer, "error_code": errors.POLICY_VIOLATION, "error_message": message}
+            return {**answer, "error_code": error_codes.POLICY_VIOLATION, "error_message": message}
         await context.catalogue.delete(TopicRow, row.name)
         context.cache.forget(row.name)
     except Missing:
-        return {**answer, "error_code": errors.UNKNOWN_TOPIC_OR_PARTITION}
+        return {**answer, "error_code": error_codes.UNKNOWN_TOPIC_OR_PARTITION}
     except TidemillError as error:
-        return {**answer, "error_code": errors.REQUEST_TIMED_OUT, "error_message": str(error)}
+        return {**answer, "error_code": error_codes.REQUEST_TIMED_OUT, "error_message": str(error)}
     return answer
 
 

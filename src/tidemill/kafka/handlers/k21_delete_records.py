@@ -13,10 +13,10 @@ from functools import partial
 import structlog
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold, each, within
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each, within
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import StillRead
 
@@ -31,8 +31,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     async def answer(place: tuple[str, Body]) -> Body:
         name, asked = place
         if named[name, asked["partition_index"]] > 1:
-            return _answer(asked, errors.INVALID_REQUEST)
-        late = _answer(asked, errors.REQUEST_TIMED_OUT)
+            return _answer(asked, error_codes.INVALID_REQUEST)
+        late = _answer(asked, error_codes.REQUEST_TIMED_OUT)
         return await within(body["timeout"], _delete(context, name, asked), late=late)
 
     answers = iter(await each(places, answer, context.pace))
@@ -53,9 +53,9 @@ async def _delete(context: Context, name: str, asked: Body) -> Body:
     except StillRead as error:
         # The answer has no place for it.
         log.warning("kafka.records_not_deleted", topic=name, partition=index, cause=str(error))
-        return _answer(asked, errors.POLICY_VIOLATION)
+        return _answer(asked, error_codes.POLICY_VIOLATION)
     except TidemillError as error:
-        return _answer(asked, errors.code_of(error))
+        return _answer(asked, error_codes.code_of(error))
 
 
 def _answer(asked: Body, code: int, low_watermark: int = -1) -> Body:

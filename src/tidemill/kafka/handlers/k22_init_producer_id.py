@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.handlers.transactional import fenced, refusal
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.handlers.transaction_errors import fenced, refusal
+from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 4
 
@@ -28,7 +28,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         producer_id = await context.producer_ids.allocate()
     except TidemillError:
-        return {**answer, "error_code": errors.COORDINATOR_NOT_AVAILABLE}
+        return {**answer, "error_code": error_codes.COORDINATOR_NOT_AVAILABLE}
     return {**answer, "producer_id": producer_id, "producer_epoch": 0}
 
 
@@ -45,7 +45,7 @@ async def _transactional(context: Context, body: Body) -> tuple[int, int, int]:
             epoch=body.get("producer_epoch", -1),
         )
     except TidemillError:
-        return errors.COORDINATOR_NOT_AVAILABLE, -1, -1
+        return error_codes.COORDINATOR_NOT_AVAILABLE, -1, -1
 
 
 def failed(body: Body, code: int) -> Body:

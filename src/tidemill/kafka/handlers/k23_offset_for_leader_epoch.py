@@ -10,10 +10,10 @@ from __future__ import annotations
 from functools import partial
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold, each
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import PartitionOffsets
 
@@ -52,7 +52,7 @@ async def _partition(context: Context, name: str, asked: Body) -> Body:
     try:
         offsets = await context.cache.with_row(name, index, look)
     except TidemillError as error:
-        offsets = errors.code_of(error)
+        offsets = error_codes.code_of(error)
     if isinstance(offsets, int):
         return {**answer, "error_code": offsets}
     return {**answer, "leader_epoch": asked["leader_epoch"], "end_offset": offsets.high_watermark}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.handlers.k08_offset_commit import find, no_partition
-from tidemill.kafka.handlers.transactional import coded, fenced, refusal
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.handlers.transaction_errors import coded, fenced, refusal
+from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 2
 
@@ -32,19 +32,19 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             if isinstance(row, int):
                 codes[topic["name"], partition] = row
             elif row.kind == "capture":
-                codes[topic["name"], partition] = errors.TOPIC_AUTHORIZATION_FAILED
+                codes[topic["name"], partition] = error_codes.TOPIC_AUTHORIZATION_FAILED
             elif not 0 <= partition < row.partitions:
                 codes[topic["name"], partition] = no_partition(context, row, partition)
             else:
                 places[row.topic_id] = (*places.get(row.topic_id, ()), partition)
     code = refusal(context, transactional_id)
     if not code and codes:
-        code = errors.OPERATION_NOT_ATTEMPTED
+        code = error_codes.OPERATION_NOT_ATTEMPTED
     elif not code:
         identity = (body["v3_and_below_producer_id"], body["v3_and_below_producer_epoch"])
         code = await coded(context.transactions.add(transactional_id, *identity, partitions=places))
         code = fenced(code, known=request.version >= FIRST_WITH_FENCED)
-    return _answer(body, code, codes if code == errors.OPERATION_NOT_ATTEMPTED else {})
+    return _answer(body, code, codes if code == error_codes.OPERATION_NOT_ATTEMPTED else {})
 
 
 def _answer(body: Body, code: int, codes: dict[tuple[str, int], int]) -> Body:

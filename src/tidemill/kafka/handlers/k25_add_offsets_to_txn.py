@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.kafka.context import Context
-from tidemill.kafka.handlers.transactional import coded, fenced, refusal
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.handlers.transaction_errors import coded, fenced, refusal
+from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 2
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.handlers.transactional import coded, fenced, refusal
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.handlers.transaction_errors import coded, fenced, refusal
+from tidemill.kafka.schema.codec_compiler import Body
 
 FIRST_WITH_FENCED: Final = 2
 FIRST_THAT_BUMPS: Final = 5
@@ -34,7 +34,7 @@ async def _bumping(context: Context, transactional_id: str, identity: tuple[int,
     try:
         ended = await context.transactions.end_bumping(transactional_id, *identity, commit=commit)
     except TidemillError:
-        ended = (errors.COORDINATOR_NOT_AVAILABLE, -1, -1)
+        ended = (error_codes.COORDINATOR_NOT_AVAILABLE, -1, -1)
     return dict(zip(("error_code", "producer_id", "producer_epoch"), ended, strict=True))
 
 

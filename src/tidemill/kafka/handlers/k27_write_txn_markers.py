@@ -11,10 +11,10 @@ from functools import partial
 from typing import Final
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold, each
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.topics.api import Marker
 
 FIRST_THAT_BUMPS: Final = 2
@@ -45,13 +45,13 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 async def _mark(context: Context, name: str, marker: Marker, index: int) -> Body:
     row = context.cache.resolve(name, is_id=False)
     if isinstance(row, int) or not 0 <= index < row.partitions:
-        code = row if isinstance(row, int) else errors.UNKNOWN_TOPIC_OR_PARTITION
+        code = row if isinstance(row, int) else error_codes.UNKNOWN_TOPIC_OR_PARTITION
     else:
         try:
             await context.topics.mark(row.topic_id, index, marker)
             code = 0
         except TidemillError as error:
-            code = errors.code_of(error)
+            code = error_codes.code_of(error)
     return {"partition_index": index, "error_code": code}
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.handlers.k08_offset_commit import METADATA_CHARS_MAX, find, look_for, no_partition
-from tidemill.kafka.handlers.transactional import coded
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
-from tidemill.kafka.transactions.offsets import keep
+from tidemill.kafka.handlers.transaction_errors import coded
+from tidemill.kafka.schema.codec_compiler import Body
+from tidemill.kafka.transactions.group_offsets import keep
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
 
 FIRST_THAT_ADDS: Final = 5
@@ -37,7 +37,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             if isinstance(row, int) or not 0 <= index < row.partitions:
                 answer["error_code"] = row if isinstance(row, int) else no_partition(context, row, index)
             elif len(metadata) > METADATA_CHARS_MAX:
-                answer["error_code"] = errors.OFFSET_METADATA_TOO_LARGE
+                answer["error_code"] = error_codes.OFFSET_METADATA_TOO_LARGE
             else:
                 epoch = asked.get("committed_leader_epoch", -1)
                 offsets.setdefault(row.topic_id, {})[index] = GroupOffset(asked["committed_offset"], epoch, metadata)
@@ -55,9 +55,9 @@ async def _keep(context: Context, body: Body, offsets: Offsets, *, adds: bool) -
     identity = (body["transactional_id"], body["producer_id"], body["producer_epoch"])
     member = (body.get("member_id", ""), body.get("group_instance_id"), body.get("generation_id", -1))
     keeping = keep(context.groups, context.transactions, identity, body["group_id"], member, offsets, adds=adds)
-    code = await coded(keeping, too_large=errors.OFFSET_METADATA_TOO_LARGE)
+    code = await coded(keeping, too_large=error_codes.OFFSET_METADATA_TOO_LARGE)
     # What Kafka's group coordinators say of a fenced producer.
-    return errors.INVALID_PRODUCER_EPOCH if code == errors.PRODUCER_FENCED else code
+    return error_codes.INVALID_PRODUCER_EPOCH if code == error_codes.PRODUCER_FENCED else code
 
 
 def failed(body: Body, code: int) -> Body:

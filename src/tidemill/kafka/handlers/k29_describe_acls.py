@@ -6,10 +6,10 @@ Where nothing is authorized: SECURITY_DISABLED, as in Kafka. A filter that means
 from __future__ import annotations
 
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.acls import Filter, Operation, Pattern, Permission, Resource
 
 DISABLED = "No rules are kept: security.authorize is off."
@@ -18,13 +18,13 @@ DISABLED = "No rules are kept: security.authorize is off."
 async def handle(context: Context, request: Request, body: Body) -> Body:
     rulebook = context.access.rulebook
     if rulebook is None:
-        return _answer(errors.SECURITY_DISABLED, DISABLED)
+        return _answer(error_codes.SECURITY_DISABLED, DISABLED)
     try:
         found = await rulebook.find(filter_of(body))
     except Invalid as error:
-        return _answer(errors.INVALID_REQUEST, str(error))
+        return _answer(error_codes.INVALID_REQUEST, str(error))
     except TidemillError as error:
-        return _answer(errors.REQUEST_TIMED_OUT, str(error))
+        return _answer(error_codes.REQUEST_TIMED_OUT, str(error))
     resources: dict[tuple[int, str, int], Body] = {}
     for rule in found:
         about = {"resource_type": rule.resource, "resource_name": rule.name, "pattern_type": rule.pattern, "acls": []}

@@ -6,25 +6,25 @@ Each is checked for itself: a rule that could never mean anything is INVALID_REQ
 from __future__ import annotations
 
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.handlers.k29_describe_acls import DISABLED
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.acls import Pattern, Rule, check_rule
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     rulebook = context.access.rulebook
     if rulebook is None:
-        return {"results": [_result(errors.SECURITY_DISABLED, DISABLED) for _ in body["creations"]]}
+        return {"results": [_result(error_codes.SECURITY_DISABLED, DISABLED) for _ in body["creations"]]}
     rules = [_rule(each) for each in body["creations"]]
     results = [_checked(rule) for rule in rules]
     good = [rule for rule, result in zip(rules, results, strict=True) if not result["error_code"]]
     try:
         await rulebook.add(good)
     except TidemillError as error:
-        code = errors.INVALID_REQUEST if isinstance(error, Invalid) else errors.REQUEST_TIMED_OUT
+        code = error_codes.INVALID_REQUEST if isinstance(error, Invalid) else error_codes.REQUEST_TIMED_OUT
         return {"results": [each if each["error_code"] else _result(code, str(error)) for each in results]}
     for rule in good:
         by, host = request.visitor.principal, request.visitor.host
@@ -48,7 +48,7 @@ def _checked(rule: Rule) -> Body:
     try:
         check_rule(rule)
     except Invalid as error:
-        return _result(errors.INVALID_REQUEST, str(error))
+        return _result(error_codes.INVALID_REQUEST, str(error))
     return _result(0, None)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.handlers.k29_describe_acls import DISABLED, filter_of
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.acl_cache import Rulebook
 from tidemill.security.acls import Rule
 
@@ -15,7 +15,7 @@ from tidemill.security.acls import Rule
 async def handle(context: Context, request: Request, body: Body) -> Body:
     rulebook = context.access.rulebook
     if rulebook is None:
-        return {"filter_results": [_result(errors.SECURITY_DISABLED, DISABLED) for _ in body["filters"]]}
+        return {"filter_results": [_result(error_codes.SECURITY_DISABLED, DISABLED) for _ in body["filters"]]}
     return {"filter_results": [await _delete(context, request, rulebook, each) for each in body["filters"]]}
 
 
@@ -24,9 +24,9 @@ async def _delete(context: Context, request: Request, rulebook: Rulebook, asked:
         found = await rulebook.find(filter_of(asked))
         await rulebook.delete(found)
     except Invalid as error:
-        return _result(errors.INVALID_REQUEST, str(error))
+        return _result(error_codes.INVALID_REQUEST, str(error))
     except TidemillError as error:
-        return _result(errors.REQUEST_TIMED_OUT, str(error))
+        return _result(error_codes.REQUEST_TIMED_OUT, str(error))
     for rule in found:
         by, host = request.visitor.principal, request.visitor.host
         context.audit.changed("kafka.rule_deleted", by=by, host=host, rule=repr(rule))

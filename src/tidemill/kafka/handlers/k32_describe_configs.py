@@ -12,13 +12,13 @@ from functools import partial
 from typing import Final
 
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.broker_configs import BROKER, DEFAULT_BROKER, GROUP, TOPIC, broker_configs, is_own
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.broker_configs import BROKER, DEFAULT_BROKER, GROUP, TOPIC, broker_configs, is_own
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each
 from tidemill.kafka.groups import configs as groups
 from tidemill.kafka.groups.coordinator import is_name
-from tidemill.kafka.request import Api, Request, cold, each
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.config.configs import SETTINGS, topic_config
 
@@ -39,32 +39,34 @@ async def _resource(context: Context, body: Body, asked: Body) -> Body:
     kind, name, wanted = asked["resource_type"], asked["resource_name"], asked["configuration_keys"]
     if kind == BROKER:
         if name != DEFAULT_BROKER and not is_own(context, name):
-            return _answer(asked, errors.INVALID_REQUEST, f"Ask broker {name} itself; this is {context.own.node_id}.")
+            return _answer(
+                asked, error_codes.INVALID_REQUEST, f"Ask broker {name} itself; this is {context.own.node_id}."
+            )
         # What is the same for all brokers is set nowhere but in their files.
         entries = [] if name == DEFAULT_BROKER else _broker(context)
     elif kind == TOPIC:
         try:
             row = await context.catalogue.get(TopicRow, name)
         except TidemillError as error:
-            return _answer(asked, errors.REQUEST_TIMED_OUT, str(error))
+            return _answer(asked, error_codes.REQUEST_TIMED_OUT, str(error))
         if row is None:
-            return _answer(asked, errors.UNKNOWN_TOPIC_OR_PARTITION, "No such topic.")
+            return _answer(asked, error_codes.UNKNOWN_TOPIC_OR_PARTITION, "No such topic.")
         entries = topic_entries(context, row)
     elif kind == GROUP and is_name(name):
         try:
             own = await context.group_configs.of(name)
         except TidemillError as error:
-            return _answer(asked, errors.REQUEST_TIMED_OUT, str(error))
+            return _answer(asked, error_codes.REQUEST_TIMED_OUT, str(error))
         entries = _group(context, name, own)
     else:
-        return _answer(asked, errors.INVALID_REQUEST, "Only topics, groups and brokers, by name.")
+        return _answer(asked, error_codes.INVALID_REQUEST, "Only topics, groups and brokers, by name.")
     configs = [entry for entry in entries if wanted is None or entry["name"] in wanted]
     for entry in configs:
         if not body.get("include_synonyms", False):
             entry["synonyms"] = []
         if not body.get("include_documentation", False):
             entry["documentation"] = None
-    return {**_answer(asked, errors.NONE, None), "configs": configs}
+    return {**_answer(asked, error_codes.NONE, None), "configs": configs}
 
 
 def topic_entries(context: Context, row: TopicRow) -> list[Body]:

@@ -4,11 +4,11 @@ partition is already: to move one there is done, and there is no other (LOG_DIR_
 
 from __future__ import annotations
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.handlers.k35_describe_log_dirs import BUCKET
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -29,7 +29,7 @@ def _code(context: Context, name: str, index: int, *, known: bool) -> int:
         return row
     if not 0 <= index < row.partitions:
         return context.cache.no_partition(row, index)
-    return errors.NONE if known else errors.LOG_DIR_NOT_FOUND
+    return error_codes.NONE if known else error_codes.LOG_DIR_NOT_FOUND
 
 
 def _result(name: str, codes: list[tuple[int, int]]) -> Body:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 
 BUCKET: Final = "/bucket"
 """Clients expect a path."""
@@ -35,8 +35,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             if context.pace.due:
                 await context.pace.rest()
     except TidemillError as error:
-        return failed(body, errors.code_of(error))
-    return {"error_code": 0, "results": [_directory(topics, errors.NONE)]}
+        return failed(body, error_codes.code_of(error))
+    return {"error_code": 0, "results": [_directory(topics, error_codes.NONE)]}
 
 
 def _partition(index: int, size_bytes: int) -> Body:

@@ -7,11 +7,11 @@ ours ends the connection without an answer, for clients take every code for a wr
 
 from __future__ import annotations
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.proving import prove
-from tidemill.kafka.request import Api, Reply, Request, decoded, encoded
-from tidemill.kafka.schema.compiled import Body, decode_request
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Reply, Request, decoded, encoded
+from tidemill.kafka.api.sasl_step import prove
+from tidemill.kafka.schema.codec_compiler import Body, decode_request
 from tidemill.security.scram import Refused
 
 
@@ -28,13 +28,13 @@ async def _handle(context: Context, request: Request, message: bytes) -> Body:
     visitor = request.visitor
     if visitor.exchange is None:
         visitor.rejected = "SaslAuthenticate before SaslHandshake"
-        return _refused(errors.ILLEGAL_SASL_STATE, "SaslAuthenticate comes after SaslHandshake.")
+        return _refused(error_codes.ILLEGAL_SASL_STATE, "SaslAuthenticate comes after SaslHandshake.")
     try:
         step, lifetime_ms = await prove(context, visitor, message)
     except Refused:
         visitor.rejected = ""
         text = f"Authentication failed: the credentials do not count. mechanism={visitor.mechanism}"
-        return _refused(errors.SASL_AUTHENTICATION_FAILED, text)
+        return _refused(error_codes.SASL_AUTHENTICATION_FAILED, text)
     return {"error_code": 0, "error_message": None, "auth_bytes": step.reply, "session_lifetime": lifetime_ms}
 
 

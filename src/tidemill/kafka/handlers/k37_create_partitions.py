@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 
 from tidemill.base.errors import Invalid, Missing, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.assignments import Assigned, check_assignments
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold, within
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, within
+from tidemill.kafka.api.replica_assignments import Assigned, check_assignments
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow, grown
 
 
@@ -24,7 +24,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     results = []
     for topic in body["topics"]:
         if named[topic["name"]] > 1:
-            results.append(_result(topic["name"], errors.INVALID_REQUEST, "The request names this topic twice."))
+            results.append(_result(topic["name"], error_codes.INVALID_REQUEST, "The request names this topic twice."))
         else:
             work = _grow(context, topic, validate_only=body["validate_only"])
             code, message = await within(body["timeout"], work, late=LATE)
@@ -32,7 +32,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {"results": results}
 
 
-LATE = (errors.REQUEST_TIMED_OUT, "The topic may grow yet: look at it again.")
+LATE = (error_codes.REQUEST_TIMED_OUT, "The topic may grow yet: look at it again.")
 
 
 async def _grow(context: Context, topic: Body, *, validate_only: bool) -> tuple[int, str | None]:
@@ -40,7 +40,7 @@ async def _grow(context: Context, topic: Body, *, validate_only: bool) -> tuple[
     try:
         row = await context.catalogue.get(TopicRow, name)
         if row is None:
-            return errors.UNKNOWN_TOPIC_OR_PARTITION, "No such topic."
+            return error_codes.UNKNOWN_TOPIC_OR_PARTITION, "No such topic."
         context.cache.learn(row)
         grown(row, count)
         if topic["assignments"] is not None:
@@ -48,18 +48,18 @@ async def _grow(context: Context, topic: Body, *, validate_only: bool) -> tuple[
             check_assignments(lists, count - row.partitions, context.brokers())
         limit = context.settings.partitions_max
         if context.cache.partitions - row.partitions + count > limit:
-            return errors.POLICY_VIOLATION, f"Too many partitions in all: kafka.partitions_max={limit}."
+            return error_codes.POLICY_VIOLATION, f"Too many partitions in all: kafka.partitions_max={limit}."
         if not validate_only:
             context.cache.learn(await context.catalogue.grow_topic(name, count))
     except Assigned as error:
-        return errors.INVALID_REPLICA_ASSIGNMENT, str(error)
+        return error_codes.INVALID_REPLICA_ASSIGNMENT, str(error)
     except Invalid as error:
-        return errors.INVALID_PARTITIONS, str(error)
+        return error_codes.INVALID_PARTITIONS, str(error)
     except Missing:
-        return errors.UNKNOWN_TOPIC_OR_PARTITION, "No such topic."
+        return error_codes.UNKNOWN_TOPIC_OR_PARTITION, "No such topic."
     except TidemillError as error:
-        return errors.REQUEST_TIMED_OUT, str(error)
-    return errors.NONE, None
+        return error_codes.REQUEST_TIMED_OUT, str(error)
+    return error_codes.NONE, None
 
 
 def _result(name: str, code: int, message: str | None) -> Body:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from functools import partial
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each
 from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.request import Api, Request, cold, each
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -23,12 +23,12 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 async def _delete(context: Context, group: str) -> int:
     try:
         if group and context.owners.is_own(group) and await context.groups.rows.head(group) is None:
-            return errors.GROUP_ID_NOT_FOUND
+            return error_codes.GROUP_ID_NOT_FOUND
         return await (await context.groups.get(group)).delete(partial(context.transactions.let_go, group))
     except Refused as refused:
         return refused.code
     except TidemillError:
-        return errors.COORDINATOR_NOT_AVAILABLE
+        return error_codes.COORDINATOR_NOT_AVAILABLE
 
 
 def failed(body: Body, code: int) -> Body:

@@ -4,10 +4,10 @@ bring is there already: ELECTION_NOT_NEEDED for each partition that exists, as w
 
 from __future__ import annotations
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 
 MESSAGE = "Leaders follow the nodes that live; there is nothing to elect."
 
@@ -20,7 +20,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         found = []
         for index in topic["partitions"]:
             row = context.cache.resolve(topic["topic"], is_id=False)
-            code = errors.ELECTION_NOT_NEEDED
+            code = error_codes.ELECTION_NOT_NEEDED
             if isinstance(row, int):
                 code = row
             elif not 0 <= index < row.partitions:
@@ -31,7 +31,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 
 def _result(index: int, code: int) -> Body:
-    message = MESSAGE if code == errors.ELECTION_NOT_NEEDED else None
+    message = MESSAGE if code == error_codes.ELECTION_NOT_NEEDED else None
     return {"partition_id": index, "error_code": code, "error_message": message}
 
 

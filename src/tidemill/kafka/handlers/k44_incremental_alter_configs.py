@@ -16,13 +16,13 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid, Missing, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.broker_configs import BROKER, GROUP, TOPIC, refuse_change
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.broker_configs import BROKER, GROUP, TOPIC, refuse_change
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each
 from tidemill.kafka.groups import configs
 from tidemill.kafka.groups.coordinator import is_name
-from tidemill.kafka.request import Api, Request, cold, each
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.config import alter
 from tidemill.topics.config.alter import BadRequest, Kind, Op, altered
@@ -44,7 +44,7 @@ async def alter_all(context: Context, body: Body, change: Altered) -> list[Body]
     named = Counter((asked["resource_type"], asked["resource_name"]) for asked in body["resources"])
     one = partial(_alter, context, named, change, validate_only=body["validate_only"])
     answers = await each(body["resources"], one, context.pace)
-    if not body["validate_only"] and any(answer["error_code"] == errors.NONE for answer in answers):
+    if not body["validate_only"] and any(answer["error_code"] == error_codes.NONE for answer in answers):
         try:
             await context.topics.refresh()
         except TidemillError as error:
@@ -81,14 +81,14 @@ async def _alter(
             code, message = await _topic(context, name, topic, validate_only=validate_only)
             return answer(asked, code, message)
     except BadRequest as error:
-        return answer(asked, errors.INVALID_REQUEST, str(error))
+        return answer(asked, error_codes.INVALID_REQUEST, str(error))
     except Missing:
-        return answer(asked, errors.UNKNOWN_TOPIC_OR_PARTITION, "No such topic.")
+        return answer(asked, error_codes.UNKNOWN_TOPIC_OR_PARTITION, "No such topic.")
     except Invalid as error:
-        return answer(asked, errors.INVALID_CONFIG, str(error))
+        return answer(asked, error_codes.INVALID_CONFIG, str(error))
     except TidemillError as error:
-        return answer(asked, errors.REQUEST_TIMED_OUT, str(error))
-    return answer(asked, errors.NONE, None)
+        return answer(asked, error_codes.REQUEST_TIMED_OUT, str(error))
+    return answer(asked, error_codes.NONE, None)
 
 
 async def _topic(
@@ -99,11 +99,11 @@ async def _topic(
         raise Missing(f"no such topic: topic={name}.")
     new = change(row.config)
     if row.kind == "capture" and new != row.config:
-        return errors.POLICY_VIOLATION, f"A captured table's topic keeps its configs: topic={name}."
+        return error_codes.POLICY_VIOLATION, f"A captured table's topic keeps its configs: topic={name}."
     if not validate_only:
         changed = await context.catalogue.change_topic(name, lambda row: replace(row, config=change(row.config)))
         context.cache.learn(changed)
-    return errors.NONE, None
+    return error_codes.NONE, None
 
 
 def answer(asked: Body, code: int, message: str | None) -> Body:

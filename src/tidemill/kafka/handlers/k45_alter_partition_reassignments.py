@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 
 Code = Callable[[str, Body], int]
 """(topic, the partition asked for) → its code."""
@@ -31,9 +31,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         if not 0 <= index < row.partitions:
             return context.cache.no_partition(row, index)
         if replicas is None:
-            return errors.NO_REASSIGNMENT_IN_PROGRESS
+            return error_codes.NO_REASSIGNMENT_IN_PROGRESS
         there = [node_ids.get(context.topics.leader_of(row.topic_id, index))]
-        return errors.NONE if list(replicas) == there else errors.INVALID_REPLICA_ASSIGNMENT
+        return error_codes.NONE if list(replicas) == there else error_codes.INVALID_REPLICA_ASSIGNMENT
 
     return _answer(body, code)
 
@@ -44,7 +44,7 @@ def _answer(body: Body, code: Code, error_code: int = 0) -> Body:
         partitions = []
         for partition in topic["partitions"]:
             found = code(topic["name"], partition)
-            message = MESSAGE if found == errors.INVALID_REPLICA_ASSIGNMENT else None
+            message = MESSAGE if found == error_codes.INVALID_REPLICA_ASSIGNMENT else None
             index = partition["partition_index"]
             partitions.append({"partition_index": index, "error_code": found, "error_message": message})
         responses.append({"name": topic["name"], "partitions": partitions})

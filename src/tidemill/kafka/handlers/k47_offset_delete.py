@@ -6,14 +6,14 @@ from __future__ import annotations
 from functools import partial
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.groups.led import LedGroup
+from tidemill.kafka.groups.group_runner import LedGroup
 from tidemill.kafka.groups.subscriptions import CONSUMER, subscribed_to
 from tidemill.kafka.handlers.k08_offset_commit import find, look_for, no_partition
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.rows import GROUP_OFFSETS
 
 
@@ -22,14 +22,14 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     await look_for(context, body["topics"], by_id=False)
     try:
         if group and context.owners.is_own(group) and await context.groups.rows.head(group) is None:
-            return _refused(errors.GROUP_ID_NOT_FOUND)
+            return _refused(error_codes.GROUP_ID_NOT_FOUND)
         led = await context.groups.get(group)
     except Refused as refused:
         return _refused(refused.code)
     except TidemillError:
-        return _refused(errors.COORDINATOR_NOT_AVAILABLE)
+        return _refused(error_codes.COORDINATOR_NOT_AVAILABLE)
     if led.group.members and led.group.protocol_type != CONSUMER:
-        return _refused(errors.NON_EMPTY_GROUP)
+        return _refused(error_codes.NON_EMPTY_GROUP)
     places: set[tuple[str, int]] = set()
     deleted: list[Body] = []
     topics: list[Body] = []
@@ -43,7 +43,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             if isinstance(row, int) or not 0 <= index < row.partitions:
                 answer["error_code"] = row if isinstance(row, int) else no_partition(context, row, index)
             elif used:
-                answer["error_code"] = errors.GROUP_SUBSCRIBED_TO_TOPIC
+                answer["error_code"] = error_codes.GROUP_SUBSCRIBED_TO_TOPIC
             else:
                 places.add((row.topic_id, index))
                 deleted.append(answer)
@@ -60,7 +60,7 @@ async def _delete(context: Context, led: LedGroup, group: str, places: set[tuple
     try:
         return await context.transactions.delete_offsets(group, places, partial(led.write, rows))
     except TidemillError:
-        return errors.COORDINATOR_NOT_AVAILABLE
+        return error_codes.COORDINATOR_NOT_AVAILABLE
 
 
 def _refused(code: int) -> Body:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.quotas import DEFAULT, NOBODY, Quota, named
 
 USER: Final = "user"
@@ -25,15 +25,15 @@ ANY: Final = 2
 async def handle(context: Context, request: Request, body: Body) -> Body:
     asked = {each["entity_type"]: each for each in body["components"]}
     if len(asked) < len(body["components"]):
-        return failed(body, errors.INVALID_REQUEST, "A kind of entity is named twice.")
+        return failed(body, error_codes.INVALID_REQUEST, "A kind of entity is named twice.")
     if not set(asked) <= {USER, CLIENT}:
-        return failed(body, errors.UNSUPPORTED_VERSION, f"Quotas are kept for {USER} and {CLIENT}.")
+        return failed(body, error_codes.UNSUPPORTED_VERSION, f"Quotas are kept for {USER} and {CLIENT}.")
     if any(each["match_type"] not in (EXACT, OF_DEFAULT, ANY) for each in asked.values()):
-        return failed(body, errors.INVALID_REQUEST, "A match is exact, default or any.")
+        return failed(body, error_codes.INVALID_REQUEST, "A match is exact, default or any.")
     try:
         quotas = await context.quotas.list()
     except TidemillError as error:
-        return failed(body, errors.REQUEST_TIMED_OUT, str(error))
+        return failed(body, error_codes.REQUEST_TIMED_OUT, str(error))
     entities: dict[tuple[str, str], list[Quota]] = {}
     for quota in quotas:
         if _fits(quota.user, asked.get(USER), body["strict"]) and _fits(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.handlers.k48_describe_client_quotas import CLIENT, USER
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.quotas import NOBODY, Quota, check_quota, named
 
 NOT_SERVED: Final = ("controller_mutation_rate", "connection_creation_rate")
@@ -24,7 +24,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     seen: set[tuple[str, str]] = set()
     entries = []
     for entry in body["entries"]:
-        code, message = errors.NONE, None
+        code, message = error_codes.NONE, None
         try:
             user, client = _entity(entry["entity"])
             if (user, client) in seen:
@@ -42,9 +42,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
                     removed=[repr(q) for q in removed],
                 )
         except Invalid as error:
-            code, message = errors.INVALID_REQUEST, str(error)
+            code, message = error_codes.INVALID_REQUEST, str(error)
         except TidemillError as error:
-            code, message = errors.REQUEST_TIMED_OUT, str(error)
+            code, message = error_codes.REQUEST_TIMED_OUT, str(error)
         entries.append({"error_code": code, "error_message": message, "entity": entry["entity"]})
     return {"entries": entries}
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.scram import Credential
 
 
@@ -21,14 +21,14 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         for credential in await context.users.list():
             found.setdefault(credential.user, []).append(credential)
     except TidemillError as error:
-        return {"error_code": errors.COORDINATOR_NOT_AVAILABLE, "error_message": str(error), "results": []}
+        return {"error_code": error_codes.COORDINATOR_NOT_AVAILABLE, "error_message": str(error), "results": []}
     named = Counter(user["name"] for user in body["users"] or ())
     results = []
     for name in named or found:
         if named[name] > 1:
-            results.append(_result(name, errors.DUPLICATE_RESOURCE, "The request names this user twice."))
+            results.append(_result(name, error_codes.DUPLICATE_RESOURCE, "The request names this user twice."))
         elif name not in found:
-            results.append(_result(name, errors.RESOURCE_NOT_FOUND, "No such user, or one without a credential."))
+            results.append(_result(name, error_codes.RESOURCE_NOT_FOUND, "No such user, or one without a credential."))
         else:
             infos = [{"mechanism": each.mechanism, "iterations": each.iterations} for each in found[name]]
             results.append({**_result(name, 0, None), "credential_infos": infos})

@@ -11,10 +11,10 @@ from collections import Counter
 from typing import Final
 
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, SIZES, credential_of
 from tidemill.security.users import check_user
 
@@ -28,14 +28,14 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         deletions = [each for each in body["deletions"] if each["name"] == name]
         upsertions = [each for each in body["upsertions"] if each["name"] == name]
         twice = any(count > 1 for (user, _), count in named.items() if user == name)
-        refused = (errors.DUPLICATE_RESOURCE, "A credential is named twice.") if twice else None
+        refused = (error_codes.DUPLICATE_RESOURCE, "A credential is named twice.") if twice else None
         refused = refused or next(filter(None, map(_refused, upsertions)), None)
         try:
             code, message = refused or await _change(context, request, name, deletions, upsertions)
         except Invalid as error:
-            code, message = errors.UNACCEPTABLE_CREDENTIAL, str(error)
+            code, message = error_codes.UNACCEPTABLE_CREDENTIAL, str(error)
         except TidemillError as error:
-            code, message = errors.REQUEST_TIMED_OUT, str(error)
+            code, message = error_codes.REQUEST_TIMED_OUT, str(error)
         results.append({"user": name, "error_code": code, "error_message": message})
     return {"results": results}
 
@@ -43,11 +43,14 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 def _refused(upsertion: Body) -> tuple[int, str] | None:
     mechanism, iterations = upsertion["mechanism"], upsertion["iterations"]
     if mechanism not in NAMES:
-        return errors.UNSUPPORTED_SASL_MECHANISM, f"Known are {', '.join(NAMES.values())}."
+        return error_codes.UNSUPPORTED_SASL_MECHANISM, f"Known are {', '.join(NAMES.values())}."
     if not ITERATIONS_MIN <= iterations <= ITERATIONS_MAX:
-        return errors.UNACCEPTABLE_CREDENTIAL, f"Use {ITERATIONS_MIN} to {ITERATIONS_MAX} iterations."
+        return error_codes.UNACCEPTABLE_CREDENTIAL, f"Use {ITERATIONS_MIN} to {ITERATIONS_MAX} iterations."
     if len(upsertion["salted_password"]) != SIZES[mechanism] or not 0 < len(upsertion["salt"]) <= SALT_BYTES_MAX:
-        return errors.UNACCEPTABLE_CREDENTIAL, "The salt or the salted password has another size than it must have."
+        return (
+            error_codes.UNACCEPTABLE_CREDENTIAL,
+            "The salt or the salted password has another size than it must have.",
+        )
     return None
 
 
@@ -57,9 +60,9 @@ async def _change(
     check_user(name)
     for each in deletions:
         if each["mechanism"] not in NAMES:
-            return errors.UNSUPPORTED_SASL_MECHANISM, f"Known are {', '.join(NAMES.values())}."
+            return error_codes.UNSUPPORTED_SASL_MECHANISM, f"Known are {', '.join(NAMES.values())}."
         if await context.users.credential(name, each["mechanism"]) is None:
-            return errors.RESOURCE_NOT_FOUND, "There is no such credential."
+            return error_codes.RESOURCE_NOT_FOUND, "There is no such credential."
     put = [
         credential_of(name, each["mechanism"], bytes(each["salted_password"]), bytes(each["salt"]), each["iterations"])
         for each in upsertions

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 
 BROKERS: Final = 1
 
@@ -25,7 +25,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         "brokers": [{"broker_id": b.node_id, "host": b.host, "port": b.port, "is_fenced": False} for b in brokers],
     }
     if body.get("endpoint_type", BROKERS) != BROKERS:
-        answer |= {"error_code": errors.INVALID_REQUEST, "error_message": "Only broker endpoints.", "brokers": []}
+        answer |= {"error_code": error_codes.INVALID_REQUEST, "error_message": "Only broker endpoints.", "brokers": []}
     return answer
 
 

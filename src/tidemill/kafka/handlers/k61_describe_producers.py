@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import partial
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold, each
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import ProducerStatus
 
@@ -40,7 +40,7 @@ async def _partition(context: Context, name: str, index: int) -> Body:
         if isinstance(found, int):
             return _answer(index, found)
     except TidemillError as error:
-        return _answer(index, errors.code_of(error), str(error))
+        return _answer(index, error_codes.code_of(error), str(error))
     producers = [
         {
             "producer_id": each.producer_id,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.handlers.transactional import refusal
-from tidemill.kafka.request import Api, Request, cold, each
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each
+from tidemill.kafka.handlers.transaction_errors import refusal
+from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -36,9 +36,9 @@ async def _one(context: Context, transactional_id: str) -> Body:
     try:
         found = await context.transactions.read(transactional_id)
     except TidemillError:
-        return _answer(transactional_id, errors.COORDINATOR_NOT_AVAILABLE)
+        return _answer(transactional_id, error_codes.COORDINATOR_NOT_AVAILABLE)
     if found is None:
-        return _answer(transactional_id, errors.TRANSACTIONAL_ID_NOT_FOUND)
+        return _answer(transactional_id, error_codes.TRANSACTIONAL_ID_NOT_FOUND)
     return {
         **_answer(transactional_id, 0),
         "transaction_state": found.state.kafka_name,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.groups.patterns import match
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.groups.topic_patterns import match
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.kafka.transactions.state import State
 
 _NAMES = {state.kafka_name for state in State}
@@ -21,11 +21,11 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         found = await context.transactions.all()
     except TidemillError:
-        return failed(body, errors.COORDINATOR_NOT_AVAILABLE)
+        return failed(body, error_codes.COORDINATOR_NOT_AVAILABLE)
     if pattern:
         matches, error = await asyncio.to_thread(match, {pattern}, list(found))
         if error is not None:
-            return failed(body, errors.INVALID_REGULAR_EXPRESSION)
+            return failed(body, error_codes.INVALID_REGULAR_EXPRESSION)
         found = {each: found[each] for each in sorted(matches[pattern])}
     now_ms = context.clock.now_ms()
     answers = []

@@ -10,17 +10,17 @@ from collections.abc import Iterable
 from typing import Final
 
 from tidemill.base.errors import Invalid, TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.groups.assignors import Partitions
+from tidemill.kafka.groups.classic_state import BeatAnswer, Group
 from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup
 from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.groups.led import LedGroup
-from tidemill.kafka.groups.patterns import Sight
-from tidemill.kafka.groups.state import BeatAnswer, Group
+from tidemill.kafka.groups.group_runner import LedGroup
 from tidemill.kafka.groups.subscriptions import assigned_topics
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.groups.topic_patterns import Sight
+from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.acls import Operation, Resource
 
 CLIENT_CHARS: Final = 255
@@ -34,9 +34,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     except Refused as refused:
         return failed(body, refused.code)
     except Invalid as error:
-        return _body(BeatAnswer(errors.INVALID_REGULAR_EXPRESSION, str(error)))
+        return _body(BeatAnswer(error_codes.INVALID_REGULAR_EXPRESSION, str(error)))
     except TidemillError:
-        return failed(body, errors.COORDINATOR_LOAD_IN_PROGRESS)
+        return failed(body, error_codes.COORDINATOR_LOAD_IN_PROGRESS)
     return _body(await led.beat(ask, seen), led.group.limits.consumer_heartbeat_ms)
 
 

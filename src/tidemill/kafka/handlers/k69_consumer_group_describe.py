@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import Final
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold, each
 from tidemill.kafka.groups.assignors import Partitions
+from tidemill.kafka.groups.classic_state import GroupLimits
 from tidemill.kafka.groups.consumer_state import Consumer, ConsumerGroup
 from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.groups.state import GroupLimits
-from tidemill.kafka.groups.stored import CONSUMER, group_from
+from tidemill.kafka.groups.group_records import CONSUMER, group_from
 from tidemill.kafka.handlers.k15_describe_groups import NO_OPERATIONS
 from tidemill.kafka.handlers.k68_consumer_group_heartbeat import listed
-from tidemill.kafka.request import Api, Request, cold, each
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka.schema.codec_compiler import Body
 
 OF_CLASSIC_PROTOCOL: Final = 0
 OF_CONSUMER_PROTOCOL: Final = 1
@@ -33,29 +33,29 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 async def _described(context: Context, name: str) -> Body:
     if not name:
-        return _answer(name, errors.INVALID_GROUP_ID)
+        return _answer(name, error_codes.INVALID_GROUP_ID)
     led = context.groups.found(name)
     try:
         if led is None:
             head = await context.groups.rows.head(name)
             if head is None:
-                return _answer(name, errors.GROUP_ID_NOT_FOUND, f"Group {name} not found.")
+                return _answer(name, error_codes.GROUP_ID_NOT_FOUND, f"Group {name} not found.")
             if not context.owners.is_own(name):
-                return _answer(name, errors.NOT_COORDINATOR)
+                return _answer(name, error_codes.NOT_COORDINATOR)
             if not head.members or head.kind != CONSUMER:
                 return _group(context, group_from(head, [], GroupLimits(), 0))
             led = await context.groups.get(name)
     except Refused as refused:
         return _answer(name, refused.code)
     except TidemillError:
-        return _answer(name, errors.COORDINATOR_NOT_AVAILABLE)
+        return _answer(name, error_codes.COORDINATOR_NOT_AVAILABLE)
     return _group(context, led.group)
 
 
 def _group(context: Context, group: object) -> Body:
     if not isinstance(group, ConsumerGroup):
         name: str = group.name  # type: ignore[attr-defined]
-        return _answer(name, errors.GROUP_ID_NOT_FOUND, f"Group {name} is not a consumer group.")
+        return _answer(name, error_codes.GROUP_ID_NOT_FOUND, f"Group {name} is not a consumer group.")
     return {
         **_answer(group.name, 0),
         "group_state": group.phase.value,

@@ -7,16 +7,16 @@ do all other types.
 from __future__ import annotations
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.broker_configs import BROKER, GROUP, TOPIC
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.broker_configs import BROKER, GROUP, TOPIC
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     if request.version == 0:
-        return {"error_code": errors.NONE, "config_resources": []}
+        return {"error_code": error_codes.NONE, "config_resources": []}
     asked = body["resource_types"]
     found: list[tuple[int, str]] = []
     try:
@@ -26,11 +26,11 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         if not asked or GROUP in asked:
             found += [(GROUP, name) for name in await context.group_configs.names()]
     except TidemillError as error:
-        return failed(body, errors.code_of(error))
+        return failed(body, error_codes.code_of(error))
     if not asked or BROKER in asked:
         found += [(BROKER, str(broker.node_id)) for broker in context.brokers()]
     resources = [{"resource_type": kind, "resource_name": name} for kind, name in found]
-    return {"error_code": errors.NONE, "config_resources": resources}
+    return {"error_code": error_codes.NONE, "config_resources": resources}
 
 
 def failed(body: Body, code: int) -> Body:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
-from tidemill.kafka.context import Context
-from tidemill.kafka.request import Api, Request, cold
-from tidemill.kafka.schema.compiled import Body
-from tidemill.kafka.schema.wire import ZERO_UUID
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import Api, Request, cold
+from tidemill.kafka.schema.codec_compiler import Body
+from tidemill.kafka.schema.primitives import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
 
 PARTITIONS_PER_PAGE: Final = 2_000
@@ -24,12 +24,12 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     cursor: Any = body["cursor"]
     begin, first = (cursor["topic_name"], cursor["partition_index"]) if cursor else ("", 0)
     if first < 0:
-        return failed(body, errors.INVALID_REQUEST)
+        return failed(body, error_codes.INVALID_REQUEST)
     asked = sorted({topic["name"] for topic in body["topics"]})
     try:
         await context.cache.refresh()
     except TidemillError:
-        return failed(body, errors.LEADER_NOT_AVAILABLE)
+        return failed(body, error_codes.LEADER_NOT_AVAILABLE)
     node_ids = {broker.name: broker.node_id for broker in context.brokers()}
     left = min(max(body["response_partition_limit"], 1), PARTITIONS_PER_PAGE)
     topics: list[Body] = []
@@ -39,7 +39,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         row = context.cache.by_name(name)
         if row is None:
             if asked:
-                topics.append(_topic(name, ZERO_UUID, errors.UNKNOWN_TOPIC_OR_PARTITION))
+                topics.append(_topic(name, ZERO_UUID, error_codes.UNKNOWN_TOPIC_OR_PARTITION))
             continue
         start = first if name == begin else 0
         if not left:
@@ -47,7 +47,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         end = min(row.partitions, start + left)
         left -= max(0, end - start)
         found = [_partition(context, node_ids, row, index) for index in range(start, end)]
-        topics.append(_topic(row.name, row.topic_id, errors.NONE, found))
+        topics.append(_topic(row.name, row.topic_id, error_codes.NONE, found))
         if end < row.partitions:
             return {"topics": topics, "next_cursor": {"topic_name": name, "partition_index": end}}
         if context.pace.due:
@@ -59,7 +59,7 @@ def _partition(context: Context, node_ids: dict[str, int], row: TopicRow, index:
     leader = node_ids.get(context.topics.leader_of(row.topic_id, index))
     replicas = [] if leader is None else [leader]
     return {
-        "error_code": errors.LEADER_NOT_AVAILABLE if leader is None else errors.NONE,
+        "error_code": error_codes.LEADER_NOT_AVAILABLE if leader is None else error_codes.NONE,
         "partition_index": index,
         "leader_id": -1 if leader is None else leader,
         "replica_nodes": replicas,

@@ -21,7 +21,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tidemill.kafka.schema.wire import (
+from tidemill.kafka.schema.primitives import (
     I32,
     BadFrame,
     read_i32,

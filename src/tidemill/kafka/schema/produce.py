@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from tidemill.kafka.schema.wire import (
+from tidemill.kafka.schema.primitives import (
     I32,
     BadFrame,
     read_bytes,

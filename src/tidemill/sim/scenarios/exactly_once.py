@@ -15,10 +15,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tidemill.base.errors import TidemillError
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups.classic_state import Join, JoinAnswer, Sync, SyncAnswer
 from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.groups.state import Join, JoinAnswer, Sync, SyncAnswer
-from tidemill.kafka.transactions.offsets import keep
+from tidemill.kafka.transactions.group_offsets import keep
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
@@ -40,7 +40,7 @@ from tidemill.topics.batch import Record
 SOURCE = "source"
 """Nobody writes it: record N of a partition is N."""
 FAULTS = ("untold-offsets", "checked-once", "unfenced-offset", "stays-replaced")
-LATER = (*AGAIN, errors.CONCURRENT_TRANSACTIONS, errors.UNSTABLE_OFFSET_COMMIT)
+LATER = (*AGAIN, error_codes.CONCURRENT_TRANSACTIONS, error_codes.UNSTABLE_OFFSET_COMMIT)
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ class Worker:
 
         code = await self._group(join)
         if code:
-            self._member = "" if code == errors.UNKNOWN_MEMBER_ID else self._member
+            self._member = "" if code == error_codes.UNKNOWN_MEMBER_ID else self._member
             return None
         answer = found[-1]
         self._member, self._generation = answer.member_id, answer.generation
@@ -191,7 +191,7 @@ class Worker:
 
         code = await self._group(sync)
         if code:
-            self._member = "" if code == errors.UNKNOWN_MEMBER_ID else self._member
+            self._member = "" if code == error_codes.UNKNOWN_MEMBER_ID else self._member
             return False
         data = found[-1].assignment
         self._held = frozenset(map(int, data.decode().split(","))) if data else frozenset()
@@ -211,7 +211,7 @@ class Worker:
         async def read(node: Broker) -> int:
             undecided = await node.transactions.undecided(GROUP)
             if any((SOURCE, partition) in undecided for partition in self._held):
-                return errors.UNSTABLE_OFFSET_COMMIT
+                return error_codes.UNSTABLE_OFFSET_COMMIT
             rows = await node.groups.rows.offsets_of(GROUP, [(SOURCE, partition) for partition in sorted(self._held)])
             found.update({p: rows[SOURCE, p].offset if (SOURCE, p) in rows else 0 for p in self._held})
             return 0
@@ -262,7 +262,7 @@ class Worker:
             self.done_healed |= set(some)
 
     def _told(self, code: int) -> None:
-        if code in (errors.PRODUCER_FENCED, errors.INVALID_PRODUCER_ID_MAPPING):
+        if code in (error_codes.PRODUCER_FENCED, error_codes.INVALID_PRODUCER_ID_MAPPING):
             raise Died(f"code={code}")
         if code:
             raise Aborted(f"code={code}")

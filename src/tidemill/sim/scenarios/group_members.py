@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups.classic_state import BeatAnswer
 from tidemill.kafka.groups.consumer_state import LEAVES, Beat
-from tidemill.kafka.groups.state import BeatAnswer
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.sim.scenarios.groups import AGAIN, GROUP, TOPIC, Shared, Topics, call, led, read
@@ -129,5 +129,5 @@ class Modern:
             self._shared.committed(self._member, committed, since)
         elif code in AGAIN:
             self._coordinator = None
-        elif code != errors.STALE_MEMBER_EPOCH:
+        elif code != error_codes.STALE_MEMBER_EPOCH:
             self._forget()

@@ -19,11 +19,11 @@ from typing import NamedTuple, TypeVar
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.status.status import Tracker
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups.classic_state import GroupLimits, Join, Sync
 from tidemill.kafka.groups.consumer_state import Topic
 from tidemill.kafka.groups.coordinator import Coordinator, Refused
-from tidemill.kafka.groups.led import LedGroup
-from tidemill.kafka.groups.state import GroupLimits, Join, Sync
+from tidemill.kafka.groups.group_runner import LedGroup
 from tidemill.kafka.groups.subscriptions import assigned_in, encode_assignment
 from tidemill.metastore.domain.settings import DomainSettings
 from tidemill.metastore.factory import metastore_on
@@ -35,8 +35,8 @@ from tidemill.topics.membership import Membership, NodeInfo, rendezvous
 GROUP, TOPIC = "g", "t"
 SUBSCRIBED = b"\x00\x00" + b"\x00\x00\x00\x01" + b"\x00\x01t" + b"\xff\xff\xff\xff"
 """What a consumer of version 0 says of itself: the topic."""
-AGAIN = (errors.COORDINATOR_LOAD_IN_PROGRESS, errors.COORDINATOR_NOT_AVAILABLE, errors.NOT_COORDINATOR)
-REJOIN = (errors.REBALANCE_IN_PROGRESS, errors.ILLEGAL_GENERATION)
+AGAIN = (error_codes.COORDINATOR_LOAD_IN_PROGRESS, error_codes.COORDINATOR_NOT_AVAILABLE, error_codes.NOT_COORDINATOR)
+REJOIN = (error_codes.REBALANCE_IN_PROGRESS, error_codes.ILLEGAL_GENERATION)
 
 T = TypeVar("T")
 
@@ -236,7 +236,7 @@ class Consumer:
                 self._member = ""
             return False
         code = answer.error  # type: ignore[attr-defined]
-        if code == errors.MEMBER_ID_REQUIRED:
+        if code == error_codes.MEMBER_ID_REQUIRED:
             self._member = answer.member_id  # type: ignore[attr-defined]
             return False
         if code:

@@ -23,14 +23,14 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import Tracker
-from tidemill.kafka import errors
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups.classic_state import GroupLimits
 from tidemill.kafka.groups.coordinator import Coordinator
-from tidemill.kafka.groups.state import GroupLimits
+from tidemill.kafka.transactions.coordinator import Transactions
+from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets, keep
 from tidemill.kafka.transactions.hints import Hints
-from tidemill.kafka.transactions.machine import Transactions
-from tidemill.kafka.transactions.offsets import CoordinatedOffsets, keep
-from tidemill.kafka.transactions.registers import all_of
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
+from tidemill.kafka.transactions.store import all_of
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.rows import GROUP_OFFSETS
@@ -49,7 +49,7 @@ from tidemill.topics.produce.producer_ids import ProducerIds
 
 GROUP = "g"
 NOBODY = ("", None, -1)
-AGAIN = (errors.COORDINATOR_LOAD_IN_PROGRESS, errors.COORDINATOR_NOT_AVAILABLE, errors.NOT_COORDINATOR)
+AGAIN = (error_codes.COORDINATOR_LOAD_IN_PROGRESS, error_codes.COORDINATOR_NOT_AVAILABLE, error_codes.NOT_COORDINATOR)
 TAKE_OVER_S = 1.0
 
 
@@ -304,7 +304,7 @@ class Producer:
             code = await self._ask(lambda node: work(node.transactions), lambda node: node.owner(self._id))
             if code == 0:
                 return
-            if code is not None and code != errors.CONCURRENT_TRANSACTIONS:
+            if code is not None and code != error_codes.CONCURRENT_TRANSACTIONS:
                 raise Over(f"code={code}")
             await asyncio.sleep(0.02)
 
@@ -340,8 +340,8 @@ class Producer:
                 self._world.trace(f"{self._name} is {self._identity}")
                 return
             if answer is not None and answer[0] not in (
-                errors.CONCURRENT_TRANSACTIONS,
-                errors.COORDINATOR_NOT_AVAILABLE,
+                error_codes.CONCURRENT_TRANSACTIONS,
+                error_codes.COORDINATOR_NOT_AVAILABLE,
             ):
                 raise Over(f"init code={answer[0]}")
             await asyncio.sleep(0.05)

@@ -1,0 +1,133 @@
+"""What every handler may use: the rooms below, the node's own name and settings, the shared caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from tidemill.base.clock import Clock
+from tidemill.base.runtime.coop import STRETCH_S, Pace
+from tidemill.kafka.api.authorizer import Access
+from tidemill.kafka.metadata.encoded_partitions import Layouts
+from tidemill.kafka.metadata.topic_cache import TopicCache
+from tidemill.kafka.net.listeners import DEFAULT, Advertised
+from tidemill.kafka.settings import KafkaSettings
+from tidemill.metastore.catalogue import Catalogue
+from tidemill.security.audit import Audit
+from tidemill.security.quota_cache import Quotabook
+from tidemill.security.users import Users
+from tidemill.topics.api import TopicLog
+from tidemill.topics.produce.producer_ids import ProducerIds
+
+if TYPE_CHECKING:
+    from tidemill.kafka.api.coordinator_lookup import Owners
+    from tidemill.kafka.fetch_sessions.implicit import Repeats
+    from tidemill.kafka.fetch_sessions.sessions import FetchSessions
+    from tidemill.kafka.groups.config_cache import GroupConfigs
+    from tidemill.kafka.groups.coordinator import Coordinator
+    from tidemill.kafka.groups.topic_patterns import Subscribable
+    from tidemill.kafka.transactions.coordinator import Transactions
+
+
+class NodeAddress(Protocol):
+    """One live node as `topics.leadership` lists it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def kafka_port(self) -> int: ...
+    @property
+    def node_id(self) -> int: ...
+    @property
+    def listeners(self) -> Mapping[str, tuple[str, int]]: ...
+
+
+class Nodes(Protocol):
+    def members(self) -> Sequence[NodeAddress]: ...
+    def on_change(self, callback: Callable[[], None]) -> None: ...
+
+
+class Broker(msgspec.Struct, frozen=True):
+    """A node as clients see it."""
+
+    node_id: int
+    name: str
+    host: str
+    port: int
+
+
+class Context:
+    """As a client sees it that came by one listener (LI1).
+
+    pace       of the work of all requests together; `beginnings`: of what happens while their frames are handled
+    listener   by which the client came; `own`: this node as it is told there; `listeners`: all of this node's
+    """
+
+    def __init__(
+        self,
+        *,
+        topics: TopicLog,
+        catalogue: Catalogue,
+        cache: TopicCache,
+        producer_ids: ProducerIds,
+        users: Users,
+        access: Access,
+        quotas: Quotabook,
+        group_configs: GroupConfigs,
+        nodes: Nodes | None,
+        clock: Clock,
+        audit: Audit,
+        settings: KafkaSettings,
+        own: Broker,
+        listeners: Sequence[Advertised] = (),
+    ) -> None:
+        self.topics = topics
+        self.catalogue = catalogue
+        self.cache = cache
+        self.producer_ids = producer_ids
+        self.users = users
+        self.access = access
+        self.quotas = quotas
+        self.group_configs = group_configs
+        self.clock = clock
+        self.audit = audit
+        self.pace = Pace(clock)
+        self.layouts = Layouts()
+        self.beginnings = Pace(clock, 2 * STRETCH_S)
+        self.settings = settings
+        self.own = own
+        self.listener = DEFAULT
+        self.listeners = tuple(listeners)
+        self._nodes = nodes
+        self.owners: Owners
+        self.groups: Coordinator
+        self.transactions: Transactions
+        self.fetch_sessions: FetchSessions
+        self.repeats: Repeats
+        self.subscribable: Subscribable
+
+    def coordinators(self) -> list[Broker]:
+        """The nodes that all live nodes count on, this one only while it is among them; this one where nobody is."""
+        names = {member.name for member in self._nodes.members()} if self._nodes is not None else set()
+        return [broker for broker in self.brokers() if broker.name in names] or [self.own]
+
+    def come_by(self, listener: str, own: Broker) -> Context:
+        """The same for clients of another listener; what they share is the same objects."""
+        found = copy(self)
+        found.listener, found.own = listener, own
+        return found
+
+    def brokers(self) -> list[Broker]:
+        """The live nodes that have this listener, by node id. This node is always among them."""
+        found = {self.own.node_id: self.own}
+        for member in self._nodes.members() if self._nodes is not None else ():
+            default = (member.host, member.kafka_port)
+            host, port = default if self.listener == DEFAULT else member.listeners.get(self.listener, ("", 0))
+            if member.name != self.own.name and port > 0:
+                found[member.node_id] = Broker(member.node_id, member.name, host, port)
+        return [found[node_id] for node_id in sorted(found)]

@@ -1,0 +1,35 @@
+"""Which node coordinates a group or a transactional id: by rendezvous over the live nodes, as partitions find leaders.
+
+Equal views give equal owners, and views converge within a poll. Where they differ two nodes may take one for their own:
+what they write is fenced (groups) or compared and set (transactions), so at most one of them gets anything done.
+"""
+
+from __future__ import annotations
+
+from tidemill.kafka.api.context import Broker, Context
+from tidemill.topics.membership import rendezvous
+
+
+class Owners:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def of_group(self, group: str) -> Broker:
+        return self._of(f"group/{group}")
+
+    def of_transaction(self, transactional_id: str) -> Broker:
+        return self._of(f"transaction/{transactional_id}")
+
+    def is_own(self, group: str) -> bool:
+        return self.of_group(group).name == self._context.own.name
+
+    def coordinates(self, transactional_id: str) -> bool:
+        return self.of_transaction(transactional_id).name == self._context.own.name
+
+    def _of(self, place: str) -> Broker:
+        """A node that has not joined yet, or has left, coordinates nothing as long as there is another one."""
+        brokers = self._context.coordinators()
+        if len(brokers) == 1:
+            return brokers[0]
+        name = rendezvous([broker.name for broker in brokers], place, 0)
+        return next(broker for broker in brokers if broker.name == name)

@@ -1,0 +1,403 @@
+"""What each API asks for before it is worked on: one entry an API, whoever serves it (`CHECKS`).
+
+The operations are those of Kafka's protocol guide ("Operations and Resources on Protocols"). A check takes a request's
+body apart: what is allowed goes to the handler, what is not is answered by the handler's own `failed` with the code of
+its resource. An API that is not listed asks for CLUSTER_ACTION on the cluster, which nobody is given by default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.authorizer import DENIED, Asking, Body, Check, Verdict
+from tidemill.kafka.schema.primitives import ZERO_UUID
+from tidemill.security.acls import CLUSTER_NAME, Operation, Resource
+
+if TYPE_CHECKING:
+    from tidemill.kafka.api.context import Context
+    from tidemill.kafka.api.dispatch import Request
+
+_O, _R = Operation, Resource
+LARGE_REQUEST_BYTES: Final = 4_096
+LARGE_ANSWER_LIST: Final = 1_000
+"""What is larger is looked through in a thread: a name takes a microsecond or two, and the loop has others."""
+
+Failed = Callable[[Body, int], Body]
+NameOf = Callable[[Asking, object], str | None]
+"""The name of a listed thing; None = of an id that nobody knows, which the handler says."""
+
+
+async def checked(
+    context: Context, request: Request, body: Body, handle: Callable[[Body], Awaitable[Body]], failed: Failed
+) -> Body:
+    """The answer to `body`: of `handle` to what is allowed, of `failed` to the rest."""
+    asking = Asking(context, request)
+    after: list[Callable[[Asking, Body, Body], None]] = []
+    denied: list[tuple[Body, tuple[str, ...]]] = []
+    steps = CHECKS.get(request.key, (_cluster(_O.CLUSTER_ACTION),)) if context.access.asks else ()
+    large = len(request.view) > LARGE_REQUEST_BYTES
+    for step in steps:
+        verdict = await asyncio.to_thread(step, asking, body) if large else step(asking, body)
+        denied += [(failed(refused, code), verdict.lists) for refused, code in verdict.denied]
+        if verdict.allowed is None:
+            return denied[-1][0]
+        body = verdict.allowed
+        after += [verdict.after] if verdict.after is not None else []
+    answer = await handle(body)
+    for refused, lists in denied:
+        answer = answer | {name: [*answer[name], *refused[name]] for name in lists}
+    after += [_OPERATIONS[request.key]] if request.key in _OPERATIONS else []
+    large = any(len(each) > LARGE_ANSWER_LIST for each in answer.values() if isinstance(each, list))
+    for change in after:
+        if large:
+            await asyncio.to_thread(change, asking, body, answer)
+        else:
+            change(asking, body, answer)
+    return answer
+
+
+# kinds of checks ---------------------------------------------------------------------------------------------
+
+
+def _cluster(operation: Operation) -> Check:
+    return _whole(_R.CLUSTER, operation, lambda _: CLUSTER_NAME)
+
+
+def _whole(resource: Resource, operation: Operation, name: Callable[[Body], str]) -> Check:
+    """One thing, on which the whole request depends."""
+
+    def check(asking: Asking, body: Body) -> Verdict:
+        if asking.may(operation, resource, name(body)):
+            return Verdict(body)
+        return Verdict(None, ((body, DENIED[resource]),))
+
+    return check
+
+
+def _named(asking: Asking, item: object) -> str | None:
+    """Of a topic: by name, or by id where there is none."""
+    if isinstance(item, str):
+        return item
+    assert isinstance(item, dict)
+    name = item.get("name") or item.get("topic")
+    if name or item.get("topic_id", ZERO_UUID) == ZERO_UUID:
+        return str(name or "")
+    row = asking.context.cache.by_id(item["topic_id"])
+    return None if row is None else row.name
+
+
+def _each(resource: Resource, operation: Operation, asked: str, answered: str = "", *, name: NameOf = _named) -> Check:
+    """A list of things, each for itself. `answered`: the list of the answer, if it is called otherwise."""
+
+    def check(asking: Asking, body: Body) -> Verdict:
+        items = body.get(asked)
+        if not items:
+            return Verdict(body)
+        allowed: list[object] = []
+        denied: list[object] = []
+        for item in items:
+            named = name(asking, item)
+            may = named is None or asking.may(operation, resource, named)
+            (allowed if may else denied).append(item)
+        if not denied:
+            return Verdict(body)
+        refused = ((body | {asked: denied}, DENIED[resource]),)
+        return Verdict(body | {asked: allowed}, refused, (answered or asked,))
+
+    return check
+
+
+def _all(resource: Resource, operation: Operation, asked: str) -> Check:
+    """A list of things, all or nothing: a transaction takes all of its partitions in, or none."""
+
+    def check(asking: Asking, body: Body) -> Verdict:
+        names = [_named(asking, item) for item in body.get(asked) or ()]
+        if all([asking.may(operation, resource, name) for name in names if name is not None]):
+            return Verdict(body)
+        return Verdict(None, ((body, DENIED[resource]),))
+
+    return check
+
+
+def _seen(resource: Resource, operation: Operation, answered: str, field: str) -> Check:
+    """The answer lists whatever there is: what may not be seen is left out of it."""
+
+    def leave_out(asking: Asking, body: Body, answer: Body) -> None:
+        answer[answered] = [each for each in answer[answered] if asking.sees(operation, resource, each[field])]
+
+    return lambda _, body: Verdict(body, after=leave_out)
+
+
+# checks of single APIs ---------------------------------------------------------------------------------------
+
+
+def _metadata(asking: Asking, body: Body) -> Verdict:
+    """Named topics: DESCRIBE. All topics: those that may be seen. What would be created: CREATE, as `_may_create`."""
+    asked = body["topics"]
+    if asked is None or (asking.request.version == 0 and not asked):
+        return _seen(_R.TOPIC, _O.DESCRIBE, "topics", "name")(asking, body)
+    verdict = _each(_R.TOPIC, _O.DESCRIBE, "topics")(asking, body)._replace(after=_hide_late)
+    if not verdict.denied or asking.request.version > 0:
+        return verdict
+    assert verdict.allowed is not None
+    # An empty list asks version 0 for everything.
+    return verdict if verdict.allowed["topics"] else Verdict(None, verdict.denied)
+
+
+def _hide_late(asking: Asking, body: Body, answer: Body) -> None:
+    """Topics asked for by an id that this node learnt while it answered."""
+    for topic in answer["topics"]:
+        if topic["name"] and not topic["error_code"] and not asking.sees(_O.DESCRIBE, _R.TOPIC, topic["name"]):
+            topic |= {"name": None, "partitions": [], "error_code": error_codes.TOPIC_AUTHORIZATION_FAILED}
+
+
+def may_create(context: Context, request: Request, topic: str) -> bool:
+    """CreateTopics, and topics that Metadata makes: CREATE of the cluster, or of the topic."""
+    access, visitor = context.access, request.visitor
+    if access.sees(visitor, _O.CREATE, _R.CLUSTER, CLUSTER_NAME):
+        return True
+    return access.may(visitor, _O.CREATE, _R.TOPIC, topic)
+
+
+def _create_topics(asking: Asking, body: Body) -> Verdict:
+    denied = [topic for topic in body["topics"] if not may_create(asking.context, asking.request, topic["name"])]
+    if not denied:
+        return Verdict(body)
+    allowed = [topic for topic in body["topics"] if topic not in denied]
+    refused = ((body | {"topics": denied}, error_codes.TOPIC_AUTHORIZATION_FAILED),)
+    return Verdict(body | {"topics": allowed}, refused, ("topics",))
+
+
+def _offset_fetch(asking: Asking, body: Body) -> Verdict:
+    """DESCRIBE of each group; of its topics those that may be described, of all of them those that may be seen."""
+    groups = body["groups"] if asking.request.version >= 8 else [body]
+    allowed: list[Body] = []
+    denied: list[Body] = []
+    for group in groups:
+        (allowed if asking.may(_O.DESCRIBE, _R.GROUP, group["group_id"] or "") else denied).append(group)
+    if asking.request.version < 8:
+        if denied:
+            return Verdict(None, ((body, error_codes.GROUP_AUTHORIZATION_FAILED),))
+        return Verdict(body, after=_hide_offsets)
+    refused = ((body | {"groups": denied}, error_codes.GROUP_AUTHORIZATION_FAILED),) if denied else ()
+    return Verdict(body | {"groups": allowed}, refused, ("groups",), after=_hide_offsets)
+
+
+def _hide_offsets(asking: Asking, body: Body, answer: Body) -> None:
+    """Offsets of topics that may not be described: refused where they were named, left out where all were asked for."""
+    several = asking.request.version >= 8
+    named = {group["group_id"]: group["topics"] is not None for group in (body["groups"] if several else [body])}
+    for group in answer["groups"] if several else [answer]:
+        kept = []
+        for topic in group["topics"]:
+            name = _named(asking, topic)
+            if name is None or asking.sees(_O.DESCRIBE, _R.TOPIC, name):
+                kept.append(topic)
+            elif named.get(group.get("group_id"), named.get(body.get("group_id"), True)):
+                kept.append(topic | {"partitions": [_no_offset(each) for each in topic["partitions"]]})
+        group["topics"] = kept
+
+
+def _no_offset(partition: Body) -> Body:
+    nothing = {"committed_offset": -1, "committed_leader_epoch": -1, "metadata": ""}
+    return partition | nothing | {"error_code": error_codes.TOPIC_AUTHORIZATION_FAILED}
+
+
+def _find_coordinator(asking: Asking, body: Body) -> Verdict:
+    """DESCRIBE of what the coordinator is of; a kind that nobody knows is the handler's to refuse."""
+    resource = {0: _R.GROUP, 1: _R.TRANSACTIONAL_ID}.get(body.get("key_type", 0))
+    if resource is None:
+        return Verdict(body)
+    if asking.request.version <= 3:
+        return _whole(resource, _O.DESCRIBE, lambda body: body["key"] or "")(asking, body)
+    return _each(resource, _O.DESCRIBE, "coordinator_keys", "coordinators")(asking, body)
+
+
+def _init_producer_id(asking: Asking, body: Body) -> Verdict:
+    """Of a transactional id WRITE; else IDEMPOTENT_WRITE of the cluster, or WRITE of any topic at all (KIP-679)."""
+    if body["transactional_id"] is not None:
+        return _WRITE_TRANSACTION(asking, body)
+    if asking.context.access.may_some(asking.request.visitor, _O.WRITE, _R.TOPIC):
+        return Verdict(body)
+    return _cluster(_O.IDEMPOTENT_WRITE)(asking, body)
+
+
+def _add_partitions(asking: Asking, body: Body) -> Verdict:
+    """From version 4 on brokers ask, of several transactions at once."""
+    if asking.request.version >= 4:
+        return _cluster(_O.CLUSTER_ACTION)(asking, body)
+    return _whole(_R.TRANSACTIONAL_ID, _O.WRITE, lambda body: body["v3_and_below_transactional_id"] or "")(asking, body)
+
+
+def _configs(operation: Operation, answered: str) -> Check:
+    """Configs of topics, brokers (the cluster's) and groups, each for itself."""
+    kinds = {2: _R.TOPIC, 4: _R.CLUSTER, 8: _R.CLUSTER, 32: _R.GROUP}
+
+    def check(asking: Asking, body: Body) -> Verdict:
+        allowed: list[Body] = []
+        denied: dict[Resource, list[Body]] = {}
+        for item in body["resources"]:
+            resource = kinds.get(item["resource_type"], _R.CLUSTER)
+            name = CLUSTER_NAME if resource is _R.CLUSTER else item["resource_name"]
+            may = asking.may(operation, resource, name)
+            (allowed if may else denied.setdefault(resource, [])).append(item)
+        refused = tuple((body | {"resources": items}, DENIED[resource]) for resource, items in denied.items())
+        return Verdict(body | {"resources": allowed}, refused, (answered,))
+
+    return check
+
+
+def _list_groups(asking: Asking, body: Body) -> Verdict:
+    if asking.sees(_O.DESCRIBE, _R.CLUSTER, CLUSTER_NAME):
+        return Verdict(body)
+    return _seen(_R.GROUP, _O.DESCRIBE, "groups", "group_id")(asking, body)
+
+
+def _offset_delete(asking: Asking, body: Body) -> Verdict:
+    """Topics that may not be read are refused beside those that are worked on."""
+    denied = [topic for topic in body["topics"] if not asking.may(_O.READ, _R.TOPIC, topic["name"])]
+
+    def refuse(asking: Asking, body: Body, answer: Body) -> None:
+        code = error_codes.TOPIC_AUTHORIZATION_FAILED
+        answer["topics"] = [*answer["topics"], *({"name": t["name"], "partitions": _coded(t, code)} for t in denied)]
+
+    return Verdict(body | {"topics": [topic for topic in body["topics"] if topic not in denied]}, after=refuse)
+
+
+def _coded(topic: Body, code: int) -> list[Body]:
+    return [{"partition_index": each["partition_index"], "error_code": code} for each in topic["partitions"]]
+
+
+def _hide_groups(asking: Asking, body: Body, answer: Body) -> None:
+    """Members are subscribed to topics that may not be described: then the group is not shown."""
+
+    def names(group: Body) -> set[str]:
+        found = {name for member in group["members"] for name in member["subscribed_topic_names"]}
+        for kind in ("assignment", "target_assignment"):
+            found |= {t["topic_name"] for member in group["members"] for t in member[kind]["topic_partitions"]}
+        return found
+
+    for group in answer["groups"]:
+        if not all(asking.sees(_O.DESCRIBE, _R.TOPIC, name) for name in names(group)):
+            group |= {"error_code": error_codes.TOPIC_AUTHORIZATION_FAILED, "group_state": "", "members": []}
+
+
+def _topic_partitions(asking: Asking, body: Body) -> Verdict:
+    if not body["topics"]:
+        return _seen(_R.TOPIC, _O.DESCRIBE, "topics", "name")(asking, body)
+    verdict = _each(_R.TOPIC, _O.DESCRIBE, "topics")(asking, body)
+    assert verdict.allowed is not None
+    # An empty list asks for everything.
+    return verdict if verdict.allowed["topics"] else Verdict(None, verdict.denied)
+
+
+# authorized operations (KIP-430) -----------------------------------------------------------------------------
+
+
+def _asked_for(resource: Resource, flag: str, answered: str, field: str, into: str) -> Callable[..., None]:
+    def fill(asking: Asking, body: Body, answer: Body) -> None:
+        if not body.get(flag):
+            return  # the writer's default says so
+        for each in answer[answered]:
+            if not each["error_code"] and each.get(field):
+                each[into] = asking.context.access.operations(asking.request.visitor, resource, each[field])
+
+    return fill
+
+
+def _of_cluster(flag: str) -> Callable[..., None]:
+    def fill(asking: Asking, body: Body, answer: Body) -> None:
+        if body.get(flag):
+            access, visitor = asking.context.access, asking.request.visitor
+            answer["cluster_authorized_operations"] = access.operations(visitor, _R.CLUSTER, CLUSTER_NAME)
+
+    return fill
+
+
+def _of_metadata(asking: Asking, body: Body, answer: Body) -> None:
+    _of_cluster("include_cluster_authorized_operations")(asking, body, answer)
+    flag, into = "include_topic_authorized_operations", "topic_authorized_operations"
+    _asked_for(_R.TOPIC, flag, "topics", "name", into)(asking, body, answer)
+
+
+_OPERATIONS: Final = {
+    3: _of_metadata,
+    15: _asked_for(_R.GROUP, "include_authorized_operations", "groups", "group_id", "authorized_operations"),
+    60: _of_cluster("include_cluster_authorized_operations"),
+    69: _asked_for(_R.GROUP, "include_authorized_operations", "groups", "group_id", "authorized_operations"),
+}
+"""APIs whose answer says what may be done, where it was asked for."""
+
+# the table ---------------------------------------------------------------------------------------------------
+
+OPEN: Final[Sequence[Check]] = ()
+"""Nothing is asked for: what everybody who is known may do."""
+IN_HANDLER: Final[Sequence[Check]] = ()
+"""Asked where its own codec has found the topics."""
+
+_READ_GROUP: Final = _whole(_R.GROUP, _O.READ, lambda body: body["group_id"] or "")
+_WRITE_TRANSACTION: Final = _whole(_R.TRANSACTIONAL_ID, _O.WRITE, lambda body: body["transactional_id"] or "")
+
+CHECKS: Final[dict[int, Sequence[Check]]] = {
+    0: IN_HANDLER,  # Produce: WRITE of each topic, and of the transactional id
+    1: IN_HANDLER,  # Fetch: READ of each topic
+    2: (_each(_R.TOPIC, _O.DESCRIBE, "topics"),),
+    3: (_metadata,),
+    8: (_READ_GROUP, _each(_R.TOPIC, _O.READ, "topics")),
+    9: (_offset_fetch,),
+    10: (_find_coordinator,),
+    11: (_READ_GROUP,),
+    12: (_READ_GROUP,),
+    13: (_READ_GROUP,),
+    14: (_READ_GROUP,),
+    15: (_each(_R.GROUP, _O.DESCRIBE, "groups"),),
+    16: (_list_groups,),
+    17: OPEN,
+    18: OPEN,
+    19: (_create_topics,),
+    20: (
+        _each(_R.TOPIC, _O.DELETE, "topics", "responses"),
+        _each(_R.TOPIC, _O.DELETE, "topic_names", "responses"),
+    ),
+    21: (_each(_R.TOPIC, _O.DELETE, "topics"),),
+    22: (_init_producer_id,),
+    23: (_each(_R.TOPIC, _O.DESCRIBE, "topics"),),
+    24: (_add_partitions, _all(_R.TOPIC, _O.WRITE, "v3_and_below_topics")),
+    25: (_WRITE_TRANSACTION, _READ_GROUP),
+    26: (_WRITE_TRANSACTION,),
+    27: (_cluster(_O.CLUSTER_ACTION),),
+    28: (_WRITE_TRANSACTION, _READ_GROUP, _each(_R.TOPIC, _O.READ, "topics")),
+    29: (_cluster(_O.DESCRIBE),),
+    30: (_cluster(_O.ALTER),),
+    31: (_cluster(_O.ALTER),),
+    32: (_configs(_O.DESCRIBE_CONFIGS, "results"),),
+    33: (_configs(_O.ALTER_CONFIGS, "responses"),),
+    34: (_cluster(_O.ALTER),),
+    35: (_cluster(_O.DESCRIBE),),
+    36: OPEN,
+    37: (_each(_R.TOPIC, _O.ALTER, "topics", "results"),),
+    42: (_each(_R.GROUP, _O.DELETE, "groups_names", "results"),),
+    43: (_cluster(_O.ALTER),),
+    44: (_configs(_O.ALTER_CONFIGS, "responses"),),
+    45: (_cluster(_O.ALTER),),
+    46: (_cluster(_O.DESCRIBE),),
+    47: (_whole(_R.GROUP, _O.DELETE, lambda body: body["group_id"] or ""), _offset_delete),
+    48: (_cluster(_O.DESCRIBE_CONFIGS),),
+    49: (_cluster(_O.ALTER_CONFIGS),),
+    50: (_cluster(_O.DESCRIBE),),
+    51: (_cluster(_O.ALTER),),
+    60: OPEN,
+    61: (_each(_R.TOPIC, _O.READ, "topics"),),
+    65: (_each(_R.TRANSACTIONAL_ID, _O.DESCRIBE, "transactional_ids", "transaction_states"),),
+    66: (_seen(_R.TRANSACTIONAL_ID, _O.DESCRIBE, "transaction_states", "transactional_id"),),
+    68: (_READ_GROUP, _all(_R.TOPIC, _O.DESCRIBE, "subscribed_topic_names")),
+    69: (
+        _each(_R.GROUP, _O.DESCRIBE, "group_ids", "groups"),
+        lambda _, body: Verdict(body, after=_hide_groups),
+    ),
+    74: (_cluster(_O.DESCRIBE_CONFIGS),),
+    75: (_topic_partitions,),
+}

@@ -1,0 +1,205 @@
+"""The partitions that one reader asks for, as Fetch names them, and what each is answered.
+
+I1  Nothing is read for a client that may not read it: what it may is asked when a partition is named, and of all of
+    them anew when the rules have changed since.
+I2  What cannot be read (no such partition, not allowed) is looked up again at every fetch, and told at every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Final, cast
+
+import structlog
+
+from tidemill.base.errors import Missing, TidemillError
+from tidemill.kafka import error_codes
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.metadata.topic_cache import SETTLE_ROUNDS
+from tidemill.kafka.net.listener_security import Visitor
+from tidemill.kafka.schema.fetch import FetchPartition, FetchRequest, FetchTopic, PartitionRecords
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.security.acls import Operation
+from tidemill.topics.api import Fetched, FetchRead
+
+log = structlog.get_logger()
+
+READ_COMMITTED: Final = 1
+_FOR_GOOD: Final = (
+    error_codes.TOPIC_AUTHORIZATION_FAILED,
+    error_codes.UNKNOWN_TOPIC_OR_PARTITION,
+    error_codes.UNKNOWN_TOPIC_ID,
+)
+
+Key = tuple[str, int]
+"""(topic name or id, as the client says it; partition)"""
+
+
+class Interest:
+    def __init__(self, context: Context, visitor: Visitor, *, by_id: bool) -> None:
+        self._context = context
+        self._visitor = visitor
+        self.by_id = by_id
+        self._committed = False
+        self._following = context.topics.follow()
+        self._refused: dict[Key, tuple[FetchPartition, int]] = {}
+        """Those without a row that may be read, each with its code."""
+        self._rules = self._context.access.rules
+
+    def __len__(self) -> int:
+        return len(self._following) + len(self._refused)
+
+    @property
+    def principal(self) -> str:
+        return self._visitor.principal
+
+    @property
+    def host(self) -> str:
+        return self._visitor.host
+
+    async def ask(self, topics: Iterable[FetchTopic]) -> None:
+        pace = self._context.pace
+        for topic in topics:
+            row = self._resolve(topic.topic)
+            for asked in topic.partitions:
+                self._put(topic.topic, row, asked)
+                if pace.due:
+                    await pace.rest()
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """Topics and partitions that are missing here are looked for before a client hears of them: the right answer to
+        its first request is UNKNOWN_TOPIC_ID or UNKNOWN_TOPIC_OR_PARTITION, or records (KIP-516)."""
+        for _ in range(SETTLE_ROUNDS):
+            if not (missing := self._missing()):
+                return
+            await self._put_again(missing)
+            if not (missing := self._missing()):
+                return
+            await self._context.cache.settled()
+            await self._put_again(missing)
+
+    def _missing(self) -> list[tuple[Key, FetchPartition]]:
+        return [
+            (key, asked) for key, (asked, code) in self._refused.items() if code == error_codes.NOT_LEADER_OR_FOLLOWER
+        ]
+
+    async def forget(self, topics: Iterable[tuple[str, list[int]]]) -> None:
+        pace = self._context.pace
+        for topic, partitions in topics:
+            for partition in partitions:
+                self._following.drop((topic, partition))
+                self._refused.pop((topic, partition), None)
+                if pace.due:
+                    await pace.rest()
+
+    async def look_again(self) -> None:
+        """Before it is asked again: what was refused may be there by now, and what may be read has changed with the
+        rules."""
+        rules = self._context.access.rules
+        again = [(key, asked) for key, (asked, _) in self._refused.items()]
+        if rules is not self._rules:
+            self._rules = rules
+            again += [(cast(Key, key), _asked(read)) for key, read in self._following.reads()]
+        await self._put_again(again)
+
+    async def _put_again(self, again: Iterable[tuple[Key, FetchPartition]]) -> None:
+        rows: dict[str, TopicRow | int] = {}
+        for (topic, _), asked in again:
+            if topic not in rows:
+                rows[topic] = self._resolve(topic)
+            self._put(topic, rows[topic], asked)
+            if self._context.pace.due:
+                await self._context.pace.rest()
+
+    async def fetch(self, fetch: FetchRequest) -> dict[Key, PartitionRecords]:
+        """What is to be told. A partition that fails ends the wait, but for what is refused for good: a client that
+        keeps asking for it beside others would ask without a pause. No wait is longer than a connection may be idle:
+        who is gone without a word keeps no request for ever."""
+        committed = fetch.isolation_level == READ_COMMITTED
+        if committed != self._committed:
+            self._committed = committed
+            for key, read in self._following.reads():
+                self._following.put(key, _read(read.topic_id, _asked(read), committed))
+        found = {key: PartitionRecords(key[1], code) for key, (_, code) in self._refused.items()}
+        if not len(self._following):
+            return found
+        max_wait_s = min(max(fetch.max_wait_ms, 0) / 1000, self._context.settings.idle_timeout_s)
+        if any(answer.error_code not in _FOR_GOOD for answer in found.values()):
+            max_wait_s = 0.0
+        pace = self._context.pace
+        answered = await self._read(fetch, max_wait_s)
+        for key, got in answered:
+            found[cast(Key, key)] = self._answer(cast(Key, key), got)
+            if pace.due:
+                await pace.rest()
+        if any(isinstance(got.error, Missing) for _, got in answered):
+            await self._settle()
+            gone = [cast(Key, key) for key, got in answered if isinstance(got.error, Missing)]
+            found |= {key: PartitionRecords(key[1], self._refused[key][1]) for key in gone if key in self._refused}
+        return found
+
+    def close(self) -> None:
+        self._following.close()
+        self._refused.clear()
+
+    def _resolve(self, topic: str) -> TopicRow | int:
+        context = self._context
+        row = context.cache.resolve(topic, is_id=self.by_id)
+        if context.access.asks:
+            row = context.access.topic(self._visitor, Operation.READ, topic, row, is_id=self.by_id)
+        return row
+
+    def _put(self, topic: str, row: TopicRow | int, asked: FetchPartition) -> None:
+        key = (topic, asked.partition)
+        if isinstance(row, int):
+            self._refuse(key, asked, row)
+        elif not 0 <= asked.partition < row.partitions:
+            self._refuse(key, asked, self._context.cache.no_partition(row, asked.partition))
+        else:
+            self._refused.pop(key, None)
+            self._following.put(key, _read(row.topic_id, asked, self._committed))
+
+    def _refuse(self, key: Key, asked: FetchPartition, code: int) -> None:
+        self._following.drop(key)
+        self._refused[key] = asked, code
+
+    async def _read(self, fetch: FetchRequest, max_wait_s: float) -> list[tuple[Hashable, Fetched]]:
+        try:
+            return await self._following.fetch(
+                max_wait_s=max_wait_s,
+                min_bytes=max(fetch.min_bytes, 0),
+                max_bytes=min(max(fetch.max_bytes, 1), self._context.settings.fetch_bytes_max),
+            )
+        except TidemillError as error:
+            return [(key, Fetched(-1, -1, [], error)) for key, _ in self._following.reads()]
+
+    def _answer(self, key: Key, got: Fetched) -> PartitionRecords:
+        if got.error is None:
+            offsets = (got.high_watermark, got.log_start_offset)
+            aborted = got.aborted if self._committed else None
+            return PartitionRecords(key[1], 0, *offsets, got.batches, got.last_stable, aborted)
+        if isinstance(got.error, Missing):
+            # As in Produce: the row was stale.
+            self._gone(key)
+            return PartitionRecords(key[1], error_codes.NOT_LEADER_OR_FOLLOWER)
+        if not error_codes.is_expected(got.error):
+            log.error("kafka.fetch_failed", topic=key[0], partition=key[1], error=repr(got.error))
+        offsets = (got.high_watermark, got.log_start_offset)
+        return PartitionRecords(key[1], error_codes.code_of(got.error), *offsets, last_stable=got.last_stable)
+
+    def _gone(self, key: Key) -> None:
+        read = self._following.read(key)
+        if read is not None:
+            row = self._context.cache.by_id(read.topic_id)
+            if row is not None:
+                self._context.cache.forget(row.name)
+            self._refuse(key, _asked(read), error_codes.NOT_LEADER_OR_FOLLOWER)
+
+
+def _read(topic_id: str, asked: FetchPartition, committed: bool) -> FetchRead:
+    return FetchRead(topic_id, asked.partition, asked.offset, max(asked.max_bytes, 1), committed)
+
+
+def _asked(read: FetchRead) -> FetchPartition:
+    return FetchPartition(read.partition, read.offset, read.max_bytes)

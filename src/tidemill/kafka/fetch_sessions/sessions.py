@@ -1,0 +1,179 @@
+"""Fetch sessions (KIP-227): what a client asked for stays known here, and it says, and is told, only what changes.
+
+    request   session id · epoch                      answer
+    0 · 0     everything; begin a session             everything, and the session's id, or 0: no room
+    0 · −1    everything; without a session           everything
+    id · 0    as above, and the session `id` ends     (−1 likewise)
+    id · n    what changed, and what is forgotten     what changed; n is one more than the last, after 2³¹−1 comes 1
+
+FS1  A session is of one principal at one host, with topics by name or by id, not both; to others it does not exist.
+FS2  There are at most `count_max` sessions, and what they hold stays within `bytes_max`, counted at what a session and
+     a partition of one take. For a new one make room, in this order, those that nobody used for EVICT_AFTER_S, longest
+     unused first, then those that are that old and smaller than it, smallest first. Where that is not enough the
+     client goes on without a session; where one outgrows its room, it ends.
+FS3  While a request of it is under way, another one of a session is out of turn: INVALID_FETCH_SESSION_EPOCH. Its
+     client has given the first one up, and begins anew.
+FS4  What follows an ended session's id is FETCH_SESSION_ID_NOT_FOUND; its client begins anew, with everything.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from prometheus_client import Counter, Gauge
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.kafka import error_codes
+from tidemill.kafka.fetch_sessions.partitions import Interest
+from tidemill.kafka.settings import KafkaSettings
+
+NO_SESSION: Final = 0
+INITIAL: Final = 0
+FINAL: Final = -1
+EPOCH_MAX: Final = 0x7FFFFFFF
+EVICT_AFTER_S: Final = 120.0
+"""Kafka's min.incremental.fetch.session.eviction.ms."""
+
+SESSION_BYTES: Final = 4_096
+PARTITION_BYTES: Final = 1_024
+"""What one more takes, rounded up: 520 to be followed (a test measures it), as much where its request is kept whole."""
+
+_OPEN = Gauge("tidemill_kafka_fetch_sessions", "Fetch sessions that are kept")
+_PARTITIONS = Gauge("tidemill_kafka_fetch_session_partitions", "Partitions of the fetch sessions that are kept")
+_ENDED = Counter("tidemill_kafka_fetch_sessions_ended", "Fetch sessions that ended without their client", ("reason",))
+_DECLINED = Counter("tidemill_kafka_fetch_sessions_declined", "Fetch sessions for which there was no room")
+
+
+class FetchSession:
+    """`epoch`: the one that its client's next request has."""
+
+    def __init__(self, session_id: int, interest: Interest, now_s: float) -> None:
+        self.id = session_id
+        self.epoch = 1
+        self.interest = interest
+        self.busy = False
+        self.closed = False
+        self.began_s = self.used_s = now_s
+        self.counted = 0
+        """Partitions that were counted against the limit."""
+
+    @property
+    def size_bytes(self) -> int:
+        return SESSION_BYTES + PARTITION_BYTES * self.counted
+
+
+class FetchSessions:
+    def __init__(self, clock: Clock, rand: Rand, settings: KafkaSettings) -> None:
+        self._clock = clock
+        self._rand = rand
+        self._count_max = settings.fetch_sessions_max
+        self.bytes_max = settings.fetch_sessions_bytes_max
+        self._sessions: OrderedDict[int, FetchSession] = OrderedDict()
+        """Longest unused first."""
+        self.used_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(self, interest: Interest, *, own: bool = False) -> FetchSession | None:
+        """None: there is no room for it. `own`: kept here for ourselves; no client can name it."""
+        now_s = self._clock.monotonic_s()
+        size_bytes = SESSION_BYTES + PARTITION_BYTES * len(interest)
+        if not self._make_room(size_bytes, 1, now_s, None):
+            _DECLINED.inc()
+            return None
+        session_id = NO_SESSION
+        while session_id == NO_SESSION or session_id in self._sessions:
+            session_id = (1 + self._rand.below(EPOCH_MAX)) * (-1 if own else 1)
+        session = self._sessions[session_id] = FetchSession(session_id, interest, now_s)
+        session.counted = len(interest)
+        self.used_bytes += session.size_bytes
+        self._tell()
+        return session
+
+    def find(self, session_id: int, epoch: int, *, principal: str, host: str, by_id: bool) -> FetchSession | int:
+        """The session, with its epoch gone on, or Kafka's code."""
+        session = self._of(session_id, principal, host)
+        if session is None:
+            return error_codes.FETCH_SESSION_ID_NOT_FOUND
+        if session.epoch != epoch or session.busy:
+            return error_codes.INVALID_FETCH_SESSION_EPOCH
+        if session.interest.by_id != by_id:
+            return error_codes.FETCH_SESSION_TOPIC_ID_ERROR
+        session.epoch = 1 if epoch == EPOCH_MAX else epoch + 1
+        self.used(session)
+        return session
+
+    def used(self, session: FetchSession) -> None:
+        if not session.closed:
+            session.used_s = self._clock.monotonic_s()
+            self._sessions.move_to_end(session.id)
+
+    def close_of(self, session_id: int, *, principal: str, host: str) -> None:
+        """Its client wants no more of it, if it is its client."""
+        session = self._of(session_id, principal, host)
+        if session is not None:
+            self.close(session)
+
+    def close(self, session: FetchSession) -> None:
+        """Idempotent."""
+        if session.closed:
+            return
+        session.closed = True
+        del self._sessions[session.id]
+        self.used_bytes -= session.size_bytes
+        session.interest.close()
+        self._tell()
+
+    def grown(self, session: FetchSession) -> bool:
+        """Count what it holds now. False: there is no room for that, and it has ended."""
+        if session.closed:
+            return False
+        delta = len(session.interest) - session.counted
+        if delta > 0 and not self._make_room(PARTITION_BYTES * delta, 0, self._clock.monotonic_s(), session):
+            _ENDED.labels("outgrown").inc()
+            self.close(session)
+            return False
+        session.counted += delta
+        self.used_bytes += PARTITION_BYTES * delta
+        self._tell()
+        return True
+
+    def _of(self, session_id: int, principal: str, host: str) -> FetchSession | None:
+        session = self._sessions.get(session_id) if session_id > 0 else None
+        mine = session is not None and (session.interest.principal, session.interest.host) == (principal, host)
+        return session if mine else None
+
+    def _make_room(self, size_bytes: int, count: int, now_s: float, beside: FetchSession | None) -> bool:
+        """All that it takes ends, or nothing does (FS2)."""
+        over_bytes = self.used_bytes + size_bytes - self.bytes_max
+        over_count = len(self._sessions) + count - self._count_max
+        if over_bytes <= 0 and over_count <= 0:
+            return True
+        old_s = now_s - EVICT_AFTER_S
+        whole_bytes = size_bytes + (beside.size_bytes if beside is not None else 0)
+        unused = [each for each in self._sessions.values() if each.used_s <= old_s]
+        small = [
+            each
+            for each in self._sessions.values()
+            if each.used_s > old_s >= each.began_s and each.size_bytes < whole_bytes
+        ]
+        ending: list[FetchSession] = []
+        for each in (*unused, *sorted(small, key=lambda each: each.counted)):
+            if over_bytes <= 0 and over_count <= 0:
+                break
+            if each is not beside:
+                ending.append(each)
+                over_bytes -= each.size_bytes
+                over_count -= 1
+        if over_bytes > 0 or over_count > 0:
+            return False
+        for each in ending:
+            _ENDED.labels("evicted").inc()
+            self.close(each)
+        return True
+
+    def _tell(self) -> None:
+        _OPEN.set(len(self._sessions))
+        _PARTITIONS.set((self.used_bytes - SESSION_BYTES * len(self._sessions)) // PARTITION_BYTES)

@@ -1,0 +1,195 @@
+"""What members of the classic protocol may ask in a group of the consumer protocol, as Kafka 4 answers it. Pure.
+
+While members change the protocol one after the other (`migrating`), those of the classic one go on as they are. Their
+generation is their member epoch; a Heartbeat tells them to join again, a JoinGroup says what they own and takes the
+step that others take with a heartbeat, and SyncGroup tells what they may use. None of them leads.
+
+     eager         lets go of everything, joins owning nothing, has all that is free of its target
+     cooperative   joins with what it owns, syncs without what it is to let go of, lets go, joins again
+
+Source: KIP-848, "Online migration"; what Kafka 4.1 answers.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups import consumer_reconciliation
+from tidemill.kafka.groups.assignors import Partitions
+from tidemill.kafka.groups.classic_state import Join, JoinAnswer, Sync, SyncAnswer, metadata_bytes
+from tidemill.kafka.groups.consumer import ID_BYTES, check
+from tidemill.kafka.groups.consumer_state import Classic, Consumer, ConsumerGroup, Seen, minus, places
+from tidemill.kafka.groups.subscriptions import CONSUMER, Place, Subscription, encode_assignment, subscription_of
+from tidemill.kafka.schema.primitives import BadFrame
+
+NO_LEADER: Final = ""
+
+
+def join(group: ConsumerGroup, now: int, ask: Join, seen: Seen) -> JoinAnswer:
+    """An error changes nothing."""
+    code = refusal(group, ask)
+    if code:
+        return JoinAnswer(code, ask.member_id)
+    if not ask.member_id and ask.instance_id is None and ask.knows_first:
+        return JoinAnswer(error_codes.MEMBER_ID_REQUIRED, ask.new_id)
+    subscription = subscription_of(ask.protocols[0][1])
+    member = _member(group, ask)
+    _learn(group, member, ask, subscription)
+    consumer_reconciliation.look(group, seen)
+    consumer_reconciliation.reconcile(group, now, member, by_id(subscription.owned, seen), is_join=True)
+    member.until_ms, member.owes_until_ms = now + ask.session_ms, now + ask.rebalance_ms
+    return JoinAnswer(0, member.member_id, member.epoch, CONSUMER, ask.protocols[0][0], NO_LEADER)
+
+
+def refusal(group: ConsumerGroup, ask: Join) -> int:
+    """Why nobody may join so; 0 where anybody may."""
+    limits = group.limits
+    if not limits.session_ms_min <= ask.session_ms <= limits.session_ms_max:
+        return error_codes.INVALID_SESSION_TIMEOUT
+    if ask.protocol_type != CONSUMER or not _is_spoken(group, ask):
+        return error_codes.INCONSISTENT_GROUP_PROTOCOL
+    if len(ask.member_id.encode()) > ID_BYTES or "\x00" in ask.member_id:
+        return error_codes.UNKNOWN_MEMBER_ID
+    before = group.members.get(ask.member_id)
+    if ask.instance_id is not None:
+        known = group.instances.get(ask.instance_id)
+        if ask.member_id:
+            code = check(group, ask.member_id, ask.instance_id)
+            if code:
+                return code
+        elif known is not None:
+            before = group.members[known]
+    if ask.member_id and before is not None and before.classic is None:
+        return error_codes.UNKNOWN_MEMBER_ID
+    size = metadata_bytes(ask.protocols)
+    others = sum(each.subscription_bytes for each in group.members.values() if each is not before)
+    is_one_more = before is None and len(group.members) >= limits.members
+    if is_one_more or size > limits.member_bytes or size + others > limits.bytes:
+        return error_codes.GROUP_MAX_SIZE_REACHED
+    return 0
+
+
+def _is_spoken(group: ConsumerGroup, ask: Join) -> bool:
+    """By all others of the classic protocol, who are among themselves again when the last of the other one leaves."""
+    names = {name for name, _ in ask.protocols}
+    try:
+        subscription_of(ask.protocols[0][1] if ask.protocols else b"")
+    except BadFrame:
+        return False
+    for member in group.members.values():
+        is_itself = member.member_id == ask.member_id or member.instance_id == (ask.instance_id or "")
+        if member.classic is not None and not is_itself:
+            names &= {name for name, _ in member.classic.protocols}
+    return bool(names)
+
+
+def _member(group: ConsumerGroup, ask: Join) -> Consumer:
+    """Whoever asks. A static member that came back goes on with what it had, whichever protocol it spoke; one that
+    nobody knows is taken, by the id that it names."""
+    known = group.instances.get(ask.instance_id or "")
+    if known is not None and not ask.member_id:
+        member = group.members.pop(known)
+        group.changed.discard(known)
+        member.member_id, member.away = ask.new_id, False
+        group.owners.update(dict.fromkeys(places(member.held), ask.new_id))
+    else:
+        found = group.members.get(ask.member_id)
+        member = found or Consumer(ask.member_id or ask.new_id, ask.instance_id)
+        if found is None:
+            consumer_reconciliation.resubscribed(group)
+    group.members[member.member_id] = member
+    if member.instance_id is not None:
+        group.instances[member.instance_id] = member.member_id
+    return member
+
+
+def _learn(group: ConsumerGroup, member: Consumer, ask: Join, subscription: Subscription) -> None:
+    member.client_id, member.client_host = ask.client_id, ask.client_host
+    member.rebalance_ms, member.rack_id = ask.rebalance_ms, subscription.rack_id
+    member.classic = Classic(ask.session_ms, ask.protocols)
+    if (member.topics, member.pattern, member.assignor) != (subscription.topics, "", None):
+        member.topics, member.pattern, member.assignor = subscription.topics, "", None
+        consumer_reconciliation.resubscribed(group)
+    group.changed.add(member.member_id)
+    group.unstored = True
+
+
+def by_id(named: tuple[Place, ...] | list[Place], seen: Seen) -> Partitions:
+    """Those of topics that exist."""
+    found: dict[str, frozenset[int]] = {}
+    for name, partition in named:
+        topic = seen.of(name)
+        if topic is not None and 0 <= partition < topic.partitions:
+            found[topic.topic_id] = found.get(topic.topic_id, frozenset()) | {partition}
+    return found
+
+
+def sync(group: ConsumerGroup, now: int, ask: Sync) -> SyncAnswer:
+    code = _check(group, ask.member_id, ask.instance_id, ask.generation)
+    if code:
+        return SyncAnswer(code)
+    member = group.members[ask.member_id]
+    assert member.classic is not None
+    protocol = member.classic.protocols[0][0]
+    for asked, own in ((ask.protocol_type, CONSUMER), (ask.protocol, protocol)):
+        if asked is not None and asked != own:
+            return SyncAnswer(error_codes.INCONSISTENT_GROUP_PROTOCOL)
+    # Who is to let go of something learns here of what; the epoch that follows is for its next JoinGroup.
+    if group.topics is None or (group.epoch > member.epoch and not member.revoking):
+        _owes(member, now)
+        return SyncAnswer(error_codes.REBALANCE_IN_PROGRESS)
+    member.until_ms, member.owes_until_ms = now + member.classic.session_ms, 0
+    return SyncAnswer(0, CONSUMER, protocol, assignment(group, member), member.member_id)
+
+
+def assignment(group: ConsumerGroup, member: Consumer) -> bytes:
+    """What it may use, as its client reads it. Topics that are gone are left out."""
+    assert member.classic is not None
+    names = {topic.topic_id: name for name, topic in (group.topics or {}).items()}
+    assigned = {names[topic_id]: numbers for topic_id, numbers in member.assigned.items() if topic_id in names}
+    return encode_assignment(subscription_of(member.classic.protocols[0][1]).version, assigned)
+
+
+def heartbeat(group: ConsumerGroup, now: int, member_id: str, instance_id: str | None, generation: int) -> int:
+    code = _check(group, member_id, instance_id, generation)
+    if code:
+        return code
+    member = group.members[member_id]
+    member.until_ms = max(member.until_ms, now + group.session_ms(member))
+    if member.epoch == group.epoch and not member.revoking and not _has_more_to_get(group, member):
+        return 0
+    _owes(member, now)
+    return error_codes.REBALANCE_IN_PROGRESS
+
+
+def _has_more_to_get(group: ConsumerGroup, member: Consumer) -> bool:
+    """All at once: for each partition of its own it would join once more."""
+    missing = minus(member.target, member.held)
+    return bool(missing) and not any(place in group.owners for place in places(missing))
+
+
+def _owes(member: Consumer, now: int) -> None:
+    member.owes_until_ms = member.owes_until_ms or now + member.rebalance_ms
+
+
+def _check(group: ConsumerGroup, member_id: str, instance_id: str | None, generation: int) -> int:
+    code = check(group, member_id, instance_id)
+    if code:
+        return code
+    if not group.speaks_classic(member_id):
+        return error_codes.UNKNOWN_MEMBER_ID
+    return error_codes.ILLEGAL_GENERATION if generation != group.members[member_id].epoch else 0
+
+
+def leave(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
+    """A static member may be named by its instance alone (an administrator's way)."""
+    if not member_id and instance_id is not None:
+        member_id = group.instances.get(instance_id, "")
+    code = check(group, member_id, instance_id)
+    if code:
+        return code
+    if not group.speaks_classic(member_id):
+        return error_codes.UNKNOWN_MEMBER_ID
+    consumer_reconciliation.remove(group, group.members[member_id])
+    return 0

@@ -1,0 +1,168 @@
+"""How a rebalance of the classic protocol begins, completes and ends. Pure: `now` is monotonic milliseconds.
+
+    EMPTY ──join──► PREPARING ──all joined, or time is up──► COMPLETING ──assignment durable──► STABLE
+      ▲                 │ ▲                                      │                                 │
+      └──nobody left────┘ └──────────a member joins anew, leaves, or is not heard of───────────────┘
+
+A group that was empty waits a little for more members before its first generation (KIP-134).
+"""
+
+from __future__ import annotations
+
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups.classic_state import Group, JoinAnswer, Phase, SyncAnswer
+
+
+def rebalance(group: Group, now: int) -> None:
+    """Everybody is to join again."""
+    if group.phase is Phase.COMPLETING:
+        drop_assignment(group, error_codes.REBALANCE_IN_PROGRESS)
+    if group.phase is Phase.EMPTY:
+        delay = group.limits.initial_delay_ms
+        group.delay_left = max(0, longest(group) - delay)
+        group.join_until = now + delay
+        group.arrived = False
+    else:
+        group.delay_left = -1
+        group.join_until = now + longest(group)
+    group.phase = Phase.PREPARING
+    settle(group, now)
+
+
+def longest(group: Group) -> int:
+    return max((member.rebalance_ms for member in group.members.values()), default=0)
+
+
+def settle(group: Group, now: int) -> None:
+    """Complete the join if nobody is missing; while the first members gather, only if that takes no time at all."""
+    if group.phase is not Phase.PREPARING:
+        return
+    if group.delay_left >= 0:
+        if group.limits.initial_delay_ms == 0:
+            complete(group, now)
+    elif not group.expected and all(member.joining is not None for member in group.members.values()):
+        complete(group, now)
+
+
+def complete(group: Group, now: int) -> None:
+    """The next generation, of those who have joined; static members stay in it though they have not."""
+    for member in [m for m in group.members.values() if m.joining is None and m.instance_id is None]:
+        forget(group, member.member_id)
+    joined = [member for member in group.members.values() if member.joining is not None]
+    if group.members and not joined:
+        group.delay_left, group.join_until = -1, now + longest(group)
+        return
+    if joined and (group.leader not in group.members or group.members[group.leader].joining is None):
+        group.leader = joined[0].member_id
+    group.delay_left = -1
+    group.generation += 1
+    if not group.members:
+        group.phase, group.protocol, group.leader = Phase.EMPTY, "", ""
+        group.unstored = True
+        return
+    group.protocol = group.elected_protocol()
+    group.phase = Phase.COMPLETING
+    group.sync_until = now + longest(group)
+    group.unsynced = set(group.members)
+    for member in joined:
+        waiter, member.joining, member.is_new = member.joining, None, False
+        member.until_ms = now + member.session_ms
+        group.say(waiter, joined_as(group, member.member_id))
+
+
+def joined_as(group: Group, member_id: str) -> JoinAnswer:
+    """What a member of the current generation is told."""
+    leads = member_id == group.leader
+    return JoinAnswer(
+        0,
+        member_id,
+        group.generation,
+        group.protocol_type,
+        group.protocol,
+        group.leader,
+        members=group.listed() if leads else (),
+    )
+
+
+def assign(group: Group, now: int) -> None:
+    """The assignment is durable: everybody who waits for it gets it."""
+    assigned, group.assigning = group.assigning or {}, None
+    group.phase = Phase.STABLE
+    for member in group.members.values():
+        member.assignment = assigned.get(member.member_id, b"")
+        if member.syncing is not None:
+            waiter, member.syncing = member.syncing, None
+            member.until_ms = now + member.session_ms
+            group.say(waiter, assigned_to(group, member.member_id))
+
+
+def assigned_to(group: Group, member_id: str) -> SyncAnswer:
+    return SyncAnswer(0, group.protocol_type, group.protocol, group.members[member_id].assignment)
+
+
+def drop_assignment(group: Group, code: int) -> None:
+    """Whoever waits for an assignment is told why there is none."""
+    group.assigning = None
+    for member in group.members.values():
+        member.assignment = b""
+        if member.syncing is not None:
+            waiter, member.syncing = member.syncing, None
+            group.say(waiter, SyncAnswer(code))
+
+
+def forget(group: Group, member_id: str) -> None:
+    """Take a member out, without what follows from it."""
+    member = group.members.pop(member_id)
+    group.unsynced.discard(member_id)
+    if member.instance_id is not None and group.instances.get(member.instance_id) == member_id:
+        del group.instances[member.instance_id]
+    group.say(member.joining, JoinAnswer(error_codes.UNKNOWN_MEMBER_ID, member_id))
+    group.say(member.syncing, SyncAnswer(error_codes.UNKNOWN_MEMBER_ID))
+    if group.leader == member_id:
+        group.leader = next(iter(group.members), "")
+
+
+def remove(group: Group, now: int, member_id: str) -> None:
+    """A member left, or is not heard of any more."""
+    forget(group, member_id)
+    if group.phase in (Phase.STABLE, Phase.COMPLETING):
+        rebalance(group, now)
+    else:
+        settle(group, now)
+
+
+def tick(group: Group, now: int) -> None:
+    """Whatever was to happen by now."""
+    for member_id in [m for m, until in group.expected.items() if until <= now]:
+        del group.expected[member_id]
+        settle(group, now)
+    for member in list(group.members.values()):
+        if member.until_ms <= now and _must_be_heard(group, member.member_id):
+            remove(group, now, member.member_id)
+    if group.phase is Phase.PREPARING and group.join_until <= now:
+        if group.delay_left > 0 and group.arrived:
+            delay = min(group.limits.initial_delay_ms, group.delay_left)
+            group.delay_left, group.join_until, group.arrived = group.delay_left - delay, now + delay, False
+        else:
+            complete(group, now)
+    elif group.phase is Phase.COMPLETING and group.sync_until <= now and group.assigning is None:
+        for member_id in sorted(group.unsynced):
+            forget(group, member_id)
+        rebalance(group, now)
+
+
+def _must_be_heard(group: Group, member_id: str) -> bool:
+    """Removing one may have removed others."""
+    member = group.members.get(member_id)
+    return member is not None and (member.is_new or (member.joining is None and member.syncing is None))
+
+
+def due(group: Group) -> int | None:
+    """When `tick` has something to do next, at the earliest; None for a group in which nobody is."""
+    times = list(group.expected.values())
+    times += [m.until_ms for m in group.members.values() if _must_be_heard(group, m.member_id)]
+    if group.phase is Phase.PREPARING:
+        times.append(group.join_until)
+    elif group.phase is Phase.COMPLETING and group.assigning is None:
+        times.append(group.sync_until)
+    return min(times, default=None)

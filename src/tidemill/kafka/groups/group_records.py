@@ -1,0 +1,193 @@
+"""What of a group is durable: the rows that it is written as, and the group that they make (layouts: `metastore.rows`).
+
+A group of the classic protocol is written whole, of one of the consumer protocol the members that changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tidemill.kafka.groups.classic_state import Group, GroupLimits, Member, Phase
+from tidemill.kafka.groups.consumer_state import Classic, Consumer, ConsumerGroup, places
+from tidemill.kafka.groups.protocol_migration import owes_a_rebalance
+from tidemill.metastore.rows import GROUP_MEMBERS
+from tidemill.metastore.rows.groups import ConsumerMember, GroupMemberRow, GroupRow
+
+Rows = list[tuple[bytes, bytes]]
+CLASSIC, CONSUMER = "classic", "consumer"
+
+
+def kind_of(group: Group | ConsumerGroup) -> str:
+    return CONSUMER if isinstance(group, ConsumerGroup) else CLASSIC
+
+
+def head_row(group: Group | ConsumerGroup, owner: str, now_ms: int) -> GroupRow:
+    if isinstance(group, ConsumerGroup):
+        return GroupRow(
+            group.name,
+            CONSUMER,
+            owner,
+            group.protocol_type,
+            group.assignor,
+            group.epoch,
+            members=len(group.members),
+            since_ms=now_ms,
+            target_epoch=group.target_epoch,
+            topics_digest=group.digest,
+        )
+    return GroupRow(
+        group.name,
+        CLASSIC,
+        owner,
+        group.protocol_type,
+        group.protocol,
+        group.generation,
+        group.leader,
+        len(group.members),
+        now_ms,
+    )
+
+
+def gone_rows(group: Group | ConsumerGroup, stored: set[str]) -> Rows:
+    """Deletions of members that were `stored` and are here no more."""
+    return [(GROUP_MEMBERS.key(group.name, member_id), b"") for member_id in stored - group.members.keys()]
+
+
+def classic_rows(group: Group) -> Rows:
+    """With the assignment that is on its way."""
+    assigning = group.assigning
+    return [
+        GROUP_MEMBERS.encode(
+            GroupMemberRow(
+                group.name,
+                member.member_id,
+                member.instance_id,
+                member.client_id,
+                member.client_host,
+                member.session_ms,
+                member.rebalance_ms,
+                member.protocols,
+                member.assignment if assigning is None else assigning.get(member.member_id, b""),
+            )
+        )
+        for member in group.members.values()
+    ]
+
+
+def consumer_rows(group: ConsumerGroup, changed: frozenset[str]) -> Rows:
+    return [
+        GROUP_MEMBERS.encode(_consumer_row(group.name, group.members[member_id]))
+        for member_id in sorted(changed)
+        if member_id in group.members
+    ]
+
+
+def _consumer_row(group: str, member: Consumer) -> GroupMemberRow:
+    consumer = ConsumerMember(
+        member.epoch,
+        member.previous,
+        member.rack_id,
+        tuple(sorted(member.topics)),
+        member.pattern,
+        member.assignor,
+        _listed(member.held),
+        _listed(member.revoking),
+        _listed(member.target),
+        member.away,
+    )
+    classic = member.classic
+    return GroupMemberRow(
+        group,
+        member.member_id,
+        member.instance_id,
+        member.client_id,
+        member.client_host,
+        classic.session_ms if classic is not None else 0,
+        member.rebalance_ms,
+        classic.protocols if classic is not None else (),
+        consumer=consumer,
+    )
+
+
+def _listed(partitions: Mapping[str, frozenset[int]]) -> dict[str, tuple[int, ...]]:
+    return {topic: tuple(sorted(numbers)) for topic, numbers in partitions.items()}
+
+
+def _sets(partitions: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[int]]:
+    return {topic: frozenset(numbers) for topic, numbers in partitions.items()}
+
+
+def group_from(head: GroupRow, members: list[GroupMemberRow], limits: GroupLimits, now: int) -> Group | ConsumerGroup:
+    """The group as what is durable of it says; everybody has a whole session to be heard of."""
+    if head.kind == CONSUMER:
+        return _consumer_group(head, members, limits, now)
+    group = Group(head.group, limits)
+    group.protocol_type, group.generation = head.protocol_type, head.generation
+    for row in members:
+        group.members[row.member_id] = Member(
+            row.member_id,
+            row.instance_id,
+            row.client_id,
+            row.client_host,
+            row.session_ms,
+            row.rebalance_ms,
+            row.protocols,
+            row.assignment,
+            until_ms=now + row.session_ms,
+        )
+        if row.instance_id is not None:
+            group.instances[row.instance_id] = row.member_id
+    if group.members:
+        group.leader = head.leader if head.leader in group.members else next(iter(group.members))
+        if head.protocol:
+            group.phase, group.protocol = Phase.STABLE, head.protocol
+        else:
+            owes_a_rebalance(group, now)
+    return group
+
+
+def _consumer_group(head: GroupRow, members: list[GroupMemberRow], limits: GroupLimits, now: int) -> ConsumerGroup:
+    group = ConsumerGroup(head.group, limits)
+    group.epoch, group.target_epoch, group.digest = head.generation, head.target_epoch, head.topics_digest
+    group.assignor = head.protocol
+    for row in members:
+        kept = row.consumer or ConsumerMember()
+        member = Consumer(
+            row.member_id,
+            row.instance_id,
+            kept.rack_id,
+            row.client_id,
+            row.client_host,
+            row.rebalance_ms,
+            frozenset(kept.topics),
+            kept.pattern,
+            kept.assignor,
+            kept.epoch,
+            kept.previous,
+            _sets(kept.held),
+            _sets(kept.revoking),
+            _sets(kept.target),
+            revoke_until_ms=now + row.rebalance_ms,
+            away=kept.away,
+            classic=Classic(row.session_ms, row.protocols) if row.protocols else None,
+        )
+        member.until_ms = now + group.session_ms(member)
+        group.members[row.member_id] = member
+        if row.instance_id is not None:
+            group.instances[row.instance_id] = row.member_id
+        group.owners.update(dict.fromkeys(places(member.held), row.member_id))
+    return group
+
+
+def emptied(group: Group | ConsumerGroup, kind: str) -> Group | ConsumerGroup:
+    """A group in which nobody is, in the other protocol: its generations and epochs go on where they are."""
+    if isinstance(group, ConsumerGroup) and kind == CLASSIC:
+        classic = Group(group.name, group.limits)
+        classic.generation, classic.unstored = group.epoch, group.unstored
+        return classic
+    if not isinstance(group, ConsumerGroup) and kind == CONSUMER:
+        consumer = ConsumerGroup(group.name, group.limits)
+        consumer.epoch = consumer.target_epoch = group.generation
+        consumer.unstored = group.unstored
+        return consumer
+    return group

@@ -1,0 +1,72 @@
+"""Partitions as Metadata tells them, encoded once for each choice of leaders.
+
+What is kept depends on nothing but its key, so it is never stale, and nobody's rules are in it: which topics a client
+sees is decided for each answer. Topics with equal leaders share it, as all of one partition do on one node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Final
+
+from tidemill.base.limits import MIB
+from tidemill.kafka import error_codes
+from tidemill.kafka.schema.codec_compiler import encode_field
+
+KEPT_BYTES: Final = 8 * MIB
+"""Some 60 a partition."""
+LARGE_PARTITIONS: Final = 1_000
+"""Some 5 ms of writing: more is done in a thread."""
+NO_LEADER: Final = -1
+
+Leaders = tuple[int, ...]
+"""The node id of each partition's leader, or NO_LEADER."""
+
+
+class Layouts:
+    def __init__(self, bytes_max: int = KEPT_BYTES) -> None:
+        self._kept: OrderedDict[tuple[int, Leaders], bytes] = OrderedDict()
+        self.bytes_max = bytes_max
+        self.used_bytes = 0
+
+    def kept(self, version: int, leaders: Leaders) -> bytes | None:
+        """The field `partitions` of a topic in a Metadata answer, if it is kept."""
+        found = self._kept.get((version, leaders))
+        if found is not None:
+            self._kept.move_to_end((version, leaders))
+        return found
+
+    async def partitions(self, version: int, leaders: Leaders) -> bytes:
+        """The same, made where it is not kept."""
+        key, found = (version, leaders), self.kept(version, leaders)
+        if found is not None:
+            return found
+        if len(leaders) < LARGE_PARTITIONS:
+            made = _encoded(version, leaders)
+        else:
+            made = await asyncio.to_thread(_encoded, version, leaders)
+        if key not in self._kept:
+            self._kept[key] = made
+            self.used_bytes += _cost(key, made)
+            while self.used_bytes > self.bytes_max and len(self._kept) > 1:
+                self.used_bytes -= _cost(*self._kept.popitem(last=False))
+        return made
+
+
+def _cost(key: tuple[int, Leaders], encoded: bytes) -> int:
+    return 256 + 8 * len(key[1]) + len(encoded)
+
+
+def _encoded(version: int, leaders: Leaders) -> bytes:
+    partitions = [
+        {
+            "error_code": error_codes.LEADER_NOT_AVAILABLE if leader == NO_LEADER else 0,
+            "partition_index": index,
+            "leader_id": leader,
+            "replica_nodes": [] if leader == NO_LEADER else [leader],
+            "isr_nodes": [] if leader == NO_LEADER else [leader],
+        }
+        for index, leader in enumerate(leaders)
+    ]
+    return encode_field(3, version, ("topics", "partitions"), partitions)

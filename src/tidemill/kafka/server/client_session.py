@@ -1,0 +1,481 @@
+"""One client connection: requests begin in order, run concurrently, are answered in order.
+
+    frame ─► read header ─► begin(request)  ── plain call: reservations happen here, in request order (K1)
+                                  │
+                            awaitable ─► done ─► slot filled ─► filled slots leave from the front (K2)
+
+S1  `begin` of a request is called before `begin` of any later request of the connection, and before any
+    task or await.
+S2  A slot leaves the queue only from the front; a request without a response (acks=0) has no slot. Those that are
+    filled in one turn of the loop leave together: what one commit answers costs one write, and wakes its client once.
+S3  The frame is released after its work has ended, even when the client is gone (K3).
+S4  Reading stops while too much is under way or unsent, and starts again at half of that (K4).
+S5  While a request stalls (`Stall`), or others have used up this turn of the loop, nothing behind it begins and nothing
+    is read.
+S6  Of every API but Produce `Api.at_once` requests of the connection are worked on together (Kafka: one of all), and a
+    read (Fetch) begins only when its answers find room: what later ones take of memory and of the loop waits. Reads
+    that run together have room together, however large their answers become (`KafkaSettings.reads_at_once`). Behind
+    what an admin changes nothing begins before that has ended: who asks for it next, without waiting, sees it.
+S7  Who used more than its quota is answered at once and not heard for as long as the answer says: nothing of the
+    connection begins meanwhile, and nothing is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import structlog
+from prometheus_client import Counter
+
+from tidemill.base.runtime.tasks import Tasks
+from tidemill.kafka import handlers
+from tidemill.kafka.api.context import Context
+from tidemill.kafka.api.dispatch import API_VERSIONS, Reply, Request, Stall, peek, read_request, response_head
+from tidemill.kafka.api.sasl_step import prove
+from tidemill.kafka.handlers.k18_api_versions import unsupported_version
+from tidemill.kafka.net.buffer_pool import BufferPool
+from tidemill.kafka.net.connection import Connection
+from tidemill.kafka.net.framing import Frame, FrameReader
+from tidemill.kafka.net.listener_security import SASL_AUTHENTICATE, UNKNOWN_REQUEST_BYTES, Gate, Refused
+from tidemill.kafka.net.memory_budget import Budget
+from tidemill.kafka.net.tls_socket import TlsConnection, TlsSocket
+from tidemill.kafka.schema.codec_compiler import throttle_at
+from tidemill.kafka.schema.fetch import set_throttle
+from tidemill.kafka.schema.primitives import I32, BadFrame, begin_request
+from tidemill.kafka.schema.produce import set_throttle as set_produce_throttle
+from tidemill.kafka.server.cpu_meter import Metered
+from tidemill.objects.store import Buffer
+from tidemill.security import quotas
+from tidemill.security.principals import USER
+from tidemill.security.scram import Refused as Denied
+
+log = structlog.get_logger()
+
+PRODUCE = 0
+FETCH = 1
+OTHER_REQUEST_BYTES = 4 << 20
+"""Only Produce carries records; all else that is larger was never meant."""
+_THROTTLED = Counter("tidemill_kafka_throttled_seconds", "Time for which clients were not heard", ("quota",))
+
+
+class _Slot:
+    __slots__ = ("response", "size")
+
+    def __init__(self) -> None:
+        self.response: list[Buffer] | None = None
+        self.size = 0
+
+
+class Session:
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        context: Context,
+        pool: BufferPool,
+        budget: Budget,
+        tasks: Tasks,
+        on_end: Callable[[Session], None],
+        number: int,
+        gate: Gate,
+    ) -> None:
+        self._number = number
+        self._gate = gate
+        self.visitor = gate.visitor(peer.rpartition(":")[0])
+        self._context = context
+        self._budget = budget
+        self._tasks = tasks
+        self._on_end = on_end
+        self._peer = peer
+        self._slots: deque[_Slot] = deque()
+        self._abandonable: set[asyncio.Task[Any]] = set()
+        self._bytes = 0
+        self._requests = 0
+        self._backlog: deque[Frame] = deque()
+        """Received and not begun: empty but for the moment, or while a request stalls."""
+        self._stalled = False
+        self._muted = False
+        self._muted_until_s = 0.0
+        self._answered_bytes = 0
+        """In slots that wait for an earlier one."""
+        self._turns: dict[int, asyncio.Semaphore] = {}
+        """By API (S6)."""
+        self._sending = False
+        self._room = asyncio.Event()
+        self._room.set()
+        known = self.visitor.known
+        first_bytes_max = context.settings.request_bytes_max if known else UNKNOWN_REQUEST_BYTES
+        self._reader = FrameReader(pool, first_bytes_max, self._hold, budget.roomy)
+        self._began_s = self._heard_s = self._swept_s = self.took_s = context.clock.monotonic_s()
+        self._heard_bytes = self._taken_bytes = 0
+        self._frame_number = 0
+        self._frame_age_s = 0.0
+        rest = (asyncio.get_running_loop(), self._reader, context.beginnings, self._frames, self._lost)
+        if gate.tls is None:
+            self._connection = Connection(sock, *rest)
+        else:
+            self._connection = TlsConnection(TlsSocket(sock, gate.tls.context, self._secured), *rest)
+        self._connection.on_drained = self._connection.on_growth = self.consider_reading
+        self._connection.resume()
+
+    def expired(self, now_s: float) -> str:
+        """Why to close this connection now, or "". Asked by the sweep, every few seconds.
+
+        A frame has `frame_timeout_s` of the time in which we read, and twice that in all: what our own limits make it
+        wait is not its fault, but whoever holds memory for so long gives it back.
+        """
+        connection, reader, settings = self._connection, self._reader, self._context.settings
+        if not self.visitor.known and now_s - self._began_s > settings.authentication_timeout_s:
+            return "nobody proved who this is in time"
+        passed_s, self._swept_s = now_s - self._swept_s, now_s
+        if connection.sent_bytes != self._taken_bytes or not connection.unsent_bytes:
+            self._taken_bytes, self.took_s = connection.sent_bytes, now_s
+        elif now_s - self.took_s > settings.frame_timeout_s:
+            return "the client takes no answers"
+        if not reader.partial or reader.frames_begun != self._frame_number:
+            self._frame_number, self._frame_age_s = reader.frames_begun, 0.0
+        else:
+            self._frame_age_s += passed_s / 2 if connection.paused else passed_s
+            if self._frame_age_s > settings.frame_timeout_s:
+                return "a frame was not whole in time"
+        if connection.received_bytes != self._heard_bytes or self._requests or connection.paused:
+            self._heard_bytes, self._heard_s = connection.received_bytes, now_s
+        return "idle" if now_s - self._heard_s > settings.idle_timeout_s else ""
+
+    def close(self, error: Exception | None = None) -> None:
+        self._connection.close(error)
+
+    def consider_reading(self) -> None:
+        """Pause or resume by S4."""
+        if self._connection.closed:
+            return
+        settings = self._context.settings
+        unsent = self._answered_bytes + self._connection.unsent_bytes
+        held = self._bytes + unsent
+        self._budget.answers(self, unsent)
+        if unsent > settings.connection_bytes_max:
+            self._room.clear()
+        else:
+            self._room.set()
+        if (
+            held > settings.connection_bytes_max
+            or self._requests >= settings.connection_requests_max
+            or self._stalled
+            or self._muted
+            or not self._budget.may_read(self, self._reader.growth_bytes)
+        ):
+            self._connection.pause()
+        elif held <= settings.connection_bytes_max // 2:
+            self._connection.resume()
+
+    def _secured(self, sock: TlsSocket) -> None:
+        self._gate.secured(self.visitor, sock)
+        self._is_known()
+
+    def _is_known(self) -> None:
+        """Idempotent."""
+        if self.visitor.known:
+            self._reader.request_bytes_max = self._context.settings.request_bytes_max
+
+    def _hold(self, delta: int) -> None:
+        """The buffer of the unfinished frame (B1)."""
+        if delta < 0:
+            self._budget.received(self, -delta)
+        else:
+            self._budget.receiving(self, delta)
+
+    def _frames(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            self._take(len(frame.view))
+        self._backlog += frames
+        if not self._stalled and not self._muted:
+            self._work_off()
+
+    def _take(self, size: int) -> None:
+        self._bytes += size
+        self._requests += 1
+        self._budget.take(size)
+
+    def _give(self, frame: Frame) -> None:
+        """Nobody reads it any more. The buffer may be used again unless `frame` was released or is lost (S3)."""
+        self._bytes -= len(frame.view)
+        self._requests -= 1
+        self._budget.give(len(frame.view))
+
+    def _work_off(self) -> None:
+        """Begin what has been received, in order, up to a request that stalls."""
+        beginnings = self._context.beginnings
+        while self._backlog and not self._connection.closed and not self._muted:
+            if beginnings.due:
+                self._hold_back(beginnings.rest())
+                break
+            try:
+                reserving = self._begin(self._backlog[0])
+            except Stall as stall:
+                self._stalled = True
+                self._tasks.spawn(self._wait_out(stall), name="kafka.stall")
+                break
+            except (BadFrame, Refused) as error:
+                self._end(error)
+            except Exception as error:
+                # Nobody knows who still reads the frame: it is dropped, its buffer never used again (S3).
+                self._give(self._backlog.popleft())
+                log.error("kafka.request_broke", peer=self._peer, error=repr(error), exc_info=error)
+                self._end(error)
+            else:
+                self._backlog.popleft()
+                if reserving is not None:
+                    self._hold_back(reserving)
+                    break
+        self.consider_reading()
+
+    def _hold_back(self, until: Awaitable[None]) -> None:
+        self._stalled = True
+        self._tasks.spawn(self._wait_held_back(until), name="kafka.held_back")
+
+    async def _wait_held_back(self, until: Awaitable[None]) -> None:
+        try:
+            await until
+        except BaseException as error:
+            self._end(ConnectionAbortedError(f"a request broke while it began: {error!r}"))
+            raise
+        self._stalled = False
+        self._work_off()
+
+    async def _wait_out(self, stall: Stall) -> None:
+        try:
+            async with asyncio.timeout(self._context.settings.stall_timeout_s):
+                await stall.until
+        except TimeoutError:
+            self._end(TimeoutError("the catalogue could not be read in time"))
+        except BaseException as error:
+            # Also a `looked` future that was cancelled: nothing behind it may begin, so the connection ends.
+            self._end(ConnectionAbortedError(f"a request could not begin: {error!r}"))
+            raise
+        self._stalled = False
+        self._work_off()
+
+    def _begin(self, frame: Frame) -> Awaitable[None] | None:
+        """What must end before anything else of the connection begins, if anything. Raises BadFrame, Stall."""
+        if self.visitor.raw:
+            return self._begin_raw(frame)
+        begin_request()
+        key, version, correlation_id = peek(frame.view)
+        forbidden = self.visitor.forbids(key, self._context.clock.monotonic_s())
+        if forbidden:
+            raise Refused(forbidden)
+        api = handlers.APIS.get(key)
+        if api is None or not api.min_version <= version <= api.max_version:
+            if key != API_VERSIONS:
+                raise BadFrame(f"request of an API or version that was not offered: key={key} version={version}.")
+            self._answer(self._new_slot(), key, 0, correlation_id, [unsupported_version()])
+            self._give(frame)
+            frame.release()
+            return None
+        if key != PRODUCE and len(frame.view) > OTHER_REQUEST_BYTES:
+            raise BadFrame(f"request too large for its API: key={key} bytes={len(frame.view)}.")
+        request = read_request(frame.view, key, version, correlation_id)
+        request.sender, request.visitor = self._number, self.visitor
+        clock, of_time = self._context.clock, self._context.quotas.limits.of_time
+        began_s = clock.monotonic_s() if of_time else 0.0
+        work: Awaitable[Reply] = api.begin(self._context, request)
+        if of_time:
+            request.spent_s = clock.monotonic_s() - began_s
+        if key == PRODUCE and not self._context.quotas.limits.none:
+            request.throttle_ms = self._charge(request, quotas.PRODUCE, len(frame.view))
+        slot = self._new_slot() if request.answered else None
+        if isinstance(work, asyncio.Future):
+            work.add_done_callback(lambda done: self._done(done, request, slot, frame))
+        else:
+            at_once = min(api.at_once, self._context.settings.reads_at_once) if api.abandon else api.at_once
+            turns = self._turns.get(key) or self._turns.setdefault(key, asyncio.Semaphore(at_once))
+            metered = Metered(work, clock) if of_time and isinstance(work, Coroutine) else None
+            waiting = self._in_turn(metered or work, turns, slot if api.abandon else None)
+            task = self._tasks.spawn(waiting, name=f"kafka.{api.name}")
+            if api.abandon:
+                self._abandonable.add(task)
+
+            def ended(done: asyncio.Future[Reply]) -> None:
+                if isinstance(work, Coroutine):
+                    work.close()
+                if metered is not None:
+                    request.spent_s += metered.spent_s
+                self._done(done, request, slot, frame)
+
+            task.add_done_callback(ended)
+            if api.barrier:
+                request.reserving = _ended(task)
+        return request.reserving
+
+    def _begin_raw(self, frame: Frame) -> Awaitable[None]:
+        """A message of SASL without a header, after SaslHandshake version 0. What fails ends the connection."""
+        slot = self._new_slot()
+
+        async def answer() -> Reply:
+            step, _ = await prove(self._context, self.visitor, bytes(frame.view))
+            return [I32.pack(len(step.reply)), step.reply]
+
+        task = self._tasks.spawn(answer(), name="kafka.raw_sasl")
+
+        def ended(done: asyncio.Future[Reply]) -> None:
+            self._give(frame)
+            frame.release()
+            error = asyncio.CancelledError() if done.cancelled() else done.exception()
+            if error is not None:
+                self._end(None if isinstance(error, Denied) else ConnectionAbortedError(repr(error)))
+            elif not self._connection.closed:
+                self._is_known()
+                slot.response = done.result()
+                self._send_ready()
+
+        task.add_done_callback(ended)
+        return _ended(task)
+
+    async def _in_turn(self, work: Awaitable[Reply], turns: asyncio.Semaphore, reads: _Slot | None) -> Reply:
+        """S6. The answer of a read waits for room, and counts before the next one's turn."""
+        async with turns:
+            if reads is None:
+                return await work
+            await self._room.wait()
+            reply = await work
+            self._count(reads, reply)
+            self.consider_reading()
+            return reply
+
+    def _new_slot(self) -> _Slot:
+        slot = _Slot()
+        self._slots.append(slot)
+        return slot
+
+    def _done(self, done: asyncio.Future[Reply], request: Request, slot: _Slot | None, frame: Frame) -> None:
+        self._abandonable.discard(done)
+        self._give(frame)
+        frame.release()
+        if self._connection.closed:
+            if not done.cancelled():
+                done.exception()
+            return
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, BadFrame):
+            self._end(error)
+            return
+        if done.cancelled() or error is not None:
+            log.warning(
+                "kafka.request_failed",
+                peer=self._peer,
+                key=request.key,
+                version=request.version,
+                client_id=request.client_id,
+                error=repr(error),
+            )
+            self._end()
+            return
+        self._tell_throttle(request, done.result())
+        if slot is not None:
+            self._answer(slot, request.key, request.version, request.correlation_id, done.result())
+        if request.key == SASL_AUTHENTICATE:
+            self._is_known()
+        if self.visitor.rejected is not None:
+            self._end(Refused(self.visitor.rejected) if self.visitor.rejected else None)
+        self.consider_reading()
+
+    def _charge(self, request: Request, name: str, amount: float) -> int:
+        """S7. How many ms its client is not heard from now on."""
+        user, now_s = self.visitor.principal.removeprefix(USER), self._context.clock.monotonic_s()
+        throttle_ms = self._context.quotas.limits.use(name, user, request.client_id, amount, now_s)
+        if throttle_ms:
+            _THROTTLED.labels(name).inc(throttle_ms / 1000)
+            self._muted_until_s = max(self._muted_until_s, now_s + throttle_ms / 1000)
+            if not self._muted:
+                self._muted = True
+                asyncio.get_running_loop().call_later(throttle_ms / 1000, self._unmute)
+        return throttle_ms
+
+    def _tell_throttle(self, request: Request, reply: Reply) -> None:
+        """In the answer itself (KIP-219): of a Produce as it arrived, of a Fetch by what it takes away, of any request
+        by how long it was worked on."""
+        throttle_ms, limits = request.throttle_ms, self._context.quotas.limits
+        if request.key == FETCH and not limits.none:
+            throttle_ms = self._charge(request, quotas.CONSUME, sum(map(len, reply)))
+        if request.spent_s and self.visitor.known:
+            throttle_ms = max(throttle_ms, self._charge(request, quotas.REQUEST, 100 * request.spent_s))
+        if not throttle_ms or not request.answered:
+            return
+        if request.key == PRODUCE:
+            set_produce_throttle(reply, request.version, throttle_ms)
+        elif request.key == FETCH:
+            set_throttle(reply, throttle_ms)
+        elif (at := throttle_at(request.key, request.version)) >= 0:
+            set_throttle(reply, throttle_ms, at)
+
+    def _unmute(self) -> None:
+        left_s = self._muted_until_s - self._context.clock.monotonic_s()
+        if not self._muted or self._connection.closed:
+            return
+        if left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self._unmute)
+            return
+        self._muted = False
+        if not self._stalled:
+            self._work_off()
+
+    def _answer(self, slot: _Slot, key: int, version: int, correlation_id: int, body: list[Buffer]) -> None:
+        self._count(slot, body)
+        slot.response = [response_head(key, version, correlation_id, slot.size), *body]
+        self._send_soon()
+
+    def _count(self, slot: _Slot, body: list[Buffer]) -> None:
+        """Idempotent."""
+        self._answered_bytes -= slot.size
+        slot.size = sum(map(len, body))
+        self._answered_bytes += slot.size
+
+    def _send_soon(self) -> None:
+        if not self._sending and self._slots and self._slots[0].response is not None:
+            self._sending = True
+            asyncio.get_running_loop().call_soon(self._send_ready)
+
+    def _send_ready(self) -> None:
+        self._sending = False
+        ready: list[Buffer] = []
+        while self._slots and self._slots[0].response is not None:
+            slot = self._slots.popleft()
+            ready += slot.response or ()
+            self._answered_bytes -= slot.size
+        if ready:
+            self._connection.send(ready)
+            self.consider_reading()
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Close the connection for what its client did; what is answered leaves first."""
+        self._send_ready()
+        self._connection.close(error)
+
+    def _lost(self, error: Exception | None) -> None:
+        if isinstance(error, ssl.SSLError | Refused) or (error is not None and not self.visitor.known):
+            host = self.visitor.host
+            self._context.audit.refused("kafka.connection_not_secured", (host,), host=host, reason=str(error))
+        elif isinstance(error, BadFrame):
+            log.warning("kafka.bad_frame", peer=self._peer, error=str(error))
+        elif error is not None and not isinstance(error, ConnectionError):
+            log.info("kafka.connection_closed", peer=self._peer, reason=str(error))
+        for task in list(self._abandonable):
+            task.cancel()
+        self._slots.clear()
+        self._reader.drop()
+        for frame in self._backlog:
+            self._give(frame)
+            frame.release()
+        self._backlog.clear()
+        self._budget.forget(self)
+        self._context.repeats.forget(self._number)
+        self._on_end(self)
+
+
+async def _ended(task: asyncio.Task[Any]) -> None:
+    await asyncio.wait([task])

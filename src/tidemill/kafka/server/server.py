@@ -1,0 +1,415 @@
+"""The listening socket and the life of the endpoint.
+
+    start   cache filled, codecs compiled → socket bound → accepting; a taken port is Invalid, with the key to change
+    aclose  no new connections → sessions closed → tasks ended; what was reserved in `topics` ends there
+
+A connection whose frame does not become whole in time, that takes no answers, or says nothing for long, is closed by
+the sweep. A fault of a connection ends that connection; the endpoint's own loops are kept (base.tasks).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import structlog
+from msgspec.structs import replace
+
+from tidemill.base.address import Address, plain_host
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.runtime.memory_budget import Budget as Memory
+from tidemill.base.runtime.tasks import Tasks, keep, sentence
+from tidemill.base.status.status import Tracker
+from tidemill.consensus.api import Consensus
+from tidemill.kafka import handlers
+from tidemill.kafka.api.authorizer import Access
+from tidemill.kafka.api.context import Broker, Context, Nodes
+from tidemill.kafka.api.coordinator_lookup import Owners
+from tidemill.kafka.fetch_sessions.implicit import Repeats
+from tidemill.kafka.fetch_sessions.sessions import FetchSessions
+from tidemill.kafka.groups.config_cache import GroupConfigs
+from tidemill.kafka.groups.coordinator import Coordinator
+from tidemill.kafka.groups.registers import carry_over
+from tidemill.kafka.groups.topic_patterns import Subscribable
+from tidemill.kafka.metadata.topic_cache import TopicCache
+from tidemill.kafka.net.buffer_pool import BufferPool
+from tidemill.kafka.net.connection_limits import Door
+from tidemill.kafka.net.listener_security import Gate, Refused
+from tidemill.kafka.net.listeners import DEFAULT, Advertised, Listener
+from tidemill.kafka.net.memory_budget import Budget
+from tidemill.kafka.server.client_session import Session
+from tidemill.kafka.settings import KafkaSettings
+from tidemill.kafka.transactions.coordinator import Transactions
+from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets
+from tidemill.kafka.transactions.hints import Hints
+from tidemill.metastore.catalogue import Catalogue
+from tidemill.security.acl_cache import Rulebook
+from tidemill.security.audit import Audit
+from tidemill.security.quota_cache import Quotabook
+from tidemill.security.tls import Certificates
+from tidemill.security.users import Users
+from tidemill.topics.api import TopicLog
+from tidemill.topics.produce.producer_ids import ProducerIds
+
+log = structlog.get_logger()
+
+_SWEEP_INTERVAL_S = 5.0
+_UNKNOWN_SHARE = 4
+"""One of so many connections may be somebody's who has not proved yet who it is."""
+_RENEW_INTERVAL_S = 5.0
+_FORGET_INTERVAL_S = 3600.0
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+"""Seconds of silence, seconds between questions, questions."""
+_STEADY_S = 5.0
+"""A loop that ran for so long after a failure works again."""
+
+
+class KafkaServer:
+    """One node's Kafka endpoint.
+
+    nodes              who else is there (`topics.leadership.Membership`); None = this node alone
+    name               this node, as `TopicLog.leader_of` and membership name it
+    node_id            its broker id where membership does not tell one
+    advertised_host    what Metadata tells clients; default `host`
+    advertised_port    default the bound port
+    gate               how connections come in; default in clear text
+    rulebook           who may do what; None = everybody everything
+    listeners          more of them, beside the one that `host` to `gate` describe
+    memory             where what clients make it hold is shown
+    """
+
+    def __init__(
+        self,
+        *,
+        topics: TopicLog,
+        catalogue: Catalogue,
+        consensus: Consensus,
+        nodes: Nodes | None,
+        clock: Clock,
+        rand: Rand,
+        name: str,
+        node_id: int = 0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertised_host: str = "",
+        advertised_port: int = 0,
+        gate: Gate | None = None,
+        rulebook: Rulebook | None = None,
+        listeners: Sequence[Listener] = (),
+        settings: KafkaSettings | None = None,
+        tracker: Tracker | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        self._topics = topics
+        self._catalogue = catalogue
+        self._consensus = consensus
+        self._nodes = nodes
+        self._clock = clock
+        self._rand = rand
+        self._name = name
+        self._node_id = node_id
+        first = Listener(DEFAULT, host, port, advertised_host, advertised_port, gate or Gate())
+        self._listeners = (first, *listeners)
+        self._settings = settings or KafkaSettings()
+        self._rulebook = rulebook
+        self.quotas = Quotabook(catalogue.metastore, clock)
+        self.group_configs = GroupConfigs(catalogue, self._settings.group_limits)
+        self._tracker = tracker if tracker is not None else Tracker()
+        self._units = Tasks(self._unit_broke)
+        self._requests = Tasks(_told_by_its_session)
+        self._sessions: set[Session] = set()
+        self._unknown: dict[Session, None] = {}
+        """Sessions whose client has not proved yet who it is, oldest first; those that have leave at their time."""
+        self._pool = BufferPool()
+        self._budget = budget = Budget(self._settings.process_bytes_max, self._settings.answer_bytes_max)
+        self._memory = memory
+        self._groups: Coordinator | None = None
+        if memory is not None:
+            memory.share("kafka requests", budget.requests_max, lambda: budget.request_bytes)
+            memory.share("kafka answers", budget.answers_max, lambda: budget.answer_bytes)
+        self.fetch_sessions = sessions = FetchSessions(clock, rand, self._settings)
+        if memory is not None:
+            memory.share("kafka fetch sessions", sessions.bytes_max, lambda: sessions.used_bytes)
+        self._door = Door(self._settings)
+        self._accepted = 0
+        self._bound: dict[str, socket.socket] = {}
+        self._transactions: Transactions | None = None
+        self._hints: Hints | None = None
+
+    @property
+    def port(self) -> int:
+        """The bound port; 0 before `start`."""
+        return self.ports.get(DEFAULT, 0)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The bound ports by listener; empty before `start`."""
+        return {name: int(bound.getsockname()[1]) for name, bound in self._bound.items()}
+
+    @property
+    def connection_count(self) -> int:
+        return len(self._sessions)
+
+    async def start(self, node_id: int = 0) -> int:
+        """Bind and accept; returns the bound port. `node_id`: its broker id, where membership does not list it yet.
+        Raises Invalid when the address cannot be bound."""
+        cache = TopicCache(self._catalogue, self._clock)
+        await asyncio.gather(cache.refresh(), asyncio.to_thread(handlers.compile_all))
+        await carry_over(self._consensus, self._catalogue.metastore, self._clock.now_ms())
+        self._settings = replace(self._settings, cluster_id=(await self._catalogue.metastore.cluster()).uuid)
+        members = self._nodes.members() if self._nodes is not None else ()
+        node_id = next((member.node_id for member in members if member.name == self._name), node_id or self._node_id)
+        gates = {id(listener.gate): listener.gate for listener in self._listeners}.values()
+        certificates = [gate.tls for gate in gates if gate.tls is not None]
+        for each in certificates:
+            await asyncio.to_thread(each.load)
+        tokens = [gate.authenticator.tokens for gate in gates if gate.authenticator is not None]
+        for keys in {id(each): each for each in tokens if each is not None}.values():
+            await keys.start()
+        if self._rulebook is not None:
+            await self._rulebook.refresh()
+        await self.quotas.refresh()
+        await self.group_configs.refresh()
+        try:
+            for listener in self._listeners:
+                self._bound[listener.name] = listener.bind()
+        except BaseException:
+            self._unbind()
+            raise
+        told = {
+            listener.name: Broker(
+                node_id,
+                self._name,
+                listener.advertised_host or listener.host,
+                listener.advertised_port or self.ports[listener.name],
+            )
+            for listener in self._listeners
+        }
+        audit = Audit(self._clock)
+        context = Context(
+            topics=self._topics,
+            catalogue=self._catalogue,
+            cache=cache,
+            producer_ids=ProducerIds(self._consensus, self._rand),
+            users=Users(self._catalogue.metastore, self._clock),
+            access=Access(self._rulebook, audit),
+            quotas=self.quotas,
+            group_configs=self.group_configs,
+            audit=audit,
+            nodes=self._nodes,
+            clock=self._clock,
+            settings=self._settings,
+            own=told[DEFAULT],
+            listeners=[self._advertised(listener, told[listener.name]) for listener in self._listeners],
+        )
+        context.fetch_sessions, context.repeats = self.fetch_sessions, Repeats(self.fetch_sessions)
+        if self._memory is not None:
+            self._memory.share("kafka metadata", context.layouts.bytes_max, lambda: context.layouts.used_bytes)
+        self._coordinate(context)
+        self._keep("kafka:topics", partial(cache.run, self._settings.topics_refresh_s))
+        for listener in self._listeners:
+            came_by = context.come_by(listener.name, told[listener.name])
+            self._keep(_accepting(listener), partial(self._accept, listener, came_by))
+            port, protocol = self.ports[listener.name], listener.gate.protocol
+            log.info("kafka.listening", listener=listener.name, host=listener.host, port=port, security=protocol)
+        self._keep("kafka:sweep", self._sweep)
+        self._keep("kafka:quotas", self.quotas.run)
+        self._keep("kafka:group configs", self.group_configs.run)
+        if self._rulebook is not None:
+            self._keep("kafka:rules", self._rulebook.run)
+        if certificates:
+            self._keep("kafka:certificates", partial(self._renew, certificates))
+        return self.port
+
+    def _advertised(self, listener: Listener, told: Broker) -> Advertised:
+        bound = Address(listener.host, self.ports[listener.name])
+        return Advertised(listener.name, str(bound), str(Address(told.host, told.port)), listener.gate.protocol)
+
+    def _unbind(self) -> None:
+        bound, self._bound = self._bound, {}
+        for each in bound.values():
+            asyncio.get_running_loop().remove_reader(each.fileno())
+            each.close()
+
+    def _coordinate(self, context: Context) -> None:
+        """Consumer groups, from the rows of the metastore."""
+        settings, metastore = self._settings, self._catalogue.metastore
+        context.owners = owners = Owners(context)
+        context.subscribable = Subscribable(context.cache)
+        context.groups = self._groups = Coordinator(
+            metastore,
+            owners.is_own,
+            self._clock,
+            self._rand,
+            node=self._name,
+            limits=self.group_configs.limits,
+            groups_max=settings.groups_max,
+            groups_bytes_max=settings.groups_bytes_max,
+            tracker=self._tracker,
+        )
+        if self._memory is not None:
+            self._memory.share("kafka groups", settings.groups_bytes_max, lambda: context.groups.used_bytes)
+        if self._nodes is not None:
+            self._nodes.on_change(context.groups.reassigned)
+        self.group_configs.on_change(context.groups.reconfigured)
+        context.groups.reassigned()
+        self._transact(context, owners, self._groups)
+
+    def _transact(self, context: Context, owners: Owners, groups: Coordinator) -> None:
+        """Transactions, from registers of consensus; the offsets of a committed one through its group."""
+        context.transactions = self._transactions = transactions = Transactions(
+            self._consensus,
+            self._topics,
+            CoordinatedOffsets(groups, lambda group: owners.of_group(group).name, self._clock),
+            context.producer_ids,
+            self._clock,
+            self._rand,
+            coordinates=owners.coordinates,
+            timeout_max_ms=self._settings.transaction_timeout_max_ms,
+            expires_ms=self._settings.transactional_id_expires_ms,
+        )
+        self._hints = hints = Hints(self._consensus, self._rand, self._name, transactions.look_at)
+        transactions.remind = hints.send
+        self._topics.coordinated_by(transactions.confirm)
+        self._keep("kafka:transaction-hints", hints.follow)
+        moved = asyncio.Event()
+        if self._nodes is not None:
+            self._nodes.on_change(moved.set)
+        self._keep("kafka:transactions", partial(self._look_after, transactions, moved))
+
+    async def _look_after(self, transactions: Transactions, moved: asyncio.Event) -> None:
+        """At the start, whenever nodes come or go, and now and then for what nobody uses any more."""
+        while True:
+            moved.clear()
+            await transactions.take_over()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FORGET_INTERVAL_S):
+                    await moved.wait()
+
+    async def aclose(self) -> None:
+        """Idempotent."""
+        self._unbind()
+        for session in list(self._sessions):
+            session.close()
+        if self._transactions is not None and self._hints is not None:
+            await self._transactions.aclose()
+            await self._hints.aclose()
+        if self._groups is not None:
+            await self._groups.aclose()
+        await self._units.aclose()
+        await self._requests.aclose()
+
+    def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
+        """Run one of the endpoint's own loops: whatever ends it is told under `mark`, and it begins anew."""
+
+        async def steady() -> None:
+            healing = asyncio.get_running_loop().call_later(_STEADY_S, self._tracker.heal, mark)
+            try:
+                await body()
+            finally:
+                healing.cancel()
+
+        self._units.spawn(keep(mark, steady, tracker=self._tracker, clock=self._clock), name=mark)
+
+    def _unit_broke(self, mark: str, error: BaseException) -> None:
+        """Supervision itself failed: told as the unit's end, which only a restart mends."""
+        self._tracker.fail(mark, sentence(error), now_ms=self._clock.now_ms(), parked=True)
+
+    async def _accept(self, listener: Listener, context: Context) -> None:
+        """Raises OSError, of which EMFILE is worth to be told; the next try comes after a pause."""
+        loop = asyncio.get_running_loop()
+        bound = self._bound[listener.name]
+        while True:
+            try:
+                sock, peer = await loop.sock_accept(bound)
+            except ConnectionError:
+                continue  # that client is gone already
+            except OSError:
+                if not self._bound:
+                    return
+                raise
+            self._tracker.heal(_accepting(listener))
+            try:
+                self._enter(sock, peer, context, listener.gate)
+            except Exception as error:
+                # The fault of this connection, whatever it is.
+                log.error("kafka.connection_broke", peer=peer[0], error=repr(error), exc_info=error)
+                sock.close()
+
+    def _enter(self, sock: socket.socket, peer: tuple[str, int], context: Context, gate: Gate) -> None:
+        address = plain_host(peer[0])
+        if not self._door.enter(address, self._clock.monotonic_s()):
+            sock.close()
+            return
+
+        def ended(session: Session) -> None:
+            if session in self._sessions:
+                self._sessions.discard(session)
+                self._unknown.pop(session, None)
+                self._door.leave(address)
+
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(sock)
+            self._accepted += 1
+            where = f"{address}:{peer[1]}"
+            session = Session(
+                sock, where, context, self._pool, self._budget, self._requests, ended, self._accepted, gate
+            )
+            self._sessions.add(session)
+        except BaseException:
+            self._door.leave(address)
+            raise
+        if not session.visitor.known:
+            self._await_proof(session)
+
+    def _await_proof(self, session: Session) -> None:
+        """Those that nobody knows have a share of the connections: when it is full, the oldest of them makes room."""
+        self._unknown[session] = None
+        share = max(1, self._door.connections_max // _UNKNOWN_SHARE)
+        while len(self._unknown) > share:
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
+            if not oldest.visitor.known:
+                oldest.close(Refused("too many connections have not proved who they are, and this one is the oldest"))
+
+    async def _renew(self, certificates: Sequence[Certificates]) -> None:
+        """Raises Invalid while the files cannot be used; the former ones serve meanwhile."""
+        while True:
+            for each in certificates:
+                if await asyncio.to_thread(each.renew):
+                    log.info("kafka.certificates_renewed")
+            self._tracker.heal("kafka:certificates")
+            await asyncio.sleep(_RENEW_INTERVAL_S)
+
+    async def _sweep(self) -> None:
+        settings = self._settings
+        timeouts_s = (settings.frame_timeout_s, settings.idle_timeout_s, settings.authentication_timeout_s)
+        while True:
+            await asyncio.sleep(min(_SWEEP_INTERVAL_S, *(timeout_s / 2 for timeout_s in timeouts_s)))
+            now_s = self._clock.monotonic_s()
+            for session in list(self._sessions):
+                reason = session.expired(now_s)
+                if reason:
+                    session.close(TimeoutError(reason))
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """A peer that is gone without a word is found out within two minutes, also while it waits for an answer."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        if hasattr(socket, option):  # Linux
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _accepting(listener: Listener) -> str:
+    """Its mark."""
+    return "kafka:accept" if listener.name == DEFAULT else f"kafka:accept:{listener.name}"
+
+
+def _told_by_its_session(name: str, error: BaseException) -> None:
+    """A request's task: the session that began it answers its client, or ends the connection (`Session._done`)."""

@@ -1,0 +1,39 @@
+"""What an operator does to a transaction, from any process that has consensus."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Conflict, Missing
+from tidemill.consensus.api import Consensus
+from tidemill.kafka import error_codes
+from tidemill.kafka.transactions import transitions
+from tidemill.kafka.transactions.hints import send
+from tidemill.kafka.transactions.state import State, Transaction
+from tidemill.kafka.transactions.store import change, read
+from tidemill.topics.membership import LEASE_PREFIX
+
+LOOK_S = 0.1
+
+
+async def abort(consensus: Consensus, clock: Clock, rand: Rand, transactional_id: str, *, wait_s: float) -> Transaction:
+    """Abort what is open, and fence its producer; waits at most so long until the nodes have carried it to its end.
+
+    Raises Missing for an id that nobody knows, Conflict where nothing is open, Unavailable.
+    """
+    decision, found = await change(
+        consensus, rand, transactional_id, lambda before: transitions.abort(before, clock.now_ms())
+    )
+    if decision.code == error_codes.TRANSACTIONAL_ID_NOT_FOUND or found is None:
+        raise Missing(f"no such transactional id: id={transactional_id!r}.", fix="List them with: tidemill txn list")
+    if decision.code:
+        raise Conflict(f"no transaction is open: id={transactional_id!r} state={found.state.kafka_name}.", current=None)
+    for lease in await consensus.leases(LEASE_PREFIX):
+        if lease.live:
+            await send(consensus, rand, lease.name.removeprefix(LEASE_PREFIX), transactional_id)
+    until_s = clock.monotonic_s() + wait_s
+    while found.state is State.PREPARE_ABORT and clock.monotonic_s() < until_s:
+        await asyncio.sleep(LOOK_S)
+        found = await read(consensus, transactional_id) or found
+    return found

@@ -1,0 +1,430 @@
+"""The coordinator's shell: registers read and changed, time-outs kept, every prepared transaction carried to its end.
+
+    end ─► prepared, durable ─► a marker in every partition ─► its offsets to every group ─► complete
+                                     └─ not led here: its leader is told to look (`hints`), and tried again ─┘
+
+Whoever stores that a transaction is open looks after it until it ends; whoever finds one prepared carries it on. What a
+node that died looked after is found by the next coordinator in a scan of the registers: at the start, and whenever
+nodes come or go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import structlog
+
+from tidemill.base.clock import Clock, Rand
+from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unknown
+from tidemill.base.runtime.tasks import Restarts, Tasks, is_own_fault, sentence
+from tidemill.consensus.api import Consensus
+from tidemill.kafka import error_codes
+from tidemill.kafka.transactions import transitions
+from tidemill.kafka.transactions.state import Offsets, Places, State, Transaction, key_of
+from tidemill.kafka.transactions.store import (
+    Decide,
+    all_of,
+    change,
+    forget_in_groups,
+    let_go,
+    name_for_group,
+    read,
+    undecided,
+)
+from tidemill.kafka.transactions.transitions import Decision
+from tidemill.topics.api import (
+    ConcurrentTransactions,
+    Here,
+    InvalidProducerEpoch,
+    InvalidTransaction,
+    Marker,
+    NotLeader,
+    TopicLog,
+    Within,
+)
+from tidemill.topics.produce.producer_ids import ProducerIds
+
+log = structlog.get_logger()
+
+ANSWER_WAIT_S = 5.0
+"""EndTxn is answered when the transaction is complete, or decided and after so long: clients' next request is then told
+to come again instead."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
+MARKED_AT_ONCE = 64
+
+Seen = Here | TidemillError
+
+
+class GroupOffsetStore(Protocol):
+    def owner_of(self, group: str) -> str:
+        """The node that takes commits of the group; "" where any does."""
+        ...
+
+    async def commit(self, group: str, wanted: Callable[[], Awaitable[Offsets]]) -> None:
+        """`wanted`, asked when nobody but this call can change the group: which are still to be committed? Raises
+        Unavailable: call again; it may be repeated. Invalid: it will never be taken."""
+        ...
+
+    def turn(self, group: str) -> AbstractAsyncContextManager[None]:
+        """Nothing is committed within."""
+        ...
+
+
+class Transactions:
+    """
+    coordinates   does this node coordinate the transactional id, as far as it can see?
+    remind        tell the node that leads a partition to look at a transaction; a plain call that may do nothing
+    expires_ms    how long a transactional id is remembered without a transaction
+    """
+
+    def __init__(
+        self,
+        consensus: Consensus,
+        topics: TopicLog,
+        groups: GroupOffsetStore,
+        producer_ids: ProducerIds,
+        clock: Clock,
+        rand: Rand,
+        *,
+        coordinates: Callable[[str], bool],
+        timeout_max_ms: int,
+        expires_ms: int,
+    ) -> None:
+        self._consensus = consensus
+        self._topics = topics
+        self._groups = groups
+        self._producer_ids = producer_ids
+        self._clock = clock
+        self._rand = rand
+        self._coordinates = coordinates
+        self._timeout_max_ms = timeout_max_ms
+        self._expires_ms = expires_ms
+        self.remind: Callable[[str, str], None] = lambda node, transactional_id: None
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._ending: dict[str, asyncio.Task[None]] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks = Tasks(self._broke)
+        self._written: dict[tuple[str, int, int], Counter[tuple[str, int]]] = {}
+        """Partitions that are about to be added, by identity."""
+        self._closed = False
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        await self._tasks.aclose()
+
+    # requests: each gives a Kafka code ------------------------------------------------------------
+    async def init(
+        self, transactional_id: str, *, timeout_ms: int, producer_id: int = -1, epoch: int = -1
+    ) -> tuple[int, int, int]:
+        """(code, producer id, epoch)."""
+        if not 0 < timeout_ms <= self._timeout_max_ms:
+            return error_codes.INVALID_TRANSACTION_TIMEOUT, -1, -1
+        fresh_id = await self._producer_ids.allocate()
+
+        def first(found: Transaction | None) -> Decision:
+            now_ms = self._clock.now_ms()
+            return transitions.init(
+                found, fresh_id=fresh_id, timeout_ms=timeout_ms, producer_id=producer_id, epoch=epoch, now_ms=now_ms
+            )
+
+        decision, after = await self._change(transactional_id, first)
+        if decision.code == error_codes.CONCURRENT_TRANSACTIONS:
+            # What it fenced, or found prepared, ends first; its client asks again where that takes long.
+            await self._ended(transactional_id)
+            found = await self.read(transactional_id)
+            if found is not None and not found.state.prepared:
+                decision, after = await self._change(transactional_id, first)
+        if decision.code or after is None:
+            return decision.code or error_codes.COORDINATOR_NOT_AVAILABLE, -1, -1
+        return 0, after.producer_id, after.epoch
+
+    async def add(self, transactional_id: str, producer_id: int, epoch: int, *, partitions: Places) -> int:
+        return await self._add(transactional_id, producer_id, epoch, partitions=partitions)
+
+    async def add_group(self, transactional_id: str, producer_id: int, epoch: int, group: str) -> int:
+        await name_for_group(self._consensus, self._rand, group, transactional_id)
+        return await self._add(transactional_id, producer_id, epoch, groups=(group,))
+
+    async def _add(
+        self,
+        transactional_id: str,
+        producer_id: int,
+        epoch: int,
+        *,
+        partitions: Places | None = None,
+        groups: Sequence[str] = (),
+    ) -> int:
+        def more(found: Transaction | None) -> Decision:
+            now_ms = self._clock.now_ms()
+            return transitions.add(found, producer_id, epoch, partitions=partitions, groups=groups, now_ms=now_ms)
+
+        return (await self._change(transactional_id, more))[0].code
+
+    async def commit_offsets(
+        self, transactional_id: str, producer_id: int, epoch: int, group: str, offsets: Offsets, *, adds: bool = False
+    ) -> int:
+        """Raises Invalid when it is more than a transaction holds."""
+        if adds:
+            await name_for_group(self._consensus, self._rand, group, transactional_id)
+
+        def keep(found: Transaction | None) -> Decision:
+            now_ms = self._clock.now_ms()
+            return transitions.commit_offsets(found, producer_id, epoch, group, offsets, adds=adds, now_ms=now_ms)
+
+        return (await self._change(transactional_id, keep))[0].code
+
+    async def end(self, transactional_id: str, producer_id: int, epoch: int, *, commit: bool) -> int:
+        def over(found: Transaction | None) -> Decision:
+            return transitions.end(found, producer_id, epoch, commit=commit, now_ms=self._clock.now_ms())
+
+        decision, _ = await self._change(transactional_id, over)
+        if not decision.code:
+            await self._ended(transactional_id)
+        return decision.code
+
+    async def end_bumping(
+        self, transactional_id: str, producer_id: int, epoch: int, *, commit: bool
+    ) -> tuple[int, int, int]:
+        """(code, producer id, epoch): what its producer goes on with (KIP-890)."""
+        fresh_id = -1
+
+        def over(found: Transaction | None) -> Decision:
+            now_ms = self._clock.now_ms()
+            return transitions.end_bumping(found, producer_id, epoch, commit=commit, fresh_id=fresh_id, now_ms=now_ms)
+
+        decision, after = await self._change(transactional_id, over)
+        if decision.code == transitions.NEEDS_ID:
+            fresh_id = await self._producer_ids.allocate()
+            decision, after = await self._change(transactional_id, over)
+        if decision.code or after is None:
+            return decision.code or error_codes.COORDINATOR_NOT_AVAILABLE, -1, -1
+        await self._ended(transactional_id)
+        return 0, *after.identity
+
+    async def confirm(self, within: Within, producer_id: int, epoch: int, topic_id: str, partition: int) -> None:
+        """`topics.front.Confirm`."""
+        if within.adds:
+            code = await self._add_written((within.transactional_id, producer_id, epoch), topic_id, partition)
+        else:
+            found = await self.read(within.transactional_id)
+            code = transitions.verify(found, producer_id, epoch, topic_id, partition).code
+        facts = f"transactional_id={within.transactional_id!r} producer_id={producer_id} epoch={epoch}"
+        if code == error_codes.PRODUCER_FENCED:
+            raise InvalidProducerEpoch(f"a newer producer has this transactional id: {facts}.")
+        if code == error_codes.CONCURRENT_TRANSACTIONS:
+            raise ConcurrentTransactions(f"the transaction before it is being ended: {facts}.", fix="Retry.")
+        if code:
+            raise InvalidTransaction(f"not in an open transaction: {facts} partition={topic_id}/{partition}.")
+
+    async def _add_written(self, identity: tuple[str, int, int], topic_id: str, partition: int) -> int:
+        """A partition that a batch is on its way to. Whoever's turn it is adds all that wait for theirs."""
+        waiting = self._written.setdefault(identity, Counter())
+        waiting[topic_id, partition] += 1
+
+        def more(found: Transaction | None) -> Decision:
+            places: dict[str, tuple[int, ...]] = {}
+            for topic, index in waiting:
+                places[topic] = (*places.get(topic, ()), index)
+            return transitions.add(found, *identity[1:], partitions=places, now_ms=self._clock.now_ms())
+
+        try:
+            return (await self._change(identity[0], more))[0].code
+        finally:
+            waiting[topic_id, partition] -= 1
+            waiting += Counter()  # those of nobody go
+            if not waiting:
+                self._written.pop(identity, None)
+
+    # reading --------------------------------------------------------------------------------------
+    async def read(self, transactional_id: str) -> Transaction | None:
+        return await read(self._consensus, transactional_id)
+
+    async def undecided(self, group: str) -> set[tuple[str, int]]:
+        """(topic id, partition) of the group's offsets that a transaction may come to commit (KIP-447)."""
+        return await undecided(self._consensus, group)
+
+    async def all(self) -> dict[str, Transaction]:
+        """Of every node. What cannot be read is left out, and told."""
+        return {transactional_id: found for transactional_id, (_, found) in (await all_of(self._consensus)).items()}
+
+    # changing -------------------------------------------------------------------------------------
+    async def _change(self, transactional_id: str, decide_on: Decide) -> tuple[Decision, Transaction | None]:
+        """As `registers.change`; requests for one id do not race within this process."""
+        async with self._locks.setdefault(transactional_id, asyncio.Lock()):
+            decision, after = await change(self._consensus, self._rand, transactional_id, decide_on)
+            self._look_after(transactional_id, after)
+            return decision, after
+
+    async def let_go(self, group: str, places: Set[tuple[str, int]] | None = None) -> None:
+        """What transactions hold of a group whose offsets are deleted, all or these (topic id, partition), is never
+        committed. Raises Unavailable, Unknown."""
+        await let_go(self._consensus, self._rand, group, places, self._clock.now_ms())
+
+    async def delete_offsets(
+        self, group: str, places: Set[tuple[str, int]], delete: Callable[[], Awaitable[int]]
+    ) -> int:
+        """Nothing that is being committed comes between. Raises Unavailable, Unknown."""
+        async with self._groups.turn(group):
+            await self.let_go(group, places)
+            return await delete()
+
+    # looking after --------------------------------------------------------------------------------
+    async def take_over(self) -> None:
+        """Look after all that this node coordinates now, and forget what nobody used for long. Raises Unavailable."""
+        forgotten_ms = self._clock.now_ms() - self._expires_ms
+        found = await all_of(self._consensus)
+        await forget_in_groups(self._consensus, self._rand, self._clock.now_ms())
+        for transactional_id, (seq, transaction) in found.items():
+            if not self._coordinates(transactional_id):
+                continue
+            if transaction.started_ms < 0 and transaction.updated_ms < forgotten_ms:
+                with contextlib.suppress(Conflict, Unknown):  # used again just now, or forgotten the next time
+                    await self._consensus.drop(key_of(transactional_id), seq)
+                continue
+            self._look_after(transactional_id, transaction)
+
+    async def look_at(self, transactional_id: str) -> None:
+        """Somebody else changed it. Raises Unavailable."""
+        self._look_after(transactional_id, await self.read(transactional_id))
+
+    def _look_after(self, transactional_id: str, found: Transaction | None) -> None:
+        if self._closed:
+            return
+        timer = self._timers.pop(transactional_id, None)
+        if timer is not None:
+            timer.cancel()
+        if found is None:
+            return
+        if found.state is State.ONGOING:
+            self._set_timer(transactional_id, max(0, found.due_ms - self._clock.now_ms()) / 1000)
+        elif found.state.prepared and transactional_id not in self._ending:
+            ending = self._tasks.spawn(self._carry(transactional_id), name=transactional_id)
+            self._ending[transactional_id] = ending
+
+    def _set_timer(self, transactional_id: str, delay_s: float) -> None:
+        self._timers[transactional_id] = asyncio.get_running_loop().call_later(delay_s, self._due, transactional_id)
+
+    def _due(self, transactional_id: str) -> None:
+        del self._timers[transactional_id]
+        self._tasks.spawn(self._expire(transactional_id), name=transactional_id)
+
+    async def _expire(self, transactional_id: str) -> None:
+        try:
+            await self._change(transactional_id, lambda found: transitions.expire(found, self._clock.now_ms()))
+        except TidemillError as error:
+            log.warning("transaction.not_expired", id=transactional_id, cause=str(error))
+            if transactional_id not in self._timers:
+                self._set_timer(transactional_id, LONGEST_PAUSE_S)
+
+    async def _ended(self, transactional_id: str) -> None:
+        ending = self._ending.get(transactional_id)
+        if ending is not None:
+            await asyncio.wait([ending], timeout=ANSWER_WAIT_S)
+
+    async def _carry(self, transactional_id: str) -> None:
+        """Until it is complete, whoever completes it."""
+        pauses = Restarts(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        try:
+            while not self._closed:
+                try:
+                    if await self._settle(transactional_id):
+                        return
+                except BaseException as error:
+                    if not is_own_fault(error):
+                        raise
+                    log.warning("transaction.waits", id=transactional_id, cause=sentence(error))
+                await asyncio.sleep(pauses.pause_s(0.0))
+        finally:
+            del self._ending[transactional_id]
+
+    async def _settle(self, transactional_id: str) -> bool:
+        """One try at everything that is left. True when it is complete."""
+        seen = await self.read(transactional_id)
+        if seen is None or not seen.state.prepared:
+            return True
+        marker = Marker(seen.producer_id, seen.epoch, seen.state is State.PREPARE_COMMIT, bumped=seen.bumped)
+        places = [(topic_id, partition) for topic_id, several in seen.partitions.items() for partition in several]
+        marked: dict[str, list[int]] = {}
+        for at in range(0, len(places), MARKED_AT_ONCE):
+            some = places[at : at + MARKED_AT_ONCE]
+            here: dict[tuple[str, int], Seen] = {}
+            if not seen.bumped:
+                here = await self._open_here(some, marker)
+                found = await self.read(transactional_id)  # after the look (X5)
+                if found is None or not transitions.is_same(found, seen):
+                    return found is None or not found.state.prepared
+            for place, done in zip(some, await self._marked(transactional_id, some, marker, here), strict=True):
+                if done:
+                    marked.setdefault(place[0], []).append(place[1])
+        groups: list[str] = []
+        if sum(map(len, marked.values())) == len(places):
+            # Last: who sees the offsets may read the records.
+            for group in seen.offsets:
+                if await self._committed(transactional_id, seen, group):
+                    groups.append(group)
+        _, after = await self._change(
+            transactional_id, lambda found: transitions.settled(found, seen, marked, groups, self._clock.now_ms())
+        )
+        return after is None or not after.state.prepared
+
+    async def _open_here(self, places: Sequence[tuple[str, int]], marker: Marker) -> dict[tuple[str, int], Seen]:
+        async def one(topic_id: str, partition: int) -> Seen:
+            try:
+                return await self._topics.open_here(topic_id, partition, marker.producer_id)
+            except TidemillError as error:
+                return error
+
+        return dict(zip(places, await asyncio.gather(*(one(*place) for place in places)), strict=True))
+
+    async def _marked(
+        self,
+        transactional_id: str,
+        places: Sequence[tuple[str, int]],
+        marker: Marker,
+        here: Mapping[tuple[str, int], Seen],
+    ) -> list[bool]:
+        async def one(topic_id: str, partition: int) -> bool:
+            try:
+                seen = here.get((topic_id, partition))
+                if isinstance(seen, TidemillError):
+                    raise seen
+                await self._topics.mark(topic_id, partition, marker, seen)
+            except Missing:
+                return True  # deleted: nobody reads it
+            except TidemillError as error:
+                if not isinstance(error, NotLeader):  # which most partitions of most transactions are not led here
+                    log.info("transaction.not_marked", id=transactional_id, topic_id=topic_id, partition=partition,
+                             cause=str(error))  # fmt: skip
+                self.remind(self._topics.leader_of(topic_id, partition), transactional_id)
+                return False
+            return True
+
+        return list(await asyncio.gather(*(one(*place) for place in places)))
+
+    async def _committed(self, transactional_id: str, seen: Transaction, group: str) -> bool:
+        async def wanted() -> Offsets:
+            found = await self.read(transactional_id)
+            return found.offsets.get(group, {}) if found is not None and transitions.is_same(found, seen) else {}
+
+        try:
+            await self._groups.commit(group, wanted)
+        except Invalid as error:
+            # It would never be taken, and what it is of is committed: said, and passed over.
+            log.error("transaction.offsets_refused", group=group, error=str(error))
+        except TidemillError as error:
+            log.info("transaction.offsets_wait", id=transactional_id, group=group, cause=str(error))
+            self.remind(self._groups.owner_of(group), transactional_id)
+            return False
+        return True
+
+    def _broke(self, transactional_id: str, error: BaseException) -> None:
+        log.error("transaction.task_broke", id=transactional_id, error=sentence(error), exc_info=error)

@@ -1,0 +1,148 @@
+"""The registers of transactional ids, read and changed by compare-and-set (TX1), and which of them a group has met.
+
+register   kafka/transaction-groups/<group, percent-encoded>    msgpack array of the fields of `Named`
+           What a group's transactions leave undecided is found without looking at all transactions there are. An id
+           is named before its transaction holds the group. One that does not hold it leaves in two steps, far apart:
+           who names it in between changes the register, so that the second step fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Set
+from typing import Final
+from urllib.parse import quote, unquote
+
+import msgspec
+import structlog
+
+from tidemill.base.clock import Rand
+from tidemill.base.errors import Conflict, TidemillError, Unknown
+from tidemill.consensus.api import Consensus, Versioned, resolve_cas
+from tidemill.kafka.transactions import transitions
+from tidemill.kafka.transactions.state import PREFIX, State, Transaction, decode, encode, id_of, key_of
+from tidemill.kafka.transactions.transitions import Decision
+
+GROUPS_PREFIX: Final = "kafka/transaction-groups/"
+LEAVE_MS: Final = 600_000
+
+
+class Named(msgspec.Struct, frozen=True, array_like=True):
+    """Transactional ids whose transaction may hold a group, sorted; `leaving`: those of which it did not, when (ms)."""
+
+    ids: list[str] = []
+    leaving: dict[str, int] = {}
+
+
+Decide = Callable[[Transaction | None], Decision]
+
+log = structlog.get_logger()
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Named)
+
+
+async def read(consensus: Consensus, transactional_id: str) -> Transaction | None:
+    found = await consensus.head(key_of(transactional_id))
+    return decode(found.data, transactional_id) if found is not None else None
+
+
+async def change(
+    consensus: Consensus, rand: Rand, transactional_id: str, decide_on: Decide
+) -> tuple[Decision, Transaction | None]:
+    """What was decided, and the transaction after it. Raises Unavailable, Unknown, Invalid (too large), Corrupt."""
+    key = key_of(transactional_id)
+    while True:
+        version = await consensus.head(key)
+        found = decode(version.data, transactional_id) if version is not None else None
+        decision = decide_on(found)
+        if decision.next is None:
+            return decision, found
+        if await _stored(consensus, rand, key, version, encode(decision.next)):
+            return decision, decision.next
+
+
+async def _stored(consensus: Consensus, rand: Rand, key: str, version: Versioned | None, data: bytes) -> bool:
+    """False: somebody else was faster, or it certainly did not happen."""
+    seq, nonce = version.seq if version is not None else 0, rand.nonce()
+    try:
+        await consensus.cas(key, seq, data, nonce)
+    except Conflict:
+        return False
+    except Unknown:
+        return await resolve_cas(consensus, key, seq, nonce) is not None
+    return True
+
+
+async def all_of(consensus: Consensus) -> dict[str, tuple[int, Transaction]]:
+    """Transactional id → its register's version and contents. What cannot be read is left out, and told."""
+    found: dict[str, tuple[int, Transaction]] = {}
+    for key, version in await consensus.scan(PREFIX):
+        transactional_id = id_of(key)
+        try:
+            transaction = decode(version.data, transactional_id)
+        except TidemillError as error:
+            log.error("transaction.unreadable", id=transactional_id, error=str(error))
+            continue
+        if transaction is not None:
+            found[transactional_id] = (version.seq, transaction)
+    return found
+
+
+# groups -------------------------------------------------------------------------------------------
+async def name_for_group(consensus: Consensus, rand: Rand, group: str, transactional_id: str) -> None:
+    """The group's transactions name this id: one read where they do already."""
+    key = GROUPS_PREFIX + quote(group, safe="")
+    while True:
+        version = await consensus.head(key)
+        named = _decoder.decode(version.data) if version is not None else Named()
+        if transactional_id in named.ids:
+            return
+        leaving = {each: since_ms for each, since_ms in named.leaving.items() if each != transactional_id}
+        more = Named(sorted([*named.ids, transactional_id]), leaving)
+        if await _stored(consensus, rand, key, version, _encoder.encode(more)):
+            return
+
+
+async def let_go(
+    consensus: Consensus, rand: Rand, group: str, places: Set[tuple[str, int]] | None, now_ms: int
+) -> None:
+    """`decide.let_go` of every transaction that may hold the group. Raises Unavailable, Unknown."""
+    for transactional_id in await _named(consensus, group):
+        await change(consensus, rand, transactional_id, lambda found: transitions.let_go(found, group, places, now_ms))
+
+
+async def _named(consensus: Consensus, group: str) -> tuple[str, ...]:
+    version = await consensus.head(GROUPS_PREFIX + quote(group, safe=""))
+    named = _decoder.decode(version.data) if version is not None else Named()
+    return (*named.ids, *named.leaving)
+
+
+async def undecided(consensus: Consensus, group: str) -> set[tuple[str, int]]:
+    """(topic id, partition) of the group's offsets that an open or prepared transaction may come to commit."""
+    found: set[tuple[str, int]] = set()
+    for transactional_id in await _named(consensus, group):
+        transaction = await read(consensus, transactional_id)
+        if transaction is not None and transaction.state in (State.ONGOING, State.PREPARE_COMMIT):
+            offsets = transaction.offsets.get(group, {})
+            found |= {(topic_id, partition) for topic_id, partitions in offsets.items() for partition in partitions}
+    return found
+
+
+async def forget_in_groups(consensus: Consensus, rand: Rand, now_ms: int) -> None:
+    """One step for each id that a group names and whose transaction does not hold it. Raises Unavailable."""
+    groups = await consensus.scan(GROUPS_PREFIX)
+    # After the groups: what is found here was not yet held when they were read.
+    known = await all_of(consensus) if groups else {}
+    for key, version in groups:
+        group, named = unquote(key.removeprefix(GROUPS_PREFIX)), _decoder.decode(version.data)
+        held = {each for each in (*named.ids, *named.leaving) if each in known and group in known[each][1].offsets}
+        left = {each: named.leaving.get(each, now_ms) for each in (*named.ids, *named.leaving) if each not in held}
+        kept = Named(sorted(held), {each: since_ms for each, since_ms in left.items() if now_ms - since_ms < LEAVE_MS})
+        if kept == named:
+            continue
+        with contextlib.suppress(Conflict, Unknown):  # named just now, or the next time
+            if kept != Named():
+                await consensus.cas(key, version.seq, _encoder.encode(kept), rand.nonce())
+            else:
+                await consensus.drop(key, version.seq)
