@@ -30,8 +30,8 @@ from test_shapes_routing import Crowd
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.gc_tuning import keep_pauses_short
 from tidemill.capture.changes import Change, Fragment
-from tidemill.shapes.offsets import BASE_END
-from tidemill.shapes.sink import BacklogLimits
+from tidemill.shapes.log.log_offset import BASE_END
+from tidemill.shapes.tables.capture_tap import BacklogLimits
 
 CROWDS = {
     "10 of id = K": [f"id = {n}" for n in range(10)],

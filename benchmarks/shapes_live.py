@@ -22,16 +22,16 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.memory_budget import resident_bytes
 from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Change, Fragment
-from tidemill.shapes.describe import ColumnInfo, TableColumns
-from tidemill.shapes.log import LogLimits
-from tidemill.shapes.offsets import BEFORE_ALL
-from tidemill.shapes.plan import ShapeRequest
+from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, Source
+from tidemill.shapes.definition.planner import ShapeRequest
+from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
+from tidemill.shapes.log.log import LogLimits
+from tidemill.shapes.log.log_offset import BEFORE_ALL
+from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.sqlite_file import Flush, Saved, ShapeFile, Written
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
-from tidemill.shapes.shape import HandleMint, ShapeDefinition, Source
-from tidemill.shapes.sink import BacklogLimits, ShapeSink
-from tidemill.shapes.store.file import Flush, Saved, ShapeFile, Written
-from tidemill.shapes.store.kept import Kept
+from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeSink
 
 MIB = 1 << 20
 OWNER = "bench"

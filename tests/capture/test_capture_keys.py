@@ -9,7 +9,7 @@ from capture_world import World
 from test_capture_types import in_world, selected
 from test_capture_types_shard import Stored, decoded, schema_of
 
-from tidemill.shapes.shard_text import text_columns
+from tidemill.shapes.shards.pg_text import text_columns
 
 pytestmark = pytest.mark.postgres
 

@@ -33,14 +33,14 @@ from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import PipelineRow, TopicRow
-from tidemill.shapes.consumer import Backlog, Entry, TableConsumer, Transaction, Work
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import MemoryLog
-from tidemill.shapes.offsets import BASE_END
-from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.shape import ShapeDefinition
-from tidemill.shapes.shape import Source as ShapeSource
-from tidemill.shapes.share import Turn
+from tidemill.shapes.definition.definition import ShapeDefinition
+from tidemill.shapes.definition.definition import Source as ShapeSource
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.log import MemoryLog
+from tidemill.shapes.log.log_offset import BASE_END
+from tidemill.shapes.log.row_writer import RowWriter
+from tidemill.shapes.loop_share import Turn
+from tidemill.shapes.tables.table_consumer import Backlog, Entry, TableConsumer, Transaction, Work
 from tidemill.topics.batch import Record, decode_batch
 
 D = Relation(

@@ -15,7 +15,7 @@ import pytest
 from capture_world import World
 from test_capture_types import columns, filled, in_world, quoted, selected
 
-from tidemill.shapes.shard_text import text_columns
+from tidemill.shapes.shards.pg_text import text_columns
 from tidemill.shards.api import TIME, Column, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import TIMESTAMPS

@@ -13,8 +13,8 @@ from tidemill.base.errors import Unavailable
 from tidemill.consensus.api import Lease
 from tidemill.metastore.catalogue import CaptureTableRow
 from tidemill.node.shape_routing import ShapeRouting
-from tidemill.shapes.http.grants import Grants
-from tidemill.shapes.named import NamedShape
+from tidemill.shapes.definition.server_defined import NamedShape
+from tidemill.shapes.http.authorization import Grants
 
 
 class Cluster:

@@ -21,8 +21,8 @@ from tidemill.security.acls import Operation, Resource, Rule
 from tidemill.security.oauth_tokens import Tokens, TokenSettings
 from tidemill.security.sasl import Authenticator
 from tidemill.security.users import Users
-from tidemill.shapes.http.grants import Grants
-from tidemill.shapes.plan import split_table
+from tidemill.shapes.definition.planner import split_table
+from tidemill.shapes.http.authorization import Grants
 
 SECRET = "a secret of thirty-two bytes or more"
 

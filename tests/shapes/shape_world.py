@@ -30,8 +30,8 @@ from tidemill.capture.postgres.pgoutput import decode
 from tidemill.node.http import HttpServer
 from tidemill.node.http_app import application
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
-from tidemill.shapes.http.grants import Grants
-from tidemill.shapes.postgres_source import SESSION_SETTINGS
+from tidemill.shapes.http.authorization import Grants
+from tidemill.shapes.tables.initial_snapshot import SESSION_SETTINGS
 
 T = TypeVar("T")
 

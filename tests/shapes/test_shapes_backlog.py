@@ -16,14 +16,14 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment, Relation
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.consumer import TableConsumer
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import MemoryLog
-from tidemill.shapes.offsets import BASE_END
-from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.shape import ShapeDefinition, Source
-from tidemill.shapes.share import LoopShare, Turn
-from tidemill.shapes.sink import ROUTED_AT_ONCE, BacklogLimits, ShapeSink
+from tidemill.shapes.definition.definition import ShapeDefinition, Source
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.log import MemoryLog
+from tidemill.shapes.log.log_offset import BASE_END
+from tidemill.shapes.log.row_writer import RowWriter
+from tidemill.shapes.loop_share import LoopShare, Turn
+from tidemill.shapes.tables.capture_tap import ROUTED_AT_ONCE, BacklogLimits, ShapeSink
+from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Type, compile_where
 
 STREAM = SimpleNamespace(flushed=lambda *_: None)

@@ -9,7 +9,7 @@ import pytest
 from shape_world import ShapeSettings, eventually, run
 from test_shapes_rooms import RealWorld
 
-from tidemill.shapes import postgres_source
+from tidemill.shapes.tables import initial_snapshot
 
 pytestmark = pytest.mark.postgres
 
@@ -25,7 +25,7 @@ def test_nobody_empties_a_table_between_the_snapshot_and_the_rows_that_are_read_
     """Whoever reads with an older snapshot finds a table that was truncated, or written anew, empty, and the stream
     still brings changes of its rows. World 204 of the oracle: an update of a row that the client never had."""
     tried: list[str] = []
-    opened = postgres_source._check_identity
+    opened = initial_snapshot._check_identity
 
     async def main() -> None:
         async with RealWorld(postgres_dsn, DDL, SETTINGS) as world:
@@ -41,7 +41,7 @@ def test_nobody_empties_a_table_between_the_snapshot_and_the_rows_that_are_read_
                     except psycopg.errors.LockNotAvailable:
                         tried.append("waits")
 
-            monkeypatch.setattr(postgres_source, "_check_identity", meanwhile)
+            monkeypatch.setattr(initial_snapshot, "_check_identity", meanwhile)
             if subset:
                 answer = await world.get(table="a", subset__where="id > 0", log="changes_only", offset="now")
                 rows = [item["value"] for item in answer.json["data"]]

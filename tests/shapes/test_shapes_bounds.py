@@ -11,10 +11,10 @@ from shape_world import ShapeWorld, eventually, run
 
 from tidemill.base.errors import Invalid, Missing
 from tidemill.shapes import LogLimits, ShapeSettings
-from tidemill.shapes.consumer import TableConsumer
-from tidemill.shapes.refusals import REFUSED_S, Refusals
-from tidemill.shapes.sink import BacklogLimits
-from tidemill.shapes.sizes import SHAPE_BYTES
+from tidemill.shapes.definition.rejection_cache import REFUSED_S, Refusals
+from tidemill.shapes.shape_sizes import SHAPE_BYTES
+from tidemill.shapes.tables.capture_tap import BacklogLimits
+from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shards.api import Column, ShardSchema
 
 pytestmark = pytest.mark.postgres
@@ -417,7 +417,7 @@ def test_marks_do_not_grow_with_the_number_of_shapes(postgres_dsn: str) -> None:
 
 
 def test_refusals_end_and_are_bounded() -> None:
-    from tidemill.shapes.shape import ShapeDefinition, Source
+    from tidemill.shapes.definition.definition import ShapeDefinition, Source
 
     refusals = Refusals()
     definitions = [ShapeDefinition(Source("table", "m", "s", "t"), f"id = {n}") for n in range(3_000)]

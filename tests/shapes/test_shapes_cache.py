@@ -14,7 +14,7 @@ from shape_world import Answer, ShapeWorld, _fetch, eventually, run
 
 from tidemill.cli.demo.ports import free_port
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.log import LogLimits
+from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.settings import CacheAges
 
 pytestmark = pytest.mark.postgres

@@ -15,10 +15,10 @@ from test_shapes_restored import INFO, written
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Corrupt
 from tidemill.base.status.status import Tracker
-from tidemill.shapes.offsets import BASE_END, BEFORE_ALL
+from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL
+from tidemill.shapes.log.sqlite_file import Flush, Item, ShapeFile
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
-from tidemill.shapes.store.file import Flush, Item, ShapeFile
 
 BASE, ITEM, RECORD, WHOLE = 1, 2, 3, 4
 

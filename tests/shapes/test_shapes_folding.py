@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from tidemill.shapes.describe import DESCRIBE_SQL, ColumnInfo
+from tidemill.shapes.definition.table_columns import DESCRIBE_SQL, ColumnInfo
 from tidemill.shapes.where import WhereError, compile_where
 
 pytestmark = pytest.mark.postgres

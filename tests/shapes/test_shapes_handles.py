@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.node.http import HttpServer
 from tidemill.shapes import LogLimits, ShapeService, ShapeSettings, shape_routes
-from tidemill.shapes.shape import HandleMint, ShapeDefinition, Source
+from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, Source
 
 DDL = """
 CREATE TABLE item (id int PRIMARY KEY, name text);

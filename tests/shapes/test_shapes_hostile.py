@@ -18,7 +18,7 @@ from shape_world import ShapeWorld, eventually, run
 
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.share import LoopShare, Step, Turn
+from tidemill.shapes.loop_share import LoopShare, Step, Turn
 from tidemill.shapes.where import Type, compile_where
 from tidemill.shards.api import Column, Delta, ShardSchema
 

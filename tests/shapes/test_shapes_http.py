@@ -15,10 +15,10 @@ from shape_world import ShapeWorld, eventually, run
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand
 from tidemill.shapes import LogLimits, ShapeSettings
-from tidemill.shapes.http.respond import CURSOR_EPOCH_MS, next_cursor
-from tidemill.shapes.offsets import LogOffset
-from tidemill.shapes.postgres_source import SESSION_SETTINGS
+from tidemill.shapes.http.responses import CURSOR_EPOCH_MS, next_cursor
+from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.settings import CacheAges
+from tidemill.shapes.tables.initial_snapshot import SESSION_SETTINGS
 
 pytestmark = pytest.mark.postgres
 
@@ -703,7 +703,7 @@ def test_snapshot_sessions_print_values_as_capture_does() -> None:
 
 
 def test_only_pages_of_allowed_origins_may_read_answers(postgres_dsn: str) -> None:
-    from tidemill.shapes.http.origins import Origins
+    from tidemill.shapes.http.cors import Origins
 
     chosen = Origins(["https://shop.example", "http://localhost:*"])
     assert chosen.allows("https://shop.example") and chosen.allows("http://LOCALHOST:8600")

@@ -11,8 +11,9 @@ from shape_world import ShapeWorld, eventually, run
 
 from tidemill.base.errors import Unavailable
 from tidemill.capture.changes import Relation
-from tidemill.shapes import ShapeSettings, judging
-from tidemill.shapes.postgres_source import LOOKUPS_AT_ONCE, Outdated
+from tidemill.shapes import ShapeSettings
+from tidemill.shapes.tables import remote_evaluation
+from tidemill.shapes.tables.initial_snapshot import LOOKUPS_AT_ONCE, Outdated
 
 pytestmark = pytest.mark.postgres
 
@@ -64,14 +65,14 @@ def test_enums_are_ordered_by_their_labels_also_by_one_that_came_later(postgres_
 def test_a_shape_starts_over_with_the_labels_that_an_enum_has_got_and_asks_no_more(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[judging.Question] = []
+    asked: list[remote_evaluation.Question] = []
 
-    async def counted(connection: Any, question: judging.Question) -> list[judging.Verdict]:
+    async def counted(connection: Any, question: remote_evaluation.Question) -> list[remote_evaluation.Verdict]:
         asked.append(question)
         return await judge(connection, question)
 
-    judge = judging.judge
-    monkeypatch.setattr(judging, "judge", counted)
+    judge = remote_evaluation.judge
+    monkeypatch.setattr(remote_evaluation, "judge", counted)
 
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
@@ -169,16 +170,16 @@ def test_a_question_that_the_database_does_not_answer_holds_up_no_other(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor do look-ups of the catalogue."""
-    judge, blocked, answered = judging.judge, list[str](), list[str]()
+    judge, blocked, answered = remote_evaluation.judge, list[str](), list[str]()
 
-    async def picky(connection: Any, question: judging.Question) -> list[judging.Verdict]:
+    async def picky(connection: Any, question: remote_evaluation.Question) -> list[remote_evaluation.Verdict]:
         if question.where.sql in (blocked or [question.where.sql]):
             blocked.append(question.where.sql)
             raise Unavailable("it takes too long.")
         answered.append(question.where.sql)
         return await judge(connection, question)
 
-    monkeypatch.setattr(judging, "judge", picky)
+    monkeypatch.setattr(remote_evaluation, "judge", picky)
 
     async def main() -> None:
         async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:

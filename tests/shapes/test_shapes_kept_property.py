@@ -38,19 +38,19 @@ from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.delivery.taps import Taps
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.postgres.standby_status import Status
-from tidemill.shapes.budget import Budget
-from tidemill.shapes.consumer import TableConsumer
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import LogLimits, split_chunk
-from tidemill.shapes.offsets import BEFORE_ALL
-from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.shape import ShapeDefinition, Source
-from tidemill.shapes.share import LoopShare, Turn
-from tidemill.shapes.sink import BacklogLimits, ShapeSink
-from tidemill.shapes.store import file as file_module
-from tidemill.shapes.store.disk_log import DiskLog
-from tidemill.shapes.store.file import ShapeFile
-from tidemill.shapes.store.store import ShapeStore
+from tidemill.shapes.definition.definition import ShapeDefinition, Source
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log import sqlite_file as file_module
+from tidemill.shapes.log.disk_log import DiskLog
+from tidemill.shapes.log.log import LogLimits, split_chunk
+from tidemill.shapes.log.log_offset import BEFORE_ALL
+from tidemill.shapes.log.row_writer import RowWriter
+from tidemill.shapes.log.sqlite_file import ShapeFile
+from tidemill.shapes.log.store import ShapeStore
+from tidemill.shapes.loop_share import LoopShare, Turn
+from tidemill.shapes.memory_budget import Budget
+from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeSink
+from tidemill.shapes.tables.table_consumer import TableConsumer
 
 TABLES = [
     Relation(oid, "public", f"t{oid}", (Column("id", 23, -1, "integer", 0), Column("v", 25, -1, "text", -1)))

@@ -11,8 +11,8 @@ import pytest
 from shape_world import run
 
 from tidemill.base.errors import Unavailable
-from tidemill.shapes.store.file import Flush, ShapeFile
-from tidemill.shapes.store.left import take_away
+from tidemill.shapes.log.sqlite_file import Flush, ShapeFile
+from tidemill.shapes.log.stale_files import take_away
 
 
 def made(path: Path, owner: str) -> ShapeFile:

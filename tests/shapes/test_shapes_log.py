@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Invalid
-from tidemill.shapes.budget import Budget
-from tidemill.shapes.items import KeyWriter, LogItem, marked_last, render, up_to_date
-from tidemill.shapes.log import LogLimits, MemoryLog, split_chunk
-from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, FIRST_OP, LogOffset
-from tidemill.shapes.offsets import number as read_number
-from tidemill.shapes.shape import HandleMint, ShapeDefinition, Source
+from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, Source
+from tidemill.shapes.log.items import KeyWriter, LogItem, marked_last, render, up_to_date
+from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
+from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, FIRST_OP, LogOffset
+from tidemill.shapes.log.log_offset import number as read_number
+from tidemill.shapes.memory_budget import Budget
 
 
 def item(tx: int, op: int, size: int = 10) -> LogItem:

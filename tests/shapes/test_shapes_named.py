@@ -16,9 +16,9 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.base.pgtypes.arrays import read_array
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.http.grants import Grants
-from tidemill.shapes.named import FromClaim, FromClient, NamedShape, claim_text
-from tidemill.shapes.rights import Denied
+from tidemill.shapes.definition.permissions import Denied
+from tidemill.shapes.definition.server_defined import FromClaim, FromClient, NamedShape, claim_text
+from tidemill.shapes.http.authorization import Grants
 from tidemill.shapes.where import Type, both, compile_where
 from tidemill.shards.api import Column, ShardSchema
 

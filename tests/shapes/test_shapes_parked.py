@@ -14,7 +14,7 @@ from test_shapes_node_client import NodeClient
 from tidemill.capture.tables import recopy_requests
 from tidemill.capture.tables.table_states import Desk
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.postgres_source import PostgresSource
+from tidemill.shapes.tables.initial_snapshot import PostgresSource
 
 pytestmark = pytest.mark.postgres
 

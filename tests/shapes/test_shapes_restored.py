@@ -14,15 +14,15 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Change, Fragment
-from tidemill.shapes.describe import ColumnInfo, TableColumns
-from tidemill.shapes.offsets import BASE_END
-from tidemill.shapes.plan import ShapeRequest
+from tidemill.shapes.definition.definition import ShapeDefinition, Source
+from tidemill.shapes.definition.planner import ShapeRequest
+from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
+from tidemill.shapes.log.log_offset import BASE_END
+from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.sqlite_file import Flush, Saved, ShapeFile, Written
 from tidemill.shapes.reporting import LARGEST, LOOKED_AT, Largest
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
-from tidemill.shapes.shape import ShapeDefinition, Source
-from tidemill.shapes.store.file import Flush, Saved, ShapeFile, Written
-from tidemill.shapes.store.kept import Kept
 
 INFO = TableColumns(
     TABLE,

@@ -19,10 +19,10 @@ from test_shapes_signed import KEYS, query_of
 from tidemill.base.clock import SystemClock
 from tidemill.security.acls import Operation
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.http.grants import Grants
-from tidemill.shapes.named import FromClaim, NamedShape
-from tidemill.shapes.plan import ShapeRequest
-from tidemill.shapes.signing import Signing
+from tidemill.shapes.definition.planner import ShapeRequest
+from tidemill.shapes.definition.server_defined import FromClaim, NamedShape
+from tidemill.shapes.definition.signed_urls import Signing
+from tidemill.shapes.http.authorization import Grants
 
 pytestmark = [pytest.mark.postgres]
 

@@ -10,15 +10,15 @@ from test_shapes_consumer import CLOCK, COLUMNS, ENDLESS, NOTHING_SEEN, TABLE, r
 
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Column, Fragment, Op, Relation
-from tidemill.shapes import router as router_module
-from tidemill.shapes.consumer import TableConsumer
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import MemoryLog
-from tidemill.shapes.offsets import BASE_END
-from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.shape import ShapeDefinition, Source
-from tidemill.shapes.share import LoopShare, Turn
-from tidemill.shapes.sink import BacklogLimits, ShapeSink
+from tidemill.shapes.definition.definition import ShapeDefinition, Source
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.log import MemoryLog
+from tidemill.shapes.log.log_offset import BASE_END
+from tidemill.shapes.log.row_writer import RowWriter
+from tidemill.shapes.loop_share import LoopShare, Turn
+from tidemill.shapes.tables import filter_index as router_module
+from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeSink
+from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Type, compile_where
 
 TYPES = {"id": Type("int4"), "name": Type("text"), "open": Type("bool")}

@@ -17,15 +17,15 @@ from tidemill.capture.delivery.sinks import FlushNotices
 from tidemill.capture.delivery.taps import Taps
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.postgres.standby_status import Status
-from tidemill.shapes.consumer import TableConsumer
-from tidemill.shapes.items import LogItem
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import LogLimits, MemoryLog, split_chunk
-from tidemill.shapes.offsets import BASE_END, LogOffset
-from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.shape import ShapeDefinition, Source
-from tidemill.shapes.share import LoopShare, Turn
-from tidemill.shapes.sink import BacklogLimits, ShapeSink
+from tidemill.shapes.definition.definition import ShapeDefinition, Source
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.items import LogItem
+from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
+from tidemill.shapes.log.log_offset import BASE_END, LogOffset
+from tidemill.shapes.log.row_writer import RowWriter
+from tidemill.shapes.loop_share import LoopShare, Turn
+from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeSink
+from tidemill.shapes.tables.table_consumer import TableConsumer
 
 
 class Durable:

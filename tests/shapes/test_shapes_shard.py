@@ -20,14 +20,14 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import MemoryLog, split_chunk
-from tidemill.shapes.offsets import BASE_END, BEFORE_ALL
-from tidemill.shapes.plan import ShapeRequest, shard_name
-from tidemill.shapes.shape import ShapeDefinition, Source
-from tidemill.shapes.shard_source import ShardFeed, shard_schema_json, shard_types
-from tidemill.shapes.shard_text import clock_text, date_text, float4_text, float8_text, text_columns, timestamp_text
-from tidemill.shapes.share import LoopShare
+from tidemill.shapes.definition.definition import ShapeDefinition, Source
+from tidemill.shapes.definition.planner import ShapeRequest, shard_name
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.log import MemoryLog, split_chunk
+from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL
+from tidemill.shapes.loop_share import LoopShare
+from tidemill.shapes.shards.feed import ShardFeed, shard_schema_json, shard_types
+from tidemill.shapes.shards.pg_text import clock_text, date_text, float4_text, float8_text, text_columns, timestamp_text
 from tidemill.shapes.where import compile_where
 from tidemill.shards.api import Column, Shard, ShardSchema
 from tidemill.shards.handle import LogShard

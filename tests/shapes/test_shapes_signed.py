@@ -22,12 +22,12 @@ from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.cli.main import app as cli
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.http.grants import Grants
+from tidemill.shapes.definition.permissions import Denied
+from tidemill.shapes.definition.planner import ShapeRequest
+from tidemill.shapes.definition.signed_urls import Signing, canonical, parameters
+from tidemill.shapes.http.authorization import Grants
 from tidemill.shapes.http.params import BadRequest
-from tidemill.shapes.http.respond import fresh_until
-from tidemill.shapes.plan import ShapeRequest
-from tidemill.shapes.rights import Denied
-from tidemill.shapes.signing import Signing, canonical, parameters
+from tidemill.shapes.http.responses import fresh_until
 
 KEYS = {"old": "the former key, of thirty-two bytes or more", "new": "the key in use, of thirty-two bytes or more"}
 DDL = """

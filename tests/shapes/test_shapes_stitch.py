@@ -10,7 +10,7 @@ from shape_world import ShapeWorld, eventually, run
 
 from tidemill.base.errors import Invalid
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.shapes.stitch import SnapshotFilter
+from tidemill.shapes.tables.snapshot_filter import SnapshotFilter
 
 EPOCH = 1 << 32
 

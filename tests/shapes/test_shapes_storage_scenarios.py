@@ -19,19 +19,19 @@ from test_shapes_store import recorded, store_of, whole
 from tidemill.base.clock import ManualClock
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.consumer import TableConsumer
-from tidemill.shapes.items import LogItem
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import LogLimits, split_chunk
-from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, LogOffset
-from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.shape import ShapeDefinition, Source
-from tidemill.shapes.share import LoopShare
-from tidemill.shapes.sink import ShapeSink
-from tidemill.shapes.store import store as store_module
-from tidemill.shapes.store.disk_log import DiskLog
-from tidemill.shapes.store.file import Saved
-from tidemill.shapes.store.store import ShapeStore
+from tidemill.shapes.definition.definition import ShapeDefinition, Source
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log import store as store_module
+from tidemill.shapes.log.disk_log import DiskLog
+from tidemill.shapes.log.items import LogItem
+from tidemill.shapes.log.log import LogLimits, split_chunk
+from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, LogOffset
+from tidemill.shapes.log.row_writer import RowWriter
+from tidemill.shapes.log.sqlite_file import Saved
+from tidemill.shapes.log.store import ShapeStore
+from tidemill.shapes.loop_share import LoopShare
+from tidemill.shapes.tables.capture_tap import ShapeSink
+from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Type, compile_where
 
 

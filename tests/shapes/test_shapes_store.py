@@ -21,14 +21,14 @@ from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Unavailable
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import Tracker
-from tidemill.shapes.budget import Budget
-from tidemill.shapes.items import LogItem, marked_last
-from tidemill.shapes.log import LogLimits, split_chunk
-from tidemill.shapes.offsets import BEFORE_ALL, FIRST_OP, LogOffset
-from tidemill.shapes.store import store as store_module
-from tidemill.shapes.store.disk_log import DiskLog
-from tidemill.shapes.store.file import Flush, ShapeFile
-from tidemill.shapes.store.store import PATIENCE_S, ShapeStore
+from tidemill.shapes.log import store as store_module
+from tidemill.shapes.log.disk_log import DiskLog
+from tidemill.shapes.log.items import LogItem, marked_last
+from tidemill.shapes.log.log import LogLimits, split_chunk
+from tidemill.shapes.log.log_offset import BEFORE_ALL, FIRST_OP, LogOffset
+from tidemill.shapes.log.sqlite_file import Flush, ShapeFile
+from tidemill.shapes.log.store import PATIENCE_S, ShapeStore
+from tidemill.shapes.memory_budget import Budget
 
 LIMITS = LogLimits(chunk_bytes=40)
 

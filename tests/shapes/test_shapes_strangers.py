@@ -33,26 +33,27 @@ from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shapes import ShapeService, ShapeSettings, shape_routes, table_shapes
-from tidemill.shapes.budget import Budget, Full, take_of_all
-from tidemill.shapes.compiling import CompilerThread
-from tidemill.shapes.held import HeldRows
-from tidemill.shapes.items import LogItem
-from tidemill.shapes.log import LogLimits, MemoryLog, split_chunk
-from tidemill.shapes.offsets import BASE_END, BEFORE_ALL, OP_INFINITY, LogOffset
-from tidemill.shapes.plan import ShapeRequest
-from tidemill.shapes.refusals import Refusals
-from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.shape import ShapeDefinition, Source
-from tidemill.shapes.shard_subsets import SubsetRows, _Held
-from tidemill.shapes.share import LoopShare
-from tidemill.shapes.sink import BacklogLimits
-from tidemill.shapes.sizes import SHAPE_BYTES, size_of
-from tidemill.shapes.store.file import Flush, Item, Saved, ShapeFile, Written
-from tidemill.shapes.store.kept import Kept
-from tidemill.shapes.store.store import ShapeStore
-from tidemill.shapes.subset import SubsetRequest, SubsetScope, compile_subset
-from tidemill.shapes.table_shapes import NotCaptured, TableShapes
+from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
+from tidemill.shapes.definition.compiler_thread import CompilerThread
+from tidemill.shapes.definition.definition import ShapeDefinition, Source
+from tidemill.shapes.definition.planner import ShapeRequest
+from tidemill.shapes.definition.rejection_cache import Refusals
+from tidemill.shapes.definition.subset import SubsetRequest, SubsetScope, compile_subset
+from tidemill.shapes.log.items import LogItem
+from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
+from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, OP_INFINITY, LogOffset
+from tidemill.shapes.log.row_writer import RowWriter
+from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.sqlite_file import Flush, Item, Saved, ShapeFile, Written
+from tidemill.shapes.log.store import ShapeStore
+from tidemill.shapes.loop_share import LoopShare
+from tidemill.shapes.memory_budget import Budget, Full, take_of_all
+from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.shape_sizes import SHAPE_BYTES, size_of
+from tidemill.shapes.shards.subsets import SubsetRows, _Held
+from tidemill.shapes.tables import table_shapes
+from tidemill.shapes.tables.capture_tap import BacklogLimits
+from tidemill.shapes.tables.table_shapes import NotCaptured, TableShapes
 from tidemill.shapes.where import Type
 
 DDL = "CREATE TABLE t (id int PRIMARY KEY, v text); INSERT INTO t SELECT n, 'x' FROM generate_series(1, 50) n"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tidemill.base.errors import Invalid
-from tidemill.shapes.budget import Budget, Full
-from tidemill.shapes.held import HeldRows
+from tidemill.shapes.definition.subset import Subset, subset_sql
+from tidemill.shapes.http.param_values import numbered
 from tidemill.shapes.http.subset_params import decode_body
-from tidemill.shapes.http.values import numbered
-from tidemill.shapes.subset import Subset, subset_sql
-from tidemill.shapes.where.compile import MAX_VALUES_CHARS, compile_where
+from tidemill.shapes.memory_budget import Budget, Full
+from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.where.compiler import MAX_VALUES_CHARS, compile_where
 from tidemill.shapes.where.types import Type, WhereError
 
 COLUMNS = {"f": Type("float8"), "n": Type("numeric"), "i": Type("int4"), "s": Type("text"), "a": Type("numeric", True)}

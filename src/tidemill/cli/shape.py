@@ -81,8 +81,8 @@ def sign(
     from starlette.datastructures import QueryParams
 
     from tidemill.base.clock import SystemClock
+    from tidemill.shapes.definition.signed_urls import canonical, parameters
     from tidemill.shapes.http.params import definition
-    from tidemill.shapes.signing import canonical, parameters
     from tidemill.shapes.where import WhereError, params_of
 
     loaded = load(config)

@@ -83,8 +83,8 @@ from tidemill.security.acl_cache import Rulebook
 from tidemill.security.sasl import Authenticator
 from tidemill.security.users import Users
 from tidemill.shapes.http import shape_routes
+from tidemill.shapes.log.stale_files import watch as watch_left
 from tidemill.shapes.service import ShapeService
-from tidemill.shapes.store.left import watch as watch_left
 from tidemill.shards.api import Shard
 from tidemill.shards.executor import pooled_cpu
 from tidemill.shards.registry import open_remap, open_shard

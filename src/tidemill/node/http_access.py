@@ -37,9 +37,9 @@ from tidemill.security.audit import Audit
 from tidemill.security.auth_throttle import Failures
 from tidemill.security.sasl import Authenticator
 from tidemill.security.scram import Refused
-from tidemill.shapes.http.grants import ASKER, NAME, Grants, host_of, is_signed
+from tidemill.shapes.definition.permissions import Asker, Denied
+from tidemill.shapes.http.authorization import ASKER, NAME, Grants, host_of, is_signed
 from tidemill.shapes.http.params import BadRequest
-from tidemill.shapes.rights import Asker, Denied
 
 OPEN: Final = frozenset({"/healthz", "/readyz", "/v1/health"})
 SHAPE: Final = "/v1/shape"

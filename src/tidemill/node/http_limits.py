@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidemill.base.address import plain_host
 from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.base.runtime import file_descriptors
-from tidemill.shapes.http.origins import Origins
-from tidemill.shapes.http.respond import EXPOSED
+from tidemill.shapes.http.cors import Origins
+from tidemill.shapes.http.responses import EXPOSED
 
 RETRY_AFTER_S = 5
 HEAD_BYTES = 256 << 10

@@ -20,12 +20,12 @@ from tidemill.security.principals import principal_rules
 from tidemill.security.sasl import Authenticator
 from tidemill.security.tls import Certificates, TlsSettings
 from tidemill.security.users import Users
-from tidemill.shapes.http.grants import Grants
-from tidemill.shapes.log import LogLimits
-from tidemill.shapes.named import FromClaim, FromClient, NamedShape, Param
+from tidemill.shapes.definition.server_defined import FromClaim, FromClient, NamedShape, Param
+from tidemill.shapes.definition.signed_urls import Signing
+from tidemill.shapes.http.authorization import Grants
+from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.settings import CacheAges, ShapeSettings
-from tidemill.shapes.signing import Signing
-from tidemill.shapes.sink import BacklogLimits
+from tidemill.shapes.tables.capture_tap import BacklogLimits
 from tidemill.topics.config.settings import TopicSettings
 
 

@@ -19,8 +19,8 @@ from tidemill.capture.naming import table_name, topic_name
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.node.spreading import node_of
-from tidemill.shapes.http.grants import NAME, Grants
-from tidemill.shapes.plan import shard_name, split_table
+from tidemill.shapes.definition.planner import shard_name, split_table
+from tidemill.shapes.http.authorization import NAME, Grants
 
 CACHE_S = 1.0
 RETRY_AFTER_S = 1

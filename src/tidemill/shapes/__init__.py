@@ -13,9 +13,9 @@ K1  A commit is owed to PostgreSQL for as long as what came of it is neither dur
 from __future__ import annotations
 
 from tidemill.shapes.http import shape_routes
-from tidemill.shapes.log import LogLimits
+from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
-from tidemill.shapes.sink import ShapeSink
+from tidemill.shapes.tables.capture_tap import ShapeSink
 
 __all__ = ["LogLimits", "ShapeService", "ShapeSettings", "ShapeSink", "shape_routes"]

@@ -18,8 +18,8 @@ import msgspec
 from prometheus_client import Gauge
 
 from tidemill.base.status.status import Tracker
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.shape import ShapeDefinition
+from tidemill.shapes.definition.definition import ShapeDefinition
+from tidemill.shapes.live_shape import LiveShape
 
 LOADING_SHOWN_S = 10.0
 LOADING_BUDGET_MS = 60_000

@@ -23,28 +23,28 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.runtime.tasks import Tasks, is_own_fault, keep, sentence
 from tidemill.base.status.status import Tracker
-from tidemill.shapes.budget import Budget, Full
-from tidemill.shapes.compiling import CompilerThread
-from tidemill.shapes.database import Relations, Seeker
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import LogStorage
-from tidemill.shapes.offsets import LogOffset
-from tidemill.shapes.old_rows import needs_old_rows
-from tidemill.shapes.plan import Plan, ShapeRequest, shard_name
-from tidemill.shapes.postgres_source import Passing
-from tidemill.shapes.refusals import Refusals
+from tidemill.shapes.definition.compiler_thread import CompilerThread
+from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition
+from tidemill.shapes.definition.planner import Plan, ShapeRequest, shard_name
+from tidemill.shapes.definition.rejection_cache import Refusals
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.disk_log import DiskLog
+from tidemill.shapes.log.log import LogStorage
+from tidemill.shapes.log.log_offset import LogOffset
+from tidemill.shapes.log.saved_shape import Kept, KeptShard
+from tidemill.shapes.log.sqlite_file import Saved, ShapeFile
+from tidemill.shapes.log.store import ShapeStore
+from tidemill.shapes.loop_share import LoopShare
+from tidemill.shapes.memory_budget import Budget, Full
 from tidemill.shapes.reporting import LOOKED_AT, SHARDS, Largest, Reporter, Source, mark_of, show
 from tidemill.shapes.settings import ShapeSettings
-from tidemill.shapes.shape import HandleMint, ShapeDefinition
-from tidemill.shapes.shard_shapes import Build, ShardOpener, ShardShapes
-from tidemill.shapes.share import LoopShare
-from tidemill.shapes.sink import ShapeSink, broken
-from tidemill.shapes.sizes import clause_bytes, size_of
-from tidemill.shapes.store.disk_log import DiskLog
-from tidemill.shapes.store.file import Saved, ShapeFile
-from tidemill.shapes.store.kept import Kept, KeptShard
-from tidemill.shapes.store.store import ShapeStore
-from tidemill.shapes.table_shapes import NotCaptured, Parked, TableShapes
+from tidemill.shapes.shape_sizes import clause_bytes, size_of
+from tidemill.shapes.shards.shard_shapes import Build, ShardOpener, ShardShapes
+from tidemill.shapes.tables.capture_tap import ShapeSink, broken
+from tidemill.shapes.tables.captured_database import Relations, Seeker
+from tidemill.shapes.tables.initial_snapshot import Passing
+from tidemill.shapes.tables.replica_identity import needs_old_rows
+from tidemill.shapes.tables.table_shapes import NotCaptured, Parked, TableShapes
 
 _log = structlog.get_logger()
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from tidemill.base.limits import LOOPBACK_ORIGINS
-from tidemill.shapes.log import LogLimits
-from tidemill.shapes.share import SHARE
-from tidemill.shapes.sink import BacklogLimits
+from tidemill.shapes.log.log import LogLimits
+from tidemill.shapes.loop_share import SHARE
+from tidemill.shapes.tables.capture_tap import BacklogLimits
 
 
 class CacheAges(msgspec.Struct, frozen=True):

@@ -20,12 +20,12 @@ import msgspec
 from starlette.datastructures import QueryParams
 
 from tidemill.base.errors import Invalid
+from tidemill.shapes.definition.permissions import Right
+from tidemill.shapes.definition.planner import ShapeRequest
+from tidemill.shapes.definition.subset import SubsetRequest
+from tidemill.shapes.http.param_values import Errors, column_names, query_params
 from tidemill.shapes.http.subset_params import decode_body, of_body, of_query
-from tidemill.shapes.http.values import Errors, column_names, query_params
-from tidemill.shapes.offsets import BEFORE_ALL, LogOffset, number
-from tidemill.shapes.plan import ShapeRequest
-from tidemill.shapes.rights import Right
-from tidemill.shapes.subset import SubsetRequest
+from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset, number
 
 REQUIRED = "can't be blank"
 

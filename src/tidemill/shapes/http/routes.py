@@ -24,16 +24,16 @@ from starlette.types import Receive, Scope, Send
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Unavailable
-from tidemill.shapes.budget import Full
-from tidemill.shapes.held import HeldRows
+from tidemill.shapes.definition.definition import ShapeDefinition
+from tidemill.shapes.definition.permissions import Denied, Right
 from tidemill.shapes.http import sse, subsets
 from tidemill.shapes.http.admission import Admission, Slot
+from tidemill.shapes.http.authorization import NAME, Grants, asker_of, host_of, is_signed
+from tidemill.shapes.http.cors import Origins
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
-from tidemill.shapes.http.grants import NAME, Grants, asker_of, host_of, is_signed
-from tidemill.shapes.http.origins import Origins
+from tidemill.shapes.http.error_status import Refusing, holds, note_holder, note_right, right_of
 from tidemill.shapes.http.params import BadRequest, ShapeParams, check_text, parse
-from tidemill.shapes.http.refusing import Refusing, holds, note_holder, note_right, right_of
-from tidemill.shapes.http.respond import (
+from tidemill.shapes.http.responses import (
     BASE_HEADERS,
     error_response,
     etag,
@@ -43,13 +43,13 @@ from tidemill.shapes.http.respond import (
     shape_headers,
 )
 from tidemill.shapes.http.subset_params import BODY_BYTES
-from tidemill.shapes.items import up_to_date
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import Chunk
-from tidemill.shapes.offsets import LogOffset
-from tidemill.shapes.rights import Denied, Right
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.items import up_to_date
+from tidemill.shapes.log.log import Chunk
+from tidemill.shapes.log.log_offset import LogOffset
+from tidemill.shapes.memory_budget import Full
+from tidemill.shapes.response_memory import HeldRows
 from tidemill.shapes.service import ShapeService
-from tidemill.shapes.shape import ShapeDefinition
 
 _log = structlog.get_logger()
 
@@ -108,7 +108,7 @@ class _Served:
         return given if _REQUEST_ID.fullmatch(given) else f"{self._rand.below(1 << 64):016x}"
 
 
-_HELD = "tidemill.shapes.held"
+_HELD = "tidemill.shapes.response_memory"
 _CHUNK = "tidemill.shapes.chunk"
 """What is read for an answer is counted for as long as somebody has it, which is until its last byte has gone out."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+( *, *[A-Za-z0-9-]+){0,63}")

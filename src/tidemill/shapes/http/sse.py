@@ -1,7 +1,7 @@
 """Live updates as server-sent events: one `data:` line per item, `: keep-alive` when quiet, closed after a while.
 
 Who asks is up to date, or was told to be; so nothing is said until there is something. Every batch ends with an
-up-to-date item whose LSN is where the client resumes (`<lsn>_0`, behind that transaction: offsets.py). A client that
+up-to-date item whose LSN is where the client resumes (`<lsn>_0`, behind that transaction: log_offset.py). A client that
 was more than one chunk behind gets everything and is closed, so that it goes back to cacheable requests.
 """
 
@@ -13,15 +13,15 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
 
-from tidemill.shapes.budget import Full
+from tidemill.shapes.definition.permissions import Right
 from tidemill.shapes.http.params import ShapeParams
-from tidemill.shapes.http.respond import shape_headers
-from tidemill.shapes.http.sending import PIECE_BYTES, STALLED_S, StalledReader
-from tidemill.shapes.items import up_to_date
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import split_chunk
-from tidemill.shapes.offsets import LogOffset
-from tidemill.shapes.rights import Right
+from tidemill.shapes.http.responses import shape_headers
+from tidemill.shapes.http.streaming import PIECE_BYTES, STALLED_S, StalledReader
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.items import up_to_date
+from tidemill.shapes.log.log import split_chunk
+from tidemill.shapes.log.log_offset import LogOffset
+from tidemill.shapes.memory_budget import Full
 from tidemill.shapes.service import ShapeService
 
 END = b"\n\n"

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 import msgspec
 from starlette.datastructures import QueryParams
 
-from tidemill.shapes.http.values import Errors, count, numbered, query_params
-from tidemill.shapes.subset import SubsetRequest
+from tidemill.shapes.definition.subset import SubsetRequest
+from tidemill.shapes.http.param_values import Errors, count, numbered, query_params
 
 PREFIX = "subset__"
 FIELDS = ("where", "limit", "offset", "order_by")

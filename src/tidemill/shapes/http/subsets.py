@@ -22,16 +22,16 @@ from starlette.responses import Response
 
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.shapes.held import HeldRows
+from tidemill.shapes.definition.planner import FieldError, Plan
+from tidemill.shapes.definition.subset import Metadata
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
 from tidemill.shapes.http.params import BadRequest, ShapeParams
-from tidemill.shapes.http.respond import BASE_HEADERS, must_refetch
-from tidemill.shapes.http.sending import ItemsResponse
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.offsets import LogOffset
-from tidemill.shapes.plan import FieldError, Plan
+from tidemill.shapes.http.responses import BASE_HEADERS, must_refetch
+from tidemill.shapes.http.streaming import ItemsResponse
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.log_offset import LogOffset
+from tidemill.shapes.response_memory import HeldRows
 from tidemill.shapes.service import ShapeService
-from tidemill.shapes.subset import Metadata
 
 MARKS = 1 << 31
 HANDLE = re.compile(r"[0-9]{1,20}-[0-9]{1,50}")

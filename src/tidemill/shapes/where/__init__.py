@@ -7,10 +7,10 @@ what is on it gives exactly what PostgreSQL gives for `SELECT (expression)`.
 
 from __future__ import annotations
 
-from tidemill.shapes.where.compile import Where, compile_where
+from tidemill.shapes.where.compiler import Where, compile_where
+from tidemill.shapes.where.conjunction import both, both_sql, params_of
 from tidemill.shapes.where.expressions import Equality
-from tidemill.shapes.where.joining import both, both_sql, params_of
-from tidemill.shapes.where.ordering import Ordering, compile_order_by
+from tidemill.shapes.where.order_by import Ordering, compile_order_by
 from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError
 
 __all__ = [

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal, Inexact, Overflow
 
 from tidemill.base.pgtypes.text import INTEGERS, check_integer, check_numeric, to_float4, too_wide
-from tidemill.shapes.where import moments
+from tidemill.shapes.where import datetimes
 from tidemill.shapes.where.expressions import UNKNOWN, Expression, resolve, strict
 from tidemill.shapes.where.operators import no_operator, promote
 from tidemill.shapes.where.types import (
@@ -48,7 +48,7 @@ def arithmetic(name: str, left: Expression, right: Expression, location: str) ->
 
 def negate(operand: Expression, location: str) -> Expression:
     if operand.type == Type("interval"):
-        return Expression(operand.type, strict(moments.negate, operand), constant=operand.constant)
+        return Expression(operand.type, strict(datetimes.negate, operand), constant=operand.constant)
     if operand.type.array or operand.type.name not in NUMBERS:
         raise no_operator("-", None, operand.type, location)
     name = operand.type.name

@@ -14,10 +14,10 @@ from functools import partial
 
 from tidemill.base.pgtypes.arrays import ARRAY_CHARS, MOST_DIMENSIONS, Bounded
 from tidemill.base.pgtypes.text import INTEGERS
-from tidemill.shapes.where.arrays import flatten
-from tidemill.shapes.where.common import coerce, common_type
+from tidemill.shapes.where.array_comparison import flatten
+from tidemill.shapes.where.case_folding import folding_of
+from tidemill.shapes.where.common_type import coerce, common_type
 from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve, strict
-from tidemill.shapes.where.folding import folding_of
 from tidemill.shapes.where.types import TEXTS, EvaluationError, Type, Value, WhereError, canonical
 
 INT4 = Type("int4")

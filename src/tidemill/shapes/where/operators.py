@@ -12,8 +12,8 @@ from decimal import Decimal
 
 from tidemill.base.pgtypes.intervals import interval_span
 from tidemill.base.pgtypes.text import DAY_US, INTEGERS
-from tidemill.shapes.where import arrays
-from tidemill.shapes.where.common import coerce, common_type
+from tidemill.shapes.where import array_comparison
+from tidemill.shapes.where.common_type import coerce, common_type
 from tidemill.shapes.where.expressions import (
     BOOL,
     TEXT,
@@ -64,7 +64,7 @@ def unify(name: str, left: Expression, right: Expression, location: str) -> tupl
     left, right = resolve(left, right.type, location), resolve(right, left.type, location)
     a, b = left.type, right.type
     if a.array or b.array:
-        if a.array and b.array and arrays.same_elements(a, b) and name in _EQUALITIES:
+        if a.array and b.array and array_comparison.same_elements(a, b) and name in _EQUALITIES:
             return left, right
         raise no_operator(name, a, b, location)
     if a.name in NUMBERS and b.name in NUMBERS:
@@ -143,7 +143,7 @@ def comparator(name: str, left: Expression, right: Expression, location: str) ->
     function = COMPARISONS[name]
     kind = left.type.name
     if left.type.array:
-        same = arrays.equal(kind)
+        same = array_comparison.equal(kind)
         return same if name == "=" else lambda a, b: not same(a, b)
     if kind == "enum" and name not in _EQUALITIES:
         return _by_label(function, left.type.labels or right.type.labels)
@@ -220,7 +220,7 @@ def quantified(name: str, left: Expression, right: Expression, every: bool, loca
     if name == "=" and not every and right.constant and _hash_alike(kind, right.type.name):
         values = right.evaluate({})
         if values is not None:
-            return _lookup_any(unified_left, arrays.flatten(values))
+            return _lookup_any(unified_left, array_comparison.flatten(values))
     value_of, array_of = unified_left.evaluate, right.evaluate
     decisive = not every
 
@@ -228,7 +228,7 @@ def quantified(name: str, left: Expression, right: Expression, every: bool, loca
         value, array = value_of(row), array_of(row)
         if array is None:
             return None
-        elements = arrays.flatten(array)
+        elements = array_comparison.flatten(array)
         if not elements:
             return every
         if value is None:

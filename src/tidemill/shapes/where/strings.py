@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import msgspec
 
+from tidemill.shapes.where.case_folding import folding_of, lower, upper
 from tidemill.shapes.where.expressions import BOOL, TEXT, Expression, Row, resolve, strict
-from tidemill.shapes.where.folding import folding_of, lower, upper
 from tidemill.shapes.where.operators import no_operator
 from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError
 

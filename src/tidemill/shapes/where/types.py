@@ -48,7 +48,7 @@ class Type(msgspec.Struct, frozen=True):
     """`name` as above, or `unknown` for literals and parameters not yet resolved, or another pg type's name.
 
     ordered   text only: comparing by code points equals the collation's order
-    folding   text only: what the collation takes for one letter in two cases (folding.py)
+    folding   text only: what the collation takes for one letter in two cases (case_folding.py)
     labels    enum only: its labels in their order, where they are known
     varying   text only: it is varchar, which is padded like character beside it
     most_bytes  text only: it is name or "char", and longer text that is read as it is cut

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tidemill.capture.session import bootstrap
 from tidemill.capture.session.continuity_check import Moved
-from tidemill.shapes.sink import ShapeSink
+from tidemill.shapes.tables.capture_tap import ShapeSink
 from tidemill.sim.scenarios.capture_database import WRITERS, Database
 from tidemill.sim.scenarios.capture_server import Server
 from tidemill.sim.world import swapped

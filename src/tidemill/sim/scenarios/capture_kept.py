@@ -29,17 +29,17 @@ from tidemill.base.status.status import Tracker
 from tidemill.capture.topics import batch_sender
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.factory import metastore_on
-from tidemill.shapes.budget import Budget
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import LogLimits, split_chunk
-from tidemill.shapes.offsets import BEFORE_ALL, LogOffset
-from tidemill.shapes.plan import FieldError, ShapeRequest
-from tidemill.shapes.store import file as file_module
-from tidemill.shapes.store import store as store_module
-from tidemill.shapes.store.disk_log import DiskLog
-from tidemill.shapes.store.file import Flush, Item, Saved, ShapeFile
-from tidemill.shapes.store.kept import Kept
-from tidemill.shapes.store.store import ShapeStore
+from tidemill.shapes.definition.planner import FieldError, ShapeRequest
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log import sqlite_file as file_module
+from tidemill.shapes.log import store as store_module
+from tidemill.shapes.log.disk_log import DiskLog
+from tidemill.shapes.log.log import LogLimits, split_chunk
+from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset
+from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.sqlite_file import Flush, Item, Saved, ShapeFile
+from tidemill.shapes.log.store import ShapeStore
+from tidemill.shapes.memory_budget import Budget
 from tidemill.sim.scenarios.capture_database import Database
 from tidemill.sim.scenarios.capture_oracle import NAME
 from tidemill.sim.scenarios.capture_shapes import WHERES, Shapes, filter_of, read

@@ -12,13 +12,13 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.session import capture
 from tidemill.capture.session.session import Session
-from tidemill.shapes import table_shapes
-from tidemill.shapes.consumer import TableConsumer
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.store.disk_log import DiskLog
-from tidemill.shapes.store.file import Saved
-from tidemill.shapes.store.kept import Kept
-from tidemill.shapes.table_shapes import TableShapes
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.disk_log import DiskLog
+from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.sqlite_file import Saved
+from tidemill.shapes.tables import table_shapes
+from tidemill.shapes.tables.table_consumer import TableConsumer
+from tidemill.shapes.tables.table_shapes import TableShapes
 from tidemill.sim.scenarios import capture_kept, capture_shapes
 from tidemill.sim.scenarios.capture_kept import SimStore
 from tidemill.sim.world import swapped

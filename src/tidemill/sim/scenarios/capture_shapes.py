@@ -21,21 +21,21 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.session.capture import Capture
-from tidemill.shapes import database as database_module
-from tidemill.shapes.budget import Budget
-from tidemill.shapes.compiling import Asked, compile_each
-from tidemill.shapes.consumer import TableConsumer
-from tidemill.shapes.describe import ColumnInfo, TableColumns
-from tidemill.shapes.items import snapshot_end
-from tidemill.shapes.live import LiveShape
-from tidemill.shapes.log import UNBOUNDED, LogLimits, split_chunk
-from tidemill.shapes.offsets import BEFORE_ALL
-from tidemill.shapes.plan import Plan, ShapeRequest, compile_request
-from tidemill.shapes.rows import RowWriter
-from tidemill.shapes.share import LoopShare
-from tidemill.shapes.sink import BacklogLimits
-from tidemill.shapes.store.store import ShapeStore
-from tidemill.shapes.table_shapes import Registered, TableShapes
+from tidemill.shapes.definition.compiler_thread import Asked, compile_each
+from tidemill.shapes.definition.planner import Plan, ShapeRequest, compile_request
+from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.items import snapshot_end
+from tidemill.shapes.log.log import UNBOUNDED, LogLimits, split_chunk
+from tidemill.shapes.log.log_offset import BEFORE_ALL
+from tidemill.shapes.log.row_writer import RowWriter
+from tidemill.shapes.log.store import ShapeStore
+from tidemill.shapes.loop_share import LoopShare
+from tidemill.shapes.memory_budget import Budget
+from tidemill.shapes.tables import captured_database as database_module
+from tidemill.shapes.tables.capture_tap import BacklogLimits
+from tidemill.shapes.tables.table_consumer import TableConsumer
+from tidemill.shapes.tables.table_shapes import Registered, TableShapes
 from tidemill.shapes.where import Type, Where
 from tidemill.sim.loop import LIFE
 from tidemill.sim.scenarios.capture_database import Database

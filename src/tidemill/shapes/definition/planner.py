@@ -1,0 +1,212 @@
+"""What a client asked for, checked against what there is: table names, columns, the where clause. Pure.
+
+orders, public.orders, "Odd Name"   a captured table; unquoted parts fold to lower case, schema public
+<database>:<table>                  the same, where several databases are captured
+shard.<name>, shard:<name>          a shard, name as it is; the schema name `shard` is reserved for this
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from tidemill.base.errors import Invalid
+from tidemill.capture.changes import Relation
+from tidemill.shapes.definition.definition import LogMode, Replica, ShapeDefinition, Source
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.where import Type, Where, WhereError, both, compile_where
+
+if TYPE_CHECKING:
+    from tidemill.shapes.definition.subset import Metadata, Subset, SubsetRequest, SubsetScope
+    from tidemill.shapes.response_memory import HeldRows
+
+SHARD_SCHEMA = "shard"
+
+WITHIN = "shape"
+"""The field that an error of the server's own clause names."""
+
+
+class Within(msgspec.Struct, frozen=True):
+    """What the server defines and a client may only narrow: rows and columns beside these do not exist for it, also not
+    for its clause. `columns` () = all."""
+
+    where: str
+    params: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+
+class ShapeRequest(msgspec.Struct, frozen=True):
+    """The parameters that define a shape, as the client sent them, or as the server defines them (`rights`)."""
+
+    table: str
+    where: str = ""
+    params: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    replica: Replica = "default"
+    log_mode: LogMode = "full"
+    queryable: tuple[str, ...] = ()
+    within: Within | None = None
+
+
+def definition_of(
+    request: ShapeRequest, source: Source, columns: tuple[str, ...], where: Where | None
+) -> ShapeDefinition:
+    """Of a request that was checked: `columns` and `where` as they came out of that."""
+    return ShapeDefinition(
+        source,
+        request.where,
+        where.given if where else (),
+        columns,
+        request.replica,
+        request.log_mode,
+        request.within.where if request.within is not None else "",
+    )
+
+
+class SubsetReader(Protocol):
+    """Reads a subset into `rows`, each marked with `mark`. Raises FieldError, Invalid, Full or Unavailable."""
+
+    async def __call__(self, request: SubsetRequest, rows: HeldRows, mark: int) -> Metadata: ...
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A checked request: its definition, how to build the shape, and how to `read` a subset of its rows. `relation` is
+    None for a shard."""
+
+    definition: ShapeDefinition
+    schema_json: bytes
+    build: Callable[[LiveShape], Awaitable[None]]
+    read: SubsetReader
+    relation: Relation | None = None
+
+
+class FieldError(Invalid):
+    """A parameter is wrong; `field` names it."""
+
+    def __init__(self, field: str, message: str, *, fix: str = "") -> None:
+        super().__init__(message, fix=fix)
+        self.field = field
+
+
+def shard_name(table: str) -> str | None:
+    """The shard a table parameter names, None for a table."""
+    if table.startswith("shard:"):
+        return table[len("shard:") :]
+    if table.startswith('shard."'):
+        return split_table(table)[1]
+    return table[len("shard.") :] if table.startswith("shard.") else None
+
+
+def split_table(text: str) -> tuple[str, str]:
+    """(schema, table) of `table` or `schema.table`, parts optionally double-quoted. Raises FieldError."""
+    parts: list[str] = []
+    at = 0
+    while True:
+        if text[at : at + 1] == '"':
+            end = closing_quote(text, at)
+            if end < 0:
+                raise FieldError("table", f"unterminated quote in table name: table={text!r}.")
+            parts.append(text[at + 1 : end].replace('""', '"'))
+            at = end + 1
+        else:
+            end = next((i for i in range(at, len(text)) if text[i] in '."'), len(text))
+            parts.append(text[at:end].lower())
+            at = end
+        if at == len(text):
+            break
+        if text[at] != ".":
+            raise FieldError("table", f"invalid table name: table={text!r}.", fix="Quote unusual names.")
+        at += 1
+    if len(parts) > 2 or not all(parts):
+        raise FieldError("table", f"invalid table name: table={text!r}.", fix="Write table or schema.table.")
+    return (parts[0], parts[1]) if len(parts) == 2 else ("public", parts[0])
+
+
+def closing_quote(text: str, opening: int) -> int:
+    """Index of the quote that ends the identifier opened at `opening`; doubled quotes are part of it; -1 = none."""
+    end = opening + 1
+    while (end := text.find('"', end)) >= 0 and text[end + 1 : end + 2] == '"':
+        end += 2
+    return end
+
+
+def check_columns(request: ShapeRequest, names: tuple[str, ...], key: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns to show, in table order; () = all. They are among the queryable ones, which are the default too.
+    Raises FieldError."""
+    queryable = queryable_columns(request, names, key)
+    columns = _existing("columns", request.columns, names, key)
+    refused = ", ".join(name for name in request.columns if queryable and name not in queryable)
+    if refused:
+        raise FieldError("columns", f"The following columns are not among queryable_columns: {refused}")
+    return columns if request.columns else queryable
+
+
+def queryable_columns(request: ShapeRequest, names: tuple[str, ...], key: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that the shape may show, and a subset may filter and order by; () = all. Raises FieldError."""
+    return _existing("queryable_columns", request.queryable, names, key)
+
+
+def _existing(field: str, wanted: tuple[str, ...], names: tuple[str, ...], key: tuple[str, ...]) -> tuple[str, ...]:
+    """The wanted columns in table order; () when none are named. One who names all of them does not want those to
+    come."""
+    if not wanted:
+        return ()
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise FieldError(field, f"The following columns are not found on the table: {', '.join(unknown)}")
+    missing = ", ".join(name for name in key or names if name not in wanted)
+    if missing:
+        raise FieldError(field, f"The list of columns must include all primary key columns, missing: {missing}")
+    return tuple(name for name in names if name in wanted)
+
+
+class Compiler(Protocol):
+    """`compile_request` and `compile_subset`, wherever they run: a long clause takes longer than the loop may stand
+    still."""
+
+    async def __call__(
+        self, request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str
+    ) -> Where | None: ...
+
+    async def subset(self, request: SubsetRequest, scope: SubsetScope) -> Subset: ...
+
+
+MAX_PARAMS = 1_000
+
+
+def compile_request(request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
+    """The client's clause within the server's. Raises FieldError."""
+    within = request.within
+    if within is None:
+        return _compile(request, types, schema, table, 1)
+    outer = _outer(within, types, schema, table)
+    seen = {name: type_ for name, type_ in types.items() if not within.columns or name in within.columns}
+    inner = _compile(request, seen, schema, table, len(outer.params) + 1 if outer is not None else 1)
+    return outer or inner if outer is None or inner is None else both(outer, inner)
+
+
+def _outer(within: Within, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
+    if not within.where:
+        return None
+    try:
+        return compile_where(within.where, within.params, types, schema=schema, table=table)
+    except WhereError as error:
+        raise FieldError(WITHIN, error.message, fix=error.fix) from error
+
+
+def _compile(
+    request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str, first_param: int
+) -> Where | None:
+    if not request.where:
+        if request.params:
+            raise FieldError("params", "params were given without a where clause.")
+        return None
+    if len(request.params) > MAX_PARAMS:
+        raise FieldError("params", f"too many parameters: limit={MAX_PARAMS}.", fix="Send an array and use = ANY($1).")
+    try:
+        return compile_where(request.where, request.params, types, schema=schema, table=table, first_param=first_param)
+    except WhereError as error:
+        field = "params" if error.message.startswith("parameters must") else "where"
+        raise FieldError(field, error.message, fix=error.fix) from error

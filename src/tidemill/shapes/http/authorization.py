@@ -1,0 +1,173 @@
+"""From the query of a request, and who asks, to what it may see: plain shapes, shapes that the server defines, signed
+URLs.
+
+    table=…               as the client says; whoever stands before asks the rules for the table
+    shape=NAME            the server's definition, bound to the asker's claims
+    signature=…           the definition in the query, if it is the one that was signed
+
+GR1  A query that names a shape, or is signed, holds nothing but what it may: each parameter once, and no unknown one.
+     What is not looked at cannot be meant by somebody else.
+GR2  Everyone who looks at a query looks with this room's eyes: which table, which names, signed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Final
+
+import msgspec
+from starlette.datastructures import QueryParams
+from starlette.types import Scope
+
+from tidemill.base.clock import Clock
+from tidemill.security.audit import Audit
+from tidemill.shapes.definition.permissions import Asker, Denied, Right
+from tidemill.shapes.definition.planner import ShapeRequest
+from tidemill.shapes.definition.server_defined import FromClaim, NamedShape
+from tidemill.shapes.definition.signed_urls import Signing, canonical, fits
+from tidemill.shapes.http.param_values import Errors
+from tidemill.shapes.http.params import BadRequest, definition
+from tidemill.shapes.http.subset_params import PREFIX
+from tidemill.shapes.log.log_offset import number
+
+ASKER: Final = "tidemill.asker"
+"""Key of the ASGI scope under which the node says who asks (`rights.Asker`). Absent = nobody is asked who they are."""
+
+NAME: Final = "shape"
+SIGNATURE: Final = "signature"
+SIGNED: Final = frozenset({"expires", "key", SIGNATURE})
+PROTOCOL: Final = frozenset(
+    {"offset", "handle", "live", "live_sse", "experimental_live_sse", "cursor", "log", "expired_handle", "cache-buster"}
+)
+SECRETS: Final = frozenset({"secret", "api_secret"})
+NARROWING: Final = frozenset({"where", "columns", "queryable_columns"})
+DEFINING: Final = NARROWING | {"table", "replica"}
+
+
+def asker_of(scope: Scope) -> Asker | None:
+    found = scope.get(ASKER)
+    return found if isinstance(found, Asker) else None
+
+
+def host_of(scope: Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else ""
+
+
+def is_signed(query: QueryParams) -> bool:
+    return SIGNATURE in query
+
+
+class Grants:
+    """Raises Invalid for a definition that could never be served."""
+
+    def __init__(self, clock: Clock, named: Iterable[NamedShape] = (), signing: Signing | None = None) -> None:
+        self._clock = clock
+        self._named = {shape.name: shape for shape in named}
+        self._signing = signing or Signing()
+        self.audit = Audit(clock)
+        for shape in self._named.values():
+            shape.check()
+
+    @property
+    def claims(self) -> frozenset[str]:
+        """Those that some definition is bound to: no others of a token need be kept."""
+        params = (param for shape in self._named.values() for param in shape.params)
+        return frozenset(param.name for param in params if isinstance(param, FromClaim))
+
+    def table_of(self, query: QueryParams) -> str:
+        """The table whose node serves the request; "" where any may say that there is none."""
+        if NAME in query:
+            found = self._named.get(query[NAME])
+            return found.table if found is not None else ""
+        return query.get("table", "")
+
+    def right(self, query: QueryParams, asker: Asker | None, host: str = "") -> Right:
+        """What a request may see. Raises Denied, BadRequest."""
+        if is_signed(query):
+            return self._signed(query, host)
+        right = Right()
+        if asker is not None:
+            right = Right(fresh_ms=asker.ends_ms, ends_ms=asker.ends_ms, allowed=asker.allowed)
+        if NAME not in query:
+            return right
+        shape = self._named.get(query[NAME])
+        if shape is None:
+            raise Denied(404, "There is no such shape.")
+        request = _bound(shape, query, asker)
+        return msgspec.structs.replace(
+            right, request=request, name=shape.name, narrowed=shape.narrow, takes=shape.asks > 0
+        )
+
+    # -- signed URLs -------------------------------------------------------------------------------
+
+    def _signed(self, query: QueryParams, host: str) -> Right:
+        errors = strange(query, PROTOCOL | SECRETS | DEFINING | SIGNED, params=True)
+        if errors:
+            raise BadRequest(errors)
+        expires_s = number(query.get("expires", ""))
+        key_id = query.get("key", "")
+        key = self._signing.keys.get(key_id)
+        asked = definition(query, errors)
+        if errors or not asked.table:
+            raise BadRequest(errors or {"table": ["can't be blank"]})
+        request = canonical(asked)
+        if key is None or expires_s is None or not fits(request, expires_s, key_id, key, query[SIGNATURE]):
+            self._refuse(host, key_id, "no key of this id" if key is None else "another definition, key or time")
+            raise Denied(401, "The signature does not fit.", fix="Change nothing of a signed URL but where it reads.")
+        now_ms, leeway_ms = self._clock.now_ms(), self._signing.leeway_s * 1000
+        fresh_ms = expires_s * 1000
+        if fresh_ms + leeway_ms <= now_ms:
+            self._refuse(host, key_id, "expired")
+            raise Denied(401, f"The signed URL expired at {_shown(expires_s)}.", fix="Get a new one.")
+        if fresh_ms - leeway_ms - now_ms > self._signing.max_s * 1000:
+            self._refuse(host, key_id, "too far off")
+            raise Denied(401, f"The signed URL is for longer than one may be: limit_s={self._signing.max_s}.")
+        return Right(request, signed=True, fresh_ms=fresh_ms, ends_ms=fresh_ms + leeway_ms)
+
+    def _refuse(self, host: str, key_id: str, reason: str) -> None:
+        self.audit.refused("shape.signature_refused", (host, key_id, reason), host=host, key=key_id, reason=reason)
+
+
+def _bound(shape: NamedShape, query: QueryParams, asker: Asker | None) -> ShapeRequest:
+    """Raises Denied, BadRequest."""
+    allowed = PROTOCOL | SECRETS | {NAME} | (NARROWING if shape.narrow else frozenset())
+    errors = strange(query, allowed, params=shape.narrow or shape.asks > 0)
+    if errors:
+        raise BadRequest(errors)
+    claims = asker.claims if asker is not None else None
+    own = definition(query, errors)
+    if shape.narrow:
+        for field, columns in (("columns", own.columns), ("queryable_columns", own.queryable)):
+            hidden = shape.hidden(columns)
+            if hidden:
+                errors[field] = [f"The following columns are not found on the table: {', '.join(hidden)}"]
+    elif len(own.params) != shape.asks and "params" not in errors:
+        errors["params"] = [f"this shape takes {shape.asks} of them, from 1 on"]
+    if errors:
+        raise BadRequest(errors)
+    values = shape.bind(claims, own.params)
+    if shape.narrow:
+        return shape.narrowed(values, own)
+    return shape.fixed(values, own.log_mode)
+
+
+def strange(query: QueryParams, allowed: frozenset[str], *, params: bool) -> Errors:
+    """What a query may not hold (GR1), by name. `params`: it may hold values, as `params` or `params[n]`."""
+    errors: Errors = {}
+    seen: set[str] = set()
+    for name, _ in query.multi_items():
+        if name in seen:
+            errors[name[:100]] = ["is given more than once"]
+        seen.add(name)
+        value = params and (name == "params" or (name.startswith("params[") and name.endswith("]")))
+        if not (name in allowed or name.startswith(PREFIX) or value):
+            errors[name[:100]] = ["may not be given here"]
+    return errors
+
+
+def _shown(time_s: int) -> str:
+    try:
+        return datetime.fromtimestamp(time_s, UTC).isoformat().replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):
+        return str(time_s)

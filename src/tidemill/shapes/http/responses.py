@@ -1,0 +1,137 @@
+"""Answers of the shape endpoint: bodies, headers, and how long a cache may keep them (notes/electric.md §3).
+
+offset -1                public, max-age=604800, s-maxage=3600, stale-while-revalidate=2629746    cache.initial_s
+later, not live          public, max-age=60, stale-while-revalidate=300                  cache.later_s, .stale_s
+live long poll           public, max-age=5, stale-while-revalidate=5                              cache.live_s
+live event stream        public, max-age = its length − 1
+409                      public, max-age=60 (1 without a handle in the request), must-revalidate
+other errors             no-store, for surrogates too
+now, subset, health,
+DELETE                   no-cache
+
+Where a right ends (`rights.Right`) nothing is fresh, or served stale, for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import orjson
+from starlette.responses import Response
+
+from tidemill import __version__
+from tidemill.base.clock import Clock, Rand
+from tidemill.shapes.http.params import ShapeParams
+from tidemill.shapes.http.streaming import ItemsResponse
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.items import MUST_REFETCH
+from tidemill.shapes.log.log_offset import LogOffset
+from tidemill.shapes.settings import CacheAges, ShapeSettings
+
+EXPOSED = (
+    "electric-cursor, electric-handle, electric-offset, electric-schema, electric-up-to-date, "
+    "electric-has-data, electric-snapshot, electric-internal-known-error, etag, retry-after, x-request-id"
+)
+BASE_HEADERS = {
+    "access-control-expose-headers": EXPOSED,
+    "access-control-allow-methods": "GET, POST, HEAD, DELETE, OPTIONS",
+    "electric-server": f"tidemill/{__version__}",
+}
+CURSOR_EPOCH_MS = 1_728_432_000_000
+"""2024-10-09T00:00:00Z, where cursors count from."""
+
+NO_STORE = {"cache-control": "no-store", "surrogate-control": "no-store"}
+
+
+def cache_control(params: ShapeParams, ages: CacheAges) -> str:
+    if params.live:
+        return f"public, max-age={ages.live_s}, stale-while-revalidate={ages.live_s}"
+    if params.initial:
+        return f"public, max-age=604800, s-maxage={ages.initial_s}, stale-while-revalidate=2629746"
+    return f"public, max-age={ages.later_s}, stale-while-revalidate={ages.stale_s}"
+
+
+def fresh_until(header: str, left_s: float) -> str:
+    """A cache-control of ours, cut so that no cache shows the answer, fresh or stale, once `left_s` are over."""
+    if left_s < 1:
+        return "no-store"
+    found = dict(part.strip().partition("=")[::2] for part in header.split(","))
+    for name in ("max-age", "s-maxage"):
+        if name in found:
+            found[name] = str(min(int(found[name]), int(left_s)))
+    stale = "stale-while-revalidate"
+    if stale in found:
+        ages = [int(found[name]) for name in ("max-age", "s-maxage") if name in found]
+        found[stale] = str(min(int(found[stale]), int(left_s) - max(ages, default=0)))
+    return ", ".join(f"{name}={value}" if value else name for name, value in found.items())
+
+
+def next_cursor(now_ms: int, sent: int | None, interval_s: float, rand: Rand) -> int:
+    """Seconds since 2024-10-09 rounded up to the interval; always above the cursor that was sent.
+
+    Clients that poll within one interval get one cursor, so a cache can join them; a repeated cursor
+    would let a cache serve one answer for ever.
+    """
+    interval = max(1, int(interval_s))
+    elapsed_s = max(0, now_ms - CURSOR_EPOCH_MS) // 1000
+    cursor = (elapsed_s // interval + 1) * interval
+    if sent is not None and cursor <= sent:
+        cursor = sent + 1 + rand.below(3600)
+    return cursor
+
+
+def shape_headers(
+    shape: LiveShape,
+    params: ShapeParams,
+    end: LogOffset,
+    up_to_date: bool,
+    clock: Clock,
+    rand: Rand,
+    settings: ShapeSettings,
+) -> dict[str, str]:
+    headers = {**BASE_HEADERS, "electric-handle": shape.handle, "electric-offset": str(end)}
+    if up_to_date:
+        headers["electric-up-to-date"] = ""
+    if params.live:
+        cursor = next_cursor(clock.now_ms(), params.cursor, settings.long_poll_s, rand)
+        headers["electric-cursor"] = str(cursor)
+    else:
+        headers["electric-schema"] = shape.schema_json.decode("utf-8")
+    headers["cache-control"] = cache_control(params, settings.cache)
+    return headers
+
+
+def etag(shape: LiveShape, params: ShapeParams, end: LogOffset, current: bool, unchanged: int | None = None) -> str:
+    """`"handle:request:response"`; an answer without news adds a number that grows, so it never validates, and one that
+    says nothing of being up to date is another than one that does, be it of the same items: a chunk that ends where the
+    log ended is followed by more later."""
+    asked = "now" if params.offset is None else str(params.offset)
+    tail = "" if unchanged is None else f":{unchanged}"
+    return f'"{shape.handle}:{asked}:{end}{tail}{"" if current else ":more"}"'
+
+
+def items_response(items: Sequence[bytes], headers: Mapping[str, str], has_data: bool) -> Response:
+    return ItemsResponse(items, 200, {**headers, "electric-has-data": "true" if has_data else "false"})
+
+
+def must_refetch(new_handle: str, had_handle: bool) -> Response:
+    """409: the handle is not, or no longer, one of this shape's; the new one is in the header."""
+    headers = {
+        **BASE_HEADERS,
+        "electric-handle": new_handle,
+        "cache-control": f"public, max-age={60 if had_handle else 1}, must-revalidate",
+    }
+    return Response(MUST_REFETCH, 409, headers, media_type="application/json")
+
+
+def error_response(
+    status: int, message: str, errors: Mapping[str, list[str]] | None = None, *, retry_after_s: int = 0
+) -> Response:
+    body: dict[str, object] = {"message": message}
+    if errors:
+        body["errors"] = errors
+    headers = {**BASE_HEADERS, **NO_STORE}
+    if status == 503:
+        headers["electric-internal-known-error"] = "true"
+        headers["retry-after"] = str(retry_after_s)
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")

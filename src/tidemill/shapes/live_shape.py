@@ -1,0 +1,158 @@
+"""A shape while it lives: its log, who waits for it, and how it ends.
+
+loading ──ready()──► live ──drop()──► dropped         loading, live ──fail()──► failed
+
+H2  A waiter registers first and looks at the log after that, so nothing slips between (notes/electric.md §7).
+H3  After drop or fail nothing is ever appended, every waiter is woken, and the handle answers 409.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+import structlog
+
+from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.shapes.definition.definition import ShapeDefinition
+from tidemill.shapes.log.items import LogItem
+from tidemill.shapes.log.log import Chunk, LogStorage
+from tidemill.shapes.log.log_offset import LogOffset
+from tidemill.shapes.memory_budget import Full
+
+_log = structlog.get_logger()
+
+
+class Told(NamedTuple):
+    """What who had read `after` is told of what came next, up to `end`."""
+
+    after: LogOffset
+    end: LogOffset
+    frames: bytes
+
+
+class LiveShape:
+    """`last_seen` is the newest transaction (LSN, or time in ms) whose effect on this shape is in the log."""
+
+    def __init__(self, handle: str, definition: ShapeDefinition, schema_json: bytes, log: LogStorage) -> None:
+        self.handle = handle
+        self.definition = definition
+        self.schema_json = schema_json
+        self.log = log
+        self.last_seen = 0
+        self.used_s = 0.0
+        self.started_s = 0.0
+        self.restored = False
+        """Its log is of an earlier life: what its readers saw last may come again only now."""
+        self.broken = False
+        """It ended with a fault that nobody listed."""
+        self.rows_loaded = 0
+        self.error: TidemillError | None = None
+        self.end_reason = ""
+        self.told: Told | None = None
+        """The same bytes for all who wait for one transaction. They are woken in one turn of the loop; it is forgotten
+        with that, and no memory of the shape's."""
+        self._state = "loading"
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._over = asyncio.Event()
+
+    @property
+    def state(self) -> str:
+        return self._state
+
+    @property
+    def gone(self) -> bool:
+        return self._state in ("dropped", "failed")
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for news now."""
+        return len(self._waiters)
+
+    def ready(self) -> None:
+        if self._state == "loading":
+            self._state = "live"
+            self._wake()
+
+    def fail(self, error: TidemillError, *, broken: bool = False) -> None:
+        """The shape ends with `error`: requests get it, those that wait now too."""
+        if not self.gone:
+            self.error = error
+            self.broken = broken
+            self._end("failed", str(error))
+
+    def drop(self, reason: str) -> None:
+        """Nothing can follow what the log holds; clients refetch."""
+        if not self.gone:
+            self._end("dropped", reason)
+
+    def _end(self, state: str, reason: str) -> None:
+        self._state = state
+        self.end_reason = reason
+        self.log.drop()
+        self._over.set()
+        self._wake()
+
+    def stage(self, item: LogItem) -> None:
+        """Put an item of the transaction under way behind the log, where nobody sees it. A log that outgrows its limit,
+        or the memory of all shapes, ends the shape."""
+        try:
+            self.log.stage(item)
+        except Full as error:
+            self.drop(str(error))
+            return
+        if self.log.overgrown:
+            self.drop(f"the log outgrew its limit: log_bytes={self.log.log_bytes}")
+
+    def publish(self, last_seen: int, *, mark: bool = False) -> None:
+        """Show the transaction that was staged, whole; ignored once the shape is gone (H3)."""
+        if self.gone:
+            return
+        if last_seen > self.last_seen:
+            self.last_seen = last_seen
+        if self.log.publish(mark=mark) and self._waiters:
+            self._wake()
+
+    async def fetch(self, after: LogOffset) -> Chunk:
+        """As the log's. Where what is stored of it is damaged the shape ends: look at `gone` then."""
+        try:
+            return await self.log.fetch(after)
+        except Corrupt as error:
+            _log.error("a shape's stored log is damaged", handle=self.handle, error=str(error))
+            self.drop(error.message)
+            return Chunk((), after, False)
+
+    def subscribe(self) -> asyncio.Future[None]:
+        """A future that resolves at the next change of log or state. Register, then look again (H2)."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(future)
+        future.add_done_callback(self._waiters.discard)
+        return future
+
+    def tell(self, after: LogOffset, end: LogOffset, frames: bytes) -> None:
+        if self.told is None:
+            asyncio.get_running_loop().call_soon(self._forget)
+        self.told = Told(after, end, frames)
+
+    def _forget(self) -> None:
+        self.told = None
+
+    def _wake(self) -> None:
+        for future in list(self._waiters):
+            if not future.done():
+                future.set_result(None)
+
+    async def wait_loaded(self, timeout_s: float) -> bool:
+        """True once no longer loading; look at `gone` and `error` then."""
+        if self._state != "loading":
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._state == "loading":
+                    await self.subscribe()
+        except TimeoutError:
+            return False
+        return True
+
+    async def wait_over(self) -> None:
+        await self._over.wait()

@@ -1,0 +1,103 @@
+"""Log items as the client reads them: JSON bytes, rendered once when they enter the log.
+
+    {"key": …, "value": {column: text|null}, "old_value"?: …, "headers": {"operation", "relation", …, "last"?}}
+
+Values are PostgreSQL's text or null; booleans are spelled `true`/`false` everywhere, so that the base
+and the stream agree (Electric itself spells them `t`/`f` in the stream; its clients read both).
+Keys: `"schema"."table"/"v1"/"v2"`, `/` doubled, dots doubled in the relation part, NULL as `_`;
+without a primary key all columns count, sorted by name (notes/electric.md §3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import orjson
+
+from tidemill.shapes.log.log_offset import LogOffset
+
+Values = Mapping[str, str | None]
+Operation = Literal["insert", "update", "delete"]
+
+MUST_REFETCH = b'[{"headers":{"control":"must-refetch"}}]'
+
+
+class LogItem(msgspec.Struct, frozen=True, gc=False):
+    """One item of a log, rendered."""
+
+    offset: LogOffset
+    json: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.json) + ITEM_BYTES
+
+
+ITEM_BYTES = 200
+"""What an item takes beside its JSON: the objects of its place in the log."""
+
+
+class KeyWriter:
+    """Writes the key of a row of one relation."""
+
+    def __init__(self, schema: str, table: str, key_columns: Sequence[str]) -> None:
+        self._prefix = ".".join(f'"{part.replace("/", "//").replace(".", "..")}"' for part in (schema, table))
+        self._columns = tuple(key_columns)
+
+    def key(self, row: Values) -> str:
+        columns = self._columns or sorted(row)
+        return self._prefix + "".join([_section(row.get(column)) for column in columns])
+
+
+def _section(value: str | None) -> str:
+    return "/_" if value is None else f'/"{value.replace("/", "//")}"'
+
+
+def render(
+    key: str,
+    value: Values,
+    headers: Mapping[str, object],
+    old_value: Values | None = None,
+) -> bytes:
+    """An item's JSON; its headers come last, so that `marked_last` can add to them."""
+    item: dict[str, object] = {"key": key, "value": value}
+    if old_value is not None:
+        item["old_value"] = old_value
+    item["headers"] = headers
+    return orjson.dumps(item)
+
+
+def marked_last(item: bytes) -> bytes:
+    """The same item with `last: true`: it ends its transaction."""
+    return item[:-2] + b',"last":true}}'
+
+
+def up_to_date(last_seen: int) -> bytes:
+    """The control item that ends a complete answer; `last_seen` is decimal, as the client reads it."""
+    return b'{"headers":{"control":"up-to-date","global_last_seen_lsn":"%d"}}' % max(0, last_seen)
+
+
+def snapshot_end(xmin: int, xmax: int, in_progress: Sequence[int]) -> bytes:
+    return orjson.dumps(
+        {
+            "headers": {
+                "control": "snapshot-end",
+                "xmin": str(xmin),
+                "xmax": str(xmax),
+                "xip_list": [str(xid) for xid in in_progress],
+            }
+        }
+    )
+
+
+_BOOLEAN_TEXT = {"t": "true", "f": "false"}
+
+
+def spell_booleans(row: dict[str, str | None], columns: Sequence[str]) -> None:
+    """Rewrite `t`/`f` of the named columns in place."""
+    for column in columns:
+        value = row.get(column)
+        if value is not None:
+            row[column] = _BOOLEAN_TEXT.get(value, value)

@@ -1,0 +1,99 @@
+"""From rows to log items: which columns a shape shows, how an update is cut, what the headers say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from tidemill.shapes.definition.definition import Replica
+from tidemill.shapes.log.items import KeyWriter, LogItem, Operation, render, spell_booleans
+from tidemill.shapes.log.log_offset import LogOffset
+
+Row = Mapping[str, str | None]
+Headers = dict[str, object]
+
+
+class RowWriter:
+    """Renders the rows of one shape.
+
+    columns      names shown, in table order
+    key_columns  names of the primary key, () = every column of the row is the key
+    booleans     names whose text is `t`/`f`
+    marks        further headers of the rows of a snapshot
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        table: str,
+        columns: Sequence[str],
+        key_columns: Sequence[str],
+        booleans: Sequence[str] = (),
+        replica: Replica = "default",
+        marks: Mapping[str, object] | None = None,
+    ) -> None:
+        self._relation = [schema, table]
+        self._columns = tuple(columns)
+        self._key_columns = tuple(key_columns)
+        self._booleans = tuple(booleans)
+        self.full = replica == "full"
+        """Updates and deletes show all of a row, and updates what it was before."""
+        self._keys = KeyWriter(schema, table, key_columns)
+        self._base_headers: Headers = {"operation": "insert", "relation": self._relation, **(marks or {})}
+
+    @property
+    def keyed(self) -> bool:
+        return bool(self._key_columns)
+
+    def key(self, row: Row) -> str:
+        return self._keys.key(row)
+
+    def shows(self, columns: Collection[str]) -> bool:
+        """Any of these is shown."""
+        return not set(columns).isdisjoint(self._columns)
+
+    def _shown(self, row: Row, columns: tuple[str, ...]) -> Row:
+        whole = tuple(row) == columns
+        if whole and not self._booleans:
+            return row
+        shown = dict(row) if whole else {column: row[column] for column in columns if column in row}
+        if self._booleans:
+            spell_booleans(shown, self._booleans)
+        return shown
+
+    def base_row(self, row: Row) -> bytes:
+        return render(self.key(row), self._shown(row, self._columns), self._base_headers)
+
+    def insert(self, offset: LogOffset, row: Row, headers: Headers) -> LogItem:
+        return self._item(offset, "insert", self.key(row), self._shown(row, self._columns), headers)
+
+    def delete(self, offset: LogOffset, row: Row, headers: Headers) -> LogItem:
+        columns = self._columns if self.full or not self._key_columns else self._key_columns
+        return self._item(offset, "delete", self.key(row), self._shown(row, columns), headers)
+
+    def update(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers) -> LogItem | None:
+        """None when nothing that is shown has changed. Without the old row, or where it has no such column, one counts
+        as changed; what `new` lacks is not shown: it is as it was."""
+        if old is None:
+            return self._item(offset, "update", self.key(new), self._shown(new, self._columns), headers)
+        changed = [column for column in self._columns if column not in old or old[column] != new.get(column)]
+        if not changed:
+            return None
+        if self.full:
+            old_value = self._shown(old, tuple(changed))
+            value = self._shown(new, self._columns)
+            return self._item(offset, "update", self.key(new), value, headers, old_value)
+        moved = set(changed)
+        value = self._shown(new, tuple(c for c in self._columns if c in moved or c in self._key_columns))
+        return self._item(offset, "update", self.key(new), value, headers)
+
+    def _item(
+        self,
+        offset: LogOffset,
+        operation: Operation,
+        key: str,
+        value: Row,
+        headers: Headers,
+        old_value: Row | None = None,
+    ) -> LogItem:
+        full = {"operation": operation, "relation": self._relation, **headers, "op_position": offset.op}
+        return LogItem(offset, render(key, value, full, old_value))

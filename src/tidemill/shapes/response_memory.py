@@ -1,0 +1,44 @@
+"""Rows on their way to one reader: counted in the memory of all shapes until the last byte has gone out, and in the
+share of it that all such rows may take: readers who are slow on purpose leave the rest to the shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.base.errors import Invalid
+from tidemill.shapes.log.log import SEPARATOR
+from tidemill.shapes.memory_budget import Budget, take_of_all
+
+
+class HeldRows:
+    """`add` while they are read, then `pieces`, at last `release`."""
+
+    def __init__(self, budget: Budget, share: Budget, limit_bytes: int) -> None:
+        self.budget = budget
+        self._share = share
+        self._limit_bytes = limit_bytes
+        self.pieces: list[bytes] = []
+        """Rows as JSON, several joined by SEPARATOR."""
+        self.size_bytes = 0
+        self._released = False
+
+    def add(self, rows: Sequence[bytes]) -> None:
+        """Raises Invalid when they grow too large, Full when all that shapes hold does."""
+        if not rows or self._released:
+            return
+        joined = SEPARATOR.join(rows)
+        if self.size_bytes + len(joined) > self._limit_bytes:
+            raise Invalid(
+                f"the subset is too large: limit_bytes={self._limit_bytes}.", fix="Narrow it, or read it in pages."
+            )
+        take_of_all(len(joined), self._share, self.budget)
+        self.size_bytes += len(joined)
+        self.pieces.append(joined)
+
+    def release(self) -> None:
+        """Idempotent."""
+        if not self._released:
+            self._released = True
+            self.budget.give(self.size_bytes)
+            self._share.give(self.size_bytes)
+            self.pieces = []

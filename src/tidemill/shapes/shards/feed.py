@@ -1,0 +1,296 @@
+"""A shape over a shard: the snapshot as its base, the shard's updates as its log.
+
+Offsets are (time in ms, place within that time). A retraction and an insertion of one key at one time are
+one update. Values are written as PostgreSQL would print them, so a client cannot tell a shard from a table;
+a shard without a key is a multiset whose key is the whole row: it appears with its first copy, goes with its last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from tidemill.base.errors import Invalid, Unavailable
+from tidemill.shapes.definition.definition import LogMode, Replica
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.items import LogItem
+from tidemill.shapes.log.log_offset import FIRST_OP, LogOffset
+from tidemill.shapes.log.row_writer import RowWriter
+from tidemill.shapes.loop_share import LoopShare, Turn
+from tidemill.shapes.shards.rows import Row, rows_of, slices
+from tidemill.shapes.tables.table_consumer import failed_on_a_row
+from tidemill.shapes.where import EvaluationError, Type, Where
+from tidemill.shards.api import DIFF, TIME, HistoryLost, Shard, ShardSchema
+from tidemill.shards.parts.schema import canonical_type
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_PG_NAMES = {
+    "bool": "bool",
+    "int16": "int2",
+    "int32": "int4",
+    "int64": "int8",
+    "float32": "float4",
+    "float64": "float8",
+    "string": "text",
+    "json": "json",
+    "binary": "bytea",
+    "date": "date",
+    "timestamp": "timestamptz",
+    "timestamp_ntz": "timestamp",
+}
+STORED_BYTES = 64 << 20
+"""Of a shard that a shape may be over, as stored (history included). It is read whole, and unpacked it is several times
+as large; the unpacked table counts against the shapes' memory while it is worked on."""
+LOAD_ATTEMPTS = 5
+
+
+def pg_name(type_name: str) -> str:
+    """The PostgreSQL type a shard column is shown as."""
+    if type_name.startswith("decimal"):
+        return "numeric"
+    return _PG_NAMES[canonical_type(type_name)]
+
+
+def shard_types(schema: ShardSchema) -> dict[str, Type]:
+    return {column.name: Type(pg_name(column.type)) for column in schema.columns}
+
+
+def shard_schema_json(schema: ShardSchema, shown: tuple[str, ...]) -> bytes:
+    """The electric-schema header, ASCII."""
+    key = {name: index for index, name in enumerate(schema.key)}
+    out: dict[str, dict[str, object]] = {}
+    for column in schema.columns:
+        if shown and column.name not in shown:
+            continue
+        entry: dict[str, object] = {"type": pg_name(column.type), "dims": 0}
+        if column.name in key:
+            entry["pk_index"] = key[column.name]
+        if column.type.startswith("decimal("):
+            precision, scale = column.type[len("decimal(") : -1].split(",")
+            entry |= {"precision": int(precision), "scale": int(scale)}
+        out[column.name] = entry
+    return json.dumps(out, separators=(",", ":")).encode()
+
+
+class ShardFeed:
+    """Feeds one shape from one shard. `load` once, then `follow` until cancelled. Rows are worked on in `share`."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        where: Where | None,
+        columns: tuple[str, ...],
+        replica: Replica,
+        log_mode: LogMode,
+        share: LoopShare,
+    ) -> None:
+        self._shard = shard
+        self._where = where
+        self._log_mode = log_mode
+        self._share = share
+        schema = shard.schema
+        self._names = tuple(column.name for column in schema.columns)
+        self._shown = columns or self._names
+        self._keyed = bool(schema.key)
+        self._writer = RowWriter("shard", shard.name, self._shown, schema.key, (), replica)
+        self._copies: Counter[str] = Counter()
+        self._next = 0
+
+    async def load(self, shape: LiveShape) -> None:
+        """Base = contents at the newest final time; an empty shard has an empty base.
+
+        Raises what the shard raises; Unavailable when its history is forgotten faster than it can be read; Invalid
+        when it is too large, or the where clause fails on a row; Full.
+        """
+        table, self._next = await contents(self._shard)
+        if table is not None and (self._log_mode == "full" or not self._keyed):
+            await self._each_slice(shape, table, self._base)
+        shape.log.seal_base()
+        shape.last_seen = max(self._next - 1, 0)
+
+    async def resume(self, shape: LiveShape, seen_ms: int) -> None:
+        """Instead of `load`, of a log that has every change up to `seen_ms`. Raises HistoryLost where the shard does
+        not tell apart what came after it, and what `load` raises."""
+        since, upper = await self._shard.frontiers()
+        if not since <= seen_ms < upper:
+            raise HistoryLost(
+                f"the shard does not remember what came after a restart: since={since} seen={seen_ms} upper={upper}."
+            )
+        if not self._keyed:
+            await _check_size(self._shard, seen_ms)
+            await self._each_slice(shape, await self._shard.snapshot(seen_ms), self._recount)
+        self._next = seen_ms + 1
+        shape.last_seen = seen_ms
+
+    async def _each_slice(
+        self, shape: LiveShape, table: pa.Table, work: Callable[[LiveShape, pa.Table], Iterator[None]]
+    ) -> None:
+        """As `_in_slices`, and not faster than the log takes what is made."""
+        size = table.nbytes
+        shape.log.budget.take(size)
+        try:
+            for part in slices(table):
+                await self._in_slices(shape, part, work(shape, part))
+                await shape.log.room()
+                if shape.gone:
+                    return
+        finally:
+            shape.log.budget.give(size)
+
+    def _recount(self, shape: LiveShape, part: pa.Table) -> Iterator[None]:
+        for row in rows_of(part, self._names):
+            yield
+            if self._where is None or self._where.matches(row):
+                self._count(self._writer.key(row), 1)
+
+    async def _in_slices(self, shape: LiveShape, table: pa.Table, work: Iterator[None]) -> None:
+        """Run `work` in turns; the memory of `table` counts meanwhile. Raises Full, Invalid."""
+        size = table.nbytes
+
+        def step(turn: Turn) -> bool:
+            for _ in work:
+                if turn.over:
+                    return not shape.gone
+            return False
+
+        shape.log.budget.take(size)
+        try:
+            await self._share.work(step)
+        except EvaluationError as error:
+            raise failed_on_a_row(shape.definition.where, error) from error
+        finally:
+            shape.log.budget.give(size)
+
+    def _base(self, shape: LiveShape, part: pa.Table) -> Iterator[None]:
+        rows: list[bytes] = []
+        for row in rows_of(part, self._names):
+            yield
+            if self._where is not None and not self._where.matches(row):
+                continue
+            if not self._keyed and self._count(self._writer.key(row), 1) != 1:
+                continue
+            rows.append(self._writer.base_row(row))
+        if self._log_mode == "full":
+            shape.log.add_base(rows)
+            shape.rows_loaded += len(rows)
+
+    def _count(self, key: str, change: int) -> int:
+        self._copies[key] += change
+        copies = self._copies[key]
+        if copies <= 0:
+            del self._copies[key]
+        return copies
+
+    async def follow(self, shape: LiveShape, seen: Callable[[int], None] = lambda _: None) -> None:
+        """Append every later update until the shape is gone; `seen` is told the time up to which the log has all.
+        Raises what the shard raises, and what `apply` does."""
+        async for delta in self._shard.listen(self._next):
+            if shape.gone:
+                return
+            await self.apply(shape, delta.rows, delta.upper)
+            seen(delta.upper - 1)
+
+    async def apply(self, shape: LiveShape, rows: pa.Table, upper: int) -> None:
+        """One step of the shard, shown whole: rows of times below `upper`, in any order. Raises Invalid, Full."""
+        if rows is not None and rows.num_rows:
+            await self._in_slices(shape, rows, self._collect(shape, rows))
+        shape.publish(upper - 1)
+
+    def _collect(self, shape: LiveShape, rows: pa.Table) -> Iterator[None]:
+        """Stage the items of all times, times ascending; order within a time is the table's."""
+        groups: dict[int, deque[tuple[Row, int]]] = {}
+        for part in slices(rows):
+            times: list[Any] = part.column(TIME).to_pylist()
+            diffs: list[Any] = part.column(DIFF).to_pylist()
+            for time_ms, diff, row in zip(times, diffs, rows_of(part, self._names), strict=True):
+                yield
+                if self._where is None or self._where.matches(row):
+                    groups.setdefault(time_ms, deque()).append((row, diff))
+        for time_ms in sorted(groups):
+            for item in self._items(time_ms, groups.pop(time_ms)):
+                yield
+                if item is not None:
+                    shape.stage(item)
+
+    def _items(self, time_ms: int, updates: deque[tuple[Row, int]]) -> Iterator[LogItem | None]:
+        """Items of one time: per key one insert, update or delete, in the keys' order: the same places, however often
+        and from whatever parts the time is read. None: go on.
+
+        What is done is let go of row by row: freeing many rows at once takes as long as making them.
+        """
+        gone: dict[str, Row] = {}
+        come: dict[str, Row] = {}
+        net: Counter[str] = Counter()
+        order: set[str] = set()
+        while updates:
+            row, diff = updates.popleft()
+            yield None
+            key = self._writer.key(row)
+            order.add(key)
+            net[key] += diff
+            (gone if diff < 0 else come)[key] = row
+        made = 0
+        headers: dict[str, object] = {"lsn": str(time_ms), "txids": [time_ms]}
+        for key in sorted(order):
+            offset = LogOffset(time_ms, FIRST_OP + 2 * made)
+            old, new = gone.pop(key, None), come.pop(key, None)
+            if self._keyed:
+                item = self._keyed_item(offset, old, new, headers)
+            else:
+                any_row = old or new
+                assert any_row is not None
+                item = self._counted_item(offset, key, net[key], any_row, headers)
+            made += item is not None
+            yield item
+
+    def _keyed_item(
+        self, offset: LogOffset, old: Row | None, new: Row | None, headers: dict[str, object]
+    ) -> LogItem | None:
+        if new is None:
+            return None if old is None else self._writer.delete(offset, old, headers)
+        if old is None:
+            return self._writer.insert(offset, new, headers)
+        return self._writer.update(offset, old, new, headers)
+
+    def _counted_item(
+        self, offset: LogOffset, key: str, change: int, row: Row, headers: dict[str, object]
+    ) -> LogItem | None:
+        before = self._copies[key]
+        after = self._count(key, change)
+        if before <= 0 < after:
+            return self._writer.insert(offset, row, headers)
+        if before > 0 >= after:
+            return self._writer.delete(offset, row, headers)
+        return None
+
+
+async def contents(shard: Shard) -> tuple[pa.Table | None, int]:
+    """(rows at the newest final time, the time behind it); no rows where nothing is final yet.
+
+    Raises what the shard raises; Unavailable when its history is forgotten faster than it can be read; Invalid when it
+    is too large.
+    """
+    for _ in range(LOAD_ATTEMPTS):
+        since, upper = await shard.frontiers()
+        if upper <= since:
+            return None, upper
+        try:
+            await _check_size(shard, upper - 1)
+            return await shard.snapshot(upper - 1), upper
+        except HistoryLost:
+            continue  # since passed the time in between: read at a newer one
+    raise Unavailable(f"the shard's history is forgotten while it is read: shard={shard.name}.")
+
+
+async def _check_size(shard: Shard, as_of: int) -> None:
+    batches = await shard.batches_until(as_of)
+    size = sum(part.size_bytes for batch in batches for part in batch.parts)
+    if size > STORED_BYTES:
+        raise Invalid(
+            f"the shard is too large for a shape: shard={shard.name} bytes={size} limit={STORED_BYTES}.",
+            fix="Derive a smaller table from it, and follow that one.",
+        )

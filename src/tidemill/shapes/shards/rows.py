@@ -1,0 +1,33 @@
+"""Rows of a shard's Arrow tables as text, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tidemill.shapes.shards.pg_text import text_columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Row = dict[str, str | None]
+
+SLICE_ROWS = 100
+"""Rows made into text at once: a millisecond or two for wide ones."""
+
+
+def slices(table: pa.Table) -> Iterator[pa.Table]:
+    for start in range(0, table.num_rows, SLICE_ROWS):
+        yield table.slice(start, SLICE_ROWS)
+
+
+def rows_of(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
+    """Of a table that is small."""
+    columns = text_columns(table, names)
+    for values in zip(*columns, strict=True):
+        yield dict(zip(names, values, strict=True))
+
+
+def row_slices(table: pa.Table, names: tuple[str, ...]) -> Iterator[Row]:
+    for part in slices(table):
+        yield from rows_of(part, names)

@@ -1,0 +1,514 @@
+"""The tap of shapes on a capture: takes fragments in a moment, and has them evaluated in shapes' own share of the loop.
+
+    take (capture's turn)        arrivals ──route──► inboxes of the consumers they can match ──evaluate──► logs
+                                          (the pump: slices of LoopShare, consumers in turns of QUANTUM_S)
+
+K1  `take` only puts into a queue, whatever shapes have to do; where that is half full it routes as well (K5). Where
+    their logs are kept over a restart (`store`), each commit is owed: the LSN that is confirmed waits until it was
+    evaluated and what came of it is durable, a second or so. K5 bounds the first; a disk that fails is given up
+    (store.py, T3). Without a store nothing waits for shapes.
+K2  A transaction at or below the last committed one is a replay and is dropped; a transaction that begins
+    again after an interrupted delivery discards what the first attempt left.
+K3  `recent` names the transactions delivered lately, the one under way included. A snapshot taken for a
+    shape that registered after them must see them all: their changes were never offered to it. The gap is
+    real: a commit is decoded from the WAL before it becomes visible to new snapshots.
+K4  Whatever evaluation raises for one consumer, of whatever type, ends its shape and nothing else.
+K5  The backlog is bounded in bytes (the shapes that hold most of it end) and in age (of the late shapes the most
+    expensive end first). Clients of an ended shape refetch. A bound ends only the shapes that exceed it: all fragments
+    are routed before any shape ends for them. So a large transaction costs no shape of a table that it does not touch,
+    not even one that holds an older change and waits for its turn.
+K7  Age counts only while the stream is live. It starts again when logs were restored, with each fragment of what had
+    been written before the session began, and after a pause of the whole process.
+K6  Until the logs of an earlier life are restored nothing is routed, but kept (K5). What the stream says meanwhile
+    about relations is kept too: `resumable` are those that a restored log may still be of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Collection
+
+import msgspec
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.tasks import is_fault, is_own_fault, sentence
+from tidemill.capture.changes import Fragment
+from tidemill.capture.decode.row_blocks import counts_of, only
+from tidemill.capture.delivery.taps import Stream
+from tidemill.shapes.log.store import ShapeStore
+from tidemill.shapes.loop_share import LoopShare, Turn
+from tidemill.shapes.tables.filter_index import Router
+from tidemill.shapes.tables.table_consumer import Backlog, Entry, TableConsumer, Transaction, Work
+
+RECENT_TRANSACTIONS = 4096
+QUANTUM_S = 0.001
+"""One consumer works this long before the next one's turn."""
+
+CHANGE_BYTES = 600
+BYTES_FACTOR = 3
+"""What a decoded change takes in memory: its dictionaries and objects, and its text as Python keeps it."""
+
+ROUTED_AT_ONCE = 2
+"""Fragments routed for each that comes to a backlog beyond half of its bound: none is left when the bound is reached,
+and no turn of the capture routes them all."""
+
+LAST_ORDINAL = (1 << 62) - 1
+"""Behind every change of a transaction."""
+
+CROWD = 10
+"""Of the shapes that are late, one in so many ends at a time: the others may catch up without it."""
+
+PAUSE_S = 5.0
+"""`end_the_late` is called once a second. After a longer gap the process stood still, and no shape was late for it."""
+
+
+class BacklogLimits(msgspec.Struct, frozen=True):
+    """Of one database: changes kept that not all shapes have evaluated."""
+
+    size_bytes: int = 64 << 20
+    age_s: float = 10.0
+
+
+class ShapeSink:
+    """A capture Tap for one database. `take` and `ended` by the capture; `run` in a task while it is served."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        share: LoopShare,
+        limits: BacklogLimits | None = None,
+        *,
+        consumer: str = "shapes",
+        store: ShapeStore | None = None,
+    ) -> None:
+        """`consumer`: the name under which commits are owed."""
+        self.router = Router()
+        self.name = ""
+        self.store = store
+        self.restoring = store is not None and store.holds_shapes
+        self._restored_from: int | None = None
+        """While logs are restored: up to here they have what concerns them, whatever is given up meanwhile."""
+        self.resumable: frozenset[int] | None = None
+        """None before the first session; it only shrinks, whatever later ones carry."""
+        self.parked_oids: frozenset[int] = frozenset()
+        """Relations that are parked while shapes of some of their columns continue."""
+        self.begun = asyncio.Event()
+        """The stream did, for the first time."""
+        self.consumer = consumer
+        self._taking = 0
+        self._stream: Stream | None = None
+        self._owed = 0
+        self._held = 0
+        """The newest transaction that is durable here; of those that are owed, up to this one it is told."""
+        if store is not None:
+            store.position, store.durable, store.name = self.evaluated, self._durable, self._rename
+            store.taken = lambda: self.taken
+        self._clock = clock
+        self._share = share
+        self._limits = limits or BacklogLimits()
+        self._arrivals: deque[tuple[Fragment, Work]] = deque()
+        self._arrived = asyncio.Event()
+        self._transaction: Transaction | None = None
+        self._touched: dict[TableConsumer, None] = {}
+        """Who has something of the transaction under way, of fragments before its last one."""
+        self._ready: deque[TableConsumer] = deque()
+        self._behind: dict[TableConsumer, None] = {}
+        """Whoever has something in its inbox."""
+        self.asking: deque[TableConsumer] = deque()
+        """Whoever has a question, which `judging.answer` takes to the database; `asked` is set when one comes."""
+        self.asked = asyncio.Event()
+        self._tick = 0
+        self._works: deque[Work] = deque()
+        """As they arrived; the first has not been evaluated by all."""
+        self._backlog = Backlog()
+        self._recent: deque[int] = deque(maxlen=RECENT_TRANSACTIONS)
+        self.fell_behind = 0
+        self._catch_up_lsn = 0
+        """The end of the WAL when the session began."""
+        self._age_from_s = 0.0
+        """K7: no change is older than since then."""
+        self._looked_s = 0.0
+        self._leaves_out = False
+        """While logs are restored: of what arrives, only what concerns resumable tables is kept."""
+        self.taken = 0
+        """Commit LSN of the last whole transaction that arrived."""
+        self.routed = 0
+        """… and of the last one that is in the inboxes of all whom it concerns."""
+
+    @property
+    def held_bytes(self) -> int:
+        return self._backlog.held_bytes
+
+    @property
+    def recent(self) -> frozenset[int]:
+        return frozenset(self._recent)
+
+    def seen(self, consumer: TableConsumer) -> int:
+        """The newest transaction whose effect on this consumer's shape is in its log."""
+        return consumer.floor if consumer.inbox else max(consumer.floor, self.routed)
+
+    # -- capture's turn ----------------------------------------------------------------------------------------
+
+    def claim(self, last: Collection[str]) -> None:
+        if self.store is None:
+            return
+        if not self.store.claim(last):
+            self.restoring, self.resumable = False, frozenset()
+            for consumer in self.router.consumers():
+                self._end(consumer, "changes were confirmed that this process has not seen")
+        self.name = self.store.owner
+
+    def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None:
+        """Whatever was confirmed is in the logs, or concerns none."""
+        self._stream = stream
+        self._catch_up_lsn = wal_end
+        if not self._arrivals:
+            self.routed = max(self.routed, confirmed_lsn)
+        if self._restored_from is None:
+            self._restored_from = self.routed
+        self.begun.set()
+
+    def take(self, fragment: Fragment) -> Collection[str]:
+        """Put the fragment in the queue; constant time."""
+        self._taking = fragment.commit_lsn
+        if fragment.commit_lsn > self.taken:
+            self._put(fragment)
+        owed = fragment.commits and fragment.commit_lsn > self._held and self._holds
+        if owed:
+            self._owed = max(self._owed, fragment.commit_lsn)
+        if not self._arrivals:
+            self._settle()
+        return (self.consumer,) if owed else ()
+
+    @property
+    def _holds(self) -> bool:
+        """Something here would be incomplete after a restart without a commit that comes now."""
+        store = self.store
+        kept = bool(self.router) or bool(self._arrivals) or self.restoring
+        return store is not None and self.name != "" and store.waited_for and (kept or not store.clean)
+
+    def _put(self, fragment: Fragment) -> None:
+        if fragment.begins:
+            self._recent.append(fragment.xid)
+        before = self.taken
+        if fragment.commits:
+            self.taken = fragment.commit_lsn
+        if not self.router and not self._arrivals and not self.restoring:
+            self._transaction = None
+            if fragment.commits:
+                self.routed = fragment.commit_lsn
+            return
+        kept = self._to_keep(fragment) if self.restoring and self._leaves_out else fragment
+        if kept is None:
+            return
+        now_s = self._clock.monotonic_s()
+        if fragment.commit_lsn < self._catch_up_lsn:
+            self._age_from_s = now_s
+        self._keep(kept, now_s, before)
+        if 2 * self.held_bytes > self._limits.size_bytes and not self.restoring:
+            for _ in range(min(ROUTED_AT_ONCE, len(self._arrivals))):
+                self._route_next()
+        if self.held_bytes > self._limits.size_bytes:
+            self._shed()
+        self._arrived.set()
+
+    def ended(self, reason: str) -> None:
+        """What was taken so far has a gap behind it: all shapes start over."""
+        self.resumable = frozenset()
+        for consumer in self.router.consumers():
+            self._end(consumer, f"the stream of changes broke off: {reason}")
+        self._arrivals.clear()
+        self._works.clear()
+        self._touched.clear()
+        self._transaction = None
+        self._backlog = Backlog()
+        # What is still to come of the transaction at hand does not come here: it is owed until the ends are durable.
+        self.taken = self.routed = max(self.taken, self._taking)
+        if self.store is not None and self._taking > self._held:
+            self._owed = max(self._owed, self._taking)
+        self._settle()
+
+    def went_back(self) -> None:
+        """What is kept is claimed in vain by then: the row names nothing of an earlier history."""
+        self.restoring, self.resumable = False, frozenset()
+        for consumer in self.router.consumers():
+            self._end(consumer, "the captured database has returned to an earlier state")
+        self._arrivals.clear()
+        self._works.clear()
+        self._touched.clear()
+        self._recent.clear()
+        self._transaction, self._backlog = None, Backlog()
+        self.taken = self.routed = self._taking = self._owed = self._held = 0
+        self._restored_from = None
+        if self.store is not None:
+            self.store.went_back()
+
+    def carried(self, oids: Collection[int]) -> None:
+        """Shapes of any other relation start over: what they hold has a gap behind it."""
+        self.resumable = frozenset(oids) if self.resumable is None else self.resumable & frozenset(oids)
+        self.parked_oids &= frozenset(oids)
+        for oid in self.router.oids:
+            if oid not in oids:
+                self._end_all(oid, "its table is copied anew, or captured no more")
+
+    def lost(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
+        """The stream leaves out changes of one relation: its shapes start over, once it is captured again. Those that
+        need only these columns go on; one that is being loaded reads all of them."""
+        self.resumable = (self.resumable or frozenset()) - {oid}
+        for consumer in self.router.of(oid):
+            needed = consumer.needed
+            if consumer.shape.state != "live" or needed is None or not needed <= columns:
+                self._end(consumer, reason)
+        goes_on = bool(self.router.of(oid))
+        self.parked_oids = self.parked_oids | {oid} if goes_on else self.parked_oids - {oid}
+        return goes_on
+
+    # -- what is owed (K1) -------------------------------------------------------------------------------------
+
+    def evaluated(self) -> int:
+        """The newest transaction that every consumer has evaluated, with all before it. Of logs that only the file has
+        until they are restored or forgotten, none has evaluated anything (K6)."""
+        self._trim()
+        if self.restoring:
+            return self._restored_from or 0
+        return self._works[0].before if self._works else self.routed
+
+    def _settle(self) -> None:
+        """Where nothing is to be written, what was evaluated is all there is."""
+        store = self.store
+        if self._owed > self._held and store is not None and (store.clean or not store.waited_for):
+            self._hold(self.evaluated())
+
+    def _durable(self, position: int) -> None:
+        """A flush was made. What came meanwhile and changed nothing waited for it, be it that itself brings no news."""
+        self._hold(position)
+        self._settle()
+
+    def _hold(self, position: int) -> None:
+        if position <= self._held:
+            return
+        self._held = position
+        if self._stream is not None and self._owed:
+            self._stream.flushed(self.consumer, ChangePosition(position, LAST_ORDINAL))
+
+    async def _rename(self, name: str) -> None:
+        """Raises what the catalogue raises, and Unavailable between two streams."""
+        if self._stream is None:
+            raise Unavailable("the capture does not stream.")
+        self.name = name
+        await self._stream.name_taps()
+
+    def restored(self) -> None:
+        """K6: what was kept meanwhile is routed now."""
+        self.restoring = False
+        self._age_from_s = self._clock.monotonic_s()
+        if not self._arrivals:  # what was left out concerns nobody
+            self.routed = max(self.routed, self.taken)
+        self._arrived.set()
+        self._settle()
+
+    # -- consumers ---------------------------------------------------------------------------------------------
+
+    def add(self, consumer: TableConsumer) -> None:
+        """It is offered every fragment that is not routed yet."""
+        self.router.add(consumer)
+
+    def remove(self, consumer: TableConsumer) -> None:
+        """Idempotent."""
+        self.router.remove(consumer)
+        self._touched.pop(consumer, None)
+        self._behind.pop(consumer, None)
+        consumer.clear()
+        self._trim()
+
+    def resume(self, consumer: TableConsumer) -> None:
+        """Its question is answered."""
+        if consumer in self._behind:
+            self._ready.append(consumer)
+            self._arrived.set()
+
+    def _end(self, consumer: TableConsumer, reason: str) -> None:
+        consumer.shape.drop(reason)
+        self.remove(consumer)
+
+    def _end_all(self, oid: int, reason: str) -> None:
+        for consumer in self.router.of(oid):
+            self._end(consumer, reason)
+
+    # -- the pump ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """For ever. A fault of routing itself ends all shapes of this database, and is raised."""
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            try:
+                await self._share.work(self.step)
+            except BaseException as error:
+                if is_own_fault(error):  # who stops it in order leaves what is kept as it is
+                    self.ended(sentence(error))
+                raise
+
+    def step(self, turn: Turn) -> bool:
+        """Route what arrived, for at most half the turn, then evaluate. True = there is more to do."""
+        now_s = self._clock.monotonic_s()
+        first_half = Turn(self._clock, (now_s + turn.until_s) / 2)
+        while self._arrivals:
+            self._route_next()
+            if first_half.over:
+                break
+        now_s, quantum = self._clock.monotonic_s(), Turn(self._clock, turn.until_s)
+        while self._ready:
+            consumer, started_s = self._ready.popleft(), now_s
+            quantum.until_s = min(turn.until_s, now_s + QUANTUM_S)
+            if self._evaluate(consumer, quantum):
+                self._ready.append(consumer)
+            elif consumer.question is not None:
+                self.asking.append(consumer)
+                self.asked.set()
+            else:
+                self._behind.pop(consumer, None)
+            now_s = self._clock.monotonic_s()
+            consumer.spend(now_s - started_s, self._tick)
+            if now_s >= turn.until_s:
+                break
+        self._trim()
+        self._settle()
+        return bool(self._arrivals or self._ready)
+
+    def _route_next(self) -> None:
+        self._route(*self._arrivals[0])
+        self._arrivals.popleft()
+        if not self._arrivals:
+            self.routed = max(self.routed, self.taken)
+
+    def _route(self, fragment: Fragment, work: Work) -> None:
+        transaction = self._transaction
+        if fragment.begins or transaction is None or transaction.commit_lsn != fragment.commit_lsn:
+            transaction = self._transaction = Transaction(fragment.xid, fragment.commit_lsn)
+            self._touched.clear()
+        touched, commits, handed_bytes = self._touched, fragment.commits, 0
+        for consumers, changes in self.router.route(fragment.changes):
+            entry = Entry(transaction, work, changes, commits)
+            handed_bytes += entry.size_bytes
+            for consumer in consumers:
+                if not commits:
+                    touched[consumer] = None
+                elif touched:
+                    touched.pop(consumer, None)
+                self._hand(consumer, entry)
+        if commits:
+            for consumer in touched:
+                self._hand(consumer, Entry(transaction, work, (), True))
+            touched.clear()
+            self.routed = fragment.commit_lsn
+        work.shrink(handed_bytes)
+        work.release()
+
+    def _hand(self, consumer: TableConsumer, entry: Entry) -> None:
+        consumer.offer(entry, self.routed)
+        if consumer not in self._behind:
+            self._behind[consumer] = None
+            self._ready.append(consumer)
+
+    def _evaluate(self, consumer: TableConsumer, turn: Turn) -> bool:
+        """THE boundary of a shape's own work on the stream (K4)."""
+        try:
+            more = consumer.evaluate(turn)
+        except BaseException as error:
+            if not is_fault(error) and not isinstance(error, asyncio.CancelledError):
+                raise
+            consumer.shape.fail(broken(error), broken=True)
+            more = False
+        if consumer.shape.gone:
+            self.remove(consumer)
+            more = False
+        return more
+
+    # -- bounds ------------------------------------------------------------------------------------------------
+
+    def _trim(self) -> None:
+        while self._works and not self._works[0].left:
+            self._works.popleft()
+
+    def _shed(self) -> None:
+        """Route all arrivals, then end the shapes that hold most of the backlog, until the rest fits (K5)."""
+        while self.held_bytes > self._limits.size_bytes and self._arrivals:
+            if self.restoring:
+                self._leave_out()
+            else:
+                self._route_next()
+        while self.held_bytes > self._limits.size_bytes:
+            most_bytes = max((each.inbox_bytes for each in self._behind), default=0)
+            if not most_bytes:
+                break
+            holders = [each for each in self._behind if 2 * each.inbox_bytes >= most_bytes]
+            self.fell_behind += len(holders)
+            for consumer in holders:
+                self._end(consumer, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+        self._trim()
+
+    def _leave_out(self) -> None:
+        """While logs are restored nothing is routed. First the changes of tables that may not be resumed are dropped;
+        then, of those that may, the one that takes most of the backlog is not, until the rest fits."""
+        resumable = self.resumable or frozenset()
+        if self._leaves_out:
+            weights: dict[int, float] = {}
+            for fragment, work in self._arrivals:
+                for oid, count in counts_of(fragment.changes).items():
+                    if oid in resumable:
+                        weights[oid] = weights.get(oid, 0) + work.size_bytes * count / len(fragment.changes)
+            over = max(weights, key=weights.__getitem__, default=0)
+            self.resumable = resumable - {over}
+            self.fell_behind += len(self.router.of(over))
+            self._end_all(over, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+        self._leaves_out = True
+        arrived, self._arrivals, self._works, self._backlog = self._arrivals, deque(), deque(), Backlog()
+        for fragment, work in arrived:
+            found = self._to_keep(fragment)
+            if found is not None:
+                self._keep(found, work.arrived_s, work.before)
+
+    def _to_keep(self, fragment: Fragment) -> Fragment | None:
+        """What may concern a resumable table: its changes, and the end of a transaction that has some."""
+        resumable, counts = self.resumable or frozenset(), counts_of(fragment.changes)
+        count, all_of_them = sum(counts[oid] for oid in counts if oid in resumable), len(fragment.changes)
+        if 2 * count > all_of_them:
+            return fragment
+        if count:
+            size_bytes = fragment.size_bytes * count // all_of_them
+            return msgspec.structs.replace(fragment, changes=only(fragment.changes, resumable), size_bytes=size_bytes)
+        if fragment.commits and self._arrivals and self._arrivals[-1][0].commit_lsn == fragment.commit_lsn:
+            return msgspec.structs.replace(fragment, changes=(), size_bytes=0)
+        return None
+
+    def _keep(self, fragment: Fragment, arrived_s: float, before: int) -> None:
+        size = CHANGE_BYTES * (1 + len(fragment.changes)) + BYTES_FACTOR * fragment.size_bytes
+        work = Work(self._backlog, len(fragment.changes), size, arrived_s, before)
+        self._arrivals.append((fragment, work))
+        self._works.append(work)
+
+    def end_the_late(self) -> None:
+        """Once a second: of those whose oldest change waits too long, the dearest end (K5)."""
+        now_s, tick = self._clock.monotonic_s(), self._tick
+        if self._looked_s and now_s - self._looked_s > PAUSE_S:
+            self._age_from_s = now_s
+        self._looked_s = now_s
+        before_s = now_s - self._limits.age_s
+        late: list[TableConsumer] = []
+        if before_s > self._age_from_s:
+            late = [each for each in self._behind if each.inbox[0].work.arrived_s < before_s]
+        late.sort(key=lambda consumer: consumer.spent_s(tick), reverse=True)
+        ending = late[: -(-len(late) // CROWD)]
+        self.fell_behind += len(ending)
+        for consumer in ending:
+            self._end(consumer, f"it fell behind: age_s={self._limits.age_s}")
+        self._tick += 1
+
+
+def broken(error: BaseException) -> TidemillError:
+    """What clients are answered when a shape ended with a fault that nobody listed."""
+    return Unavailable(f"the shape failed and starts over: error={sentence(error)}.")

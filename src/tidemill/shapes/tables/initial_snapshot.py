@@ -1,0 +1,355 @@
+"""Reads a table shape's initial rows and joins them to the stream.
+
+Order matters, and is the caller's contract with `load`:
+
+1. the consumer is registered with the router (changes are buffered from here on);
+2. `load` locks the table and then opens a REPEATABLE READ snapshot that sees every transaction delivered before 1
+   (`must_see`);
+3. rows become the base; 4. `consumer.open(snapshot)` replays the buffer through the xid filter.
+
+Rows are PostgreSQL's text output under capture's DISPLAY_SETTINGS: snapshot and stream must spell a value alike.
+
+What arrives is bounded by FETCH_BYTES (or one row), and made into items in shapes' share of the loop. A query that
+gives no rows for STATEMENT_TIMEOUT_S ends: a filter without an index must not hold one of the few places for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.capture.postgres.connection import (
+    DISPLAY_SETTINGS,
+    identifier,
+    qualified,
+    session_settings,
+    settings_statement,
+)
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
+from tidemill.shapes.definition.table_columns import DESCRIBE_SQL, ColumnInfo, TableColumns, table_columns
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.row_writer import RowWriter
+from tidemill.shapes.loop_share import LoopShare, Turn
+from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.where import Where
+
+if TYPE_CHECKING:
+    import psycopg
+    from psycopg.pq.abc import PGresult
+
+    from tidemill.capture.changes import Relation
+
+STATEMENT_TIMEOUT_S = 30
+SESSION_SETTINGS = {**DISPLAY_SETTINGS, "statement_timeout": f"{STATEMENT_TIMEOUT_S}s"}
+"""Besides those of every session on a captured database."""
+FETCH_BYTES = 1 << 20
+FIRST_ROWS = 50
+MOST_ROWS = 5_000
+SAMPLES = 20
+"""Rows of each result that are weighed to choose the size of the next."""
+VISIBILITY_RETRY_S = 0.02
+VISIBILITY_TIMEOUT_S = 20.0
+REFUSALS = frozenset({"0A", "21", "22", "23", "42", "54"})
+"""Classes of SQLSTATE that blame the query: not supported, cardinality, data, constraint, syntax or access, limits."""
+SNAPSHOTS_AT_ONCE = 4
+SUBSETS_AT_ONCE = 4
+"""They do not wait for shapes that load, which takes much longer."""
+LOOKUPS_AT_ONCE = 2
+"""Of the catalogue; they do not wait for snapshots. Questions about rows, which the stream waits for, wait for neither:
+one is asked at a time."""
+
+
+class Passing(Unavailable):
+    """The capture is about to take the table in, or as another one: a client that asks again is served."""
+
+
+class Outdated(Passing):
+    """The database has another table under the name than the one that is captured, or none. The capture finds out."""
+
+
+class PostgresSource:
+    """One captured database: catalogue look-ups and snapshots over ordinary connections."""
+
+    def __init__(self, dsn: str, outdated: Callable[[], None] = lambda: None) -> None:
+        """`outdated()`: called whenever Outdated is raised."""
+        self._dsn = dsn
+        self._outdated = outdated
+        self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
+        self._lookups = asyncio.Semaphore(LOOKUPS_AT_ONCE)
+        self._subsets = asyncio.Semaphore(SUBSETS_AT_ONCE)
+        self._questions = asyncio.Semaphore(1)
+
+    @asynccontextmanager
+    async def _connection(self, slots: asyncio.Semaphore) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
+        """Raises Unavailable when the database does not answer or fails while in use."""
+        import psycopg
+
+        async with slots:
+            try:
+                connection = await psycopg.AsyncConnection.connect(
+                    self._dsn, autocommit=True, application_name="tidemill shapes"
+                )
+            except psycopg.Error as error:
+                raise Unavailable(f"the database does not answer: error={str(error).strip()!r}.") from error
+            try:
+                settings = {**session_settings(connection.info.server_version), **SESSION_SETTINGS}
+                await connection.execute(settings_statement(settings).encode())
+                yield connection
+            except Outdated:
+                self._outdated()
+                raise
+            except psycopg.Error as error:
+                if (error.sqlstate or "")[:2] in REFUSALS:
+                    raise Invalid(_message(error)) from error
+                raise Unavailable(f"the database failed: error={_message(error)!r}.") from error
+            finally:
+                await connection.close()
+
+    async def describe(self, relation: Relation) -> TableColumns:
+        """Raises Outdated, Unavailable."""
+        async with self._connection(self._lookups) as connection:
+            return await describe(connection, relation)
+
+    async def columns(self, relation: Relation) -> dict[str, bool]:
+        """Names of the table's columns, and of each whether it is generated: the stream need not carry those, and does
+        where they are stored and published. Raises Unavailable."""
+        async with self._connection(self._lookups) as connection:
+            cursor = await connection.execute(
+                "SELECT attname::text, attgenerated <> '' FROM pg_attribute"
+                " WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped",
+                (relation.oid,),
+            )
+            return {str(name): bool(generated) for name, generated in await cursor.fetchall()}
+
+    async def says_old_rows(self, relation: Relation) -> bool:
+        """Whether the stream says whole old rows of a table (replica_identity.py). Raises Outdated, Unavailable."""
+        async with self._connection(self._lookups) as connection:
+            cursor = await connection.execute(
+                "SELECT relreplident = 'f' AND relkind <> 'p' FROM pg_class WHERE oid = %s", (relation.oid,)
+            )
+            row = await cursor.fetchone()
+            if row is None:
+                raise Outdated(f"the table is gone: table={relation.name}.")
+        return bool(row[0])
+
+    @asynccontextmanager
+    async def judging(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
+        """A connection for `judge`. Raises Unavailable or Invalid, also for what is asked on it."""
+        async with self._connection(self._questions) as connection:
+            yield connection
+
+    async def load(
+        self,
+        shape: LiveShape,
+        info: TableColumns,
+        where: Where | None,
+        writer: RowWriter,
+        must_see: frozenset[int],
+        with_rows: bool,
+        share: LoopShare,
+    ) -> PgSnapshot:
+        """Fill the shape's base; returns the snapshot it was read in, with its LSN. Raises Unavailable or Invalid."""
+        async with self._connection(self._snapshots) as connection:
+            snapshot = await _open_snapshot(connection, info, must_see)
+            snapshot = msgspec.structs.replace(snapshot, lsn=await _written_lsn(connection))
+            if with_rows:
+
+                def take(rows: list[bytes]) -> bool:
+                    shape.log.add_base(rows)
+                    shape.rows_loaded += len(rows)
+                    return not shape.gone
+
+                async for result in _results(connection, *_whole(info, where)):
+                    await share.work(_Rendering(take, result, info.names, writer).step)
+                    await shape.log.room()
+                    if shape.gone:
+                        break
+            await connection.execute("COMMIT")
+        return snapshot
+
+    async def subset(
+        self,
+        info: TableColumns,
+        shown: Sequence[str],
+        query: tuple[str, tuple[str, ...]],
+        writer: RowWriter,
+        must_see: frozenset[int],
+        share: LoopShare,
+        rows: HeldRows,
+    ) -> tuple[PgSnapshot, int]:
+        """Put the rows of `query`, which gives the `shown` columns, into `rows`; returns the snapshot they were read
+        in, and an LSN behind every commit that it sees. Raises Unavailable, Invalid or Full."""
+
+        def take(rendered: list[bytes]) -> bool:
+            rows.add(rendered)
+            return True
+
+        async with self._connection(self._subsets) as connection:
+            snapshot = await _open_snapshot(connection, info, must_see)
+            lsn = await _written_lsn(connection)
+            async for result in _results(connection, *query):
+                await share.work(_Rendering(take, result, shown, writer).step)
+            await connection.execute("COMMIT")
+        return snapshot, lsn
+
+
+async def describe(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> TableColumns:
+    """Raises Outdated."""
+    cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
+    rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
+    try:
+        return table_columns(relation, rows)
+    except Missing as error:
+        raise Outdated(error.message) from error
+
+
+async def _open_snapshot(
+    connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns, must_see: frozenset[int]
+) -> PgSnapshot:
+    """BEGIN, with a snapshot that sees `must_see`: a commit is in the WAL shortly before it is visible. And one that
+    waits for a synchronous standby is long before, so that another process may have had it confirmed: only PostgreSQL
+    can tell. Raises Outdated, Unavailable.
+
+    The lock comes first: TRUNCATE, and whatever writes a table anew, leave it empty for who reads it with an older
+    snapshot (https://www.postgresql.org/docs/current/mvcc-caveats.html), while the stream still brings what changed
+    in it before.
+    """
+    deadline = asyncio.get_running_loop().time() + VISIBILITY_TIMEOUT_S
+    # Once, and before the snapshot: others that write all the time wait as well, and come by the stream.
+    must_see |= await _waiting_for_standbys(connection, info.relation.oid)
+    while True:
+        await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        await _lock(connection, info)
+        cursor = await connection.execute("SELECT pg_current_snapshot()::text")
+        row = await cursor.fetchone()
+        assert row is not None
+        snapshot = PgSnapshot.parse(str(row[0]))
+        unseen = [xid for xid in must_see if not snapshot.sees(xid)]
+        if not unseen:
+            await _check_identity(connection, info.relation)
+            return snapshot
+        await connection.execute("ROLLBACK")
+        if asyncio.get_running_loop().time() > deadline:
+            raise Unavailable(
+                f"a streamed transaction stays invisible: xid={unseen[0]}.", fix="Check synchronous standbys."
+            )
+        await asyncio.sleep(VISIBILITY_RETRY_S)
+
+
+async def _waiting_for_standbys(connection: psycopg.AsyncConnection[tuple[object, ...]], oid: int) -> frozenset[int]:
+    """Transactions that changed the table, are in the WAL, and are visible once a standby has them, too. A role that is
+    not in pg_read_all_stats is told of its own sessions alone."""
+    cursor = await connection.execute(
+        "SELECT a.backend_xid::text FROM pg_stat_activity a WHERE a.wait_event = 'SyncRep'"
+        " AND current_setting('synchronous_standby_names') <> '' AND a.backend_xid IS NOT NULL"
+        " AND EXISTS (SELECT FROM pg_locks l WHERE l.pid = a.pid AND l.locktype = 'relation'"
+        " AND l.mode NOT IN ('AccessShareLock', 'RowShareLock')"
+        " AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        " AND l.relation IN (SELECT %s::oid UNION SELECT relid FROM pg_partition_tree(%s::oid)))",
+        (oid, oid),
+    )
+    return frozenset(int(str(xid)) for (xid,) in await cursor.fetchall())
+
+
+async def _written_lsn(connection: psycopg.AsyncConnection[tuple[object, ...]]) -> int:
+    """Asked behind the snapshot, so that every commit it sees is below: what is inserted, for a commit that does not
+    wait for its WAL is seen before that is written. On a standby what is replayed is all there is."""
+    cursor = await connection.execute(
+        "SELECT ((CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_insert_lsn() END)"
+        " - '0/0'::pg_lsn)::text"
+    )
+    row = await cursor.fetchone()
+    assert row is not None
+    return int(str(row[0]))
+
+
+async def _lock(connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns) -> None:
+    import psycopg
+
+    try:
+        await connection.execute(f"LOCK TABLE {info.scope} IN ACCESS SHARE MODE".encode())
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
+        raise Outdated(f"the table is gone: table={info.relation.name}.") from error
+    except psycopg.errors.WrongObjectType as error:
+        raise Outdated(f"the table was made anew and is not captured yet: table={info.relation.name}.") from error
+
+
+async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> None:
+    """The name must still mean the relation whose changes are routed; a table made anew has another oid."""
+    name = qualified(relation.schema, relation.table)
+    cursor = await connection.execute("SELECT to_regclass(%s)::oid::bigint", (name,))
+    row = await cursor.fetchone()
+    oid = row[0] if row else None
+    if oid is None:
+        raise Outdated(f"the table is gone: table={relation.name}.")
+    if oid != relation.oid:
+        raise Outdated(f"the table was made anew and is not captured yet: table={relation.name} oid={oid}.")
+
+
+class _Rendering:
+    """One result's rows, made into items in slices; `take` keeps them, and says whether to go on."""
+
+    def __init__(
+        self, take: Callable[[list[bytes]], bool], result: PGresult, names: Sequence[str], writer: RowWriter
+    ) -> None:
+        self._take = take
+        self._result = result
+        self._names = names
+        self._writer = writer
+        self._next = 0
+
+    def step(self, turn: Turn) -> bool:
+        result, names, width = self._result, self._names, range(len(self._names))
+        rows: list[bytes] = []
+        while self._next < result.ntuples:
+            values = (result.get_value(self._next, column) for column in width)
+            row = dict(zip(names, (None if v is None else bytes(v).decode() for v in values), strict=True))
+            rows.append(self._writer.base_row(row))
+            self._next += 1
+            if turn.over:
+                break
+        return self._take(rows) and self._next < result.ntuples
+
+
+def _whole(info: TableColumns, where: Where | None) -> tuple[str, tuple[str, ...]]:
+    """The query of a shape's initial rows, and the values of its parameters."""
+    query = f"SELECT {', '.join(map(identifier, info.names))} FROM {info.scope}"
+    return (query, ()) if where is None else (f"{query} WHERE ({where.sql})", where.params)
+
+
+async def _results(
+    connection: psycopg.AsyncConnection[tuple[object, ...]], query: str, params: tuple[str, ...]
+) -> AsyncIterator[PGresult]:
+    """The rows as text, FETCH_BYTES at a time, through a server-side cursor; the where clause runs in the database.
+
+    While it is planned there, names mean PostgreSQL's own operators and functions only. Values are printed under the
+    session's own search path, as the stream prints them.
+    """
+    import psycopg
+
+    raw = psycopg.AsyncRawCursor(connection)
+    await connection.execute("SET LOCAL search_path = pg_catalog")
+    await raw.execute(f"DECLARE shape NO SCROLL CURSOR FOR {query}", params or None)
+    await connection.execute("SET LOCAL search_path TO DEFAULT")
+    rows = FIRST_ROWS
+    while True:
+        await raw.execute(f"FETCH {rows} FROM shape")
+        result = raw.pgresult
+        assert result is not None
+        if result.ntuples == 0:
+            return
+        sampled = range(0, result.ntuples, max(1, result.ntuples // SAMPLES))
+        values = (result.get_value(row, column) for row in sampled for column in range(result.nfields))
+        size = sum(len(value) for value in values if value is not None)
+        rows = max(1, min(MOST_ROWS, FETCH_BYTES * len(sampled) // max(1, size)))
+        yield result
+
+
+def _message(error: psycopg.Error) -> str:
+    primary = error.diag.message_primary
+    return primary if primary else str(error).strip()

@@ -1,0 +1,157 @@
+"""Asks PostgreSQL for what a clause says of rows on which the evaluator here fails.
+
+The evaluator refuses more than PostgreSQL does (numbers of thousands of digits, an enum label that came later). So a
+failure ends a shape only where PostgreSQL fails on the same values; its consumer waits for the answer with what it has
+not evaluated, and the bounds of the backlog count for it as for any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import structlog
+
+from tidemill.base.errors import Invalid, Unavailable
+from tidemill.capture.changes import Relation, Row
+from tidemill.capture.postgres.connection import identifier
+from tidemill.shapes.where import EvaluationError, Where
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from tidemill.shapes.tables.capture_tap import ShapeSink
+    from tidemill.shapes.tables.initial_snapshot import PostgresSource
+    from tidemill.shapes.tables.table_consumer import TableConsumer
+
+    Connection = psycopg.AsyncConnection[tuple[object, ...]]
+
+_log = structlog.get_logger()
+
+RETRY_S = 0.5
+KEPT_S = 1.0
+"""A connection waits so long for the next question: a row with a new label seldom comes alone."""
+TYPES_SQL = """
+SELECT format_type(c.type, c.mod),
+       CASE WHEN l.oid IS NULL THEN '' ELSE format(' COLLATE %%I.%%I', s.nspname, l.collname) END
+FROM unnest(%s::text[], %s::oid[], %s::int[]) WITH ORDINALITY AS c(name, type, mod, place)
+LEFT JOIN pg_type t ON t.oid = c.type
+LEFT JOIN pg_attribute a ON a.attrelid = %s AND a.attname = c.name AND NOT a.attisdropped
+     AND t.typcollation <> 0 AND a.attcollation <> t.typcollation
+LEFT JOIN pg_collation l ON l.oid = a.attcollation
+LEFT JOIN pg_namespace s ON s.oid = l.collnamespace
+ORDER BY c.place
+"""
+"""Of each column its type and, where that is not the type's own, its collation: a clause is of the column's."""
+Verdict = bool | EvaluationError
+
+
+class Question(NamedTuple):
+    relation: Relation
+    where: Where
+    rows: tuple[Row, ...]
+
+
+class Judged:
+    """A clause as a consumer asks it, with PostgreSQL's verdicts on some rows."""
+
+    def __init__(self, where: Where, verdicts: Sequence[tuple[Row, Verdict]]) -> None:
+        self._where = where
+        self._verdicts = verdicts
+
+    def matches(self, row: Mapping[str, str | None]) -> bool:
+        """Raises EvaluationError."""
+        for judged, verdict in self._verdicts:
+            if judged is row:
+                if isinstance(verdict, EvaluationError):
+                    raise verdict
+                return verdict
+        return self._where.matches(row)
+
+
+Look = Callable[["Connection", "TableConsumer", Question], Awaitable[None]]
+
+
+async def answer(sink: ShapeSink, source: PostgresSource, look: Look) -> None:
+    """Answer what the sink's consumers ask, for ever. While the database does not answer they wait. One connection is
+    kept for as long as questions come. `look` is called before each, and may end the shape."""
+    while True:
+        await sink.asked.wait()
+        while sink.asking:
+            try:
+                async with source.judging() as connection:
+                    while await _asked(sink):
+                        await _answer_first(sink, connection, look)
+            except Unavailable as error:
+                handle = sink.asking[0].shape.handle if sink.asking else ""
+                _log.warning("a row cannot be asked of the database", handle=handle, why=str(error))
+                sink.asking.rotate(-1)  # one that takes too long lets the others be asked first
+                await asyncio.sleep(RETRY_S)
+            except Invalid as error:
+                question = sink.asking[0].question
+                _answered(sink, question, [EvaluationError(error.message)] * len(question.rows if question else ()))
+
+
+async def _asked(sink: ShapeSink) -> bool:
+    """Whether there is a question, or comes within KEPT_S."""
+    sink.asked.clear()
+    if not sink.asking:
+        try:
+            async with asyncio.timeout(KEPT_S):
+                await sink.asked.wait()
+        except TimeoutError:
+            return False
+    return True
+
+
+async def _answer_first(sink: ShapeSink, connection: Connection, look: Look) -> None:
+    """Until it is answered the question stays the first: whatever is raised is about it."""
+    consumer = sink.asking[0]
+    question = consumer.question
+    if question is not None and not consumer.shape.gone:
+        await look(connection, consumer, question)
+    if question is None or consumer.shape.gone:
+        sink.asking.popleft()
+        return
+    _answered(sink, question, await judge(connection, question))
+
+
+def _answered(sink: ShapeSink, question: Question | None, verdicts: Sequence[Verdict]) -> None:
+    """The first of those that ask is told, unless it asks no more."""
+    consumer = sink.asking.popleft()
+    if question is not None and consumer.question is question:
+        consumer.answered(verdicts)
+        sink.resume(consumer)
+
+
+async def judge(connection: Connection, question: Question) -> list[Verdict]:
+    """On a connection of its own. Raises psycopg.Error for what is no fault of a row."""
+    import psycopg
+
+    await connection.execute("SET search_path = pg_catalog")
+    columns = [column for column in question.relation.columns if column.name in question.where.columns]
+    names = [column.name for column in columns]
+    cursor = await connection.execute(
+        TYPES_SQL,
+        (names, [column.type_oid for column in columns], [column.type_mod for column in columns],
+         question.relation.oid),
+    )  # fmt: skip
+    types = await cursor.fetchall()
+    params = question.where.params
+    values = [
+        f"CAST(${number} AS {type_}){collation} AS {identifier(column.name)}"
+        for number, (column, (type_, collation)) in enumerate(zip(columns, types, strict=True), len(params) + 1)
+    ]
+    query = f"SELECT coalesce(({question.where.sql}), false) FROM (SELECT {', '.join(values)}) AS asked"
+    found: list[Verdict] = []
+    for row in question.rows:
+        raw = psycopg.AsyncRawCursor(connection)
+        try:
+            await raw.execute(query.encode(), (*params, *(row[column.name] for column in columns)))
+        except psycopg.DataError as error:
+            found.append(EvaluationError(error.diag.message_primary or str(error)))
+        else:
+            (matches,) = await raw.fetchone() or (False,)
+            found.append(bool(matches))
+    return found

@@ -1,0 +1,546 @@
+"""Shapes over captured tables: finding the table, planning, and building a shape in the order that stitching needs.
+
+V2  The consumer is registered with the router before the snapshot is taken, and the snapshot sees every
+    transaction that was streamed before that (`postgres_source` says how).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import structlog
+from msgspec.structs import replace
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Missing, TidemillError, Unavailable
+from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
+from tidemill.capture.changes import Relation
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
+from tidemill.shapes.definition.compiler_thread import Asked, CompilerThread
+from tidemill.shapes.definition.definition import Source
+from tidemill.shapes.definition.planner import (
+    FieldError,
+    Plan,
+    ShapeRequest,
+    check_columns,
+    definition_of,
+    queryable_columns,
+    split_table,
+)
+from tidemill.shapes.definition.subset import Metadata, SubsetRequest
+from tidemill.shapes.definition.table_columns import TableColumns
+from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.disk_log import DiskLog
+from tidemill.shapes.log.items import snapshot_end
+from tidemill.shapes.log.log import LogLimits, LogStorage, MemoryLog
+from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.sqlite_file import Saved
+from tidemill.shapes.log.store import ShapeStore
+from tidemill.shapes.loop_share import LoopShare
+from tidemill.shapes.memory_budget import Budget
+from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeSink
+from tidemill.shapes.tables.captured_database import Database, Relations, Seeker
+from tidemill.shapes.tables.initial_snapshot import Passing
+from tidemill.shapes.tables.remote_evaluation import Question, answer
+from tidemill.shapes.tables.replica_identity import needs_old_rows
+from tidemill.shapes.tables.subsets import subset_reader
+from tidemill.shapes.tables.table_consumer import TableConsumer, needed_columns, same_layout
+from tidemill.shapes.where import Type, Where
+
+if TYPE_CHECKING:
+    from tidemill.shapes.tables.remote_evaluation import Connection
+
+_log = structlog.get_logger()
+
+SEEKING = 50
+"""So many requests wait for new tables at once, a part of `max_initial`."""
+
+SOUGHT_S = 20.0
+"""A request for a table that is not captured waits so long for it to be taken in."""
+STARTING_S = 5.0
+"""… and so long for a capture that does not say yet what it has."""
+
+
+class Starting(Unavailable):
+    """A capture does not say yet which tables it has."""
+
+
+class Parked(Unavailable):
+    """The table is captured, and carries nothing until it is copied. `retry_after_s`: when to ask again."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+def _look_failed(name: str, error: BaseException) -> None:
+    """Whoever asked is told, unless another look was first: a fault is not to be lost then."""
+    if not isinstance(error, TidemillError):
+        _log.error("the look for a table failed", part=name, error=sentence(error), exc_info=error)
+
+
+class NotCaptured(FieldError):
+    """No captured table has that name."""
+
+    def __init__(self, schema: str, table: str) -> None:
+        super().__init__(
+            "table",
+            f'Table "{schema}"."{table}" is not captured.',
+            fix="Check the name (quote it if it has capitals), and what `tidemill capture list` says of the table.",
+        )
+
+
+RESTORE_S = 20.0
+"""For a database that does not answer while shapes are restored: commits wait for them, and so do their clients."""
+RESTORE_RETRY_S = 0.5
+RESTORED_AT_ONCE = 100
+"""Compiled together, and taken in before others have their turn of the loop."""
+
+
+class _Found(NamedTuple):
+    """A shape of an earlier life, and what it was of."""
+
+    saved: Saved
+    kept: Kept
+    relation: Relation
+    info: TableColumns
+    columns: tuple[str, ...]
+
+
+class Registered(NamedTuple):
+    """A consumer, and what its table looked like when its shape was built."""
+
+    sink: ShapeSink
+    consumer: TableConsumer
+    info: TableColumns
+
+
+class TableShapes:
+    """All captured databases of this process."""
+
+    def __init__(self, clock: Clock, share: LoopShare, backlog: BacklogLimits, compiler: CompilerThread) -> None:
+        self._clock = clock
+        self._share = share
+        self._backlog = backlog
+        self._compiler = compiler
+        self._databases: dict[str, Database] = {}
+        self._seeking = 0
+        self._consumers: dict[str, Registered] = {}
+
+    def add(
+        self,
+        name: str,
+        dsn: str,
+        relations: Relations,
+        store: ShapeStore | None = None,
+        seeker: Seeker | None = None,
+    ) -> ShapeSink:
+        """The database's new sink; whoever adds it keeps its `run` running, behind a `restore`."""
+        sink = ShapeSink(self._clock, self._share, self._backlog, consumer=f"shapes:{name}", store=store)
+        self._databases[name] = Database(dsn, relations, sink, store, seeker)
+        return sink
+
+    def log(self, database: str, limits: LogLimits, budget: Budget) -> LogStorage:
+        """A new one, for a shape of this database."""
+        store = self._databases[database].store
+        return MemoryLog(limits, budget) if store is None else store.new_log()
+
+    def suspend(self, name: str) -> None:
+        """Nothing is captured for now, which looks like a capture that starts."""
+        database = self._databases.get(name)
+        if database is not None:
+            database.relations = tuple
+            database.seeker = None
+            database.suspended = True
+
+    def starting(self) -> bool:
+        """Is there a database that does not say yet which tables it has, or whose shapes are not back yet?"""
+        return any(not each.suspended and (each.sink.restoring or each.starting) for each in self._databases.values())
+
+    def uncaptured(self) -> list[TableConsumer]:
+        """Whose table is not among those captured now; none of a database where that is not known."""
+        found: list[TableConsumer] = []
+        for each in self._databases.values():
+            followed = each.sink.router.oids
+            captured = each.captured() if followed else {}
+            for oid in followed if captured else ():
+                if oid not in captured and oid not in each.sink.parked_oids:
+                    found += each.sink.router.of(oid)
+        return found
+
+    def redefined(self) -> list[TableConsumer]:
+        """Whose table has another description since the last call, be it that no row came under it yet."""
+        found: list[TableConsumer] = []
+        for each in self._databases.values():
+            captured = each.captured()
+            for oid in each.sink.router.oids:
+                relation = captured.get(oid)
+                if relation is not None and each.looked_at.get(oid) is not relation:
+                    found += [c for c in each.sink.router.of(oid) if not same_layout(relation, c.relation, c.needed)]
+            each.looked_at = captured
+        return found
+
+    def forget_gone(self) -> None:
+        """Drop what is known of relations that are not captured any more."""
+        for database in self._databases.values():
+            database.forget_others(list(database.relations()))
+
+    def sinks(self) -> dict[str, ShapeSink]:
+        return {name: database.sink for name, database in self._databases.items()}
+
+    def last_seen(self, shape: LiveShape) -> int:
+        """Newest transaction of the shape's database whose effect on the shape, if any, is in its log."""
+        registered = self._consumers.get(shape.handle)
+        if registered is None:
+            return shape.last_seen
+        return max(shape.last_seen, registered.sink.seen(registered.consumer))
+
+    def pending_bytes(self, shape: LiveShape) -> int:
+        registered = self._consumers.get(shape.handle)
+        return 0 if registered is None else registered.consumer.pending_bytes
+
+    def find(self, table: str) -> tuple[str, Relation]:
+        """The captured relation a table parameter names. Raises FieldError (NotCaptured where there is none), Parked,
+        or Unavailable while a capture starts."""
+        asked, schema, name = self._asked(table)
+        for database in asked:
+            if self._databases[database].sink.restoring and not self._databases[database].suspended:
+                raise Unavailable(f"the shapes of an earlier life are being restored: database={database}.")
+        return self._find(table, asked, schema, name)
+
+    def _asked(self, table: str) -> tuple[list[str], str, str]:
+        """The databases that may have it, its schema and name. Raises FieldError."""
+        prefix, separator, rest = table.partition(":")
+        chosen = bool(separator) and prefix in self._databases
+        schema, name = split_table(rest if chosen else table)
+        return [prefix] if chosen else list(self._databases), schema, name
+
+    async def _found(self, table: str, *, waits: bool) -> tuple[str, Relation]:
+        """As `find`. Where it `waits`, a table that was made a moment ago is waited for; so is, for less long and
+        always, a capture between two of its sessions."""
+        sought = True
+        while sought:  # between its captures' answer and `find` a parked table may begin to be copied again
+            try:
+                return self.find(table)
+            except NotCaptured:
+                if not waits:
+                    raise
+                sought = await self._sought(*self._asked(table))
+            except Starting:
+                sought = await self._sought(*self._asked(table), STARTING_S)
+        return self.find(table)
+
+    async def _sought(self, asked: Sequence[str], schema: str, name: str, within_s: float = SOUGHT_S) -> bool:
+        """Whether one of these captures has the table, or parks it; the first to say so is waited for. Raises
+        Unavailable when none does and one cannot say, or too many requests wait already: whoever asks for tables that
+        do not exist, while a capture is down, leaves the other requests their places."""
+        if self._seeking >= SEEKING:
+            raise Unavailable(f"as many requests wait for new tables as may: limit={SEEKING}.")
+        seekers = [each.seeker for each in map(self._databases.__getitem__, asked) if each.seeker is not None]
+        unsaid: TidemillError | None = None
+        self._seeking += 1
+        try:
+            async with Tasks(_look_failed) as tasks:
+                looks = [tasks.spawn(each.sought(schema, name, within_s), name=f"seek {name}") for each in seekers]
+                for look in asyncio.as_completed(looks):
+                    try:
+                        if await look:
+                            return True
+                    except TidemillError as error:
+                        unsaid = error
+        finally:
+            self._seeking -= 1
+        if unsaid is not None:
+            raise unsaid
+        return False
+
+    def _find(self, table: str, asked: Sequence[str], schema: str, name: str) -> tuple[str, Relation]:
+        known = {database: self._databases[database].named() for database in asked}
+        found = [(database, named[schema, name]) for database, named in known.items() if (schema, name) in named]
+        if not found:
+            for database in asked:
+                standing = self._databases[database].standing(schema, name)
+                if standing is not None and not standing.passing:
+                    raise Parked(standing.reason, standing.retry_after_s)
+            starting = [database for database in asked if self._databases[database].starting]
+            if starting:
+                raise Starting(f"the capture is starting: database={starting[0]}.")
+            raise NotCaptured(schema, name)
+        if len(found) > 1:
+            names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)
+            raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Write one of these.")
+        return found[0]
+
+    async def plan(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
+        """`waits`: for a table that is not captured yet. Raises FieldError; Unavailable for what passes (Parked where
+        the table is, Passing where it is another one than the captured one)."""
+        plan = await self._plan_on(request)
+        return plan or await self._plan(request, *(await self._found(request.table, waits=waits)))
+
+    async def _plan_on(self, request: ShapeRequest) -> Plan | None:
+        """The plan of a shape that continues while its table is parked, by the description it was built with. A request
+        for any other shape waits for the table."""
+        if not any(each.sink.parked_oids for each in self._databases.values()):
+            return None
+        asked, schema, name = self._asked(request.table)
+        infos: dict[int, tuple[str, TableColumns]] = {}
+        for database_name in asked:
+            database = self._databases[database_name]
+            for oid in database.sink.parked_oids if (schema, name) not in database.named() else ():
+                for consumer in database.sink.router.of(oid):
+                    info = self._consumers[consumer.shape.handle].info
+                    if (info.relation.schema, info.relation.table) == (schema, name):
+                        infos[id(info)] = database_name, info
+        for database_name, info in infos.values():
+            try:
+                columns = check_columns(request, info.names, info.key)
+                where = await self._compiler(request, info.where_types(), schema, name)
+            except FieldError:
+                continue
+            plan = self._planned(request, database_name, info, columns, where)
+            following = self._databases[database_name].sink.router.of(info.relation.oid)
+            if any(consumer.shape.definition == plan.definition for consumer in following):
+                return plan
+        return None
+
+    async def _plan(self, request: ShapeRequest, database_name: str, relation: Relation) -> Plan:
+        database = self._databases[database_name]
+        try:
+            found, columns = await self._check(request, database_name, relation)
+            where = await self._compiler(request, found.where_types(), relation.schema, relation.table)
+        except FieldError:
+            await database.check_described(relation, self._clock.monotonic_s())
+            raise
+        return self._planned(request, database_name, found, columns, where)
+
+    def _planned(
+        self,
+        request: ShapeRequest,
+        database_name: str,
+        found: TableColumns,
+        columns: tuple[str, ...],
+        where: Where | None,
+    ) -> Plan:
+        database, relation = self._databases[database_name], found.relation
+        definition = definition_of(request, _source(database_name, relation), columns, where)
+
+        async def build(shape: LiveShape) -> None:
+            await self._build(shape, request, database_name, found, where)
+
+        reader = subset_reader(
+            database.source,
+            found,
+            where,
+            columns,
+            queryable_columns(request, found.names, found.key),
+            self._compiler,
+            self._share,
+            lambda: database.sink.recent,
+        )
+
+        async def read(request: SubsetRequest, rows: HeldRows, mark: int) -> Metadata:
+            try:
+                return await reader(request, rows, mark)
+            except FieldError:
+                await database.check_described(relation, self._clock.monotonic_s())
+                raise
+
+        return Plan(definition, database.shown(found, columns, request.replica).schema_json, build, read, relation)
+
+    async def _check(
+        self, request: ShapeRequest, database_name: str, relation: Relation
+    ) -> tuple[TableColumns, tuple[str, ...]]:
+        """The relation's columns, and those that the request shows. Raises as `plan` does."""
+        database = self._databases[database_name]
+        info = database.infos.get(relation)
+        if info is None:
+            info = database.infos[relation] = await database.source.describe(relation)
+            database.forget_others(list(database.relations()))
+        if needs_old_rows(relation, request):
+            await database.old_rows.check(relation, request, self._clock.monotonic_s())
+        return info, check_columns(request, info.names, info.key)
+
+    def follows(self, shape: LiveShape, relation: Relation | None) -> bool:
+        """Whether the shape's consumer is on this very relation, not on a dropped one of the same name."""
+        registered = self._consumers.get(shape.handle)
+        return registered is None or relation is None or registered.consumer.oid == relation.oid
+
+    def continues(self, shape: LiveShape) -> bool:
+        """Its table is parked, and the shape needs none of the changed columns."""
+        registered = self._consumers.get(shape.handle)
+        return registered is not None and registered.consumer.oid in registered.sink.parked_oids
+
+    def detach(self, shape: LiveShape) -> None:
+        """Stop offering changes to a shape. Idempotent."""
+        registered = self._consumers.pop(shape.handle, None)
+        if registered is not None:
+            registered.sink.remove(registered.consumer)
+
+    async def _build(
+        self, shape: LiveShape, request: ShapeRequest, database_name: str, info: TableColumns, where: Where | None
+    ) -> None:
+        database, definition, relation = self._databases[database_name], shape.definition, info.relation
+        writer = database.shown(info, definition.columns, definition.replica).writer
+        consumer = TableConsumer(shape, relation, where, writer, asks=True)
+        if database.still(relation) is None:
+            raise Passing(f"the table is not captured just now, or not as it was: table={relation.name}.")
+        must_see = database.sink.recent
+        database.sink.add(consumer)
+        self._consumers[shape.handle] = Registered(database.sink, consumer, info)
+        with_rows = definition.log_mode == "full"
+        snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
+        if shape.gone:
+            return
+        shape.log.add_base([snapshot_end(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
+        shape.log.seal_base()
+        consumer.open(snapshot)
+        await self._share.work(consumer.settle)
+        shape.ready()
+        if database.store is not None and isinstance(shape.log, DiskLog):
+            kept = Kept(request, definition, shape.schema_json, consumer.relation, shape.rows_loaded)
+            database.store.record(shape.log, shape.handle, kept.encode(), str(snapshot))
+
+    async def answer(self, name: str) -> None:
+        """Take the questions of the database's shapes to it, for ever. A shape whose columns the catalogue describes
+        otherwise by now ends: compiled anew it knows what it would else ask about again and again."""
+        database = self._databases[name]
+
+        async def look(connection: Connection, consumer: TableConsumer, question: Question) -> None:
+            info = await database.look_again(connection, consumer.oid, self._clock.monotonic_s())
+            registered = self._consumers.get(consumer.shape.handle)
+            if info is None or registered is None:
+                return
+            now, then = info.where_types(), registered.info.where_types()
+            if any(now.get(column) != then.get(column) for column in question.where.columns):
+                consumer.shape.drop("the types of its columns changed")
+                database.sink.remove(consumer)
+
+        await answer(database.sink, database.source, look)
+
+    # -- after a restart ---------------------------------------------------------------------------------------
+
+    async def restore(self, name: str, start: Callable[[Saved, Kept, DiskLog], LiveShape]) -> None:
+        """Follow the shapes that the database's store holds, before anything is routed (capture_tap.py, K6); `start`
+        takes each in. What cannot go on as it was is forgotten. Idempotent. Raises Unavailable, to be tried again."""
+        database = self._databases[name]
+        sink, store = database.sink, database.store
+        if store is None or not sink.restoring:
+            return
+        await sink.begun.wait()
+        deadline_s = self._clock.monotonic_s() + RESTORE_S
+        try:
+            saved = await store.saved() if sink.restoring else []
+        except Unavailable as error:
+            _log.error("shapes of an earlier life cannot be read", database=name, error=str(error))
+            store.start_over()
+            sink.name = store.owner
+            saved = []
+        for first in range(0, len(saved), RESTORED_AT_ONCE):
+            some = saved[first : first + RESTORED_AT_ONCE]
+            some = [each for each in some if each.id not in store.logs and not store.forgets(each)]
+            if some and sink.restoring:
+                await self._restore_some(name, store, some, start, deadline_s)
+        sink.restored()
+
+    async def _restore_some(
+        self,
+        name: str,
+        store: ShapeStore,
+        some: Sequence[Saved],
+        start: Callable[[Saved, Kept, DiskLog], LiveShape],
+        deadline_s: float,
+    ) -> None:
+        over: list[tuple[Saved, BaseException]] = []
+        found: list[_Found] = []
+        types: dict[int, Mapping[str, Type]] = {}
+        for saved in some:
+            try:
+                found.append(await self._find_in_time(name, saved, deadline_s))
+            except BaseException as error:
+                if not is_own_fault(error):
+                    raise
+                over.append((saved, error))
+        for each in found:
+            if each.relation.oid not in types:
+                types[each.relation.oid] = each.info.where_types()
+        asked = [Asked(f.kept.request, types[f.relation.oid], f.relation.schema, f.relation.table) for f in found]
+        for each, where in zip(found, await self._compiler.many(asked), strict=True):
+            try:
+                if isinstance(where, BaseException):
+                    raise where
+                self._take_back(name, store, each, where, start)
+            except BaseException as error:
+                if not is_own_fault(error):
+                    raise
+                over.append((each.saved, error))
+        for saved, why in over:
+            _log.info("a shape of an earlier life is over", handle=saved.handle, why=sentence(why))
+            store.forget(saved)
+
+    async def _find_in_time(self, name: str, saved: Saved, deadline_s: float) -> _Found:
+        """As `_find_again`. While shapes are restored WAL is kept, so whatever cannot be restored soon is not: one that
+        the database does not answer for is tried again until the deadline, and no other fault is."""
+        while True:
+            try:
+                return await self._find_again(name, saved)
+            except Unavailable:
+                if self._clock.monotonic_s() >= deadline_s:
+                    raise
+                await asyncio.sleep(RESTORE_RETRY_S)
+
+    async def _find_again(self, name: str, saved: Saved) -> _Found:
+        """What the shape was of, as it is now. Raises what ends it."""
+        kept = Kept.decode(saved.record)
+        relation = self._databases[name].still(
+            kept.relation, needed_columns(kept.relation, kept.definition.columns, None)
+        )
+        if relation is None:
+            raise Missing("its table is another one now.")
+        try:
+            return _Found(saved, kept, relation, *await self._check(kept.request, name, relation))
+        except Passing as error:  # nothing that is worth a try until the deadline
+            raise Missing(error.message) from error
+
+    def _take_back(
+        self,
+        name: str,
+        store: ShapeStore,
+        found: _Found,
+        where: Where | None,
+        start: Callable[[Saved, Kept, DiskLog], LiveShape],
+    ) -> None:
+        """Plain def: from here on the sink tells it whatever befalls its table. Raises what ends it."""
+        sink = self._databases[name].sink
+        saved, kept, relation, info, columns = found
+        definition = definition_of(kept.request, _source(name, relation), columns, where)
+        shown = self._databases[name].shown(info, columns, definition.replica)
+        if definition != kept.definition or shown.schema_json != kept.schema_json:
+            raise Missing("its table's description changed.")
+        if relation.oid not in (sink.resumable or ()):
+            raise Missing("changes of its table were left out.")
+        needed = needed_columns(kept.relation, kept.definition.columns, where)
+        if self._databases[name].still(kept.relation, needed) is not relation:  # since it was found
+            raise Missing("its table is another one now.")
+        snapshot = PgSnapshot.parse(saved.snapshot) if saved.snapshot else None
+        if snapshot is None or not snapshot.lsn:
+            raise Missing("an earlier release kept it, without the end of the WAL of its snapshot.")
+        log = store.old_log(saved)
+        try:
+            shape = start(saved, replace(kept, schema_json=shown.schema_json), log)
+        except BaseException:
+            log.drop()
+            raise
+        consumer = TableConsumer(shape, relation, where, shown.writer, has_lsn=shape.log.end.tx, asks=True)
+        consumer.open(snapshot)
+        consumer.follow()
+        sink.add(consumer)
+        self._consumers[shape.handle] = Registered(sink, consumer, info)
+        shape.rows_loaded = kept.rows_loaded
+        shape.ready()
+
+
+def _source(database: str, relation: Relation) -> Source:
+    return Source("table", database, relation.schema, relation.table)

@@ -1,0 +1,94 @@
+"""One type for several expressions, as PostgreSQL resolves it for IN, CASE, COALESCE, GREATEST, LEAST and ARRAY.
+
+https://www.postgresql.org/docs/current/typeconv-union-case.html: the first known type, until one comes that it casts to
+implicitly and not the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tidemill.shapes.where import casts
+from tidemill.shapes.where.case_folding import folding_of
+from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, resolve, strict
+from tidemill.shapes.where.types import MOMENTS, NAME_BYTES, NUMBERS, Type, WhereError, cut
+
+_TEXT_CASTS = {
+    "char": {"text"},
+    "name": {"text"},
+    "text": {"name", "varchar", "bpchar"},
+    "varchar": {"name", "text", "bpchar"},
+    "bpchar": {"name", "text", "varchar"},
+}
+"""Implicit ones, between the kinds of text."""
+_PREFERRED = frozenset({"text", "float8", "timestamptz", "bool", "interval"})
+
+
+def _kind(type_: Type) -> str:
+    """PostgreSQL's name of the type, where it is text of any kind."""
+    if type_.most_bytes:
+        return "name" if type_.most_bytes == NAME_BYTES else "char"
+    return "varchar" if type_.varying else type_.name
+
+
+def _casts(source: str, target: str) -> bool:
+    """Whether there is an implicit cast."""
+    if source in NUMBERS and target in NUMBERS:
+        return NUMBERS[source] <= NUMBERS[target]
+    if source in MOMENTS and target in MOMENTS:
+        return MOMENTS[source] <= MOMENTS[target]
+    return target in _TEXT_CASTS.get(source, ())
+
+
+def common_type(parts: Sequence[Expression]) -> Type | None:
+    """None where the types cannot be matched."""
+    chosen: Type | None = None
+    for part in parts:
+        type_ = part.type
+        if type_ == UNKNOWN:
+            continue
+        if chosen is None:
+            chosen = type_
+            continue
+        known, new = _kind(chosen), _kind(type_)
+        if chosen.array or type_.array:
+            if (chosen.name, chosen.array, chosen.most_bytes) != (type_.name, type_.array, type_.most_bytes):
+                return None
+        elif known != new:
+            if "char" in (known, new) or not (_casts(known, new) or _casts(new, known)):
+                return None
+            if known not in _PREFERRED and not _casts(new, known):
+                chosen = type_
+    if chosen is None:
+        chosen = TEXT
+    typed = [part for part in parts if part.type != UNKNOWN]
+    ordered = all(part.type.ordered for part in typed)
+    collated = any(part.collated for part in typed)
+    return msgspec.structs.replace(chosen, ordered=ordered or collated, folding=folding_of(*parts))
+
+
+def alike(parts: Sequence[Expression], what: str, location: str) -> tuple[Type, list[Expression]]:
+    """The parts, each as one common type. Raises WhereError."""
+    common = common_type(parts)
+    if common is None:
+        kinds = " and ".join(dict.fromkeys(str(part.type) for part in parts if part.type != UNKNOWN))
+        raise WhereError(f"{location}{what} types {kinds} cannot be matched", fix="Cast.")
+    return common, [coerce(part, common, location) for part in parts]
+
+
+def coerce(expression: Expression, target: Type, location: str) -> Expression:
+    """By an implicit cast, which must exist."""
+    source = expression.type
+    if source == UNKNOWN:
+        return resolve(expression, target, location)
+    same = expression if source.name == target.name else casts.cast(expression, target, location)
+    if target.most_bytes not in (0, source.most_bytes):
+
+        def to_name(text: str) -> str:
+            found = cut(target.most_bytes, text)
+            return found.rstrip(" ") if source.name == "bpchar" else found
+
+        same = msgspec.structs.replace(same, evaluate=strict(to_name, same), column="")
+    return casts.as_kind(same, target)

@@ -1,0 +1,500 @@
+"""From the text of a where clause to a function of a row.
+
+`SELECT 1 WHERE <text>` is parsed by PostgreSQL's own parser; every node must be one of those handled
+below, anything else is refused with its name and place. Places are counted as PostgreSQL does, from the
+start of that statement, so `1 x 1` fails "At location 17".
+
+    W1  What reaches the database is printed from the tree that was checked here, node by node: operators, functions,
+        types and collations are looked up in tables, never passed on, and only PostgreSQL's own can be meant.
+    W2  Whatever evaluation raises, of whatever type, is an EvaluationError of this clause; what compiling raises is a
+        WhereError. Nothing else leaves this room.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from tidemill.base.pgtypes.text import INTEGER_DIGITS, INTEGERS, read_numeric
+from tidemill.base.runtime.tasks import is_fault, sentence
+from tidemill.shapes.where import (
+    arithmetic,
+    array_comparison,
+    array_functions,
+    casts,
+    conditionals,
+    datetimes,
+    numeric_functions,
+    operators,
+    strings,
+)
+from tidemill.shapes.where.common_type import alike
+from tidemill.shapes.where.expressions import (
+    BOOL,
+    TEXT,
+    Evaluate,
+    Expression,
+    Row,
+    column,
+    constant,
+    either,
+    narrowest,
+    resolve,
+    strict,
+    unknown,
+)
+from tidemill.shapes.where.parser import guarded, parse_clause
+from tidemill.shapes.where.sql_printer import sql_of
+from tidemill.shapes.where.types import (
+    CHAR_BYTES,
+    CUT,
+    EvaluationError,
+    Type,
+    Value,
+    WhereError,
+)
+
+PREFIX = "SELECT 1 WHERE "
+MAX_DEPTH = 200
+MAX_NODES = 10_000
+MAX_VALUES_CHARS = 256 << 10
+"""Of parameters, each time they are used."""
+"""Compiling them takes a tenth of a second (off the event loop), evaluating them on one row a few milliseconds."""
+
+
+def evaluated(evaluate: Evaluate, row: Row) -> Value:
+    """Raises EvaluationError, as PostgreSQL would, and for any other fault (W2)."""
+    try:
+        return evaluate(row)
+    except EvaluationError:
+        raise
+    except BaseException as error:
+        raise _failure(error) from error
+
+
+class Where:
+    """A compiled filter.
+
+    sql       the clause printed from the checked tree; safe to embed in a query
+    params    values for the $n in `sql`, in which each number is used once: PostgreSQL gives a parameter one type, by
+              its first use in the statement, and a literal would take one at each place, as it does here
+    given     values of the $n as the client numbers them
+    columns   names of the columns it reads
+    equality  what a row must have to match, where the clause says so; see `Equality`
+    may_fail  it may raise on a row (a division, an overflow, a cast), which tells something of that row
+    """
+
+    def __init__(
+        self,
+        sql: str,
+        params: tuple[str, ...],
+        columns: frozenset[str],
+        expression: Expression,
+        *,
+        given: tuple[str, ...],
+        may_fail: bool = False,
+    ) -> None:
+        self.may_fail = may_fail
+        self.equality = expression.equality
+        self.sql = sql
+        self.params = params
+        self.given = given
+        self.columns = columns
+        self._evaluate = expression.evaluate
+
+    def evaluate(self, row: Row) -> bool | None:
+        """True, False or None (NULL). Raises EvaluationError, as PostgreSQL would, and for any other fault (W2)."""
+        value: bool | None = evaluated(self._evaluate, row)
+        return value
+
+    def matches(self, row: Row) -> bool:
+        return self.evaluate(row) is True
+
+
+def _failure(error: BaseException) -> BaseException:
+    return EvaluationError(sentence(error)) if is_fault(error) else error
+
+
+def compile_where(
+    text: str,
+    params: Sequence[str],
+    columns: Mapping[str, Type],
+    *,
+    table: str = "",
+    schema: str = "",
+    first_param: int = 1,
+) -> Where:
+    """Compile a where clause over `columns` (name → type). Raises WhereError with the exact reason.
+
+    `first_param`: the number of the first parameter in `sql`, where the clause is printed behind others with values of
+    theirs.
+    """
+    return guarded(lambda: _compile(text, params, columns, schema, table, first_param))
+
+
+def _compile(
+    text: str, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str, first_param: int
+) -> Where:
+    select = parse_clause(PREFIX, text, "where clause", "where_clause")
+    compiler = TreeCompiler(params, columns, schema, table)
+    expression = resolve(compiler.visit(select.where_clause, 0), BOOL)
+    if expression.type != BOOL:
+        raise WhereError(f"argument of WHERE must be type boolean, not type {expression.type}")
+    used = compiler.used_params
+    if used != set(range(1, len(used) + 1)):
+        raise WhereError("parameters must be numbered sequentially from $1.")
+    sent: list[str] = []
+    for node in compiler.param_nodes.values():
+        sent.append(params[node.number - 1])
+        node.number = first_param - 1 + len(sent)
+    return Where(
+        sql_of(select.where_clause),
+        tuple(sent),
+        frozenset(compiler.used_columns),
+        expression,
+        given=tuple(params[: len(used)]),
+        may_fail=compiler.may_fail,
+    )
+
+
+def _strings(nodes: Any) -> list[str]:
+    return [node.string.sval for node in nodes]
+
+
+class TreeCompiler:
+    """One pass over the tree, leaves first; keeps which columns and parameters were used."""
+
+    def __init__(self, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str) -> None:
+        self._params = params
+        self._columns = columns
+        self._schema = schema
+        self._table = table
+        self.used_params: set[int] = set()
+        self.used_columns: set[str] = set()
+        self.param_nodes: dict[int, Any] = {}
+        """By their place in the text: each is one node, however often it is looked at."""
+        self.may_fail = False
+        self._nodes = 0
+        self._references = 0
+        """To columns, so far."""
+        self._values_chars = 0
+
+    def visit(self, node: Any, depth: int) -> Expression:
+        kind = node.WhichOneof("node")
+        self._nodes += 1
+        if self._nodes > MAX_NODES:
+            raise WhereError(f"where clause is too long: limit_nodes={MAX_NODES}.")
+        if depth > MAX_DEPTH:
+            raise WhereError(f"where clause is nested too deeply: limit={MAX_DEPTH}.")
+        method = getattr(self, f"_visit_{kind}", None)
+        if method is None:
+            raise WhereError(
+                f"{_at(getattr(node, kind or '', None))}{kind or 'empty'} is not supported in a where clause."
+            )
+        expression: Expression = method(getattr(node, kind), depth + 1)
+        return expression
+
+    def _visit_column_ref(self, node: Any, depth: int) -> Expression:
+        if any(field.WhichOneof("node") != "string" for field in node.fields):
+            raise WhereError(f"{_at(node)}* is not supported in a where clause.")
+        names = _strings(node.fields)
+        qualifier = names[:-1]
+        if qualifier not in ([], [self._table], [self._schema, self._table]):
+            raise WhereError(f'{_at(node)}missing FROM-clause entry for table "{".".join(qualifier)}"')
+        name = names[-1]
+        if name not in self._columns:
+            raise WhereError(f'{_at(node)}unknown reference {name}: column "{name}" does not exist')
+        del node.fields[:-1]  # printed without its table: the clause is asked of single rows too
+        self.used_columns.add(name)
+        self._references += 1
+        type_ = self._columns[name]
+        return column(name, type_.plain)
+
+    def _visit_a_const(self, node: Any, depth: int) -> Expression:
+        kind = node.WhichOneof("val")
+        if node.isnull or kind is None:
+            return unknown(None)
+        if kind == "ival":
+            return constant(Type("int4"), node.ival.ival)
+        if kind == "boolval":
+            return constant(BOOL, node.boolval.boolval)
+        if kind == "sval":
+            return unknown(node.sval.sval)
+        if kind == "fval":
+            text = node.fval.fval
+            if text.lstrip("+-").isdigit() and len(text) <= INTEGER_DIGITS:
+                whole = int(text)
+                for kind in ("int4", "int8"):  # -2147483648 is the one int4 that comes this way
+                    if -INTEGERS[kind] <= whole < INTEGERS[kind]:
+                        return constant(Type(kind), whole)
+            if not text.lower().startswith(("0x", "0o", "0b")):
+                return constant(Type("numeric"), read_numeric(text.replace("_", "")))
+        raise WhereError(f"{_at(node)}this kind of constant is not supported in a where clause: {kind}")
+
+    def _visit_param_ref(self, node: Any, depth: int) -> Expression:
+        number = node.number
+        if not 1 <= number <= len(self._params):
+            raise WhereError(f"{_at(node)}parameter ${number} was not provided.", fix=f"Send params[{number}].")
+        self.used_params.add(number)
+        # Each use is read, and kept, by itself: a long value used often would be far more than the text of the clause.
+        self._values_chars += len(self._params[number - 1])
+        if self._values_chars > MAX_VALUES_CHARS:
+            raise WhereError(f"{_at(node)}parameters are too long, each time they are used: limit={MAX_VALUES_CHARS}.")
+        self.param_nodes[node.location] = node
+        return unknown(self._params[number - 1])
+
+    def _visit_type_cast(self, node: Any, depth: int) -> Expression:
+        target = _type_of(node.type_name)
+        self.may_fail = self.may_fail or node.arg.WhichOneof("node") not in ("a_const", "param_ref")
+        if target.array and node.arg.WhichOneof("node") == "a_array_expr":  # its elements are cast, one by one
+            elements = [self.visit(each, depth + 1) for each in node.arg.a_array_expr.elements]
+            items = [casts.cast(each, target.element, _at(node)) for each in elements]
+            return _array_of(target.plain.element, items)
+        return casts.cast(self.visit(node.arg, depth), target, _at(node))
+
+    def _visit_collate_clause(self, node: Any, depth: int) -> Expression:
+        *qualifier, name = _strings(node.collname)
+        if name not in ("C", "POSIX") or qualifier not in _OWN:
+            raise WhereError(f'{_at(node)}collation "{name}" is not supported.', fix='Use COLLATE "C".')
+        operand = resolve(self.visit(node.arg, depth), TEXT)
+        if operand.type.array or operand.type.name not in ("text", "bpchar"):
+            raise WhereError(f"{_at(node)}collations are not supported by type {operand.type}")
+        if operand.type.most_bytes == CHAR_BYTES:
+            raise WhereError(f'{_at(node)}collations are not supported by type "char"')
+        type_ = msgspec.structs.replace(operand.type, ordered=True, folding="ascii")
+        return Expression(type_, operand.evaluate, constant=operand.constant, collated=True)
+
+    def _visit_bool_expr(self, node: Any, depth: int) -> Expression:
+        arguments = [self._boolean(self.visit(argument, depth), _at(node)) for argument in node.args]
+        tests = [argument.evaluate for argument in arguments]
+        if node.boolop == _enum("AND_EXPR"):
+            return Expression(BOOL, operators.all_true(tests), equality=narrowest(arguments))
+        if node.boolop == _enum("OR_EXPR"):
+            return Expression(BOOL, operators.any_true(tests), equality=either(arguments))
+        return Expression(BOOL, strict(lambda value: not value, arguments[0]))
+
+    def _boolean(self, expression: Expression, location: str) -> Expression:
+        expression = resolve(expression, BOOL, location)
+        if expression.type != BOOL:
+            raise WhereError(f"{location}argument must be type boolean, not type {expression.type}")
+        return expression
+
+    def _visit_null_test(self, node: Any, depth: int) -> Expression:
+        inner = self.visit(node.arg, depth).evaluate
+        if node.nulltesttype == _enum("IS_NULL"):
+            return Expression(BOOL, lambda row: inner(row) is None)
+        return Expression(BOOL, lambda row: inner(row) is not None)
+
+    def _visit_boolean_test(self, node: Any, depth: int) -> Expression:
+        inner = self._boolean(self.visit(node.arg, depth), _at(node)).evaluate
+        wanted, positive = _BOOLEAN_TESTS[node.booltesttype]
+        return Expression(BOOL, lambda row: (inner(row) is wanted) is positive)
+
+    def _parts(self, nodes: Any, depth: int) -> list[Expression]:
+        """Expressions that take one type together, into which a value may not fit."""
+        parts = [self.visit(node, depth) for node in nodes]
+        self.may_fail = self.may_fail or len({part.type.name for part in parts}) > 1
+        return parts
+
+    def _visit_coalesce_expr(self, node: Any, depth: int) -> Expression:
+        return conditionals.coalesce(self._parts(node.args, depth), _at(node))
+
+    def _visit_min_max_expr(self, node: Any, depth: int) -> Expression:
+        self.may_fail = True  # of enums, whose labels may be others by now
+        return conditionals.extreme(node.op == _enum("IS_GREATEST"), self._parts(node.args, depth), _at(node))
+
+    def _visit_case_expr(self, node: Any, depth: int) -> Expression:
+        location = _at(node)
+        asked = resolve(self.visit(node.arg, depth), TEXT, location) if node.HasField("arg") else None
+        conditions: list[Evaluate] = []
+        for when in node.args:
+            found = self.visit(when.case_when.expr, depth)
+            if asked is None:
+                conditions.append(self._boolean(found, location).evaluate)
+            else:
+                self._compared(asked, found)
+                conditions.append(operators.compare("=", asked, found, location).evaluate)
+        default = self.visit(node.defresult, depth) if node.HasField("defresult") else unknown(None)
+        results = [self.visit(when.case_when.result, depth) for when in node.args]
+        self.may_fail = self.may_fail or len({part.type.name for part in (default, *results)}) > 1
+        return conditionals.case(conditions, results, default, location)
+
+    def _visit_func_call(self, node: Any, depth: int) -> Expression:
+        names = _strings(node.funcname)
+        name = names[-1]
+        special = (node.agg_star, node.agg_distinct, node.func_variadic, node.agg_order, node.agg_within_group)
+        plain = not any(special) and not node.HasField("over") and not node.HasField("agg_filter")
+        function = _FUNCTIONS.get(name)
+        if names[:-1] not in _OWN or not plain or function is None:
+            raise WhereError(f"{_at(node)}function {'.'.join(names)} is not supported in a where clause.")
+        if name == "concat" and any(each.WhichOneof("node") == "param_ref" for each in node.args):
+            raise WhereError(f"{_at(node)}a parameter of concat has no type.", fix="Cast it to text.")
+        self.may_fail = True  # of long texts one that is too long
+        return function(name, [self.visit(each, depth) for each in node.args], _at(node))
+
+    def _visit_a_array_expr(self, node: Any, depth: int) -> Expression:
+        type_, items = alike(self._parts(node.elements, depth), "ARRAY", _at(node))
+        if type_.array:
+            raise WhereError(f"{_at(node)}arrays of arrays are not supported in a where clause.")
+        return _array_of(type_, items)
+
+    def _visit_a_expr(self, node: Any, depth: int) -> Expression:
+        location = _at(node)
+        name = _operator(node, location)
+        kind = node.kind
+        if kind in (_enum("AEXPR_IN"), *_betweens()):
+            return self._listed(node, name, location, depth)
+        right = self.visit(node.rexpr, depth)
+        if not node.HasField("lexpr"):
+            if kind == _enum("AEXPR_OP") and name in "+-":
+                self.may_fail = self.may_fail or not right.constant
+                return arithmetic.negate(right, location) if name == "-" else right
+            if kind == _enum("AEXPR_OP") and name == "~":
+                return numeric_functions.inverted(right, location)
+            if kind == _enum("AEXPR_OP") and name in numeric_functions.PREFIXES:
+                self.may_fail = True
+                return numeric_functions.call(numeric_functions.PREFIXES[name], [right], location)
+            raise WhereError(f"{location}operator {name} is not supported in a where clause.")
+        left = self.visit(node.lexpr, depth)
+        self._compared(left, right)
+        if kind == _enum("AEXPR_DISTINCT"):
+            return operators.distinct(left, right, False, location)
+        if kind == _enum("AEXPR_NOT_DISTINCT"):
+            return operators.distinct(left, right, True, location)
+        if kind in (_enum("AEXPR_OP_ANY"), _enum("AEXPR_OP_ALL")) and name in operators.COMPARISONS:
+            return operators.quantified(name, left, right, kind == _enum("AEXPR_OP_ALL"), location)
+        if kind == _enum("AEXPR_NULLIF"):
+            return conditionals.nullif(left, right, location)
+        if kind in (_enum("AEXPR_OP"), _enum("AEXPR_LIKE"), _enum("AEXPR_ILIKE")):
+            return self._binary(name, left, right, location)
+        raise WhereError(f"{location}operator {name} in this form is not supported in a where clause.")
+
+    def _binary(self, name: str, left: Expression, right: Expression, location: str) -> Expression:
+        if name in operators.COMPARISONS:
+            self.may_fail = self.may_fail or "enum" in (left.type.name, right.type.name)  # a label that came later
+            return operators.compare(name, left, right, location)
+        if name in numeric_functions.BIT_OPERATORS:
+            return numeric_functions.bits(name, left, right, location)
+        if datetimes.takes(name, left, right):
+            self.may_fail = True
+            return datetimes.arithmetic(name, left, right, location)
+        if name in arithmetic.ARITHMETIC_NAMES:
+            self.may_fail = True
+            return arithmetic.arithmetic(name, left, right, location)
+        if name in ("~~", "!~~", "~~*", "!~~*"):
+            self.may_fail = self.may_fail or not right.constant or strings.unfinished(right)
+            return strings.like(name, left, right, location)
+        if name in array_comparison.SET_OPERATORS:
+            return array_comparison.set_operator(name, left, right, location)
+        if name == "||":
+            self.may_fail = True  # of two long texts one that is too long
+            if left.type.array or right.type.array:
+                return array_functions.joined(left, right, location)
+            return strings.concat(left, right, location)
+        raise WhereError(f"{location}operator {name} is not supported in a where clause.")
+
+    def _compared(self, left: Expression, right: Expression) -> None:
+        """PostgreSQL casts a numeric beside a float to one, and not each of them fits."""
+        types = {left.type.name, right.type.name}
+        self.may_fail = self.may_fail or ("numeric" in types and bool(types & {"float4", "float8"}))
+
+    def _listed(self, node: Any, name: str, location: str, depth: int) -> Expression:
+        left = self.visit(node.lexpr, depth)
+        if node.rexpr.WhichOneof("node") != "list":
+            raise WhereError(f"{location}this list is not supported in a where clause.")
+        items: list[Expression] = []
+        fixed: list[bool] = []
+        for item in node.rexpr.list.items:
+            before = self._references
+            items.append(self.visit(item, depth))
+            fixed.append(self._references == before)
+            self._compared(left, items[-1])
+        if node.kind == _enum("AEXPR_IN"):
+            result = operators.member(left, items, fixed, location)
+            return result if name == "=" else Expression(BOOL, strict(lambda value: not value, result))
+        low, high = items
+        kinds = _betweens()
+        ranges = [(low, high), (high, low)] if node.kind in kinds[2:] else [(low, high)]
+        tests = [
+            operators.all_true(
+                [
+                    operators.compare(">=", left, start, location).evaluate,
+                    operators.compare("<=", left, end, location).evaluate,
+                ]
+            )
+            for start, end in ranges
+        ]
+        inside = Expression(BOOL, operators.any_true(tests))
+        negated = node.kind in (kinds[1], kinds[3])
+        return Expression(BOOL, strict(lambda value: not value, inside)) if negated else inside
+
+
+_FUNCTIONS: dict[str, Callable[[str, Sequence[Expression], str], Expression]] = {}
+for _room in (strings, numeric_functions, datetimes, array_functions):
+    _FUNCTIONS |= dict.fromkeys(_room.FUNCTIONS, _room.call)
+
+
+def _array_of(type_: Type, items: Sequence[Expression]) -> Expression:
+    tests = [item.evaluate for item in items]
+    array = type_.like(type_.name, array=True)
+    if all(item.constant for item in items):
+        return constant(array, [test({}) for test in tests])
+    return Expression(array, lambda row: [test(row) for test in tests])
+
+
+def _at(node: Any) -> str:
+    location = getattr(node, "location", None)
+    return f"At location {location}: " if isinstance(location, int) and location > 0 else ""
+
+
+def _operator(node: Any, location: str) -> str:
+    """The operator's name. One of another schema may do anything at all, and is refused (W1)."""
+    names = _strings(node.name)
+    if names and names[:-1] not in _OWN:
+        raise WhereError(f"{location}operator {'.'.join(names)} is not supported in a where clause.")
+    return names[-1] if names else ""
+
+
+_OWN: tuple[list[str], ...] = ([], ["pg_catalog"])
+"""Qualifiers that mean PostgreSQL's own: the snapshot query runs with nothing else in its search path."""
+
+
+def _type_of(node: Any) -> Type:
+    names = _strings(node.names)
+    if node.typmods or node.setof or node.pct_type or names[:-1] not in _OWN:
+        raise WhereError(f"cast to {'.'.join(names)} in this form is not supported in a where clause.")
+    if names[-1] in CUT:  # of longer text it makes another
+        raise WhereError(f"cast to {names[-1]} is not supported in a where clause.", fix="Cast to text.")
+    if len(node.array_bounds) > 1:
+        raise WhereError("casts to arrays of several dimensions are not supported in a where clause.")
+    return Type(names[-1], bool(node.array_bounds))
+
+
+@cache
+def _enum(name: str) -> int:
+    value: int = getattr(importlib.import_module("postgast.pg_query_pb2"), name)
+    return value
+
+
+def _betweens() -> tuple[int, int, int, int]:
+    return (
+        _enum("AEXPR_BETWEEN"),
+        _enum("AEXPR_NOT_BETWEEN"),
+        _enum("AEXPR_BETWEEN_SYM"),
+        _enum("AEXPR_NOT_BETWEEN_SYM"),
+    )
+
+
+_BOOLEAN_TESTS: dict[int, tuple[bool | None, bool]] = {
+    1: (True, True),
+    2: (True, False),
+    3: (False, True),
+    4: (False, False),
+    5: (None, True),
+    6: (None, False),
+}
+"""BoolTestType → (value, whether the test wants it): IS TRUE, IS NOT TRUE, IS FALSE, IS NOT FALSE, IS [NOT] UNKNOWN."""

@@ -1,0 +1,93 @@
+"""Expressions that are one of several: COALESCE, CASE, NULLIF, GREATEST and LEAST."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tidemill.base.pgtypes.text import INTEGERS
+from tidemill.shapes.where import operators
+from tidemill.shapes.where.common_type import alike, coerce
+from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Evaluate, Expression, Row, resolve
+from tidemill.shapes.where.types import CHAR_BYTES, NUMBERS, TEXTS, Type, Value, WhereError, canonical
+
+
+def coalesce(parts: Sequence[Expression], location: str) -> Expression:
+    type_, same = alike(parts, "COALESCE", location)
+    tests = [part.evaluate for part in same]
+
+    def evaluate(row: Row) -> Value:
+        for test in tests:
+            value = test(row)
+            if value is not None:
+                return value
+        return None
+
+    return Expression(type_, evaluate, collated=any(part.collated for part in parts))
+
+
+def case(
+    conditions: Sequence[Evaluate], results: Sequence[Expression], default: Expression, location: str
+) -> Expression:
+    """The first result whose condition is true; the default counts first for their type."""
+    type_, (last, *same) = alike([default, *results], "CASE", location)
+    branches = list(zip(conditions, (result.evaluate for result in same), strict=True))
+    otherwise = last.evaluate
+
+    def evaluate(row: Row) -> Value:
+        for condition, result in branches:
+            if condition(row) is True:
+                return result(row)
+        return otherwise(row)
+
+    return Expression(type_, evaluate, collated=any(part.collated for part in (default, *results)))
+
+
+def nullif(left: Expression, right: Expression, location: str) -> Expression:
+    equal = operators.compare("=", left, right, location).evaluate
+    left = resolve(left, TEXT if right.type == UNKNOWN else right.type, location)
+    left = coerce(left, _compared_as(left.type, right.type), location)
+    type_ = msgspec.structs.replace(left.type, varying=False)  # varchar has no operators of its own
+    value_of = left.evaluate
+
+    def evaluate(row: Row) -> Value:
+        return None if equal(row) is True else value_of(row)
+
+    return Expression(type_, evaluate, collated=left.collated or right.collated)
+
+
+def _compared_as(left: Type, right: Type) -> Type:
+    """What the left side of `left = right` is cast to."""
+    a, b = left.name, right.name
+    if a in NUMBERS and b in NUMBERS and not a.startswith("float") and not {a, b} <= INTEGERS.keys():
+        return Type("float8") if b.startswith("float") else Type("numeric")
+    if a == "bpchar" and b == "text" and not right.varying:
+        return left.like("text")
+    if left.most_bytes == CHAR_BYTES and right.most_bytes != CHAR_BYTES and {a, b} <= TEXTS:  # name = text there is
+        return msgspec.structs.replace(left, most_bytes=0)
+    return left.like("bpchar") if left.varying and b == "bpchar" else left
+
+
+def extreme(greatest: bool, parts: Sequence[Expression], location: str) -> Expression:
+    """The first of the greatest (least) values; NULLs do not count. Raises WhereError."""
+    type_, same = alike(parts, "GREATEST" if greatest else "LEAST", location)
+    if type_.array or (type_.name == "enum" and not type_.labels):
+        raise WhereError(f"{location}values of type {type_} are not ordered here.")
+    collated = any(part.collated for part in parts)
+    probe = Expression(type_, lambda row: None, constant=all(part.constant for part in parts), collated=collated)
+    before = operators.comparator(">" if greatest else "<", probe, probe, location)
+    form = canonical("bpchar") if type_.name == "bpchar" else None
+    tests = [part.evaluate for part in same]
+
+    def evaluate(row: Row) -> Value:
+        chosen = None
+        for test in tests:
+            value = test(row)
+            if value is None:
+                continue
+            if chosen is None or (before(value, chosen) if form is None else before(form(value), form(chosen))):
+                chosen = value
+        return chosen
+
+    return Expression(type_, evaluate, collated=collated)

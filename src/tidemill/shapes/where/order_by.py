@@ -1,0 +1,136 @@
+"""From the text of an ORDER BY list to the same list, printed from its checked tree.
+
+`SELECT 1 ORDER BY <text>` is parsed by PostgreSQL's own parser. Each item is a column, or an expression that a where
+clause may have too and that reads a column; a bare number would be a place in the select list, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tidemill.shapes.where.compiler import TreeCompiler, evaluated
+from tidemill.shapes.where.expressions import Expression, Row, column
+from tidemill.shapes.where.operators import comparator
+from tidemill.shapes.where.parser import guarded, parse_clause
+from tidemill.shapes.where.sql_printer import identifier, sql_of
+from tidemill.shapes.where.types import Type, Value, WhereError
+
+PREFIX = "SELECT 1 ORDER BY "
+MAX_ITEMS = 32
+_DIRECTIONS = {0: "", 1: "", 2: " ASC", 3: " DESC"}
+_NULLS = {0: "", 1: "", 2: " NULLS FIRST", 3: " NULLS LAST"}
+"""SortByDir and SortByNulls of the tree; 0 is not set."""
+DESCENDING, NULLS_FIRST, NULLS_LAST = 3, 2, 3
+
+
+class SortKey:
+    """One item of the list, evaluated here. NULLs come last where the order ascends, unless it says otherwise."""
+
+    def __init__(self, expression: Expression, sort: Any) -> None:
+        """Raises WhereError for a type that is not ordered here."""
+        if expression.type.array or expression.type.name in ("enum", "unknown"):
+            raise WhereError("values of this type are not ordered here.")
+        self._less = comparator("<", expression, expression, "")
+        self._evaluate = expression.evaluate
+        self._descending = sort.sortby_dir == DESCENDING
+        self._nulls_first = sort.sortby_nulls == NULLS_FIRST or (self._descending and sort.sortby_nulls != NULLS_LAST)
+
+    def evaluate(self, row: Row) -> Value:
+        """Raises EvaluationError, as a where clause does."""
+        return evaluated(self._evaluate, row)
+
+    def compare(self, a: Value, b: Value) -> int:
+        """Below 0: a comes before b; 0: neither before the other."""
+        if a is None or b is None:
+            if a is None and b is None:
+                return 0
+            return -1 if (a is None) is self._nulls_first else 1
+        if self._less(a, b):
+            return 1 if self._descending else -1
+        if self._less(b, a):
+            return -1 if self._descending else 1
+        return 0
+
+
+class Ordering:
+    """
+    sql       the list as SQL; safe to embed in a query
+    columns   names of the columns it reads
+    plain     those that are an item by themselves
+    keys      the list as it is evaluated here; None where an item is of a type, or a collation, that only a database
+              can order
+    """
+
+    def __init__(
+        self, sql: str, columns: frozenset[str], plain: frozenset[str], keys: tuple[SortKey, ...] | None
+    ) -> None:
+        self.sql = sql
+        self.columns = columns
+        self.plain = plain
+        self.keys = keys
+
+
+def compile_order_by(text: str, columns: Mapping[str, Type], *, table: str = "", schema: str = "") -> Ordering:
+    """Raises WhereError with the exact reason."""
+    return guarded(lambda: _compile(text, columns, schema, table))
+
+
+def _compile(text: str, columns: Mapping[str, Type], schema: str, table: str) -> Ordering:
+    select = parse_clause(PREFIX, text, "order by list", "sort_clause")
+    if len(select.sort_clause) > MAX_ITEMS:
+        raise WhereError(f"order by list is too long: limit={MAX_ITEMS}.")
+    items: list[str] = []
+    used: set[str] = set()
+    plain: set[str] = set()
+    keys: list[SortKey | None] = []
+    for node in select.sort_clause:
+        sort = node.sort_by
+        if sort.use_op or sort.sortby_dir not in _DIRECTIONS or sort.sortby_nulls not in _NULLS:
+            raise WhereError("USING is not supported in an order by list.", fix="Write ASC or DESC.")
+        name = _column(sort.node, columns, schema, table)
+        if name is not None:
+            plain.add(name)
+            used.add(name)
+            printed = identifier(name)
+            keys.append(_plain_key(name, columns[name], sort))
+        else:
+            compiler = TreeCompiler((), columns, schema, table)
+            expression = compiler.visit(sort.node, 0)
+            if not compiler.used_columns:
+                raise WhereError("each item of an order by list must read a column.")
+            used |= compiler.used_columns
+            printed = sql_of(sort.node)
+            keys.append(_key(expression, sort))
+        items.append(printed + _DIRECTIONS[sort.sortby_dir] + _NULLS[sort.sortby_nulls])
+    here = tuple(key for key in keys if key is not None)
+    return Ordering(", ".join(items), frozenset(used), frozenset(plain), here if len(here) == len(keys) else None)
+
+
+def _plain_key(name: str, type_: Type, sort: Any) -> SortKey | None:
+    try:
+        return _key(column(name, type_.plain), sort)
+    except WhereError:
+        return None
+
+
+def _key(expression: Expression, sort: Any) -> SortKey | None:
+    try:
+        return SortKey(expression, sort)
+    except WhereError:
+        return None
+
+
+def _column(node: Any, columns: Mapping[str, Type], schema: str, table: str) -> str | None:
+    """The column that the item is. Of any type: the database orders, whether or not a where clause could read it."""
+    if node.WhichOneof("node") != "column_ref":
+        return None
+    fields = node.column_ref.fields
+    if any(field.WhichOneof("node") != "string" for field in fields):
+        raise WhereError("* is not supported in an order by list.")
+    *qualifier, name = [field.string.sval for field in fields]
+    if qualifier not in ([], [table], [schema, table]):
+        raise WhereError(f'missing FROM-clause entry for table "{".".join(qualifier)}"')
+    if name not in columns:
+        raise WhereError(f'unknown reference {name}: column "{name}" does not exist')
+    return str(name)
