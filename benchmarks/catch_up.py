@@ -26,11 +26,11 @@ from harbour import machine
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.runtime.memory_budget import keep_freed_memory
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.facts import Latency
-from tidemill.spark.feeds import stream_feed
-from tidemill.spark.sink import FeedSink
+from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.sources import stream_feed
+from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.progress import Latency
 from tidemill.spark.stores import Stores, Urls, open_stores
-from tidemill.spark.table import TableWriter
 from upsert import RECORDS_PER_BINDING
 from upsert_load import KEY, SCHEMA, Load
 

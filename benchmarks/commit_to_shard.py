@@ -36,7 +36,7 @@ from tidemill.objects.factory import open_objects
 from tidemill.shards.api import TIME, Remap, Shard
 from tidemill.shards.registry import open_remap, open_shard
 
-KINDS = {"jvm": b"bin/java\0", "node": b"tidemill.cli.serve", "driver": b"tidemill.spark.driver"}
+KINDS = {"jvm": b"bin/java\0", "node": b"tidemill.cli.serve", "driver": b"tidemill.spark.pipeline.driver"}
 WARM_UP_S = 30
 """Under load. Until then Spark's JVM compiles itself, on the cores that all of it shares."""
 DEADLINE_S = 120

@@ -28,11 +28,11 @@ import pyarrow.json as pj
 
 from tidemill.shards.api import Binding, Column, ShardSchema
 from tidemill.shards.parts.schema import arrow_type
-from tidemill.spark.decode import objects
+from tidemill.spark.decode import block_decoder
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.ddl import stream_schema
+from tidemill.spark.decode.offset_slices import cut
 from tidemill.spark.decode.records import Records, blocks_of
-from tidemill.spark.decode.slices import cut
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.topics.batch import Columns, Record, decode_opened, encode_batch, open_batch
 
@@ -56,7 +56,7 @@ ORDERS = ShardSchema(
     ),
     ("id",),
 )
-FEW = objects.FEW
+FEW = block_decoder.FEW
 FIRST = datetime(2026, 11, 22, tzinfo=UTC)
 
 
@@ -154,7 +154,7 @@ def reading(name: str, values: Sequence[bytes], decoder: StreamDecoder | Capture
 
     def read(few: int) -> Callable[[], list[pa.Table]]:
         def work() -> list[pa.Table]:
-            objects.FEW = few
+            block_decoder.FEW = few
             return [rows_of(decoder, block) for block in blocks]
 
         return work

@@ -21,10 +21,10 @@ import pyarrow as pa
 from fuzz_found import Found
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.parts import encode_part
-from tidemill.spark.decode import objects
+from tidemill.spark.decode import block_decoder
 from tidemill.spark.decode.captured import CapturedDecoder
+from tidemill.spark.decode.offset_slices import Slice
 from tidemill.spark.decode.records import Records, blocks_of
-from tidemill.spark.decode.slices import Slice
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
@@ -253,7 +253,7 @@ def one_batch(rand: random.Random, found: Found) -> None:
 
 def run(seconds: float, seed: int) -> dict[str, Any]:
     rand, found = random.Random(seed), Decoded()
-    objects.FEW = 2  # a block is read by blocks, each of its records alone
+    block_decoder.FEW = 2  # a block is read by blocks, each of its records alone
     decoders, captured = (StreamDecoder(STREAM), StreamDecoder(BY_BLOCKS)), CapturedDecoder(CAPTURED, "public.t")
     for _ in range(50):
         one_block(rand, found, rand.choice(decoders), captured)

@@ -270,7 +270,7 @@ async def _followed(http: str, place: str) -> tuple[str, int]:
 
 def _children() -> list[tuple[str, int]]:
     """`driver`, `node` and `postgres` of a shop that this process started."""
-    known = {"tidemill.spark.driver": "driver", "tidemill.cli.serve": "node", "postgres": "postgres"}
+    known = {"tidemill.spark.pipeline.driver": "driver", "tidemill.cli.serve": "node", "postgres": "postgres"}
     found = []
     for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         words = Path(f"/proc/{pid}/cmdline").read_text()

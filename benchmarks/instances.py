@@ -45,7 +45,7 @@ from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.runner import TABLES
 from tidemill.shards.registry import open_remap
-from tidemill.spark.tasks import boot_id
+from tidemill.spark.ingest.fetch_decode import boot_id
 from tidemill.spark.upsert.mirror import Mirror
 
 HERE = Path(__file__).parent

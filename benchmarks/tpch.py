@@ -23,8 +23,8 @@ from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.shards.parts.schema import update_schema
 from tidemill.spark import Pipeline
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.derived import Derivation
-from tidemill.spark.session import build_session
+from tidemill.spark.derived.derivation import Derivation
+from tidemill.spark.session.session import build_session
 from tidemill.spark.stores import Stores, Urls, open_stores
 from upsert_tree import Tree
 

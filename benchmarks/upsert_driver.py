@@ -1,4 +1,4 @@
-"""The driver of a pipeline as `tidemill.spark.driver` starts it, told which steps are left to Spark tasks.
+"""The driver of a pipeline as `tidemill.spark.pipeline.driver` starts it, told which steps are left to Spark tasks.
 
 python benchmarks/upsert_driver.py INLINE_ROWS ARGUMENTS_OF_THE_DRIVER   (INLINE_ROWS < 0: as the product has it)
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from tidemill.spark.driver import leave, main
-from tidemill.spark.sink import FeedSink
+from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.pipeline.driver import leave, main
 
 if __name__ == "__main__":
     inline_rows = int(sys.argv[1])

@@ -22,8 +22,8 @@ from typing import Any
 from harbour import machine, percentile
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.spark.decode.ddl import stream_schema
+from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.stores import Urls, open_stores
-from tidemill.spark.table import TableWriter
 from upsert import FEWEST_REPEATS, REPEATS, Lane
 from upsert_load import KEY, SCHEMA
 

@@ -22,7 +22,7 @@ from tidemill.shards.parts.schema import TIMESTAMPS
 from tidemill.shards.registry import open_shard
 from tidemill.spark.decode.captured import Captured, CapturedDecoder
 from tidemill.spark.decode.records import Records
-from tidemill.spark.feeds import captured_schema
+from tidemill.spark.ingest.sources import captured_schema
 from tidemill.spark.upsert.commands import Commands
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve

@@ -78,7 +78,7 @@ def parked(process: str, pid: int, at_ms: int) -> Report:
 
 def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restarted_together(config: Path) -> None:
     sleep = "import time; print(flush=True); time.sleep(600)"
-    command = [sys.executable, "-c", sleep, "tidemill.spark.driver"]
+    command = [sys.executable, "-c", sleep, "tidemill.spark.pipeline.driver"]
     with (
         stores(config) as opened,
         subprocess.Popen(command, stdout=subprocess.PIPE) as driver,

@@ -15,7 +15,7 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import DIFF, TIME, Binding, Column, ShardSchema
 from tidemill.shards.registry import open_remap, open_shard
-from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
 

@@ -67,7 +67,7 @@ class Cluster:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if b"tidemill.cli.serve" in command:
                 found["node"] = pid
-            elif b"tidemill.spark.driver" in command:
+            elif b"tidemill.spark.pipeline.driver" in command:
                 found["pipeline"] = pid
         return found
 

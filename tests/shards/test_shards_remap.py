@@ -18,7 +18,7 @@ from tidemill.shards.bindings.minter import Minter
 from tidemill.shards.bindings.reclock import missing
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.shards.registry import open_remap
-from tidemill.spark.decode.slices import cut
+from tidemill.spark.decode.offset_slices import cut
 
 
 async def opened(world: World, consensus: object = None) -> LogRemap:

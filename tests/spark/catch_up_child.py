@@ -12,14 +12,14 @@ from pathlib import Path
 
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.status.histogram import Stages
-from tidemill.spark.dead_letters import DeadLetters
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.letters import DEAD_LETTERS
-from tidemill.spark.driver import leave
-from tidemill.spark.feeds import stream_feed
-from tidemill.spark.sink import FeedSink
+from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
+from tidemill.spark.ingest.dead_letters import DeadLetters
+from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.sources import stream_feed
+from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.pipeline.driver import leave
 from tidemill.spark.stores import Urls, open_stores
-from tidemill.spark.table import TableWriter
 
 SCHEMA = stream_schema("click_id string, product_id long, at timestamp, page string", "click_id")
 

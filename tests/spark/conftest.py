@@ -25,7 +25,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One JVM for the whole test process. Nobody registers the data source: Spark finds it by itself."""
     from connector import EXTRA
 
-    from tidemill.spark.session import build_session
+    from tidemill.spark.session.session import build_session
 
     scratch = tmp_path_factory.mktemp("spark")
     # Workers import this folder's helpers, and tidemill, by the same path.

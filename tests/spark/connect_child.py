@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the helpers of all tests
 
-from tidemill.spark.java import export_java, find_java
+from tidemill.spark.session.java import export_java, find_java
 
 directory = Path(sys.argv[1])
 export_java(find_java())
@@ -24,7 +24,8 @@ from test_spark_streaming import until  # noqa: E402
 from tidemill.base.clock import SystemClock  # noqa: E402
 from tidemill.keeper.collection import collect  # noqa: E402
 from tidemill.shards.compaction.compaction import compact_once  # noqa: E402
-from tidemill.spark import read, reading  # noqa: E402
+from tidemill.spark import read  # noqa: E402
+from tidemill.spark import read as reading  # noqa: E402
 
 COUNT = 30_000
 reading.WATCH_S, reading.LINGER_S = 0.05, 0.2

@@ -11,10 +11,10 @@ from test_spark_sink import dead_letters, writer
 from tidemill.base.status.histogram import Stages
 from tidemill.shards.registry import open_remap
 from tidemill.spark import Pipeline
-from tidemill.spark.derived import Derivation
-from tidemill.spark.feeds import stream_feed
-from tidemill.spark.pipeline import StreamTopic
-from tidemill.spark.sink import FeedSink
+from tidemill.spark.definition import StreamTopic
+from tidemill.spark.derived.derivation import Derivation
+from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.sources import stream_feed
 
 Records = Sequence[tuple[bytes, Any]]
 """(key, value: None deletes), in order."""

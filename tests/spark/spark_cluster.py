@@ -14,9 +14,9 @@ from typing import Any
 
 from patience import eventually
 from tidemill.cli.demo.ports import free_port
-from tidemill.spark.home import spark_home
-from tidemill.spark.java import find_java
-from tidemill.spark.session import QUICK_JVM
+from tidemill.spark.session.java import find_java
+from tidemill.spark.session.session import QUICK_JVM
+from tidemill.spark.session.spark_home import spark_home
 
 
 class Cluster:

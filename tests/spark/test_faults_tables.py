@@ -64,9 +64,9 @@ def test_f302_a_batch_that_cannot_be_read_is_one_dead_letter_for_its_range(
     whole = encode_batch([Record(b"k", b'{"click_id":"a"}', (), 0, 0) for _ in range(4)])
     junk = forged(whole, 61, bytes((i * 37) & 0xFF for i in range(len(whole) - 61)))
     deltas = forged(whole, 64, b"\xff\xff\xff\xff\x0f")
-    from tidemill.spark import tasks
+    from tidemill.spark.ingest import fetch_decode
 
-    plain = tasks.read_batches
+    plain = fetch_decode.read_batches
     poison = {4: junk, 8: deltas}
 
     async def read(objects: Any, groups: Any, *more: Any) -> Any:
@@ -80,7 +80,7 @@ def test_f302_a_batch_that_cannot_be_read_is_one_dead_letter_for_its_range(
             swapped.append(row)
         return swapped
 
-    monkeypatch.setattr(tasks, "read_batches", read)
+    monkeypatch.setattr(fetch_decode, "read_batches", read)
     with pipeline(harbour, tmp_path, f"def build(p):\n    {CLICKS}\n"):
         for n in range(4):
             harbour.produce(topic, [(b"k", {"click_id": f"{n}.{i}"}) for i in range(4)])

@@ -67,7 +67,7 @@ def driver(made: Cluster, name: str) -> int:
         except OSError:
             continue
         scratch = str(made.data / "scratch" / name).encode()
-        if b"tidemill.spark.driver" in command and scratch in command:
+        if b"tidemill.spark.pipeline.driver" in command and scratch in command:
             return int(path.parent.name)
     return 0
 

@@ -11,7 +11,7 @@ from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import Binding, ShardSchema
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.shards.state.state import ShardState
-from tidemill.spark.advance import advance_idle, sources_of
+from tidemill.spark.derived.idle_advance import advance_idle, sources_of
 
 ROWS = [
     PipelineRow("p", {"clicks": "topic:clicks", "orders": "capture:shop:public.orders", "joined": "derived"}),

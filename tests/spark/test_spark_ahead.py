@@ -10,16 +10,16 @@ import pytest
 from test_spark_sink import clicks_sink, shop_sink
 
 from tidemill.base.errors import Unavailable
-from tidemill.spark import ahead, sink, steps
-from tidemill.spark.ahead import Ahead, Prepared
+from tidemill.spark.ingest import feed_sink, prefetch, step_planner
+from tidemill.spark.ingest.prefetch import Ahead, Prepared
 
 IDS = range(10, 25)
 
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "STEP_RECORDS", 20)
-    monkeypatch.setattr(sink, "STEP_RECORDS", 20)
+    monkeypatch.setattr(step_planner, "STEP_RECORDS", 20)
+    monkeypatch.setattr(feed_sink, "STEP_RECORDS", 20)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_ahead_is_read_in_its_turn(
     def away(*_: Any) -> Any:
         raise Unavailable("the bucket is away.")
 
-    monkeypatch.setattr(ahead, "fetch_here", away)
+    monkeypatch.setattr(prefetch, "fetch_here", away)
     found = clicks_sink(harbour, tmp_path / "s")
     found.process(found.latest())
     assert clicks(harbour) == expected and used == []

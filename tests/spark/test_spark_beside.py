@@ -12,12 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tidemill.spark import tasks
 from tidemill.spark.decode import records
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.slices import Descriptor, Slice
-from tidemill.spark.feeds import TopicFeed
-from tidemill.spark.tasks import BESIDE, BESIDE_RECORDS, _beside, decode
+from tidemill.spark.decode.offset_slices import Descriptor, Slice
+from tidemill.spark.ingest import fetch_decode
+from tidemill.spark.ingest.fetch_decode import BESIDE, BESIDE_RECORDS, _beside, decode
+from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
 
@@ -71,8 +71,8 @@ def descriptors_of(
 def test_what_helpers_read_is_what_one_reads_alone(feed: TopicFeed, kinds: list[list[list[str]]], torn: int) -> None:
     descriptors, data = descriptors_of(kinds, torn, feed.captured)
     with ThreadPoolExecutor(3) as helpers, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tasks, "BESIDE_RECORDS", 0)
-        patched.setattr(tasks, "blocks_of", lambda *args: records.blocks_of(*args, block_records=4))
+        patched.setattr(fetch_decode, "BESIDE_RECORDS", 0)
+        patched.setattr(fetch_decode, "blocks_of", lambda *args: records.blocks_of(*args, block_records=4))
         alone, together = decode(feed, descriptors, data), decode(feed, descriptors, data, helpers)
     assert together.commands.rows.equals(alone.commands.rows)
     assert together.commands.truncates == alone.commands.truncates

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.spark.decode import objects as objects_module
+from tidemill.spark.decode import block_decoder as objects_module
 from tidemill.spark.decode.captured import Captured, CapturedDecoder
-from tidemill.spark.decode.lines import quotes
+from tidemill.spark.decode.newline_text import quotes
 from tidemill.spark.decode.records import Records
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 

@@ -84,9 +84,9 @@ def test_a_million_waiting_records_are_taken_in_bounded_memory(harbour: Any, tmp
 def test_a_step_is_bounded_by_bytes_too(harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_spark_sink import clicks_sink
 
-    from tidemill.spark import steps
+    from tidemill.spark.ingest import step_planner
 
-    monkeypatch.setattr(steps, "STEP_BYTES", 3_000)
+    monkeypatch.setattr(step_planner, "STEP_BYTES", 3_000)
     topic = harbour.create_topic("clicks")
     for n in range(1, 13):
         harbour.produce(topic, [(b"k", {"click_id": f"k{n}.{i}", "product_id": n}) for i in range(20)])
@@ -103,7 +103,8 @@ def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_
 ) -> None:
     from test_spark_sink import shop_sink
 
-    from tidemill.spark import large, sink, steps
+    from tidemill.spark.ingest import feed_sink as sink
+    from tidemill.spark.ingest import oversized_step, step_planner
 
     tables = {"public.t": [("id", "integer", 0), ("v", "numeric(4,1)", -1)]}
     topic = harbour.capture("shop", tables)["public.t"]
@@ -115,8 +116,8 @@ def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_
     harbour.mint("capture/shop", 1000, topic)
     first = shop_sink(harbour, tmp_path / "1", ["t"])
     first.process(first.latest())
-    monkeypatch.setattr(steps, "STEP_RECORDS", 10)
-    monkeypatch.setattr(large, "RANGE_RECORDS", 7)
+    monkeypatch.setattr(step_planner, "STEP_RECORDS", 10)
+    monkeypatch.setattr(oversized_step, "RANGE_RECORDS", 7)
     monkeypatch.setattr(sink, "STEP_RECORDS", 10)
     harbour.produce(topic, rows(*range(100, 120)))
     harbour.truncate(topic)
@@ -146,12 +147,13 @@ def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_ap
     from test_spark_sink import shop_sink
 
     from tidemill.base.errors import Corrupt
-    from tidemill.spark import large, sink, steps
+    from tidemill.spark.ingest import feed_sink as sink
+    from tidemill.spark.ingest import oversized_step, step_planner
 
     topic = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "integer", -1)]})["public.t"]
-    monkeypatch.setattr(steps, "STEP_RECORDS", 10)
+    monkeypatch.setattr(step_planner, "STEP_RECORDS", 10)
     monkeypatch.setattr(sink, "STEP_RECORDS", 10)
-    resolve = large.LargeStep._resolve
+    resolve = oversized_step.LargeStep._resolve
     seen: list[str] = []
 
     def damaged(step: Any, bury: Any) -> None:
@@ -165,7 +167,7 @@ def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_ap
             seen.append(str(error))
             raise
 
-    monkeypatch.setattr(large.LargeStep, "_resolve", damaged)
+    monkeypatch.setattr(oversized_step.LargeStep, "_resolve", damaged)
     harbour.produce(topic, [({"id": i}, {"id": i, "v": i}) for i in range(50)])
     harbour.mint("capture/shop", 1000, topic)
     feed = shop_sink(harbour, tmp_path / "1", ["t"])

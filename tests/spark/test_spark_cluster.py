@@ -20,9 +20,10 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.status.board import Board
-from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE, executor_probe
-from tidemill.spark.session import QUICK_JVM, settings
-from tidemill.spark.shipping import ship, tell, wanted_distributions
+from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.session import executor_probe
+from tidemill.spark.session.code_shipping import ship, tell, wanted_distributions
+from tidemill.spark.session.session import QUICK_JVM, settings
 from tidemill.spark.stores import Urls
 
 PIPELINE = """
@@ -147,7 +148,15 @@ def test_f315_a_pipeline_runs_on_executors_that_have_nothing_of_ours_and_goes_on
         "spark.eventLog.dir": events.as_uri(),
     }
     command = [
-        *(sys.executable, "-m", "tidemill.spark.driver", "--name", "p", "--pipeline", str(tmp_path / "pipeline.py")),
+        *(
+            sys.executable,
+            "-m",
+            "tidemill.spark.pipeline.driver",
+            "--name",
+            "p",
+            "--pipeline",
+            str(tmp_path / "pipeline.py"),
+        ),
         *("--master", cluster.url, "--scratch", str(scratch / "scratch")),
         *(part for key, value in conf.items() for part in ("--conf", f"{key}={value}")),
     ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tidemill.base.errors import Invalid
 from tidemill.shards.api import TIME, Column, ShardSchema
-from tidemill.spark.decode.letters import Letter, letter_table
+from tidemill.spark.decode.dead_letter_rows import Letter, letter_table
 from tidemill.spark.source.corrupt import Corrupted
 from tidemill.spark.source.options import Options
 from tidemill.spark.source.stream import FeedReader, row_columns

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from upsert_world import SCHEMA
 
-from tidemill.spark.dead_run import RECORDS, Buried, DeadRun
-from tidemill.spark.decode.letters import Letter, letter_table
+from tidemill.spark.decode.dead_letter_rows import Letter, letter_table
+from tidemill.spark.ingest.dead_letter_run import RECORDS, Buried, DeadRun
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, no_commands
 
 

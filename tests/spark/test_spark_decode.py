@@ -17,9 +17,9 @@ from tidemill.base.errors import Invalid
 from tidemill.shards.api import Binding, Column, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.ddl import parse_ddl, stream_schema
-from tidemill.spark.decode.letters import DEAD_BYTES_MAX
+from tidemill.spark.decode.dead_letter_rows import DEAD_BYTES_MAX
+from tidemill.spark.decode.offset_slices import Slice, cut
 from tidemill.spark.decode.records import Records, blocks_of
-from tidemill.spark.decode.slices import Slice, cut
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.upsert.commands import Truncate
 from tidemill.topics.api import BatchRef

@@ -25,10 +25,10 @@ from tidemill.shards.api import DIFF, TIME, Column
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.parts.schema_evolution import Changes
 from tidemill.spark import Pipeline
-from tidemill.spark.derived import Derivation
-from tidemill.spark.pipeline import DerivedTable
+from tidemill.spark.definition import DerivedTable
+from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.types import spark_schema
-from tidemill.spark.upsert.contents import difference
+from tidemill.spark.upsert.diff import difference
 from tidemill.spark.upsert.mirror import Mirror
 
 
@@ -149,7 +149,7 @@ def test_a_merge_across_the_time_in_question_does_not_hide_or_invent_a_change(
 ) -> None:
     """One input is ahead, and all of it was merged into one batch: has it anything between two times of the other?"""
     if not small_enough_to_look:
-        monkeypatch.setattr("tidemill.spark.inputs.LOOK_BYTES", 0)
+        monkeypatch.setattr("tidemill.spark.derived.inputs.LOOK_BYTES", 0)
     clicks, call, stores = Clicks(harbour, tmp_path), harbour.portal.call, harbour.stores
     for number in range(8):
         clicks.say((f"k{number}", 1)) if number != 4 else clicks.say()

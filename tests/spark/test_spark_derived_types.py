@@ -14,7 +14,7 @@ import pytest
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.schema import arrow_type, contents_schema, update_schema
 from tidemill.spark import Pipeline
-from tidemill.spark.derived import Derivation
+from tidemill.spark.derived.derivation import Derivation
 
 pytestmark = pytest.mark.spark
 

@@ -21,13 +21,13 @@ from test_spark_sink import dead_letters, writer
 from tidemill.base.status.histogram import Stages
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.registry import open_remap
+from tidemill.spark.decode import block_decoder as objects_module
 from tidemill.spark.decode import ddl
-from tidemill.spark.decode import objects as objects_module
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
-from tidemill.spark.feeds import stream_feed
-from tidemill.spark.sink import FeedSink
+from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.sources import stream_feed
 from tidemill.topics.batch.columns import of_fields
 
 DEAD = "a dead letter"

@@ -34,7 +34,7 @@ from tidemill.shards.executor import inline_cpu
 from tidemill.shards.parts.pg_columns import column_for
 from tidemill.shards.registry import open_remap
 from tidemill.spark.decode import avro as avro_module
-from tidemill.spark.decode import objects as objects_module
+from tidemill.spark.decode import block_decoder as objects_module
 from tidemill.spark.decode.avro import AvroVersion
 from tidemill.spark.decode.captured import Captured, CapturedDecoder
 from tidemill.spark.decode.records import Records

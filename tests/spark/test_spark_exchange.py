@@ -18,10 +18,10 @@ from test_spark_sink import clicks_sink, shop_sink
 from upsert_world import SCHEMA
 
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
-from tidemill.spark import bytasks, exchange, ranges
-from tidemill.spark.decode.slices import Descriptor, Slice
-from tidemill.spark.ranges import HashRange, RangeMirrors, cut
-from tidemill.spark.steps import Step, pieces
+from tidemill.spark.decode.offset_slices import Descriptor, Slice
+from tidemill.spark.ingest import distributed_step, range_mirror, shuffle
+from tidemill.spark.ingest.range_mirror import HashRange, RangeMirrors, cut
+from tidemill.spark.ingest.step_planner import Step, pieces
 from tidemill.topics.api import BatchRef
 
 
@@ -58,16 +58,16 @@ class Rows:
 
 @pytest.fixture(autouse=True)
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bytasks, "PIECE_BYTES", 1)
+    monkeypatch.setattr(distributed_step, "PIECE_BYTES", 1)
 
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> RangeMirrors:
     """Executors on another machine: no mirror of the driver's is found there."""
-    monkeypatch.setattr(bytasks, "saved_under", lambda _: "of the driver")
-    monkeypatch.setattr(ranges, "KEPT", RangeMirrors())
-    monkeypatch.setattr(exchange.os, "access", lambda *_: False)
-    return ranges.KEPT
+    monkeypatch.setattr(distributed_step, "saved_under", lambda _: "of the driver")
+    monkeypatch.setattr(range_mirror, "KEPT", RangeMirrors())
+    monkeypatch.setattr(shuffle.os, "access", lambda *_: False)
+    return range_mirror.KEPT
 
 
 def by_tasks(harbour: Any, scratch: Path, over: int = 0) -> Any:
@@ -159,15 +159,15 @@ def test_an_executor_elsewhere_makes_its_ranges_once_and_follows_the_shard(
 
 
 def test_what_an_executor_keeps_is_bounded(harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bytasks, "saved_under", lambda _: "of the driver")
-    monkeypatch.setattr(ranges, "KEPT", RangeMirrors(most_bytes=1))
+    monkeypatch.setattr(distributed_step, "saved_under", lambda _: "of the driver")
+    monkeypatch.setattr(range_mirror, "KEPT", RangeMirrors(most_bytes=1))
     clicks = Clicks(harbour)
     tasks = by_tasks(harbour, tmp_path / "1")
     for _ in range(4):
         clicks.more()
         tasks.process(tasks.latest())
     clicks.check()
-    assert len(ranges.KEPT._kept) == 1
+    assert len(range_mirror.KEPT._kept) == 1
 
 
 def test_truncations_and_stops_are_done_over_inline(harbour: Any, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_every_batch_is_in_one_piece(sizes: list[list[int]], most: int) -> None:
         assert tuple(ref for p in mine for ref in p.refs) == descriptor.refs
         assert [p.slice.begins_ms for p in mine] == [1] + [-1] * (len(mine) - 1)
         assert all(len(p.refs) <= 1 or sum(r.size_bytes for r in p.refs) <= most for p in mine)
-    shares = list(bytasks._packed(Step(0, 1, descriptors=tuple(descriptors)), most))
+    shares = list(distributed_step._packed(Step(0, 1, descriptors=tuple(descriptors)), most))
     assert [d for share in shares for d in share] == out
     total = sum(size for found in sizes for size in found)
     assert len(shares) <= 1 + 2 * total // most, "two that follow each other are more than one share may be"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import Corrupt
 from tidemill.objects.memory import MemoryObjects
-from tidemill.spark.decode.slices import Descriptor, Slice
-from tidemill.spark.tasks import fetch
+from tidemill.spark.decode.offset_slices import Descriptor, Slice
+from tidemill.spark.ingest.fetch_decode import fetch
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
 

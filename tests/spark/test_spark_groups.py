@@ -16,9 +16,10 @@ from test_spark_derived import FakeSpark, Frame
 from tidemill.base.errors import Invalid
 from tidemill.shards.api import DIFF, TIME, Column, HistoryLost, ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
-from tidemill.spark import Pipeline, groups
-from tidemill.spark.derived import Derivation
-from tidemill.spark.pipeline import DerivedTable
+from tidemill.spark import Pipeline
+from tidemill.spark.definition import DerivedTable
+from tidemill.spark.derived import group_mirror
+from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.upsert.mirror import Mirror
 
 CLICKS = ShardSchema((Column("id", "string"), Column("product", "int64")), ("id",))
@@ -136,9 +137,9 @@ def test_by_group_equals_the_whole_at_every_time(
     groups that share their half of the hash."""
     if few_groups:
         bits = np.uint64(0x3 << 40)
-        monkeypatch.setattr(groups, "groups_of", lambda rows, by: hash_rows(rows, by) & bits)
-        monkeypatch.setattr("tidemill.spark.inputs.groups_of", groups.groups_of)
-        monkeypatch.setattr("tidemill.spark.derived.groups_of", groups.groups_of)
+        monkeypatch.setattr(group_mirror, "groups_of", lambda rows, by: hash_rows(rows, by) & bits)
+        monkeypatch.setattr("tidemill.spark.derived.inputs.groups_of", group_mirror.groups_of)
+        monkeypatch.setattr("tidemill.spark.derived.derivation.groups_of", group_mirror.groups_of)
     rng, shop = random.Random(seed), Shop(harbour)
     tables = [shop.clicks, shop.lines, shop.names]
     for table in tables:

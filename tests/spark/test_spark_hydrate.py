@@ -17,8 +17,8 @@ from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.parts import parts
 from tidemill.shards.read import read_handle
 from tidemill.shards.registry import open_shard
-from tidemill.spark.table import TableWriter
-from tidemill.spark.tasks import saved_under
+from tidemill.spark.ingest.fetch_decode import saved_under
+from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.upsert import hydrate, mirror
 from tidemill.spark.upsert.hydrate import mirror_of
 from tidemill.spark.upsert.mirror import Mirror

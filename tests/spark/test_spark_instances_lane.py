@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from instances_lone import CONVERSION, _with, differences
 from instances_pipeline import LONE
-from tidemill.spark.pipeline import load_pipeline
+from tidemill.spark.definition import load_pipeline
 
 ROWS = pa.table({"id": [1, 2, 3], "v": ["a", None, "c"]})
 

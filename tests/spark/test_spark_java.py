@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tidemill.base.errors import Invalid
-from tidemill.spark import java
-from tidemill.spark.java import find_bash, find_java
+from tidemill.spark.session import java
+from tidemill.spark.session.java import find_bash, find_java
 
 
 def runtime(home: Path, version: str, modules: str = "java.base jdk.incubator.vector") -> Path:
@@ -72,7 +72,7 @@ def test_a_jvm_that_does_not_start_is_told_in_its_own_words(tmp_path: Path) -> N
     (home / "bin" / "java").write_text("#!/bin/sh\necho \"Unrecognized VM option 'Nope'\" >&2\nexit 1\n")
     program = (
         "from tidemill.base.errors import Unavailable\n"
-        "from tidemill.spark.session import build_session\n"
+        "from tidemill.spark.session.session import build_session\n"
         "try:\n    build_session('none', 'local[1]')\n"
         "except Unavailable as error:\n    print(error.message)\n"
     )
@@ -90,7 +90,7 @@ def test_a_jvm_that_does_not_start_is_told_in_its_own_words(tmp_path: Path) -> N
 @pytest.mark.spark
 def test_spark_runs_on_the_wheel_with_java_hidden(tmp_path: Path) -> None:
     program = (
-        "from tidemill.spark.session import build_session\n"
+        "from tidemill.spark.session.session import build_session\n"
         "s = build_session('hidden', 'local[1]')\n"
         "print(s.range(10).count(), s._jvm.java.lang.System.getProperty('java.version'))\n"
     )

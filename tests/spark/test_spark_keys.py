@@ -21,12 +21,12 @@ from tidemill.base.status.histogram import Stages
 from tidemill.shards.api import Column
 from tidemill.shards.parts.key_hash import normal_keys, spelled_otherwise
 from tidemill.shards.registry import open_remap
-from tidemill.spark.decode import objects as objects_module
+from tidemill.spark.decode import block_decoder as objects_module
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.feeds import stream_feed
-from tidemill.spark.sink import FeedSink
+from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.types import spark_schema
-from tidemill.spark.write.target import Frame
+from tidemill.spark.write.schema_match import Frame
 
 OTHER_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8_0000_0000_0001))[0]
 ONE_NAN = 0x7FF8_0000_0000_0000
@@ -89,7 +89,7 @@ def test_a_table_with_a_key_that_no_record_spells_any_more_is_refused(
     topic = harbour.create_topic("ratios")
     sink = ratios_sink(harbour, tmp_path / "before", "r double, v double", "r")
     with monkeypatch.context() as earlier:
-        earlier.setattr("tidemill.spark.decode.build.normal_keys", lambda rows, key: rows)
+        earlier.setattr("tidemill.spark.decode.command_table.normal_keys", lambda rows, key: rows)
         harbour.produce(topic, [(b"", b'{"r":-0.0,"v":1}'), (b"", b'{"r":2,"v":1}')])
         harbour.mint("topic/ratios", 1_000, topic)
         sink.process(sink.latest())
@@ -104,7 +104,7 @@ def test_a_table_whose_key_of_before_is_deleted_is_opened(
     topic = harbour.create_topic("ratios")
     sink = ratios_sink(harbour, tmp_path / "before", "r double, v double", "r")
     with monkeypatch.context() as earlier:
-        earlier.setattr("tidemill.spark.decode.build.normal_keys", lambda rows, key: rows)
+        earlier.setattr("tidemill.spark.decode.command_table.normal_keys", lambda rows, key: rows)
         for at, value in enumerate((b'{"r":-0.0,"v":1}', None)):
             harbour.produce(topic, [(b"-0.0", value), (b"", b'{"r":2,"v":1}')])
             harbour.mint("topic/ratios", 1_000 + at, topic)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tidemill.spark.derived import Derivation, FunctionRaised
-from tidemill.spark.host import Settings
-from tidemill.spark.query import SessionLost
-from tidemill.spark.runner import Runner
+from tidemill.spark.context import Settings
+from tidemill.spark.derived.derivation import Derivation, FunctionRaised
+from tidemill.spark.ingest.streaming_query import SessionLost
+from tidemill.spark.pipeline.runner import Runner
 
 ALONE = """
 def build(p):

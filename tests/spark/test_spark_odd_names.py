@@ -14,7 +14,7 @@ from running import error_of, pipeline, until
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.schema import contents_schema, update_schema
 from tidemill.spark import Pipeline
-from tidemill.spark.derived import Derivation
+from tidemill.spark.derived.derivation import Derivation
 
 NAMES = ['quote"in"it', "back\\slash", "it's", "tab\there", "line\nbreak", "größe 😀", "%s {x}", "tick`", "a.b", "$1"]
 KEYS = ('key "one"', "k.`2`")

@@ -14,7 +14,7 @@ from pyspark.sql.worker import lookup_data_sources
 
 from tidemill.base.errors import Invalid
 from tidemill.shards.read.time_parsing import as_of_ms
-from tidemill.spark.cluster import find_cluster
+from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.source import TidemillSource
 from tidemill.spark.source.options import BATCH, Options
 

@@ -12,12 +12,12 @@ import pytest
 from tidemill.base.errors import Corrupt, TidemillError, Unavailable
 from tidemill.shards.api import HistoryLost
 from tidemill.shards.bindings.remap import LogRemap
-from tidemill.spark.decode.slices import Descriptor
+from tidemill.spark.decode.offset_slices import Descriptor
 from tidemill.spark.source import stream
 from tidemill.spark.source.bindings import Bindings
 from tidemill.spark.source.options import Options
+from tidemill.spark.source.progress_stream import TimesReader
 from tidemill.spark.source.stream import PACE_MS, WAIT_S, FeedReader
-from tidemill.spark.source.times import TimesReader
 from tidemill.spark.stores import Stores, shared
 
 

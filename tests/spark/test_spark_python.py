@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.spark.java import find_java
+from tidemill.spark.session.java import find_java
 
 pytestmark = pytest.mark.spark
 

@@ -15,7 +15,8 @@ from test_spark_streaming import until
 from tidemill.base.errors import Invalid
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
-from tidemill.spark import read, reading
+from tidemill.spark import read
+from tidemill.spark import read as reading
 
 pytestmark = pytest.mark.spark
 

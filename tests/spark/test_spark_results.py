@@ -23,11 +23,11 @@ from tidemill.base.status.status import Tracker, derive_all
 from tidemill.cli.verify.derived import Recomputed
 from tidemill.consensus.status.board import Board
 from tidemill.shards.api import ShardSchema
-from tidemill.spark.derived import Derivation
-from tidemill.spark.pipeline import DerivedTable
-from tidemill.spark.query import StreamingQuery
-from tidemill.spark.results import LEFT_OUT
-from tidemill.spark.runner import Runner
+from tidemill.spark.definition import DerivedTable
+from tidemill.spark.derived.derivation import Derivation
+from tidemill.spark.derived.function_result import LEFT_OUT
+from tidemill.spark.ingest.streaming_query import StreamingQuery
+from tidemill.spark.pipeline.runner import Runner
 from tidemill.spark.source import register
 
 pytestmark = pytest.mark.spark

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidemill.spark.scratch import sweep
+from tidemill.spark.pipeline.scratch import sweep
 
 
 def made(scratch: Path, *names: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.base.status.histogram import Stages
-from tidemill.spark.seats import SLOWEST_RETRY_S, Seat, Seats
+from tidemill.spark.ingest.table_schedule import SLOWEST_RETRY_S, Seat, Seats
 
 LETS_IN_S = 0.3
 """So long somebody else has a try while one change is under way. One that is kept out by then only comes later."""

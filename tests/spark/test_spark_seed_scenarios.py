@@ -24,7 +24,7 @@ from test_spark_sink import clicks_sink, shop_sink
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.bindings.minter import Minter
 from tidemill.shards.registry import open_remap
-from tidemill.spark.sink import FeedSink
+from tidemill.spark.ingest.feed_sink import FeedSink
 
 pytestmark = pytest.mark.spark
 
@@ -81,7 +81,7 @@ def query(harbour: Any, spark: Any, sink: FeedSink, checkpoint: Path) -> None:
         .options(objects=harbour.urls.objects, consensus=harbour.urls.consensus)
         .options(source=sink.source, rows="false", start=str(max(t.upper for t in sink.seats.tables)))
     )
-    from tidemill.spark.query import body
+    from tidemill.spark.ingest.streaming_query import body
     from tidemill.spark.source import DESCRIPTOR_COLUMNS
     from tidemill.spark.types import spark_schema
 

@@ -16,7 +16,7 @@ from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.base.status.status import LIVES, Mark
 from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.spark import runner as runner_module
+from tidemill.spark.pipeline import runner as runner_module
 
 PIPELINE = """
 def build(p):

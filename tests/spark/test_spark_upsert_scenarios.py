@@ -12,7 +12,7 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.consolidate import contents
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, no_commands
-from tidemill.spark.upsert.contents import distinct
+from tidemill.spark.upsert.diff import distinct
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.operator import Fault, Upsert
 from tidemill.spark.upsert.resolve import resolve

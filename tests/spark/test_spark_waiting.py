@@ -13,8 +13,8 @@ from running import mark, started, until
 from tidemill.base.clock import Rand
 from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.spark import reporting
-from tidemill.spark.steps import STEP_BYTES
+from tidemill.spark.ingest.step_planner import STEP_BYTES
+from tidemill.spark.pipeline import status_report
 from tidemill.spark.upsert.mirror import MANIFEST
 
 PIPELINE = """
@@ -141,11 +141,11 @@ def test_a_driver_that_rests_gives_the_memory_of_its_steps_back_once(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[int] = []
-    monkeypatch.setattr(reporting, "REST_S", 0.0)
+    monkeypatch.setattr(status_report, "REST_S", 0.0)
     topic = harbour.create_topic("clicks")
     text = 'def build(p):\n    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))\n'
     runner, stopping, thread = started(harbour, tmp_path, text)
-    monkeypatch.setattr(reporting, "give_freed_memory_back", lambda: given.append(runner.tables()[0].progress.read))
+    monkeypatch.setattr(status_report, "give_freed_memory_back", lambda: given.append(runner.tables()[0].progress.read))
     try:
         for n in (1, 2):
             harbour.produce(topic, [(b"k", {"click_id": "a"})])

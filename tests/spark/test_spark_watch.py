@@ -13,9 +13,9 @@ import pytest
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Closed, Unavailable
 from tidemill.base.status.status import Tracker
-from tidemill.spark import feeding
-from tidemill.spark.feeding import Feed
-from tidemill.spark.query import SessionLost, StreamingQuery, body
+from tidemill.spark.ingest import feed as feeding
+from tidemill.spark.ingest.feed import Feed
+from tidemill.spark.ingest.streaming_query import SessionLost, StreamingQuery, body
 
 BOUND_S = 30.0
 

@@ -20,8 +20,8 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.read import read_plan
 from tidemill.shards.read.part_reader import PartReader
 from tidemill.spark import Pipeline
-from tidemill.spark.derived import Derivation
-from tidemill.spark.shipping import tell
+from tidemill.spark.derived.derivation import Derivation
+from tidemill.spark.session.code_shipping import tell
 from tidemill.spark.source import register
 from tidemill.spark.stores import IN_ENVIRONMENT, Urls
 

@@ -25,15 +25,15 @@ from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema, staged_key
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.shards.parts.schema_evolution import Changes
-from tidemill.spark.advance import advance_idle
-from tidemill.spark.ranges import HashRange
+from tidemill.spark.derived.idle_advance import advance_idle
+from tidemill.spark.ingest.range_mirror import HashRange
 from tidemill.spark.source import TidemillSource
 from tidemill.spark.source.write import FrameWriter
 from tidemill.spark.write import commit as committing
-from tidemill.spark.write import staged as staging
+from tidemill.spark.write import staging
 from tidemill.spark.write.commit import Commit, Limits
-from tidemill.spark.write.staged import Staged, stage, staged_rows
-from tidemill.spark.write.target import Frame, planned, schema_for
+from tidemill.spark.write.schema_match import Frame, planned, schema_for
+from tidemill.spark.write.staging import Staged, stage, staged_rows
 
 FRAME = Frame("t", (Column("k", "int64"), Column("v", "string"), Column("gone", "bool")), ("k",), "gone")
 PLAIN = Frame("t", (Column("k", "int64"), Column("v", "string")), ("k",))

@@ -14,8 +14,8 @@ from topics_world import World, batch, eventually, fetch, run, values_of
 
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.metastore.rows.aborted_transactions import AbortedRow
+from tidemill.spark.decode.offset_slices import Slice
 from tidemill.spark.decode.records import blocks_of
-from tidemill.spark.decode.slices import Slice
 from tidemill.topics.api import (
     Fetched,
     FetchRead,

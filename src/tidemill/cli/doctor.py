@@ -99,7 +99,7 @@ def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
 
 def _mirrors(config: Config, findings: Findings) -> None:
     """Mirrors of pipelines that have their scratch directory below this node's data."""
-    from tidemill.spark.upsert.runs import verify_run
+    from tidemill.spark.upsert.sorted_runs import verify_run
 
     paths = sorted(Path(config.node.data).glob("**/mirrors/**/run-*.arrow"))
     for number, path in enumerate(paths):
@@ -138,14 +138,14 @@ def _python(_: Config) -> str:
 
 
 def _java(_: Config) -> str:
-    from tidemill.spark.java import find_java
+    from tidemill.spark.session.java import find_java
 
     found = find_java()
     return f"{found.build or found.major} of {found.origin}, at {found.home}"
 
 
 def _bash(_: Config) -> str:
-    from tidemill.spark.java import find_bash
+    from tidemill.spark.session.java import find_bash
 
     return find_bash()
 

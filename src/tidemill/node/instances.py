@@ -16,7 +16,7 @@ from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import Report, this_process
 
 KIND = "pipeline"
-DRIVER_MODULE = "tidemill.spark.driver"
+DRIVER_MODULE = "tidemill.spark.pipeline.driver"
 
 
 def instance_name(label: str, number: int) -> str:

@@ -19,7 +19,7 @@ from tidemill.query.together import common_time
 from tidemill.shards.api import HistoryLost
 from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.shards.registry import created_shards
-from tidemill.spark.cluster import find_cluster
+from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.stores import Stores, open_stores
 
 if TYPE_CHECKING:

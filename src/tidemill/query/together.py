@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tidemill.base.errors import Unavailable
 from tidemill.shards.api import HistoryLost
 from tidemill.shards.handle import LogShard
-from tidemill.spark.advance import LAG_MS, advance_idle
+from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
 from tidemill.spark.stores import Stores
 
 IDLE_WAIT_S = 3.0

@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidemill.spark.pipeline import Pipeline as Pipeline
-    from tidemill.spark.reading import read as read
-    from tidemill.spark.session import build_session as build_session
+    from tidemill.spark.definition import Pipeline as Pipeline
+    from tidemill.spark.read import read as read
+    from tidemill.spark.session.session import build_session as build_session
     from tidemill.spark.source import register as register
 
 OBJECTS_VARIABLE = "TIDEMILL_OBJECTS__URL"
@@ -36,15 +36,15 @@ __all__ = ["CONF_VARIABLE", "CONSENSUS_VARIABLE", "OBJECTS_VARIABLE", "Pipeline"
 def __getattr__(name: str) -> Any:
     """Lazy, so that executors and commands import only what they use."""
     if name == "Pipeline":
-        from tidemill.spark.pipeline import Pipeline
+        from tidemill.spark.definition import Pipeline
 
         return Pipeline
     if name == "build_session":
-        from tidemill.spark.session import build_session
+        from tidemill.spark.session.session import build_session
 
         return build_session
     if name == "read":
-        from tidemill.spark.reading import read
+        from tidemill.spark.read import read
 
         return read
     if name == "register":

@@ -13,8 +13,8 @@ from tidemill.base.errors import Unavailable
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import DIFF, Shard
-from tidemill.spark.pipeline import DerivedTable
-from tidemill.spark.results import is_frame, no_frame, stored_rows
+from tidemill.spark.definition import DerivedTable
+from tidemill.spark.derived.function_result import is_frame, no_frame, stored_rows
 from tidemill.spark.types import spark_schema
 
 ATTEMPTS = 20

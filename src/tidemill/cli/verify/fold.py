@@ -8,10 +8,10 @@ from pathlib import Path
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import TIME, Binding, Remap
+from tidemill.spark.decode.offset_slices import cut
 from tidemill.spark.decode.records import blocks_of
-from tidemill.spark.decode.slices import cut
 from tidemill.spark.decode.stream import StreamDecoder
-from tidemill.spark.feeds import TopicFeed
+from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION
 from tidemill.topics.api import PartitionReader
 

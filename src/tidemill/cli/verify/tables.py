@@ -21,8 +21,8 @@ from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Shard
 from tidemill.shards.registry import open_remap, open_shard
-from tidemill.spark.feeds import TopicFeed, forms_of
-from tidemill.spark.pipeline import Pipeline, load_pipeline
+from tidemill.spark.definition import Pipeline, load_pipeline
+from tidemill.spark.ingest.sources import TopicFeed, forms_of
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.partition_reader import PartitionReaderImpl
 
@@ -138,7 +138,7 @@ class Verifier:
         return await verify_expected(shard, latest.time_ms, fold.rows, progress=self._progress)
 
     async def _derived(self, name: str, pipeline: Pipeline) -> Verified:
-        from tidemill.spark.session import build_session
+        from tidemill.spark.session.session import build_session
 
         table = pipeline.derived_tables[name]
         output = await self._shard(name)

@@ -1,8 +1,8 @@
 """Identical upserts of one topic: the real operator, mirror and bindings of a pipeline, as actors that may die.
 
 Each reads from its own upper on what the bindings cover, and is overtaken by the others while it computes. It hears
-of that at its append: it takes in what they wrote and computes anew. It follows as `spark/table.py` does (which needs
-threads): by deltas, or from a snapshot where its history is forgotten meanwhile.
+of that at its append: it takes in what they wrote and computes anew. It follows as `spark/ingest/table_writer.py` does
+(which needs threads): by deltas, or from a snapshot where its history is forgotten meanwhile.
 
 Oracle: beside the shard's, the folding of what the winners had seen, and that they left out nothing that was there;
 no output frontier below the shard's upper while the source is above it; every mirror is what the shard holds.

@@ -23,8 +23,8 @@ from tidemill.base.pgtypes.avro import PREFIX_BYTES, Kind, Layout, prefix
 from tidemill.base.pgtypes.debezium import NUMBERS
 from tidemill.shards.api import Column
 from tidemill.shards.parts.schema import arrow_type
-from tidemill.spark.decode.lines import Mask, Places, of_ranges
-from tidemill.spark.decode.objects import FEW, Block, Dialect
+from tidemill.spark.decode.block_decoder import FEW, Block, Dialect
+from tidemill.spark.decode.newline_text import Mask, Places, of_ranges
 from tidemill.topics.batch import Columns
 
 _VARINT_BYTES = 10

@@ -3,7 +3,7 @@
 key      JSON object of the key columns
 value    JSON object of all columns; numbers and booleans as such, else PostgreSQL's text; null = deletion
 headers  tm.op = "truncate": every live key of the table is gone at this place
-         tm.unchanged: the value lacks these columns, which the row has from before (leaving.py)
+         tm.unchanged: the value lacks these columns, which the row has from before (partial_rows.py)
 
 Of a topic of events (events.py, in Avro avro.py) a value has the row in it, in forms of its own; the rest is the same.
 
@@ -13,8 +13,8 @@ A record with other columns than its version of the table is no matter of one ro
 `Stop`. So it does before a version that the reader does not know yet.
 So it does before a batch that cannot be read, for nobody knows which keys were in it.
 
-Values, and the keys of deletions, are read by blocks (objects.py); what those leave out, and what may be a truncation,
-record by record.
+Values, and the keys of deletions, are read by blocks (block_decoder.py); what those leave out, and what may be a
+truncation, record by record.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from tidemill.shards.parts.pg_columns import cast_text, parse_column
 from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
 from tidemill.spark.decode import events
 from tidemill.spark.decode.avro import AvroReader, AvroVersion, OtherSchema, after_in, found_in
-from tidemill.spark.decode.build import command_table
-from tidemill.spark.decode.fields import FLOATS, columns_of_rows
-from tidemill.spark.decode.generations import PLAIN_HEADERS, Generation, Generations, version_at, within
-from tidemill.spark.decode.leaving import Leaving, set_aside, with_leaving
-from tidemill.spark.decode.letters import Letter, letter_table
-from tidemill.spark.decode.lines import Mask, Places, of_ranges
-from tidemill.spark.decode.objects import Block, bools, in_order, strange_floats
+from tidemill.spark.decode.block_decoder import Block, bools, in_order, strange_floats
+from tidemill.spark.decode.command_table import command_table
+from tidemill.spark.decode.dead_letter_rows import Letter, letter_table
+from tidemill.spark.decode.newline_text import Mask, Places, of_ranges
+from tidemill.spark.decode.partial_rows import Leaving, set_aside, with_leaving
 from tidemill.spark.decode.records import Records
+from tidemill.spark.decode.row_decoder import FLOATS, columns_of_rows
+from tidemill.spark.decode.schema_versions import PLAIN_HEADERS, Generation, Generations, version_at, within
 from tidemill.spark.upsert.commands import Commands, Truncate
-from tidemill.spark.upsert.unchanged import names_of
+from tidemill.spark.upsert.toast_fill import names_of
 from tidemill.topics.batch import Columns
 
 OP_HEADER = "tm.op"
@@ -106,8 +106,8 @@ class CapturedDecoder:
         forms: Mapping[str, str] | None = None,
         avro: Sequence[AvroVersion] = (),
     ) -> None:
-        """`known`: the columns of each version of the table's description (generations.py). `forms`: of the columns,
-        where records are events (base/pgforms). `avro`: of each version, where they are Avro."""
+        """`known`: the columns of each version of the table's description (schema_versions.py). `forms`: of the
+        columns, where records are events (base/pgforms). `avro`: of each version, where they are Avro."""
         self.schema = schema
         self.table = table
         self._events = forms is not None

@@ -31,7 +31,7 @@ from tidemill.base.pgtypes.debezium import (
 from tidemill.shards.api import Column
 from tidemill.shards.parts.pg_columns import TIMESTAMP_INFINITY, cast_text, parse_column
 from tidemill.shards.parts.schema import arrow_type
-from tidemill.spark.decode.lines import Mask, Places, of_ranges
+from tidemill.spark.decode.newline_text import Mask, Places, of_ranges
 from tidemill.topics.batch import Columns
 
 TRUNCATED, DELETED = "t", "d"

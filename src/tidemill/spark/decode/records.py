@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.objects.store import Buffer
-from tidemill.spark.decode.letters import Letter
-from tidemill.spark.decode.slices import Slice
+from tidemill.spark.decode.dead_letter_rows import Letter
+from tidemill.spark.decode.offset_slices import Slice
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Columns, decode_opened, open_batch, parse_header
 from tidemill.topics.batch.columns import no_columns

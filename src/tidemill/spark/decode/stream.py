@@ -27,13 +27,13 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.decimals import of_decimals
 from tidemill.shards.parts.floats import float32s
 from tidemill.shards.parts.schema import arrow_type
-from tidemill.spark.decode.build import command_table
-from tidemill.spark.decode.declared import Declared
-from tidemill.spark.decode.fields import check_nesting, columns_of_rows, row_decoder
-from tidemill.spark.decode.letters import Letter, letter_table
-from tidemill.spark.decode.lines import Places
-from tidemill.spark.decode.objects import Block, ObjectReader, in_order, texts_as_they_are
+from tidemill.spark.decode.block_decoder import Block, ObjectReader, in_order, texts_as_they_are
+from tidemill.spark.decode.command_table import command_table
+from tidemill.spark.decode.dead_letter_rows import Letter, letter_table
+from tidemill.spark.decode.json_dialect import Declared
+from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.decode.records import Records
+from tidemill.spark.decode.row_decoder import check_nesting, columns_of_rows, row_decoder
 from tidemill.spark.upsert.commands import Commands
 from tidemill.topics.batch import Columns
 

@@ -23,13 +23,13 @@ from weakref import WeakKeyDictionary
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, DataSourceWriter
 
 from tidemill.base.errors import Invalid
-from tidemill.spark.python import check_python
+from tidemill.spark.session.python_worker import check_python
 from tidemill.spark.source.batch import ShardReader, shard_schema
 from tidemill.spark.source.catalogue import keep_options, table_options
 from tidemill.spark.source.changes import META, ChangesReader
 from tidemill.spark.source.options import BATCH, CHANGES, STREAM, WRITE, Options, from_catalogue
+from tidemill.spark.source.progress_stream import DESCRIPTOR_COLUMNS, TimesReader
 from tidemill.spark.source.stream import FeedReader, row_columns
-from tidemill.spark.source.times import DESCRIPTOR_COLUMNS, TimesReader
 from tidemill.spark.source.write import FrameWriter
 from tidemill.spark.types import spark_schema
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
 from tidemill.shards.api import Binding, Remap
-from tidemill.spark.decode.slices import Descriptor
-from tidemill.spark.planning import plan
+from tidemill.spark.decode.offset_slices import Descriptor
+from tidemill.spark.ingest.offset_ranges import plan
 from tidemill.spark.stores import Stores
 
 

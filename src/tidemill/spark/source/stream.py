@@ -21,8 +21,8 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTri
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.shards.api import Column
 from tidemill.spark.decode.ddl import stream_schema
-from tidemill.spark.decode.slices import Descriptor
-from tidemill.spark.feeds import NotReady, TopicFeed, captured_feed, stream_feed
+from tidemill.spark.decode.offset_slices import Descriptor
+from tidemill.spark.ingest.sources import NotReady, TopicFeed, captured_feed, stream_feed
 from tidemill.spark.source.bindings import Bindings
 from tidemill.spark.source.corrupt import Corrupted
 from tidemill.spark.source.options import Options
@@ -124,7 +124,7 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         return [FeedPartition(self._options.objects, msgspec.msgpack.encode(d), feed) for d in descriptors]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        from tidemill.spark.tasks import decode_here
+        from tidemill.spark.ingest.fetch_decode import decode_here
 
         assert isinstance(partition, FeedPartition)
         descriptor = msgspec.msgpack.decode(partition.payload, type=Descriptor)

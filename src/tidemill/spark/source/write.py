@@ -16,8 +16,8 @@ from tidemill.spark.source.options import Options
 from tidemill.spark.stores import shared, shared_objects
 from tidemill.spark.types import columns_of
 from tidemill.spark.write.commit import Commit, kept_by, opened
-from tidemill.spark.write.staged import Staged, stage
-from tidemill.spark.write.target import Frame, planned
+from tidemill.spark.write.schema_match import Frame, planned
+from tidemill.spark.write.staging import Staged, stage
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -6,7 +6,7 @@
     _partition  int32       orders compare within one partition only
     _live       bool        False = null value: delete the key
 
-    where any command leaves columns as they were (unchanged.py)
+    where any command leaves columns as they were (toast_fill.py)
     _tm.unchanged  binary   the names of its columns that have no value here, a JSON array; null = it has all
     _tm.key        binary   the key of its record, for a dead letter
 

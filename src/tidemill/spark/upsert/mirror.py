@@ -24,10 +24,10 @@ from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
 from tidemill.shards.parts.arrow_rows import Index, int64s, one_chunk, rows_at, rows_equal
 from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema
-from tidemill.spark.upsert.arrays import group_by_key
+from tidemill.spark.upsert.key_grouping import group_by_key
 from tidemill.spark.upsert.lookup import HashRows
 from tidemill.spark.upsert.resolve import KeyChanges
-from tidemill.spark.upsert.runs import (
+from tidemill.spark.upsert.sorted_runs import (
     Run,
     count_live,
     merge,

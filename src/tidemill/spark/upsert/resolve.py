@@ -6,7 +6,7 @@ U1  Per key at most one live row at every time.
     deletion   of an absent key: nothing
     no-op      a value equal to the live one: nothing, for every writer alike
     truncation a deletion of every key at its place in the order
-    unchanged  a column without a value keeps that of the row before; without one the command is lost (unchanged.py)
+    unchanged  a column without a value keeps that of the row before; without one the command is lost (toast_fill.py)
 
 The result is a function of (commands, contents below `lower`) alone: of no batch boundary, writer or retry.
 """
@@ -23,10 +23,10 @@ from tidemill.shards.api import DIFF, TIME, ShardSchema
 from tidemill.shards.parts.arrow_rows import Index, Mask, int64s, one_chunk, rows_at, rows_equal, to_mask, values_at
 from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema, update_schema
-from tidemill.spark.upsert.arrays import exact_keys, group_by_key
 from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, stacked
+from tidemill.spark.upsert.key_grouping import exact_keys, group_by_key
 from tidemill.spark.upsert.lookup import HashRows, Lookup
-from tidemill.spark.upsert.unchanged import Lost, filled, has_unchanged
+from tidemill.spark.upsert.toast_fill import Lost, filled, has_unchanged
 
 
 class KeyChanges(msgspec.Struct, frozen=True):

@@ -28,15 +28,15 @@ from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.hash_ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, between, read_range
 from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_bytes import fetching
-from tidemill.spark.ranges import HashRange
+from tidemill.spark.ingest.range_mirror import HashRange
 from tidemill.spark.stores import Stores
-from tidemill.spark.upsert.contents import distinct
+from tidemill.spark.upsert.diff import distinct
 from tidemill.spark.write import WRITES
-from tidemill.spark.write.beside import quiet_at
-from tidemill.spark.write.staged import STAGE_BYTES, Staged, staged_rows
-from tidemill.spark.write.target import Frame, schema_for
-from tidemill.spark.write.turns import Turn
+from tidemill.spark.write.quiet_times import quiet_at
+from tidemill.spark.write.schema_match import Frame, schema_for
+from tidemill.spark.write.staging import STAGE_BYTES, Staged, staged_rows
 from tidemill.spark.write.updates import updates_of
+from tidemill.spark.write.write_lease import Turn
 
 WANTED_ROWS = 10_000
 """Of the shard, so few rows look at the row groups that may hold them, and more at everything."""

@@ -8,10 +8,10 @@ from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.arrow_rows import to_mask
 from tidemill.shards.parts.schema import conform, contents_schema
 from tidemill.spark.upsert.commands import LIVE, Commands
-from tidemill.spark.upsert.contents import as_commands, difference, distinct
+from tidemill.spark.upsert.diff import as_commands, difference, distinct
 from tidemill.spark.upsert.mirror import Mirror
 from tidemill.spark.upsert.resolve import resolve
-from tidemill.spark.write.target import Frame
+from tidemill.spark.write.schema_match import Frame
 
 
 def updates_of(frame: Frame, schema: ShardSchema, rows: pa.Table, contents: pa.Table, lower: int, at: int) -> pa.Table:

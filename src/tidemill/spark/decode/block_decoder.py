@@ -1,0 +1,203 @@
+"""JSON objects → Arrow columns by blocks, as a row-by-row decoder reads them, several times faster.
+
+    values ─► lines (newline_text.py) ─► Arrow's JSON reader ─► a dialect ─► arrays
+                 └─ what they refuse, or could read otherwise: places for the slow path ─┘
+
+A line is one object for certain when it begins with { and ends with }: a string cannot hold a line's end, and behind a
+closing bracket no other one may open. Where the readers differ otherwise:
+
+    a field twice, another type, a surrogate without its pair, a number out of range     refused by Arrow
+    NaN and Infinity, nesting that ends the other reader, bytes that are no UTF-8,
+    exponents of decimals that Arrow does not check                                       looked for in the text
+    a field that is left out, where that is not null                                     the text's quotes are counted
+    what is particular to a column: a null key, a number that is not finite, …           looked for by the dialect
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.json as pj
+
+from tidemill.shards.api import Column
+from tidemill.spark.decode.newline_text import Lines, Mask, Places, quotes, stretches, texts
+
+FEW = 64
+"""So few values are left to the slow path."""
+
+LEAF = 32
+"""So few rows are not looked at by halves."""
+
+REFUSALS = 16
+"""Of a stretch; after so many the rest of it is for the slow path, which costs less then."""
+
+_ROW = re.compile(r"in row (\d+)$")
+_NULL = msgspec.Raw(b"null")
+_EXPONENT = np.uint64(0x7FF0000000000000)
+
+
+class Dialect(Protocol):
+    """How columns are written. `exact`: an object has all of them and no other."""
+
+    exact: bool
+
+    def read_as(self, column: Column, seen: bytes) -> pa.DataType:
+        """What Arrow is to read; `seen` is how one of the objects has it, b"" where none is known."""
+        ...
+
+    def typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
+        """The column of what Arrow read. What the slow path may read otherwise joins `odd`, and is anything. Raises
+        ArrowInvalid where there are such rows, and it does not know which."""
+        ...
+
+
+class Block(msgspec.Struct, frozen=True):
+    """Rows that were read: `places` of the records, ascending, and an array for each column."""
+
+    places: Places
+    arrays: dict[str, pa.Array]
+
+    def before(self, place: int) -> Block:
+        end = int(np.searchsorted(self.places, place))
+        return Block(self.places[:end], {name: array[:end] for name, array in self.arrays.items()})
+
+
+class ObjectReader:
+    """Of one list of columns."""
+
+    def __init__(self, columns: Sequence[Column], dialect: Dialect) -> None:
+        self._columns = columns
+        self._dialect = dialect
+        self._decimals = any(pa.types.is_decimal(dialect.read_as(column, b"")) for column in columns)
+
+    def read(self, body: bytes, at: Places, sizes: Places, places: Places) -> tuple[list[Block], Places]:
+        """(what was read, places that only the slow path may judge) of the values that lie at `at` in `body`; their
+        records are `places`, ascending as they do."""
+        if len(places) < FEW:
+            return [], places
+        blocks: list[Block] = []
+        slow = [places[:0]]
+        for lines in stretches(pa.py_buffer(body), at, sizes, places, decimals=self._decimals):
+            slow.append(lines.left_out)
+            if len(lines.places):
+                self._stretch(lines, blocks, slow)
+        return blocks, np.sort(np.concatenate(slow))
+
+    def _stretch(self, lines: Lines, blocks: list[Block], slow: list[Places]) -> None:
+        options = self._options(lines)
+        ranges, refusals = [(0, len(lines.places))], 0
+        while ranges:
+            first, last = ranges.pop()
+            if last - first <= 0:
+                continue
+            places = lines.places[first:last]
+            if refusals > REFUSALS:
+                slow.append(places)
+                continue
+            try:
+                text = lines.between(first, last)
+                table = _parse(text, options)
+                if len(table) != last - first:
+                    raise pa.ArrowInvalid("not an object a line")
+                if self._dialect.exact and _fields_left_out(text, table):
+                    raise pa.ArrowInvalid("a field is left out")
+                arrays, odd = self._typed(table)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as refused:
+                refusals += 1
+                if last - first <= LEAF:
+                    slow.append(places)
+                    continue
+                named = _ROW.search(str(refused))
+                at = first + min(int(named[1]), last - first - 1) if named else (first + last) // 2
+                if named:
+                    slow.append(lines.places[at : at + 1])
+                ranges += [(at + 1 if named else at, last), (first, at)]
+                continue
+            if odd.any():
+                slow.append(places[odd])
+                keep = pa.array(~odd)
+                arrays = {name: array.filter(keep) for name, array in arrays.items()}
+                places = places[~odd]
+            if len(places):
+                blocks.append(Block(places, arrays))
+
+    def _options(self, lines: Lines) -> pj.ParseOptions:
+        seen: dict[str, bytes] = {}
+        for at in (0, len(lines.places) // 2, len(lines.places) - 1):
+            try:
+                fields = msgspec.json.decode(lines.between(at, at + 1), type=dict[str, msgspec.Raw])
+            except (ValueError, RecursionError):
+                continue
+            seen = {name: bytes(raw) for name, raw in fields.items() if raw != _NULL} | seen
+        kinds = [(c.name, self._dialect.read_as(c, seen.get(c.name, b""))) for c in self._columns]
+        others = "error" if self._dialect.exact else "ignore"
+        return pj.ParseOptions(explicit_schema=pa.schema(kinds), unexpected_field_behavior=others)
+
+    def _typed(self, table: pa.Table) -> tuple[dict[str, pa.Array], Mask]:
+        """The columns' arrays, and which rows are odd."""
+        odd = np.zeros(len(table), dtype=bool)
+        arrays = {}
+        for column in self._columns:
+            found = table.column(column.name)
+            array = found.chunk(0) if found.num_chunks == 1 else pa.concat_arrays(found.chunks)
+            arrays[column.name] = self._dialect.typed(column, array, odd)
+        return arrays, odd
+
+
+def texts_as_they_are(
+    column: Column, body: bytes, at: Places, sizes: Places, places: Places
+) -> tuple[list[Block], Places]:
+    """As `ObjectReader.read` for values that are no JSON, but the one column's text."""
+    if len(places) < FEW:
+        return [], places
+    try:
+        return [Block(places, {column.name: texts(body, at, sizes)})], places[:0]
+    except pa.ArrowInvalid:
+        return [], places
+
+
+def _parse(text: pa.Buffer, options: pj.ParseOptions) -> pa.Table:
+    reading = pj.ReadOptions(use_threads=False, block_size=text.size + 1)
+    return pj.read_json(pa.BufferReader(text), read_options=reading, parse_options=options)
+
+
+def _fields_left_out(text: pa.Buffer, table: pa.Table) -> bool:
+    """A field is left out exactly where the text has fewer strings than names and values: no row has a name twice, or
+    one that is no column's."""
+    if not any(column.null_count for column in table.columns):
+        return False
+    strings = table.num_rows * table.num_columns
+    strings += sum(table.num_rows - c.null_count for c in table.columns if pa.types.is_string(c.type))
+    return bool(quotes(np.frombuffer(text, dtype=np.uint8)) != 2 * strings)
+
+
+def strange_floats(array: pa.Array) -> Mask:
+    """Which float64s are not finite."""
+    bits = np.frombuffer(array.buffers()[1], dtype=np.uint64)[array.offset : array.offset + len(array)]
+    found: Mask = (bits & _EXPONENT) == _EXPONENT
+    return found & bools(array.is_valid()) if array.null_count and found.any() else found
+
+
+def bools(array: pa.Array) -> Mask:
+    """A copy, of an array of booleans without nulls."""
+    bits = np.unpackbits(np.frombuffer(array.buffers()[1], dtype=np.uint8), bitorder="little")
+    return bits[array.offset : array.offset + len(array)].view(bool)
+
+
+def in_order(blocks: Sequence[Block]) -> tuple[dict[str, pa.Array], Places]:
+    """All blocks as one, by place."""
+    filled = [block for block in blocks if len(block.places)] or list(blocks[-1:])
+    if len(filled) == 1:
+        return filled[0].arrays, filled[0].places
+    places = np.concatenate([block.places for block in filled])
+    arrays = {name: pa.concat_arrays([b.arrays[name] for b in filled]) for name in filled[0].arrays}
+    if (np.diff(places) > 0).all():
+        return arrays, places
+    order = np.argsort(places)
+    taken = pa.array(order)
+    return {name: array.take(taken) for name, array in arrays.items()}, places[order]

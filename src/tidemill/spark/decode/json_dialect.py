@@ -1,0 +1,116 @@
+"""How strangers write the columns of a declared schema in JSON, as far as Arrow and the row-by-row decoder (stream.py)
+read it alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidemill.shards.api import Column
+from tidemill.shards.parts.decimals import DIGITS
+from tidemill.shards.parts.floats import float32s
+from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
+from tidemill.spark.decode.block_decoder import bools, strange_floats
+from tidemill.spark.decode.newline_text import Mask
+
+_US_OF_DAY = 86_400_000_000
+_DATE = r"^(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])-\d\d-\d\d"
+_CLOCK = r"T([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?"
+_FORMS = {
+    "date": _DATE + "$",
+    "timestamp": _DATE + _CLOCK + r"(Z|[+-]([01]\d|2[0-3]):[0-5]\d)$",
+    "timestamp_ntz": _DATE + _CLOCK + "$",
+}
+_PLAIN = frozenset({"string", "bool", "int16", "int32", "int64", "float32", "float64"})
+_NUMBER = re.compile(rb"-?\d+$")
+
+
+class Declared:
+    """See objects.Dialect. `us_range`: the timestamps that the table may hold, µs."""
+
+    exact = False
+
+    def __init__(self, key: Sequence[str], us_range: tuple[int, int]) -> None:
+        self._key = frozenset(key)
+        self._us_range = us_range
+
+    @staticmethod
+    def reads(columns: Sequence[Column]) -> bool:
+        """Can these columns be read by blocks?"""
+        return all(c.type in _PLAIN or c.type in _FORMS or c.type.startswith("decimal") for c in columns)
+
+    def read_as(self, column: Column, seen: bytes) -> pa.DataType:
+        if column.type in _FORMS:
+            return pa.int64() if column.type == "timestamp" and _NUMBER.match(seen) else pa.string()
+        kind = arrow_type(column.type)
+        if pa.types.is_decimal(kind):
+            return pa.decimal256(DIGITS, kind.scale)  # which holds every product of Arrow's reader: no number wraps
+        return pa.float64() if column.type == "float32" else kind
+
+    def typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
+        if array.null_count and column.name in self._key:
+            odd |= bools(array.is_null())
+        if column.type in _FORMS:
+            if pa.types.is_integer(array.type):
+                return _millis(array, self._us_range, odd)
+            return _moments(array, column.type, self._us_range, odd)
+        if pa.types.is_decimal(array.type):
+            return array.cast(arrow_type(column.type))
+        if column.type in ("float32", "float64"):
+            odd |= strange_floats(array)
+        if column.type == "float32":
+            array, beyond = float32s(array)
+            odd |= beyond
+        return array
+
+
+def _moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) -> pa.Array:
+    """ISO 8601 texts as dates or timestamps (`kind`); what is in no usual form, or out of range, joins `odd` and is
+    null. Raises ArrowInvalid where a text of that form is no moment: the 30th of February."""
+    if not _plainest(texts, kind):
+        strange = pc.fill_null(pc.invert(pc.match_substring_regex(texts, _FORMS[kind])), False)
+        odd |= bools(strange)
+        texts = pc.if_else(strange, None, texts)
+    found = texts.cast(arrow_type(kind))
+    low, high = us_range if kind in TIMESTAMPS else (us_range[0] // _US_OF_DAY, us_range[1] // _US_OF_DAY)
+    return _in_range(found, low, high, odd)
+
+
+def _millis(numbers: pa.Array, us_range: tuple[int, int], odd: Mask) -> pa.Array:
+    """Integer milliseconds as timestamps; what is out of range joins `odd` and is null."""
+    found = _in_range(numbers, us_range[0] // 1000 + 1, us_range[1] // 1000, odd)
+    return pc.multiply(found, 1000).cast(arrow_type("timestamp"))
+
+
+def _in_range(array: pa.Array, low: int, high: int, odd: Mask) -> pa.Array:
+    """What is not from `low` to `high` joins `odd` and is null."""
+    numbers = array.view(pa.int32() if array.type.bit_width == 32 else pa.int64())
+    seen = pc.min_max(numbers)
+    if not numbers.null_count < len(numbers) or (low <= seen["min"].as_py() and seen["max"].as_py() <= high):
+        return array
+    strange = pc.fill_null(pc.or_(pc.less(numbers, low), pc.greater(numbers, high)), False)
+    odd |= bools(strange)
+    return pc.if_else(strange, None, array)
+
+
+def _plainest(texts: pa.Array, kind: str) -> bool:
+    """Is each of them as long, and ends, as nearly all do: 2026-11-22, 2026-11-22T01:02:03.5Z? What else of that kind
+    Arrow's cast takes, the other reader takes too, and for the same; it holds neither +02 nor a part of a time."""
+    _, offsets, data = texts.buffers()
+    places = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    ends, sizes = places[1:], np.diff(places)
+    if texts.null_count:
+        valid = bools(texts.is_valid())
+        ends, sizes = ends[valid], sizes[valid]
+    if not len(ends):
+        return True
+    low, high = int(sizes.min()), int(sizes.max())
+    if kind == "date":
+        return low == high == 10
+    if kind == "timestamp_ntz":  # of 19 and more the cast takes whole times alone, and no zone
+        return low >= 19 and high <= 26
+    return low >= 20 and high <= 27 and bool((np.frombuffer(data, dtype=np.uint8)[ends - 1] == ord("Z")).all())

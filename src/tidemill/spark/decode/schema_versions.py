@@ -1,0 +1,152 @@
+"""Records of a captured table under each version of its description, as columns under the newest one.
+
+    version 1   no header `tm.version`, as before there was any      version n   the header says it
+
+Within a partition versions only rise, since the stream's do. A record is read with the columns and types of its own
+version: what those lack is the column's default, which is what PostgreSQL reads there, and what was narrower is widened
+after it was read (0.1 of a real is 0.10000000149011612 as a double precision, not 0.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidemill.base.pgtypes.avro import prefix
+from tidemill.base.pgtypes.debezium import NUMBERS
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.schema import arrow_type
+from tidemill.shards.parts.schema_evolution import default_value
+from tidemill.spark.decode.avro import AvroReader, AvroVersion
+from tidemill.spark.decode.block_decoder import Block, Dialect, ObjectReader
+from tidemill.spark.decode.newline_text import Places
+from tidemill.spark.decode.row_decoder import RowDecoder, row_decoder
+from tidemill.topics.batch import Columns
+
+VERSION_HEADER = "tm.version"
+PLAIN_HEADERS = 3
+"""Of a record under version 1; one of a later version has another."""
+READERS_KEPT = 64
+"""Of one version: for so many sets of columns that records leave out."""
+
+
+class Generation:
+    """The readers of one version. `schema`: of the table; `columns`: as the version has them."""
+
+    def __init__(
+        self, schema: ShardSchema, columns: Sequence[Column], defaults: Mapping[str, Column], kinds: Mapping[str, Any],
+        exact: Dialect, some: Dialect, forms: Mapping[str, str], avro: AvroVersion | None = None,
+    ) -> None:  # fmt: skip
+        here = {c.name: c for c in columns}
+        self._without: dict[frozenset[str], Generation] = {}
+        self._less = partial(Generation, schema, defaults=defaults, kinds=kinds, exact=exact, some=some, forms=forms)
+        self.columns = [here[c.name] for c in schema.columns if c.name in here]
+        self.key_columns = [c for c in self.columns if c.name in schema.key]
+        self.names = set(here)
+        self.avro = avro
+        self.value: RowDecoder
+        self.key: RowDecoder
+        self.values: AvroReader | ObjectReader
+        self.keys: AvroReader | ObjectReader
+        if avro is not None:
+            self.value = self.values = AvroReader(avro.row, self.columns, exact, forms)
+            self.key = self.keys = AvroReader(avro.key, self.key_columns, some, forms, prefix(avro.key_id))
+        else:
+            self.value = row_decoder(_as_numbers(self.columns, forms), kinds, str | None, exact=True)
+            self.key = row_decoder(_as_numbers(self.key_columns, forms), kinds, str | None)
+            self.values = ObjectReader(self.columns, exact)
+            self.keys = ObjectReader(self.key_columns, some)
+        self._wider = {c.name: c.type for c in schema.columns if c.name in here and here[c.name].type != c.type}
+        self._lacking = [_filled(c, defaults) for c in schema.columns if c.name not in here]
+
+    def without(self, names: Sequence[str]) -> Generation:
+        """For records that leave these columns out: they have whatever value, which is none. Raises ValueError for a
+        column that none of the version's values may lack."""
+        left = frozenset(names)
+        if not left <= self.names - {c.name for c in self.key_columns}:
+            raise ValueError(f"no such columns may be left out: {', '.join(sorted(left))}")
+        found = self._without.get(left)
+        if found is None:
+            if len(self._without) >= READERS_KEPT:
+                self._without.clear()
+            found = self._without[left] = self._less([c for c in self.columns if c.name not in left])
+        return found
+
+    def under_newest(self, block: Block, *, whole: bool = True) -> Block:
+        """The block's arrays under the table's schema; `whole`: with the columns that this version lacks."""
+        if not self._wider and not (whole and self._lacking):
+            return block
+        arrays = {
+            name: pc.cast(array, arrow_type(self._wider[name])) if name in self._wider else array
+            for name, array in block.arrays.items()
+        }
+        for column in self._lacking if whole else ():
+            arrays[column.name] = pa.repeat(default_value(column), len(block.places))
+        return Block(block.places, arrays)
+
+
+class Generations:
+    """Of one table. `known`: the columns of each version, the first one's first; none = there is one, the schema's."""
+
+    def __init__(
+        self, schema: ShardSchema, known: Sequence[Sequence[Column]], kinds: Mapping[str, Any], exact: Dialect,
+        some: Dialect, forms: Mapping[str, str], avro: Sequence[AvroVersion] = (),
+    ) -> None:  # fmt: skip
+        """`forms`: of columns, none where records are rows (events.py). `avro`: of each version, where they are so."""
+        described = known or (schema.columns,)
+        defaults = {c.name: c for c in described[-1]}
+        versions: Sequence[AvroVersion | None] = avro or [None] * len(described)
+        self._of = [
+            Generation(schema, columns, defaults, kinds, exact, some, forms, version)
+            for columns, version in zip(described, versions, strict=True)
+        ]
+
+    def __getitem__(self, version: int) -> Generation:
+        return self._of[version - 1]
+
+    @property
+    def newest(self) -> int:
+        return len(self._of)
+
+    def runs(self, columns: Columns, count: int) -> list[tuple[int, int, int]]:
+        """(first, end, version) of the records in order; one run where all are under version 1, which costs a look."""
+        if not count or not (columns.header_counts > PLAIN_HEADERS).any():
+            return [(0, count, 1)] if count else []
+        out: list[tuple[int, int, int]] = []
+        first = 0
+        while first < count:
+            version = version_at(columns, first)
+            low, high = first + 1, count
+            while low < high:
+                middle = (low + high) // 2
+                if version_at(columns, middle) > version:
+                    high = middle
+                else:
+                    low = middle + 1
+            out.append((first, low, version))
+            first = low
+        return out
+
+
+def version_at(columns: Columns, at: int) -> int:
+    """Of the description that a record was written under."""
+    if columns.header_counts[at] <= PLAIN_HEADERS:
+        return 1
+    return int(dict(columns.headers_of(at)).get(VERSION_HEADER) or b"1")
+
+
+def within(places: Places, first: int, end: int) -> Places:
+    return places[np.searchsorted(places, first) : np.searchsorted(places, end)]
+
+
+def _as_numbers(columns: Sequence[Column], forms: Mapping[str, str]) -> list[Column]:
+    return [Column(c.name, "int64") if forms.get(c.name) in NUMBERS else c for c in columns]
+
+
+def _filled(column: Column, defaults: Mapping[str, Column]) -> Column:
+    return Column(column.name, column.type, defaults[column.name].default if column.name in defaults else None)

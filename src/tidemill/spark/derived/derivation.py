@@ -1,0 +1,329 @@
+"""Derived tables: a user's PySpark function over shards at one common time, kept in a shard of its own.
+
+    t = min(uppers of the inputs) - 1 → the function on the contents at t → difference to the output → append
+
+Computed at intervals, in a thread of its own, so that no streaming query waits for it. Inputs that did not change are
+not computed, but time moves on all the same. At the times it is computed for, the output is exactly the function of
+its inputs; between them it stays as it was.
+
+whole     the function gets all rows of every input, which Spark reads for itself, at exactly that time, while the input
+          is held: the driver keeps none of them
+by group  the table says which columns group it: what the result has for a group depends on the inputs' rows of that
+          group alone. The function gets the rows of the groups that changed, the difference is taken within them, and
+          a result row of any other group is refused. The first round of a process is whole: the function may be new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import structlog
+
+from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.shards.api import Evolved, HistoryLost, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.parts.row_hash import U64
+from tidemill.shards.parts.schema import checked, update_schema
+from tidemill.spark.definition import DerivedTable
+from tidemill.spark.derived.function_result import LeftOut, Sifted, commands_of, is_frame, no_frame, stored_rows
+from tidemill.spark.derived.group_mirror import NO_GROUPS, groups_of
+from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
+from tidemill.spark.derived.inputs import GroupedInput, Input
+from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.stores import Stores
+from tidemill.spark.types import columns_of, spark_schema
+from tidemill.spark.upsert.commands import Commands
+from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.resolve import resolve
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_HASH_ALIKE = ({"int16", "int32", "int64"}, {"float32", "float64"}, {"string", "json"})
+"""Types of an input's column and of the result's that may name one group. Spark has no JSON: it gives back a string."""
+MOST_BUSY = 0.5
+"""Share of one thread's time that recomputing may take: a slow function makes its interval longer."""
+
+log = structlog.get_logger()
+
+
+class Derivation:
+    """`run` is the thread's body; `round` is one recomputation, callable from tests."""
+
+    def __init__(
+        self, portal: Portal, stores: Stores, spark: SparkSession, table: DerivedTable, mirror_dir: Path
+    ) -> None:
+        self.table = table
+        self.target = 0
+        self.error = ""
+        self.waits_for = ""
+        self.waits = False
+        """For the input that `waits_for` names: it comes to where the others are readable by itself."""
+        self._left_out = LeftOut(table.name, table.by_output if table.by else ())
+        self.recomputed = 0
+        self.took_s = 0.0
+        """The last round that recomputed."""
+        self.groups: int | None = None
+        """How many groups that round computed; None = all."""
+        self.whole_because = ""
+        """Why that round computed all."""
+        self.no_plan: dict[str, str] = {}
+        """Input → why the data source reads it, as was told last."""
+        self.writer: TableWriter | None = None
+        self._portal = portal
+        self._stores = stores
+        self._spark = spark
+        self._mirror_dir = mirror_dir
+        self._inputs: list[Input] = []
+        self._output: GroupedInput | None = None
+        """The table's own contents by group."""
+        self._opened = True
+        """Nothing was computed since `open`: the inputs are new."""
+
+    @property
+    def left_out(self) -> str:
+        """Which rows of the results have no key of their own, or ""."""
+        return self._left_out.sentence()
+
+    @property
+    def upper(self) -> int:
+        return self.writer.upper if self.writer is not None else 0
+
+    def run(self, stopping: threading.Event, worked: Callable[[], None] = lambda: None) -> None:
+        """Until `stopping`; `worked` after every round that left nothing out. Raises whatever goes wrong: call it again
+        later.
+
+        An input that does not exist yet is waited for. What the user's function raised leaves the inputs open; after
+        anything else they are opened anew.
+        """
+        clock = self._stores.clock
+        while not stopping.is_set():
+            began_s, computed = clock.monotonic_s(), self.recomputed
+            try:
+                if self.writer is None:
+                    self.open()
+                self.round()
+                self.error, self.waits = "", False
+                if not self.left_out:
+                    worked()
+            except (Missing, Evolved) as error:
+                self.error, self.waits = error.message, False
+                # A shard may have been dropped: by name there is another one, some time. Or it has got columns.
+                self.writer = None
+            except HistoryLost as error:
+                # One input is behind what another one remembers: it is advanced, or its feed comes, by itself.
+                self.error = f"its inputs have no time in common that is still readable: {error.message}"
+                self.waits = True
+            except FunctionRaised:
+                raise
+            except BaseException:
+                self.writer = None
+                raise
+            took_s = clock.monotonic_s() - began_s
+            if self.recomputed > computed:
+                self.took_s = took_s
+            stopping.wait(max(self.table.every_s - took_s, took_s * (1 / MOST_BUSY - 1), 0.05))
+        self.let_go()
+
+    def open(self) -> None:
+        """Open the inputs, learn the schema of the result from the function itself, open the output.
+
+        Raises Missing (an input does not exist yet), Invalid (the result does not fit a shard).
+        """
+        s = self._stores
+        self.waits_for = ""
+        self.let_go()
+        inputs: list[Input] = []
+        for name in self.table.inputs:
+            self.waits_for = f"shard:{name}"
+            shard = self._portal.call(s.shard(name))
+            by = self.table.by.get(name)
+            inputs.append(self._grouped(shard, by) if by else Input(self._portal, shard, s.clock))
+        self.waits_for = ""
+        self._inputs = inputs
+        frames = [self._spark.createDataFrame([], spark_schema(i.shard.schema.columns)) for i in inputs]
+        result = self._called(frames)
+        schema = checked(ShardSchema(columns_of(result.schema), self.table.key))
+        shard = self._portal.call(s.shard(self.table.name, schema))
+        writer = TableWriter(self._portal, s, shard, self._mirror_dir)
+        writer.hydrate()
+        self._output = self._grouped(shard, self.table.by_output) if self.table.by else None
+        check_groups(self.table, schema, {i.shard.name: i.shard.schema for i in inputs})
+        self.writer = writer
+        self._opened = True
+
+    def _grouped(self, shard: LogShard, by: tuple[str, ...]) -> GroupedInput:
+        directory = self._mirror_dir.parent.parent / "derived" / self.table.name / shard.name
+        return GroupedInput(self._portal, shard, self._stores.clock, by, directory)
+
+    def let_go(self) -> None:
+        """Of the inputs: what they held is nobody's."""
+        inputs, self._inputs = self._inputs, []
+
+        async def release() -> None:
+            await asyncio.gather(*(one.release() for one in inputs))
+
+        self._portal.call(release())
+
+    def round(self) -> bool:
+        """Bring the output to the inputs' common time; False when there was nothing to do or a peer was first."""
+        assert self.writer is not None
+        uppers = {i.shard.name: self._portal.call(i.shard.frontiers())[1] for i in self._inputs}
+        slowest = min((i.shard for i in self._inputs), key=lambda shard: (uppers[shard.name], shard.name))
+        end = uppers[slowest.name]
+        self.waits_for = f"shard:{slowest.name}"
+        self.target = max(self.target, end)
+        newest = max(uppers.values())
+        if newest - end > LAG_MS:
+            s = self._stores
+            self._portal.call(advance_idle(s.catalogue, s.remap, slowest, end, newest - 1))
+        self._peer_was_first(self.writer.follow())
+        lower = self.writer.upper
+        if end <= lower:
+            return False
+        for one in self._inputs:
+            one.move_to(end - 1)
+            one.keep(end - 1)  # before anything is chosen there
+        if not any(one.changed for one in self._inputs):
+            won = self._portal.call(self.writer.append(lower, end, ()))
+            if won:
+                self.writer.operator.feedback(update_schema(self.writer.schema).empty_table(), lower, end)
+            return won
+        groups, because = self._touched()
+        commands, left_out = self._whole(end) if groups is None else self._by_group(groups, lower, end)
+        pending = resolve(self.writer.schema, commands, self.writer.operator.mirror, lower, end)
+        won = self._portal.call(self._append(lower, end, pending.updates))
+        if won:
+            self.writer.committed(pending)
+            for one in self._inputs:
+                one.settle()
+            self.recomputed += 1
+            self.groups = None if groups is None else len(groups)
+            self.whole_because = because
+            self._left_out.computed(groups, left_out)
+            self._opened = False
+            if self.recomputed == 1:
+                log.info("derived table is there", table=self.table.name, rows=len(pending.changes.hashes))
+        else:
+            self._peer_was_first(self.writer.follow())
+        return won
+
+    def _peer_was_first(self, rows: bool) -> None:
+        """It reports what it left out of a table that it computed whole. One that appended no rows may have computed
+        nothing."""
+        if rows and not self.table.by:
+            self._left_out.forget()
+
+    async def _append(self, lower: int, upper: int, updates: pa.Table) -> bool:
+        assert self.writer is not None
+        return await self.writer.append(lower, upper, await self.writer.write(updates))
+
+    def _touched(self) -> tuple[U64 | None, str]:
+        """The groups to compute; None = all of them, and why."""
+        if not self.table.by:
+            return None, "no by=… says which columns group it"
+        if self._opened:
+            return None, "it is the first round since the table was opened"
+        found = NO_GROUPS
+        for one in self._inputs:
+            if not isinstance(one, GroupedInput):
+                if one.changed:
+                    return None, f"{one.shard.name}, which is given whole, changed"
+                continue
+            if one.touched is None:
+                return None, f"what changed in {one.shard.name} is no longer in its history"
+            found = np.union1d(found, one.touched)
+        return found, ""
+
+    def _whole(self, end: int) -> tuple[Commands, Sifted | None]:
+        assert self.writer is not None
+        result = self._compute(end, None)
+        return commands_of(self.writer.schema, result, self.writer.operator.mirror, end - 1)
+
+    def _by_group(self, groups: U64, lower: int, end: int) -> tuple[Commands, Sifted | None]:
+        """Raises Invalid where the function does not keep to the groups."""
+        assert self.writer is not None and self._output is not None
+        schema = self.writer.schema
+        result = self._compute(end, groups)
+        if not np.isin(groups_of(result, self.table.by_output), groups).all():
+            raise Invalid(
+                f"derived function made rows of groups that it was given no rows of: table={self.table.name}.",
+                fix="Its result may depend on rows of the same group only: correct by=…, or leave it out.",
+            )
+        self._output.move_to(lower - 1)
+        here = Mirror.hydrate(schema, self._output.rows_of(groups), lower)
+        return commands_of(schema, result, here, end - 1)
+
+    def _compute(self, end: int, groups: U64 | None) -> pa.Table:
+        """The function's rows at end - 1, made of the rows of these groups or of all; inputs are held until then."""
+        assert self.writer is not None
+        with contextlib.ExitStack() as holds:
+            for one in self._inputs:
+                holds.enter_context(one.held())
+            frames = [
+                self._spark.createDataFrame(one.rows_of(groups), spark_schema(one.shard.schema.columns))
+                if groups is not None and isinstance(one, GroupedInput)
+                else self._frame(one, end - 1)
+                for one in self._inputs
+            ]
+            rows = self._called(frames, lambda result: result.toArrow())
+        return stored_rows(self.table.name, rows, self.writer.schema)
+
+    def _frame(self, one: Input, at: int) -> DataFrame:
+        """All rows of an input, which Spark reads for itself where it can."""
+        from tidemill.spark.read import frame_at
+
+        s, name = self._stores, one.shard.name
+        where = {key: url for key, url in (("objects", s.urls.objects), ("consensus", s.urls.consensus)) if url}
+        frame, because = frame_at(self._spark, self._portal, s, one.shard, at, where, again=True)
+        if because and because != self.no_plan.get(name):
+            log.warning("read through the data source", table=self.table.name, shard=name, because=because)
+            self.no_plan[name] = because
+        return frame
+
+    def _called(self, frames: Sequence[Any], then: Callable[[Any], Any] = lambda result: result) -> Any:
+        """The user's function on the frames; Spark is lazy, so `then` may run it. Raises FunctionRaised."""
+        try:
+            result = self.table.function(self._spark, *frames)
+            if is_frame(result):
+                return then(result)
+        except BaseException as error:  # the function is the user's: whatever it raises is shown, and tried again
+            raise FunctionRaised(f"derived function raised: table={self.table.name} {_first_line(error)}") from error
+        raise no_frame(self.table.name, result)
+
+
+class FunctionRaised(TidemillError):
+    """The user's function, or the plan that it made, raised."""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(": ")
+
+
+def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, ShardSchema]) -> None:
+    """Raises Invalid when a column that groups the table is not there, or has another type than the result's."""
+    kinds = {c.name: c.type for c in output.columns}
+    for name, by in table.by.items():
+        have = {c.name: c.type for c in inputs[name].columns}
+        for column, ours in zip(by, table.by_output, strict=True):
+            here, there = have.get(column), kinds.get(ours)
+            if here is None or there is None:
+                lacks = f"input={name} column={column}" if here is None else f"result column={ours}"
+                raise Invalid(
+                    f"no such column to group by: table={table.name} {lacks}.",
+                    fix="Name columns of the input and of the result in by=….",
+                )
+            if here != there and not any({here, there} <= alike for alike in _HASH_ALIKE):
+                raise Invalid(
+                    f"a group's column has two types: table={table.name} input={name} {column} {here}, {ours} {there}.",
+                    fix="Cast it in the function to the type that the input has.",
+                )

@@ -1,0 +1,134 @@
+"""What a derived function returned: all of its columns, or a refusal; its rows as commands, but for some. Pure.
+
+A row whose key is null, or is another row's too, ends nothing but itself: its key is absent, so that no old row stays
+as if it were current, and `LeftOut` says so until a result of its group has no such row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.arrow_rows import Mask, one_chunk, shown, to_mask
+from tidemill.shards.parts.key_hash import normal_keys
+from tidemill.shards.parts.row_hash import U64, hash_rows
+from tidemill.shards.parts.schema import conform, contents_schema
+from tidemill.spark.derived.group_mirror import groups_of
+from tidemill.spark.upsert.commands import Commands
+from tidemill.spark.upsert.diff import difference
+from tidemill.spark.upsert.key_grouping import group_by_key
+from tidemill.spark.upsert.lookup import Lookup
+
+LEFT_OUT = "rows of the result have no key of their own"
+
+
+def is_frame(result: Any) -> bool:
+    """Of Spark's DataFrames, classic or Connect."""
+    return hasattr(result, "schema") and hasattr(result, "toArrow")
+
+
+def no_frame(table: str, result: Any) -> Invalid:
+    kind = type(result)
+    return Invalid(
+        f"derived function returned no DataFrame: table={table} returned={kind.__module__}.{kind.__qualname__}.",
+        fix="Return a DataFrame of Spark; spark.createDataFrame(rows) makes one.",
+    )
+
+
+def stored_rows(table: str, rows: pa.Table, schema: ShardSchema) -> pa.Table:
+    """The rows under the table's schema. Raises Invalid: a column that the table does not have, or of another type."""
+    known = {column.name for column in schema.columns}
+    if more := [name for name in rows.column_names if name not in known]:
+        raise Invalid(
+            f"derived function returned more columns than for empty inputs: table={table} more={','.join(more)[:300]}.",
+            fix="Make its columns independent of the rows, e.g. by pivot with a list of values.",
+        )
+    return conform(rows, contents_schema(schema))
+
+
+class _Counts(NamedTuple):
+    """Rows without a key, rows of a key that comes twice, and one such key."""
+
+    null: int = 0
+    twice: int = 0
+    example: str = ""
+
+
+class LeftOut:
+    """The rows of a table's results that have no key of their own, by group: a round that computes some of the groups
+    says nothing of the others. A table without groups is one."""
+
+    def __init__(self, table: str, by: tuple[str, ...] = ()) -> None:
+        self._table = table
+        self._by = by
+        self._of: dict[int, _Counts] = {}
+
+    def computed(self, groups: U64 | None, left_out: Sifted | None) -> None:
+        """A round computed `groups` (None = all) and left that out of its result."""
+        if groups is None:
+            self._of.clear()
+        for group in () if groups is None else groups.tolist():
+            self._of.pop(group, None)
+        if left_out is None:
+            return
+        for group, _, count in self._counted(left_out.null):
+            self._of[group] = _Counts(null=count)
+        for group, first, count in self._counted(left_out.twice):
+            found = self._of.get(group, _Counts())
+            self._of[group] = found._replace(twice=count, example=left_out.shown(first))
+
+    def _counted(self, rows: pa.Table) -> list[tuple[int, int, int]]:
+        """(group, its first row, its number of rows)"""
+        groups = groups_of(rows, self._by) if self._by else np.zeros(rows.num_rows, dtype=np.uint64)
+        found, firsts, counts = np.unique(groups, return_index=True, return_counts=True)
+        return list(zip(found.tolist(), firsts.tolist(), counts.tolist(), strict=True))
+
+    def forget(self) -> None:
+        self._of.clear()
+
+    def sentence(self) -> str:
+        """ "" while every row has a key of its own."""
+        if not self._of:
+            return ""
+        found = self._of.values()
+        null, twice = sum(one.null for one in found), sum(one.twice for one in found)
+        example = next((one.example for one in found if one.example), "")
+        return f"{LEFT_OUT}: table={self._table} null={null} twice={twice}{example}"
+
+
+class Sifted(NamedTuple):
+    """What was left out of a result, and its key."""
+
+    null: pa.Table
+    twice: pa.Table
+    key: tuple[str, ...]
+
+    def shown(self, at: int) -> str:
+        return "".join(f" {name}={shown(self.twice.column(name)[at]):.100}" for name in self.key)
+
+
+def commands_of(schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int) -> tuple[Commands, Sifted | None]:
+    """Commands that make the contents `now` equal to the rows at `time_ms`; and what was left out, if anything."""
+    try:
+        return difference(schema, wanted, now, time_ms), None
+    except Invalid:
+        good, left_out = _sifted(schema, wanted)
+        return difference(schema, good, now, time_ms), left_out
+
+
+def _sifted(schema: ShardSchema, rows: pa.Table) -> tuple[pa.Table, Sifted]:
+    """The rows that have a key of their own, and the others."""
+    null: Mask = np.zeros(rows.num_rows, dtype=bool)
+    for name in schema.key:
+        null |= to_mask(rows.column(name).is_null())
+    keyed = one_chunk(normal_keys(rows.filter(pa.array(~null)), schema.key))
+    order, starts = group_by_key(keyed, hash_rows(keyed, schema.key), schema.key)
+    groups = np.cumsum(starts) - 1
+    twice = np.zeros(len(order), dtype=bool)
+    twice[order] = np.bincount(groups, minlength=1)[groups] > 1
+    left_out = Sifted(rows.filter(pa.array(null)), keyed.filter(pa.array(twice)), schema.key)
+    return keyed.filter(pa.array(~twice)), left_out

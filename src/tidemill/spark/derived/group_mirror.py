@@ -1,0 +1,70 @@
+"""A mirror that finds rows by group: all live rows whose columns `by` have given values, and no others.
+
+G1  A row's identity is (by, key): one that changes its group leaves the old one and joins the new one.
+G2  The upper half of a row's hash is its group's, the lower half its key's. A group's rows therefore lie together in
+    every run, and two groups that share the upper half are always read, and recomputed, together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.row_hash import U64, hash_rows
+from tidemill.shards.parts.schema import contents_schema
+from tidemill.spark.upsert.lookup import HashRows
+from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.sorted_runs import Run, merge
+
+_HALF = np.uint64(32)
+_LOWER = np.uint64(0xFFFFFFFF)
+
+NO_GROUPS: U64 = np.zeros(0, dtype=np.uint64)
+
+
+def groups_of(rows: pa.Table, by: tuple[str, ...]) -> U64:
+    """The group of each row: its hash over `by`, the lower half zero. Shape (rows,)."""
+    return hash_rows(rows, by) >> _HALF << _HALF
+
+
+def _hasher(by: tuple[str, ...]) -> HashRows:
+    def hashes(rows: pa.Table, key: tuple[str, ...]) -> U64:
+        rest = tuple(name for name in key if name not in by)
+        return groups_of(rows, by) | hash_rows(rows, rest) >> _HALF
+
+    return hashes
+
+
+def grouped(
+    schema: ShardSchema, by: tuple[str, ...], directory: Path, contents: Iterable[pa.Table] = (), upper: int = 0
+) -> Mirror:
+    """As a mirror of `schema`, of what a shard holds at upper - 1; long runs are files in `directory`.
+
+    `contents`: tables, none of which has a key that another has; memory holds one of them.
+    """
+    mirror = Mirror(_identity(schema, by), upper, directory=directory, hasher=_hasher(by))
+    for rows in contents:
+        mirror.insert(rows)
+    return mirror
+
+
+def rows_of(mirror: Mirror, groups: U64) -> pa.Table:
+    """The live rows of `groups` (distinct, ascending) in a mirror that `grouped` made."""
+    runs = []
+    for run in reversed(mirror.runs):
+        first = np.searchsorted(run.hashes, groups, side="left")
+        counts = np.searchsorted(run.hashes, groups | _LOWER, side="right") - first
+        at = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        if len(at):
+            runs.append(Run(run.rows_at(at), run.hashes[at], run.live[at]))
+    if not runs:
+        return contents_schema(mirror.schema).empty_table()
+    return merge(mirror.schema, runs, drop_absent=True).rows
+
+
+def _identity(schema: ShardSchema, by: tuple[str, ...]) -> ShardSchema:
+    return ShardSchema(schema.columns, (*by, *(name for name in schema.key if name not in by)), schema.buckets)

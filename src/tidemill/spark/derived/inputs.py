@@ -1,0 +1,159 @@
+"""An input of a derived table: whether it changed since the output was made, what of it did, and its hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.clock import Clock
+from tidemill.base.limits import MIB
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.sync_context import Entered
+from tidemill.objects.store import Buffer
+from tidemill.shards.api import Batch, HistoryLost, Part
+from tidemill.shards.handle import LogShard
+from tidemill.shards.parts.row_hash import U64
+from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.parts.schema_evolution import check_known
+from tidemill.shards.read.hash_ranges import cut, read_range
+from tidemill.shards.read.holds import MovingHold
+from tidemill.spark.derived.group_mirror import NO_GROUPS, grouped, groups_of, rows_of
+
+LOOK_BYTES = 1 * MIB
+"""Encoded. A batch that lies across the times in question is read to see whether it has any of them; a larger one that
+a merge made of many is taken to have some, for it may be the whole shard."""
+
+
+class Input:
+    """Given whole. Nothing of it is kept here: only up to when it was looked at, and whether anything was there."""
+
+    def __init__(self, portal: Portal, shard: LogShard, clock: Clock) -> None:
+        self.shard = shard
+        self.upper = 0
+        self.changed = True
+        """May the contents at upper - 1 differ from those that the output was last made of?"""
+        self._portal = portal
+        # Kept: much may be written, merged and collected while Spark reads what was chosen.
+        self._hold = MovingHold(shard, shard.reader_name("derived"), clock, kept=True)
+
+    def settle(self) -> None:
+        """The output was made of what is here now."""
+        self.changed = False
+
+    def move_to(self, time_ms: int) -> None:
+        """Go on to `time_ms`, which must be final. Raises Evolved, Missing, Corrupt, Unavailable: call it again."""
+        end = time_ms + 1
+        if end <= self.upper:
+            return
+        try:
+            self.changed |= not self.upper or any(
+                self._has_updates(batch, end) for batch in self._portal.call(self.shard.batches(self.upper))
+            )
+        except HistoryLost:
+            self.changed = True
+        self.upper = end
+
+    def _has_updates(self, batch: Batch, end: int) -> bool:
+        """From the last look on and before `end`."""
+        if batch.lower >= end:
+            return False
+        check_known(self.shard.schema, batch)
+        if not batch.parts or (self.upper <= batch.lower and batch.upper <= end):
+            return bool(batch.parts)
+        if sum(part.size_bytes for part in batch.parts) > LOOK_BYTES:
+            return True
+        return bool(self._portal.call(self.shard.read_batch(batch, self.upper, end)).num_rows)
+
+    def keep(self, time_ms: int) -> None:
+        """Hold the input from `time_ms` on: Spark reads there, and while another input is behind a restart does."""
+        with contextlib.suppress(HistoryLost):  # whoever reads there is told
+            self._portal.call(self._hold.at(time_ms))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What was chosen at the time that `keep` was called with stays readable, however long this takes."""
+        renewing = asyncio.run_coroutine_threadsafe(self._hold.keep(), self._portal.loop)
+        try:
+            yield
+        finally:
+            renewing.cancel()
+
+    async def release(self) -> None:
+        """Nobody comes back to it with this hold."""
+        await self._hold.release()
+
+
+class GroupedInput(Input):
+    """Given by group: a mirror of the shard that finds rows by `by`, moved forward by its deltas.
+
+    `touched`: groups that may differ from those that the output was last made of; None = any row may. It grows before
+    the mirror moves, for a move may fail half way; `settle` empties it. Long runs are files in `directory`.
+    """
+
+    def __init__(self, portal: Portal, shard: LogShard, clock: Clock, by: tuple[str, ...], directory: Path) -> None:
+        super().__init__(portal, shard, clock)
+        self.by = by
+        self.touched: U64 | None = None
+        self._directory = directory
+        shutil.rmtree(directory, ignore_errors=True)  # of a process before this one, which nobody can trust
+        self._mirror = grouped(shard.schema, by, directory)
+
+    def settle(self) -> None:
+        super().settle()
+        self.touched = NO_GROUPS
+
+    def move_to(self, time_ms: int) -> None:
+        """Contents as of `time_ms`, which must be final."""
+        end = time_ms + 1
+        if end <= self.upper:
+            return
+        try:
+            if self.upper:
+                self._follow(end)
+        except HistoryLost:
+            pass
+        if self._mirror.upper < end:
+            self.touched, self.changed = None, True
+            with Entered(self._portal, self.shard.chosen_until(time_ms)) as batches:
+                contents = self._by_range(batches, time_ms)
+                self._mirror = grouped(self.shard.schema, self.by, self._directory, contents, end)
+            self._mirror.sweep()
+        self.upper = end
+
+    def _by_range(self, batches: Sequence[Batch], time_ms: int) -> Iterator[pa.Table]:
+        """The contents by ranges of the key's hash, so that memory holds no more."""
+        schema = self.shard.schema
+
+        def fetch(part: Part) -> Buffer:
+            return self._portal.call(self.shard.fetch(part, batches))
+
+        for chosen in cut(batches):
+            rows = read_range(schema, chosen, time_ms, fetch)
+            yield pa.concat_tables([contents_schema(schema).empty_table(), *rows])
+
+    def _follow(self, end: int) -> None:
+        for batch in self._portal.call(self.shard.batches(self._mirror.upper)):
+            lower, upper = self._mirror.upper, min(batch.upper, end)
+            if upper <= lower:
+                continue
+            rows = self._portal.call(self.shard.read_batch(batch, lower, upper))
+            self._touch(rows)
+            self._mirror.apply(rows, lower, upper)
+
+    def _touch(self, rows: pa.Table) -> None:
+        if not rows.num_rows:
+            return
+        self.changed = True
+        if self.touched is not None:
+            # What was retracted counts as well: its group has lost a row.
+            self.touched = np.union1d(self.touched, groups_of(rows, self.by))
+
+    def rows_of(self, groups: U64) -> pa.Table:
+        """The live rows of these groups."""
+        return rows_of(self._mirror, groups)

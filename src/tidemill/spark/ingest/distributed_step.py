@@ -1,0 +1,152 @@
+"""Bigger steps by Spark tasks: pieces are decoded, ranges resolved (shuffle.py); the driver appends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import structlog
+
+from tidemill.base.runtime.tasks import sentence
+from tidemill.shards.api import Part
+from tidemill.spark.decode.dead_letter_rows import no_dead_letters
+from tidemill.spark.decode.offset_slices import Descriptor
+from tidemill.spark.ingest.fetch_decode import from_ipc, saved_under
+from tidemill.spark.ingest.shuffle import PENDING, Piece, Plan, RangeResult, read, resolve_range
+from tidemill.spark.ingest.step_planner import Step, pieces
+from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.stores import Stores
+from tidemill.spark.upsert.commands import BEFORE_ALL
+from tidemill.spark.upsert.resolve import KeyChanges, no_changes
+from tidemill.spark.upsert.sorted_runs import Run, open_run
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+log = structlog.get_logger()
+
+RANGES_MAX = 8
+"""Hash ranges of one table's step. As many for every step: an executor's process keeps the mirrors of its ranges."""
+PIECE_BYTES = 1 << 20
+"""Of stored record batches: a task reads at least so much."""
+
+
+class Results(msgspec.Struct):
+    """Of one table. `inline`: the tasks could not decide it, do it on the driver."""
+
+    parts: list[Part]
+    runs: list[Path]
+    rows: int
+    dead: pa.Table
+    inline: bool
+
+
+class ByTasks:
+    def __init__(self, context: SparkContext, stores: Stores) -> None:
+        self._context = context
+        self._stores = stores
+
+    def run(self, work: Sequence[tuple[TableWriter, Step]]) -> dict[str, Results]:
+        """By table. A table whose task fails for good is to be done inline, which names what is wrong with it alone."""
+        slots = max(1, self._context.defaultParallelism)
+        plans: list[Plan] = []
+        payloads: list[bytes] = []
+        try:
+            for table, step in work:
+                sweep_pending(table.mirror_dir)
+                table.save()
+                for descriptors in _packed(step, max(PIECE_BYTES, -(-step.bytes // slots))):
+                    payloads.append(msgspec.msgpack.encode(Piece(len(plans), descriptors)))
+                plans.append(self._plan(table, step, plans[-1].first + plans[-1].ranges if plans else 0, slots))
+            told = msgspec.msgpack.encode(plans)
+            ranges = plans[-1].first + plans[-1].ranges
+            read_once = self._context.parallelize(payloads, len(payloads)).flatMap(partial(read, told))
+            exchanged = read_once.partitionBy(ranges, int)  # the key is the place
+            answers = exchanged.mapPartitionsWithIndex(partial(resolve_range, told)).collect()
+            found = [msgspec.msgpack.decode(answer, type=RangeResult) for answer in answers]
+        except Exception as error:  # of one table, its mirror's disk or Spark: inline tells which
+            tables = sorted(table.name for table, _ in work)
+            log.warning("a step by tasks failed, the driver computes it", tables=tables, error=sentence(error)[:500])
+            return {table.name: Results([], [], 0, no_dead_letters(), True) for table, _ in work}
+        return {table.name: _joined_results(table, [r for r in found if r.table == table.name]) for table, _ in work}
+
+    def _plan(self, table: TableWriter, step: Step, first: int, slots: int) -> Plan:
+        assert table.feed is not None
+        return Plan(
+            table.name,
+            table.shard.shard_id,
+            table.shard.writer,
+            table.feed,
+            table.schema,
+            step.lower,
+            step.upper,
+            first,
+            min(RANGES_MAX, slots),
+            self._stores.urls,
+            str(table.mirror_dir),
+            saved_under(self._stores.life),
+        )
+
+    def append(self, table: TableWriter, step: Step, found: Results) -> None:
+        won = table.portal.call(table.append(step.lower, step.upper, found.parts))
+        try:
+            if won and len(found.runs) == len(found.parts):
+                opened = [open_run(table.schema, path) for path in found.runs]
+                table.took(_joined(table, opened), step.lower, step.upper, found.rows)
+            else:  # lost, or the runs are on another machine: what the shard holds says it all
+                table.follow()
+        finally:
+            for path in found.runs:
+                path.unlink(missing_ok=True)
+
+
+def _packed(step: Step, most_bytes: int) -> Iterator[tuple[Descriptor, ...]]:
+    """The step's batches in as many shares as tasks read at once: a task costs more than a few batches do."""
+    share: list[Descriptor] = []
+    size = 0
+    for descriptor in pieces(step.descriptors, most_bytes):
+        more = sum(ref.size_bytes for ref in descriptor.refs)
+        if share and size + more > most_bytes:
+            yield tuple(share)
+            share, size = [], 0
+        share.append(descriptor)
+        size += more
+    if share:
+        yield tuple(share)
+
+
+def sweep_pending(mirror_dir: Path) -> None:
+    """Runs that tasks left whose results never came: a task that was killed, or an attempt that another one beat."""
+    for path in mirror_dir.glob(PENDING.format("*", "*")):
+        path.unlink(missing_ok=True)
+
+
+def _joined_results(table: TableWriter, found: Sequence[RangeResult]) -> Results:
+    ordered = sorted(found, key=lambda r: r.number)
+    asides = [aside for r in ordered for aside in r.asides]
+    dead = [aside.dead for aside in asides] + [r.dead for r in ordered]
+    # A truncation needs every live key at once, and a stop shortens the interval.
+    empty = table.operator.mirror.empty
+    inline = any(
+        aside.stop is not None or any(t.order != BEFORE_ALL or not empty for t in aside.truncates) for aside in asides
+    )
+    return Results(
+        [r.part for r in ordered if r.part is not None],
+        [Path(r.run) for r in ordered if r.run],
+        sum(r.rows for r in ordered),
+        pa.concat_tables([no_dead_letters(), *(from_ipc(each, no_dead_letters()) for each in dead)]),
+        inline,
+    )
+
+
+def _joined(table: TableWriter, runs: Sequence[Run]) -> KeyChanges:
+    """Runs of ascending hash ranges as one."""
+    if not runs:
+        return no_changes(table.schema)
+    rows = pa.concat_tables([run.rows for run in runs])
+    return KeyChanges(rows, np.concatenate([r.hashes for r in runs]), np.concatenate([r.live for r in runs]))

@@ -1,0 +1,141 @@
+"""One feed's life: a sink for the tables of one source, brought forward as soon as a time is bound.
+
+Neither the JVM nor the pipeline's streaming query (streaming_query.py) is waited for: rows appear, and go on after a
+crash, while Spark starts or has lost a worker. A micro-batch costs the JVM and its planner more than the rows of a
+moment do, so under load those come a few times a second and mostly find the work done. The tables are units of their
+own (table_unit.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+
+import structlog
+
+from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.runtime.tasks import keep_thread, sentence
+from tidemill.base.status.histogram import Stages
+from tidemill.spark.context import Host, feed_mark
+from tidemill.spark.definition import CapturedTable, Input
+from tidemill.spark.ingest.dead_letters import DeadLetters
+from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.schema_growth import has_grown
+from tidemill.spark.ingest.sources import TopicFeed, captured_feed, stream_feed
+from tidemill.spark.ingest.table_unit import TableUnit
+
+WARM_ROUND_S = 0.15
+"""Two rounds begin at least this far apart while the JVM starts, which needs the processor more."""
+WATCH_S = 0.2
+"""Between two rounds where storage is away: it is not asked more often."""
+ROUND_S = 0.04
+"""Two rounds begin at least this far apart: one for every binding would cost more than it brings."""
+FOLLOW_S = 5.0
+"""For so long one wait for a binding may outlive the pipeline."""
+
+log = structlog.get_logger()
+
+
+class Feed:
+    """One source: its sink, once it is open, and its tables."""
+
+    def __init__(self, source: str, tables: dict[str, Input], host: Host, dead_letters: DeadLetters) -> None:
+        self.source = source
+        self.mark = feed_mark(host.settings.name, source)
+        self.bindings_mark = f"{self.mark}:bindings"
+        self.sink: FeedSink | None = None
+        self._host = host
+        self._dead = dead_letters
+        self._follows = False
+        self.units = [
+            TableUnit(name, source, table.upstream, self._look_up(table), host, lambda: self.sink, self._grown(table))
+            for name, table in sorted(tables.items())
+        ]
+
+    def _look_up(self, table: Input) -> Callable[[], TopicFeed]:
+        host = self._host
+
+        def look() -> TopicFeed:
+            catalogue = host.stores.catalogue
+            if isinstance(table, CapturedTable):
+                return host.portal.call(captured_feed(catalogue, table.capture, table.table))
+            return host.portal.call(stream_feed(catalogue, table.topic, table.schema))
+
+        return look
+
+    def _grown(self, table: Input) -> Callable[[TopicFeed], bool]:
+        host = self._host
+
+        def grown(feed: TopicFeed) -> bool:
+            if not isinstance(table, CapturedTable):
+                return False
+            return host.portal.call(has_grown(host.stores.catalogue, table.capture, table.table, feed))
+
+        return grown
+
+    def wake(self) -> None:
+        """The pipeline ends."""
+        if self.sink is not None:
+            self.sink.seats.changed.set()
+        for unit in self.units:
+            unit.wake()
+
+    def run(self) -> None:
+        """Until the pipeline ends. What goes wrong is told and tried again."""
+        host = self._host
+        threads = [threading.Thread(target=unit.run, name=f"table-{unit.name}", daemon=True) for unit in self.units]
+        for thread in threads:
+            thread.start()
+        keep_thread(self.mark, self._feed, tracker=host.tracker, clock=host.stores.clock, ending=host.ending)
+
+    def _feed(self) -> None:
+        host, clock = self._host, self._host.stores.clock
+        sink = self.sink = self.sink or self._open()
+        self._follow(sink)
+        uses_spark = False
+        while not host.ending.is_set():
+            if not uses_spark and host.session_ready.is_set() and host.spark is not None:
+                sink.use(host.spark.sparkContext)
+                uses_spark = True
+            if sink.due_in_s == 0:  # a time was bound, or a table waited or came late
+                began_s = clock.monotonic_s()
+                sink.forward()
+                round_s = ROUND_S if host.session_ready.is_set() else WARM_ROUND_S
+                took_s = clock.monotonic_s() - began_s
+                host.ending.wait(WATCH_S if sink.error else max(0.0, round_s - took_s))
+            else:
+                host.tracker.heal(self.mark)
+            sink.seats.changed.wait(sink.due_in_s)
+            sink.seats.changed.clear()
+
+    def _open(self) -> FeedSink:
+        host = self._host
+        return FeedSink(
+            host.portal,
+            host.stores,
+            self.source,
+            host.portal.call(host.stores.remap(self.source)),
+            (),
+            host.stages.setdefault(self.source, Stages()),
+            dead_letters=self._dead,
+            scratch=host.settings.scratch,
+        )
+
+    def _follow(self, sink: FeedSink) -> None:
+        """Wake the feed with every time that is bound, until the pipeline ends."""
+        host = self._host
+
+        def follow() -> None:
+            while not host.ending.is_set():
+                try:
+                    host.portal.call(sink.arrival(FOLLOW_S))
+                except (Closed, CancelledError):
+                    return  # the process ends
+                except TidemillError as error:  # the report reads bindings too, and says so
+                    log.debug("bindings cannot be followed", source=self.source, error=sentence(error))
+                    host.ending.wait(WATCH_S)
+
+        if not self._follows:
+            self._follows = True
+            threading.Thread(target=follow, name=f"bindings-{self.source}", daemon=True).start()

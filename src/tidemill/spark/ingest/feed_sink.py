@@ -1,0 +1,390 @@
+"""Every table of one feed, from its own upper to the newest binding or the end of a micro-batch, in steps.
+
+    p = the table's upper → a step [p, e) by the bindings → decode → dead letters → drain → one part → one append
+
+Spark's batch says only "time has come to `end`". What is read follows from the shard's upper and remap, so
+a replay after a crash (p ≥ end) does nothing, a hole or a foreign checkpoint (p < start) is simply read, and
+a batch id never identifies anything (U5). Small steps are computed here; bigger ones by Spark tasks through
+the same functions, with the append still here. While a step is resolved and written, the one after it is read
+and decoded (prefetch.py). A lost race is recomputed from the peer's upper, never trimmed.
+
+Tables share a round, so that a hundred small ones cost one round trip, and nothing else (table_schedule.py). Time
+that is too large for a step is taken aside, in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pyarrow as pa
+
+from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.tasks import sentence
+from tidemill.base.status.histogram import Stages
+from tidemill.shards.api import Remap
+from tidemill.spark.decode.captured import Stop
+from tidemill.spark.ingest.dead_letter_run import Buried
+from tidemill.spark.ingest.dead_letters import DeadLetters
+from tidemill.spark.ingest.distributed_step import ByTasks
+from tidemill.spark.ingest.fetch_decode import DECODERS, Batches, Decoded, decode, fetch
+from tidemill.spark.ingest.oversized_step import LargeStep
+from tidemill.spark.ingest.prefetch import Ahead
+from tidemill.spark.ingest.schema_growth import Grown
+from tidemill.spark.ingest.step_planner import STEP_BYTES, STEP_RECORDS, Planner, Step
+from tidemill.spark.ingest.table_schedule import IDLE_MOVE_S, Seat, Seats
+from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.ingest.unresolved_updates import lost_letters
+from tidemill.spark.stores import Stores
+from tidemill.spark.upsert.commands import Commands
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+INLINE_ROWS = 20_000
+"""Beside executors of a cluster a step of at most this many records is computed on the driver. On one machine every
+step is: tasks cost three times as much and more at every size that a step may have (docs/benchmarks.md, upsert)."""
+
+
+class TableStops(Invalid):
+    """The table is brought to the last time before what it cannot carry, and no further."""
+
+
+class _Work(msgspec.Struct):
+    """One table's share of a round. `upper` shrinks where the table stops."""
+
+    seat: Seat
+    step: Step
+    upper: int
+    decoded: Decoded | None = None
+    pending: Any = None
+    commands: Commands | None = None
+    dead: Any = None
+    """What was read and what could not be, until the step is in the table."""
+
+    @property
+    def table(self) -> TableWriter:
+        return self.seat.table
+
+
+class FeedSink:
+    """`process` may be called by any thread and lets one in at a time; so may `stop`, and `seats` be taken and left."""
+
+    def __init__(
+        self,
+        portal: Portal,
+        stores: Stores,
+        source: str,
+        remap: Remap,
+        tables: Sequence[TableWriter],
+        stages: Stages,
+        *,
+        dead_letters: DeadLetters | None = None,
+        inline_rows: int | None = None,
+        idle_move_s: float = IDLE_MOVE_S,
+        decoders: int = DECODERS,
+        scratch: Path | None = None,
+    ) -> None:
+        self.source = source
+        self.remap = remap
+        self.target = 0
+        """One past the newest binding that this sink has seen."""
+        self.error = ""
+        """Why nothing of the whole feed goes on."""
+        self._round_bytes = 0
+        self._portal = portal
+        self._stores = stores
+        self._dead = dead_letters
+        self._inline_rows = inline_rows
+        self._most_inline = STEP_RECORDS
+        self._scratch = scratch
+        self.seats = Seats(stores.clock, stages, idle_move_s)
+        self._planner = Planner(stores, remap)
+        self._helpers = ThreadPoolExecutor(decoders, f"decode-{source}") if decoders else None
+        self._ahead = Ahead(portal, stores, remap, self._helpers)
+        self._by_tasks: ByTasks | None = None
+        self._stopping = threading.Event()
+        self._one_at_a_time = threading.Lock()
+        self.idle = threading.Event()
+        """Set while no batch is under way."""
+        self.idle.set()
+        for table in tables:
+            self.seats.attach(table)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Stored bytes of the round under way and of what is read ahead; at most three steps' worth."""
+        return self._round_bytes + self._ahead.bytes
+
+    @property
+    def resting(self) -> list[TableWriter]:
+        """Tables that nobody works on, so that their mirrors may be saved: half of a change would be trusted later."""
+        return self.seats.at_rest if self.idle.is_set() else []
+
+    def use(self, context: SparkContext) -> None:
+        """From now on bigger steps may run as Spark tasks; until then everything is computed here."""
+        local = str(context.master).startswith("local")
+        wanted = self._inline_rows if self._inline_rows is not None else STEP_RECORDS if local else INLINE_ROWS
+        self._by_tasks, self._most_inline = ByTasks(context, self._stores), wanted
+
+    def stop(self) -> None:
+        """The batch under way ends as soon as it may; nothing new begins."""
+        self._stopping.set()
+
+    def forward(self, end: int | None = None) -> None:
+        """As `process`, to the newest binding unless an end is given; storage that is away is told in `error`."""
+        try:
+            self.process(self.latest() if end is None else end)
+        except (Unavailable, Unknown) as error:
+            self.error = sentence(error)
+
+    def time_comes(self, end: int) -> None:
+        """A micro-batch ends here. A round that is under way is not waited for: its thread goes on to this end."""
+        if end > self.target:
+            self.target = end
+            self.seats.changed.set()
+        if self.idle.is_set():
+            self.forward(end)
+
+    def latest(self) -> int:
+        """One past the newest binding: how far this feed's tables could be."""
+        return self._portal.call(self.newest())
+
+    async def newest(self) -> int:
+        """As `latest`, on the portal's loop."""
+        newest = await self.remap.latest()
+        end = newest.time_ms + 1 if newest is not None else 0
+        if end > self.target:
+            self.target = end
+            self.seats.changed.set()
+        return self.target
+
+    async def arrival(self, timeout_s: float) -> None:
+        """Return once there is a newer binding than the newest seen, which is seen then, or after so long."""
+        if await self.remap.wait(self.target - 1, timeout_s):
+            await self.newest()
+
+    @property
+    def due_in_s(self) -> float | None:
+        """How long until a call of `process` would bring a table forward; None until `seats.changed` says more."""
+        return self.seats.due_in_s(self.target) if self.idle.is_set() else None
+
+    def process(self, end: int) -> None:
+        """Bring every table to `end` that can come there now; one that fails, waits or is aside is left behind."""
+        self.target = max(self.target, end)
+        with self._one_at_a_time:
+            if self._stopping.is_set():
+                return  # once it rests then, it rests for good: its mirrors may be saved
+            self.idle.clear()
+            try:
+                while not self._stopping.is_set():
+                    for seat in [seat for seat in self.seats.due(end) if seat.table.outgrown]:
+                        self.seats.fault(seat, Grown(f"the source has described the table anew: shard={seat.name}."))
+                    due = self.seats.due(end)
+                    if not due:
+                        self.error = ""
+                        return
+                    self._round(due, end)
+            finally:
+                self._round_bytes = 0
+                self._ahead.drop()
+                self.idle.set()
+                self.seats.changed.set()
+
+    # one round ----------------------------------------------------------------------------------------
+    def _round(self, due: Sequence[Seat], end: int) -> None:
+        """One step of every table that fits into the round's share of memory; of one at least."""
+        self._planner.begin()
+        ahead = next((s for s in due if self._ahead.is_for(s.name, _feed(s), s.table.upper)), None)
+        prepared = self._ahead.take() if ahead is not None else None
+        to_plan = [s for s in due if prepared is None or s is not ahead]
+        planned = self._gather([(s, self._planner.next(s.name, _feed(s), s.table.upper, end)) for s in to_plan])
+        small: list[_Work] = []
+        for seat, step in planned:
+            if step.large:
+                self._take_aside(seat, step)
+            elif not step.slices and step.upper >= end and self.seats.moved_lately(seat):
+                seat.nothing_until = step.upper
+            else:
+                small.append(_Work(seat, step, step.upper))
+        if ahead is not None and prepared is not None:
+            small.append(_Work(ahead, prepared.step, prepared.step.upper, prepared.decoded))
+        work = _share(small)
+        self.seats.came_to("planned", (w.step for w in work))
+        self._round_bytes = sum(w.step.bytes for w in work)
+        self._read_ahead(small, work, end)
+        big = [w for w in work if w.step.records > self._most_inline]
+        self._inline([w for w in work if w not in big])
+        if big:
+            self._in_spark(big)
+
+    def _read_ahead(self, small: Sequence[_Work], work: Sequence[_Work], end: int) -> None:
+        """Begin with the step that comes next for certain: of the table that will be furthest behind then."""
+        after = [((w.upper if w in work else w.step.lower), w.seat.name, w.seat) for w in small]
+        lower, _, seat = min(after, key=lambda one: one[:2], default=(end, "", None))
+        if lower < end and seat is not None:
+            self._ahead.begin(seat.name, _feed(seat), lower, end, self._most_inline)
+
+    def _gather(self, calls: Sequence[tuple[Seat, Any]]) -> list[tuple[Seat, Any]]:
+        """All at once on the portal's loop; those that fail are told, the others returned."""
+
+        async def run() -> list[Any]:
+            return list(await asyncio.gather(*(call for _, call in calls), return_exceptions=True))
+
+        out = []
+        for (seat, _), found in zip(calls, self._portal.call(run()), strict=True):
+            if isinstance(found, BaseException):
+                self.seats.fault(seat, found)
+            else:
+                out.append((seat, found))
+        return out
+
+    def _inline(self, work: Sequence[_Work]) -> None:
+        """Decode and resolve on this thread; then all parts and appends of all tables at once."""
+        by_seat = {w.seat.name: w for w in work}
+        self._fetch([w for w in work if w.decoded is None])
+        self.seats.came_to("decoded", (w.step for w in work if w.decoded is not None))
+        ready = [w for w in work if w.decoded is not None and self.seats.alone(w.seat, partial(self._drain, w))]
+        appended = self._gather([(w.seat, self._append(w)) for w in ready])
+        for seat, won in appended:
+            item = by_seat[seat.name]
+            self.seats.alone(seat, partial(self._settle, item, won))
+
+    def _fetch(self, work: Sequence[_Work]) -> None:
+        """Fetch for all at once, then decode; one that cannot be read is told."""
+        fetched = self._portal.call(fetch(self._stores.objects, [w.step.descriptors for w in work]))
+        for item, batches in zip(work, fetched, strict=True):
+            if isinstance(batches, TidemillError):
+                self.seats.fault(item.seat, batches)
+            else:
+                self.seats.alone(item.seat, partial(self._decode, item, batches))
+
+    def _decode(self, item: _Work, batches: Batches) -> None:
+        item.decoded = decode(_feed(item.seat), item.step.descriptors, batches, self._helpers)
+
+    def _drain(self, item: _Work) -> None:
+        table, decoded = item.table, item.decoded
+        assert decoded is not None
+        item.decoded = None  # the operator has it from here on
+        item.commands, item.dead = decoded.commands, decoded.dead
+        if decoded.stop is not None:
+            item.upper = _before(decoded.stop, item.step.lower)
+        self._bury(decoded.dead)
+        table.operator.begin(decoded.commands)
+        table.operator.advance(item.upper)
+        item.pending = table.operator.drain()
+        self._bury(lost_letters(_feed(item.seat), item.pending.lost))
+
+    async def _append(self, item: _Work) -> bool:
+        found = item.pending
+        if found.upper <= found.lower:
+            return True
+        parts = await item.table.write(found.updates)
+        self.seats.came_to("written", [item.step])
+        return await item.table.append(found.lower, found.upper, parts)
+
+    def _settle(self, item: _Work, won: bool) -> None:
+        if won and item.pending.upper > item.pending.lower:
+            item.table.committed(item.pending)
+        elif not won:
+            item.table.follow()
+        item.table.dead_run.passed(item.commands, item.dead)
+        item.commands = item.dead = None
+        self.seats.went_on(item.seat, item.step, item.step.records)
+
+    def _in_spark(self, work: Sequence[_Work]) -> None:
+        """The same through Spark: tasks by table and hash range write parts, the driver appends."""
+        assert self._by_tasks is not None
+        results = self._by_tasks.run([(w.table, w.step) for w in work])
+        self.seats.came_to("written", (w.step for w in work if not results[w.seat.name].inline))
+        over = []
+        for item in work:
+            found = results[item.seat.name]
+            if found.inline:
+                over.append(item)
+            elif self.seats.alone(item.seat, partial(self._take_results, item, found)):
+                buried = Buried()
+                buried.add(found.dead)
+                item.table.dead_run.of_many(item.step.records, buried)
+                self.seats.went_on(item.seat, item.step, item.step.records)
+        self._inline(over)
+
+    def _take_results(self, item: _Work, found: Any) -> None:
+        assert self._by_tasks is not None
+        self._bury(found.dead)
+        self._by_tasks.append(item.table, item.step, found)
+
+    def _bury(self, letters: Any) -> None:
+        if letters.num_rows and self._dead is not None:
+            self._dead.put(letters)
+
+    # a time larger than a step --------------------------------------------------------------------------
+    def _take_aside(self, seat: Seat, step: Step) -> None:
+        seat.aside = True
+        threading.Thread(target=self._large, args=(seat, step), name=f"large-{seat.name}", daemon=True).start()
+
+    def _large(self, seat: Seat, step: Step) -> None:
+        try:
+            self.seats.alone(seat, partial(self._large_step, seat, step))
+        finally:
+            seat.aside = False
+            self.seats.changed.set()
+
+    def _large_step(self, seat: Seat, step: Step) -> None:
+        table = seat.table
+        scratch = (self._scratch or table.mirror_dir.parent.parent) / "large" / seat.name
+        table.progress.begin(step.records + step.to_go)
+        large = LargeStep(self._stores, table, step, scratch, table.progress.add)
+        buried = Buried()
+
+        def bury(letters: pa.Table) -> None:
+            self._bury(letters)
+            buried.add(letters)
+
+        if not large.run(bury, self._stopping.is_set):
+            return
+        table.dead_run.of_many(step.records, buried)
+        if large.stop is not None:
+            large.upper = _before(large.stop, step.lower)
+        if self._portal.call(table.append(step.lower, large.upper, large.parts)):
+            table.took(large.changes, step.lower, large.upper, large.rows)
+        else:
+            table.follow()
+        self.seats.went_on(seat, step, 0)
+
+
+def _feed(seat: Seat) -> Any:
+    feed = seat.table.feed
+    assert feed is not None
+    return feed
+
+
+def _share(work: Sequence[_Work]) -> list[_Work]:
+    """Small steps first, as many as a step's worth of memory; and the table that is furthest behind in any case."""
+    if not work:
+        return []
+    chosen = [min(work, key=lambda w: (w.step.lower, w.seat.name))]
+    records = size = 0
+    for item in sorted(work, key=lambda w: w.step.records):
+        records, size = records + item.step.records, size + item.step.bytes
+        if records > STEP_RECORDS or size > STEP_BYTES:
+            break
+        if item is not chosen[0]:
+            chosen.append(item)
+    return chosen
+
+
+def _before(stop: Stop, lower: int) -> int:
+    """How far a table comes that stops. Raises TableStops where it is there already, Grown where it goes on anew."""
+    if stop.time_ms <= lower and stop.grown:
+        raise Grown(stop.reason, fix=stop.fix)
+    if stop.time_ms <= lower:
+        raise TableStops(stop.reason, fix=stop.fix)
+    return stop.time_ms

@@ -1,0 +1,176 @@
+"""Fetching and decoding: inline on the driver, or in a Spark task (shuffle.py), by the same functions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from functools import lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pyarrow as pa
+
+from tidemill.base.errors import TidemillError
+from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.shards.api import TIME
+from tidemill.shards.parts.arrow_rows import int64s
+from tidemill.spark.decode.captured import CapturedDecoder, Stop
+from tidemill.spark.decode.dead_letter_rows import no_dead_letters
+from tidemill.spark.decode.offset_slices import Descriptor, record_count
+from tidemill.spark.decode.records import Records, blocks_of
+from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.stores import shared_objects
+from tidemill.spark.upsert.commands import BEFORE_ALL, Commands, Truncate, join, no_commands, select, times_of
+from tidemill.topics.batch_reads import read_batches
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Decoded(msgspec.Struct, frozen=True):
+    """Commands of some descriptors, and updates of the dead-letter shard; of a table that stops, those before it."""
+
+    commands: Commands
+    dead: pa.Table
+    stop: Stop | None = None
+
+
+@lru_cache(maxsize=256)
+def _decoder(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
+    if not feed.captured:
+        return StreamDecoder(feed.schema)
+    forms = None if feed.forms is None else dict(feed.forms)
+    return CapturedDecoder(feed.schema, feed.table, feed.known, forms, feed.avro)
+
+
+DECODERS = 2
+"""Threads that a driver's `decode` is helped by. Half of a block's time is in native code, beside which another one's
+runs."""
+BESIDE = 2 * DECODERS
+"""Blocks that are under way at once."""
+BESIDE_RECORDS = 5_000
+"""So few records are decoded by who asks: handing them over would take as long."""
+
+
+def decode(
+    feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches, helpers: Executor | None = None
+) -> Decoded:
+    """`batches[i]` are the record batches of `descriptors[i]`. What cannot be read is in the result, never raised."""
+    parts = list(decode_blocks(feed, descriptors, batches, helpers))
+    stop = min((part.stop for part in parts if part.stop is not None), default=None)
+    commands = join(feed.schema, [part.commands for part in parts])
+    dead = pa.concat_tables([part.dead for part in parts]) if parts else no_dead_letters()
+    if stop is not None:
+        commands = select(commands, times_of(commands) < stop.time_ms)
+        dead = dead.filter(pa.array(int64s(dead, TIME) < stop.time_ms))
+    return Decoded(commands, dead, stop)
+
+
+def decode_blocks(
+    feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches, helpers: Executor | None = None
+) -> Iterator[Decoded]:
+    """The same block by block, in order: what a block was made from is gone when the next one comes, or BESIDE later.
+
+    Records are cut out of their batches here, and read by `helpers`.
+    """
+    read = partial(decode_block, feed)
+    blocks = (
+        records
+        for descriptor, data in zip(descriptors, batches, strict=True)
+        for records in blocks_of(descriptor.slice, data, descriptor.refs)
+    )
+    few = record_count([d.slice for d in descriptors]) < BESIDE_RECORDS
+    yield from map(read, blocks) if helpers is None or few else _beside(helpers, read, blocks)
+    # The table was started over on this topic, a new copy from its database or a stream that was deleted and created
+    # again: what is not in it is gone. All partitions at one time, whichever of them this interval has records of:
+    # equal results, however it was cut (U5).
+    begins = {d.slice.begins_ms for d in descriptors if d.slice.begins_ms >= 0}
+    if begins:
+        count = max(feed.partitions, *(d.slice.partition + 1 for d in descriptors))  # it may have grown since
+        gone = tuple(Truncate(time_ms, p, BEFORE_ALL) for time_ms in begins for p in range(count))
+        yield Decoded(Commands(no_commands(feed.schema).rows, gone), no_dead_letters())
+
+
+def _beside(helpers: Executor, call: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
+    """As `map`, with some of them under way at once."""
+    under_way: deque[Future[U]] = deque()
+    for item in items:
+        under_way.append(helpers.submit(call, item))
+        if len(under_way) == BESIDE:
+            yield under_way.popleft().result()
+    while under_way:
+        yield under_way.popleft().result()
+
+
+def decode_block(feed: TopicFeed, records: Records) -> Decoded:
+    decoder = _decoder(feed)
+    if isinstance(decoder, CapturedDecoder):
+        found = decoder.decode(records)
+        return Decoded(found.commands, found.dead, found.stop)
+    return Decoded(*decoder.decode(records))
+
+
+Batches = Sequence[Sequence[Buffer]]
+"""The record batches of some descriptors, of each those of its slice."""
+
+
+async def fetch(
+    objects: ObjectStore, tables: Sequence[Sequence[Descriptor]]
+) -> list[list[list[Buffer]] | TidemillError]:
+    """The record batches of each table's descriptors, from the bucket alone; of one that cannot be read, the error.
+
+    An object holds what came together, of many tables: it is read once for all of them.
+    """
+    found = iter(await read_batches(objects, [d.refs for descriptors in tables for d in descriptors]))
+    out: list[list[list[Buffer]] | TidemillError] = []
+    for descriptors in tables:
+        mine = list(islice(found, len(descriptors)))
+        error = next((one for one in mine if isinstance(one, TidemillError)), None)
+        out.append(error if error is not None else [one for one in mine if not isinstance(one, TidemillError)])
+    return out
+
+
+def fetch_here(portal: Portal, objects: ObjectStore, descriptors: Sequence[Descriptor]) -> Batches:
+    """Of one table. Raises what reading raises."""
+    (found,) = portal.call(fetch(objects, [descriptors]))
+    if isinstance(found, TidemillError):
+        raise found
+    return found
+
+
+def decode_here(objects_url: str, feed: TopicFeed, descriptors: Sequence[Descriptor]) -> Decoded:
+    """Fetch and decode in a worker process."""
+    portal, objects = shared_objects(objects_url)
+    return decode(feed, descriptors, fetch_here(portal, objects, descriptors))
+
+
+def to_ipc(table: pa.Table) -> bytes:
+    if table.num_rows == 0:
+        return b""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def from_ipc(data: bytes, empty: pa.Table) -> pa.Table:
+    return pa.ipc.open_stream(data).read_all() if data else empty
+
+
+def boot_id() -> str:
+    """Names this boot of this machine: files that were never synced are trusted within it only."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def saved_under(life: str) -> str:
+    """What a mirror on disk is saved under, and trusted by: this boot of this machine, and this life of consensus. What
+    another one accepted may not be a continuation of what the mirror holds."""
+    return f"{boot_id()} {life}".strip()

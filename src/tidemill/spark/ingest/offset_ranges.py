@@ -1,0 +1,42 @@
+"""From an interval of time to what must be read: bindings, slices, and where their record batches lie."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tidemill.shards.api import Binding, Remap
+from tidemill.spark.decode.offset_slices import Descriptor, Slice, cut
+from tidemill.topics.api import BatchRef, PartitionReader
+
+PLANS_AT_ONCE = 32
+
+
+async def locate(topics: PartitionReader, slices: Sequence[Slice]) -> list[Descriptor]:
+    """Each slice with its record batches. Raises OffsetOutOfRange, Missing, Unavailable."""
+    turns = asyncio.Semaphore(PLANS_AT_ONCE)
+
+    async def one(s: Slice) -> Sequence[BatchRef]:
+        async with turns:
+            return await topics.plan(s.topic_id, s.partition, s.start, s.end)
+
+    found = await asyncio.gather(*map(one, slices))
+    return [Descriptor(s, tuple(refs)) for s, refs in zip(slices, found, strict=True)]
+
+
+async def plan(
+    topics: PartitionReader, remap: Remap, names: Sequence[tuple[str, str]], start: int, end: int
+) -> list[Descriptor]:
+    """Where the records of [start, end) lie, by topic and partition; `names` are (topic, topic id)."""
+    base, bindings = await _bound(remap, start, end)
+    return await locate(topics, [piece for name, topic_id in names for piece in cut(base, bindings, name, topic_id)])
+
+
+async def _bound(remap: Remap, start: int, end: int) -> tuple[Binding | None, list[Binding]]:
+    """The binding in force before `start`, and every one with start ≤ time < end, oldest first."""
+    page = await remap.page(start)
+    base, out = page.base, list(page.bindings)
+    while page.bindings and out[-1].time_ms < end - 1:
+        page = await remap.page(out[-1].time_ms + 1)
+        out += page.bindings
+    return base, [binding for binding in out if binding.time_ms < end]

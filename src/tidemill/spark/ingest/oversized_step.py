@@ -1,0 +1,161 @@
+"""One time with more records than a step may hold: read in pieces, resolved by hash range, shown by one append.
+
+    pieces of STEP_BYTES → blocks → a file a hash range (scratch) → each range by itself: resolve, write its part
+
+Memory holds one piece, then one range; the scratch directory holds what was decoded, the mirror's what changed. The
+result is that of the whole interval at once: a key is in one range, and ranges share nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from tidemill.base.errors import Corrupt
+from tidemill.shards.api import TIME, Part
+from tidemill.shards.parts.arrow_rows import Index, int64s
+from tidemill.shards.parts.checksums import checksum
+from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
+from tidemill.spark.decode.captured import Stop
+from tidemill.spark.ingest.fetch_decode import decode_blocks, fetch_here
+from tidemill.spark.ingest.range_mirror import cut
+from tidemill.spark.ingest.step_planner import STEP_BYTES, Step, pieces
+from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.ingest.unresolved_updates import lost_letters
+from tidemill.spark.stores import Stores
+from tidemill.spark.upsert.commands import (
+    RECORD_KEY,
+    UNCHANGED,
+    Commands,
+    Truncate,
+    leaving_schema,
+    select,
+    times_of,
+)
+from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.resolve import KeyChanges, no_changes, resolve
+from tidemill.spark.upsert.sorted_runs import Run
+
+RANGE_RECORDS = 250_000
+RANGE_BYTES = 64 << 20
+"""Of stored record batches; decoded they are some times that."""
+
+
+class LargeStep:
+    """`run` leaves parts and changes; the caller appends. `progressed(records)` hears of every block."""
+
+    def __init__(
+        self, stores: Stores, table: TableWriter, step: Step, scratch: Path, progressed: Callable[[int], None]
+    ) -> None:
+        assert table.feed is not None
+        self._stores = stores
+        self._table = table
+        self._feed = table.feed
+        self._step = step
+        self._directory = scratch
+        self._progressed = progressed
+        self._ranges = max(1 + step.records // RANGE_RECORDS, 1 + step.bytes // RANGE_BYTES)
+        self._truncates: list[Truncate] = []
+        self._crcs: list[int] = []
+        """Of the files of ranges, once they are written."""
+        self.stop: Stop | None = None
+        self.upper = step.upper
+        self.parts: list[Part] = []
+        self.changes: KeyChanges = no_changes(table.schema)
+        self.rows = 0
+
+    def run(self, bury: Callable[[pa.Table], None], stopping: Callable[[], bool]) -> bool:
+        """False when it was told to stop on the way. `bury` takes dead letters, before any append (D1)."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(parents=True)
+        try:
+            if not self._spill(bury, stopping):
+                return False
+            self._resolve(bury)
+            return True
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _spill(self, bury: Callable[[pa.Table], None], stopping: Callable[[], bool]) -> bool:
+        schema = leaving_schema(self._table.schema)
+        sinks = [pa.OSFile(str(self._file(number)), "wb") for number in range(self._ranges)]
+        writers = [pa.ipc.new_stream(sink, schema) for sink in sinks]
+        try:
+            for piece in pieces(self._step.descriptors, STEP_BYTES):
+                batches = fetch_here(self._table.portal, self._stores.objects, [piece])
+                for block in decode_blocks(self._feed, [piece], batches):
+                    if stopping():
+                        return False
+                    if block.stop is not None:
+                        self.stop = block.stop if self.stop is None else min(self.stop, block.stop)
+                        self.upper = min(self.upper, self.stop.time_ms)
+                    bury(block.dead.filter(pa.array(int64s(block.dead, TIME) < self.upper)))
+                    self._truncates += block.commands.truncates
+                    self._write(block.commands.rows, writers)
+                    self._progressed(block.commands.rows.num_rows + block.dead.num_rows)
+        finally:
+            for writer, sink in zip(writers, sinks, strict=True):
+                writer.close()
+                sink.close()
+        for number in range(self._ranges):
+            with pa.memory_map(str(self._file(number)), "rb") as written:
+                self._crcs.append(checksum(written.read_buffer()))
+        return True
+
+    def _write(self, rows: pa.Table, writers: Sequence[Any]) -> None:
+        if not rows.num_rows:
+            return
+        for name in (UNCHANGED, RECORD_KEY):
+            if name not in rows.column_names:
+                rows = rows.append_column(name, pa.nulls(rows.num_rows, pa.binary()))
+        for mine, writer in zip(cut(rows, self._table.schema.key, self._ranges), writers, strict=True):
+            if mine.num_rows:
+                writer.write_table(mine)
+
+    def _resolve(self, bury: Callable[[pa.Table], None]) -> None:
+        # Ranges ascend, so their changes are one run.
+        run = self._table.operator.mirror.store(self._resolved(bury))
+        self.changes = KeyChanges(run.rows, run.hashes, run.live, run.path)
+
+    def _resolved(self, bury: Callable[[pa.Table], None]) -> Iterator[Run]:
+        schema, mirror = self._table.schema, self._table.operator.mirror
+        for number in range(self._ranges):
+            with pa.memory_map(str(self._file(number)), "rb") as source:
+                data = source.read_buffer()
+                if checksum(data) != self._crcs[number]:
+                    raise Corrupt(f"spilled records are damaged: path={self._file(number)}.", fix="Check the disk.")
+                rows = pa.ipc.open_stream(data).read_all()
+                commands = Commands(rows, tuple(self._truncates))
+                commands = select(commands, times_of(commands) < self.upper)
+                view = _RangeOf(mirror, schema.key, number, self._ranges)
+                resolved = resolve(schema, commands, view, self._step.lower, self.upper)
+                del rows, commands, data
+            bury(lost_letters(self._feed, resolved.lost))
+            self.parts += self._table.portal.call(self._table.write(resolved.updates))
+            self.rows += resolved.updates.num_rows
+            yield Run(resolved.changes.rows, resolved.changes.hashes, resolved.changes.live)
+
+    def _file(self, number: int) -> Path:
+        return self._directory / f"range-{number}.arrow"
+
+
+class _RangeOf:
+    """The keys of a mirror that lie in one range, for truncations; a lookup asks for keys of the range anyway."""
+
+    def __init__(self, mirror: Mirror, key: tuple[str, ...], number: int, ranges: int) -> None:
+        self._mirror, self._key, self._number, self._ranges = mirror, key, number, ranges
+
+    def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
+        return self._mirror.lookup(keys, hashes)
+
+    def live_rows(self) -> pa.Table:
+        rows = self._mirror.live_rows()
+        return rows.filter(pa.array(bucket_of(hash_rows(rows, self._key), self._ranges) == self._number))
+
+    @property
+    def empty(self) -> bool:
+        return self._mirror.empty

@@ -1,0 +1,152 @@
+"""Bigger steps on executors: record batches are decoded once, exchanged by hash range, and resolved range by range.
+
+    Piece ─► read ─► a message a range (Arrow IPC) ─► Spark's shuffle ─► resolve ─► a part, a run beside the mirror
+
+The same functions as inline, in tasks. They need the bucket; consensus only where no mirror as of the right upper is
+found (range_mirror.py). Parts are named per attempt; only those that are returned are ever referenced.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.shards.api import Part, ShardSchema
+from tidemill.shards.parts.arrow_rows import one_chunk
+from tidemill.shards.parts.parts import store_part
+from tidemill.spark.decode.captured import Stop
+from tidemill.spark.decode.offset_slices import Descriptor
+from tidemill.spark.ingest.fetch_decode import decode_here, from_ipc, to_ipc
+from tidemill.spark.ingest.range_mirror import HashRange, cut, range_mirror
+from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.ingest.unresolved_updates import lost_letters
+from tidemill.spark.stores import Urls, shared_objects
+from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, stacked
+from tidemill.spark.upsert.resolve import Resolved, resolve
+from tidemill.spark.upsert.sorted_runs import Run, write_run
+
+PENDING = "pending-{}-{}.arrow"
+"""A task's run beside the mirror, by range and attempt: the driver takes it in or removes it."""
+
+Message = tuple[int, tuple[bytes, bytes]]
+"""(the job's partition, (rows of a range, Aside)), of which one is empty."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """One table's step [lower, upper). Its ranges are partitions `first` to `first + ranges` of the job."""
+
+    table: str
+    shard_id: str
+    writer: str
+    feed: TopicFeed
+    schema: ShardSchema
+    lower: int
+    upper: int
+    first: int
+    ranges: int
+    urls: Urls
+    mirror: str
+    """Directory of the driver's saved mirror, useful where it is on this machine too."""
+    boot: str
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Some record batches of plan number `plan`."""
+
+    plan: int
+    descriptors: tuple[Descriptor, ...]
+
+
+class Aside(msgspec.Struct, frozen=True):
+    """What a piece has besides rows: dead letters, and what only a whole step can be told of."""
+
+    dead: bytes = b""
+    stop: Stop | None = None
+    truncates: tuple[Truncate, ...] = ()
+
+
+class RangeResult(msgspec.Struct, frozen=True):
+    """`run`: file of the pending run beside the mirror, or "". The first range of a table brings the asides."""
+
+    table: str
+    number: int
+    part: Part | None
+    rows: int
+    run: str
+    asides: tuple[Aside, ...]
+    dead: bytes = b""
+    """Letters of commands that were lost there."""
+
+
+_PLANS = msgspec.msgpack.Decoder(list[Plan])
+_PIECE = msgspec.msgpack.Decoder(Piece)
+_ASIDE = msgspec.msgpack.Decoder(Aside)
+
+
+def read(plans: bytes, payload: bytes) -> Iterator[Message]:
+    """A task: the commands of a piece by range, and what it has besides."""
+    piece = _PIECE.decode(payload)
+    plan = _PLANS.decode(plans)[piece.plan]
+    decoded = decode_here(plan.urls.objects, plan.feed, piece.descriptors)
+    for number, rows in enumerate(cut(decoded.commands.rows, plan.schema.key, plan.ranges)):
+        if rows.num_rows:
+            yield plan.first + number, (to_ipc(rows), b"")
+    aside = Aside(to_ipc(decoded.dead), decoded.stop, decoded.commands.truncates)
+    if aside != Aside():
+        yield plan.first, (b"", msgspec.msgpack.encode(aside))
+
+
+def resolve_range(plans: bytes, index: int, messages: Iterable[Message]) -> Iterator[bytes]:
+    """A task: the commands of one range against its mirror, and their part. Truncations and stops are the driver's."""
+    plan = next(p for p in _PLANS.decode(plans) if p.first <= index < p.first + p.ranges)
+    part = HashRange(index - plan.first, plan.ranges)
+    empty = command_schema(plan.schema).empty_table()
+    tables: list[pa.Table] = [empty]
+    asides: list[Aside] = []
+    for _, (rows, aside) in messages:
+        if aside:
+            asides.append(_ASIDE.decode(aside))
+        else:
+            tables.append(from_ipc(rows, empty))
+    commands = Commands(one_chunk(stacked(tables)))
+    del tables
+    if not len(commands):
+        yield msgspec.msgpack.encode(RangeResult(plan.table, part.number, None, 0, "", tuple(asides)))
+        return
+    mirror = range_mirror(
+        plan.urls, plan.table, plan.shard_id, plan.schema, part, plan.lower, Path(plan.mirror), plan.boot
+    )
+    resolved = resolve(plan.schema, commands, mirror, plan.lower, plan.upper)
+    rand = Rand()
+    stored, run = _store(plan, part, resolved, rand) if resolved.updates.num_rows else (None, "")
+    dead = to_ipc(lost_letters(plan.feed, resolved.lost))
+    result = RangeResult(plan.table, part.number, stored, resolved.updates.num_rows, run, tuple(asides), dead)
+    yield msgspec.msgpack.encode(result)
+
+
+def _store(plan: Plan, part: HashRange, resolved: Resolved, rand: Rand) -> tuple[Part, str]:
+    """The part, and its run as a file beside the mirror if that directory is on this machine; else it is read back."""
+    portal, objects = shared_objects(plan.urls.objects)
+    stored = portal.call(
+        store_part(
+            objects,
+            plan.shard_id,
+            plan.schema,
+            resolved.updates,
+            writer=plan.writer,
+            rand=rand,
+            now_ms=SystemClock().now_ms(),
+        )
+    )
+    directory = Path(plan.mirror)
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        return stored, ""
+    path = directory / PENDING.format(part.number, rand.nonce())
+    changes = resolved.changes
+    write_run(plan.schema, Run(changes.rows, changes.hashes, changes.live), path)
+    return stored, str(path)

@@ -1,0 +1,165 @@
+"""How much a table takes at once: an interval of time with a bounded number of records and bytes behind it.
+
+    [upper, end) → the bindings of one page → the last of them within STEP_RECORDS → the last within STEP_BYTES
+
+A step is whole times. One time alone may hold more than a step may: such a step is `large`, and is read in pieces
+(oversized_step.py), for an append shows a time whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from tidemill.base.errors import TidemillError
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.shards.api import Binding, BindingsPage, Remap
+from tidemill.spark.decode.offset_slices import Descriptor, Slice, cut, record_count
+from tidemill.spark.ingest.offset_ranges import locate
+from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.stores import Stores
+from tidemill.topics.api import BatchRef
+
+STEP_RECORDS = 100_000
+STEP_BYTES = 32 << 20
+"""Of stored record batches. What a step holds in memory is a small multiple of it, and each step shows progress."""
+
+BINDINGS_PAGE = 2_000
+"""Bindings that are looked at at once: a minute and a half of a capture that binds every 50 ms."""
+
+
+class Step(msgspec.Struct, frozen=True):
+    """[lower, upper) of one table: what must be read for it. `to_go`: records beyond it, as far as bindings say."""
+
+    lower: int
+    upper: int
+    slices: tuple[Slice, ...] = ()
+    descriptors: tuple[Descriptor, ...] = ()
+    bindings: tuple[Binding, ...] = ()
+    records: int = 0
+    bytes: int = 0
+    to_go: int = 0
+
+    @property
+    def large(self) -> bool:
+        return self.records > STEP_RECORDS or self.bytes > STEP_BYTES
+
+
+class StartedOver(TidemillError):
+    """The table has a new topic under its old name: reopen it on that one."""
+
+
+class Planner:
+    """Of one feed; remembers which topics it has seen. Raises what reading bindings and logs raises."""
+
+    def __init__(self, stores: Stores, remap: Remap) -> None:
+        self._stores = stores
+        self._remap = remap
+        self._seen: dict[str, set[str]] = {}
+        self._asked: dict[int, BindingsPage] = {}
+        self._asking: dict[int, asyncio.Lock] = {}
+
+    def begin(self) -> None:
+        """A new round: until the next one the bindings are read once, for most tables stand at one time."""
+        self._asked, self._asking = {}, {}
+
+    async def next(self, name: str, feed: TopicFeed, lower: int, end: int) -> Step:
+        """The next step of a table whose upper is `lower`, at most to `end`. Raises StartedOver besides."""
+        page = await self._page(lower)
+        bindings = [b for b in page.bindings if b.time_ms < end]
+        if len(bindings) == BINDINGS_PAGE:
+            end = bindings[-1].time_ms + 1
+        await self._check_topic(name, feed, bindings)
+        if not bindings:
+            return Step(lower, end)
+        base, newest = page.base, page.newest
+        mine = _within(base, bindings, feed.topic_id)
+        slices = cut(base, mine, feed.topic, feed.topic_id, begins_first=feed.captured)
+        descriptors = await locate(self._stores.topics, slices)
+        sizes = _sizes(mine, descriptors)
+        fitting = [i for i, size in enumerate(sizes) if size <= STEP_BYTES]
+        last = fitting[-1] if fitting else 0
+        if last < len(mine) - 1:
+            mine = mine[: last + 1]
+            slices = cut(base, mine, feed.topic, feed.topic_id, begins_first=feed.captured)
+            descriptors = await locate(self._stores.topics, slices)
+        upper = end if len(mine) == len(bindings) else mine[-1].time_ms + 1
+        to_go = _records(newest, feed.topic_id) - _records(mine[-1], feed.topic_id) if newest is not None else 0
+        return Step(
+            lower,
+            upper,
+            tuple(slices),
+            tuple(descriptors),
+            tuple(mine),
+            record_count(slices),
+            sizes[last],
+            max(0, to_go),
+        )
+
+    async def _page(self, lower: int) -> BindingsPage:
+        """One read for all tables of a round, who are planned at once; where it fails each asks for itself."""
+        async with self._asking.setdefault(lower, asyncio.Lock()):
+            if lower not in self._asked:
+                self._asked[lower] = await self._remap.page(lower, BINDINGS_PAGE)
+            return self._asked[lower]
+
+    async def _check_topic(self, name: str, feed: TopicFeed, bindings: Sequence[Binding]) -> None:
+        """A binding with a topic never seen may be where the table was started over, on a new topic under the old name:
+        a captured one that was copied again, or a stream's that was deleted and created. Nothing may be appended past
+        it from the old one."""
+        found = {topic_id for binding in bindings for topic_id in binding.offsets}
+        seen = self._seen.setdefault(name, set())
+        if found <= seen:
+            return
+        row = await self._stores.catalogue.get(TopicRow, feed.topic)
+        if row is not None and row.topic_id != feed.topic_id:
+            raise StartedOver(f"the table was started over, on a new topic: shard={name} topic={feed.topic}.")
+        seen |= found
+
+
+def _records(binding: Binding | None, topic_id: str) -> int:
+    return sum(binding.offsets.get(topic_id, ())) if binding is not None else 0
+
+
+def _within(base: Binding | None, bindings: Sequence[Binding], topic_id: str) -> list[Binding]:
+    """The leading bindings that hold at most STEP_RECORDS records of the topic; one at least."""
+    before = _records(base, topic_id)
+    count = 0
+    for binding in bindings:
+        if _records(binding, topic_id) - before > STEP_RECORDS:
+            break
+        count += 1
+    return list(bindings[: max(1, count)])
+
+
+def _sizes(bindings: Sequence[Binding], descriptors: Sequence[Descriptor]) -> list[int]:
+    """Stored bytes up to the end of each binding. A batch counts for the first binding that reaches into it."""
+    times = np.array([b.time_ms for b in bindings], dtype=np.int64)
+    out = np.zeros(len(bindings), dtype=np.int64)
+    for descriptor in descriptors:
+        if not descriptor.refs:
+            continue
+        first = np.array([max(r.base_offset, descriptor.slice.start) for r in descriptor.refs], dtype=np.int64)
+        sizes = np.array([r.size_bytes for r in descriptor.refs], dtype=np.int64)
+        np.add.at(out, np.searchsorted(times, descriptor.slice.times_of(first)), sizes)
+    return [int(total) for total in np.cumsum(out)]
+
+
+def pieces(descriptors: Sequence[Descriptor], most_bytes: int) -> Iterator[Descriptor]:
+    """Each descriptor's batches some at a time; where its topic begins is said once."""
+    for descriptor in descriptors:
+        piece, begins_ms = descriptor.slice, descriptor.slice.begins_ms
+        groups: list[list[BatchRef]] = [[]]
+        size = 0
+        for ref in descriptor.refs:
+            if groups[-1] and size + ref.size_bytes > most_bytes:
+                groups.append([])
+                size = 0
+            groups[-1].append(ref)
+            size += ref.size_bytes
+        for refs in groups:
+            yield Descriptor(msgspec.structs.replace(piece, begins_ms=begins_ms), tuple(refs))
+            begins_ms = -1

@@ -1,0 +1,170 @@
+"""One table of a feed as a unit of failure: wait for its input, open and hydrate it, take a seat in the feed's sink.
+
+    waiting → opening → seated ──► failed: told under shard:NAME, and after a pause from the beginning
+                          └─────► waits in its seat while storage is away, told the same way
+
+Whatever it raises ends this unit and nothing larger (U1). It is healed when its position passes the place, or when
+it is at its target again (status_report.py).
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.runtime.tasks import Restarts, keep_thread, sentence
+from tidemill.shards.api import Evolved
+from tidemill.spark.context import Host
+from tidemill.spark.ingest.dead_letter_run import DeadRun
+from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.schema_growth import LOOK_S as LOOK_GROWN_S
+from tidemill.spark.ingest.schema_growth import Grown
+from tidemill.spark.ingest.sources import NotReady, TopicFeed
+from tidemill.spark.ingest.step_planner import StartedOver
+from tidemill.spark.ingest.table_writer import TableWriter
+
+INPUT_POLL_S = 0.25
+SLOWEST_INPUT_POLL_S = 1.0
+LOOK_S = 0.2
+
+
+class TableUnit:
+    """`run` is its thread's body. `upstream`: the mark of what feeds this table alone. `waits_for` and `reason` say why
+    there is no seat yet."""
+
+    def __init__(
+        self,
+        name: str,
+        source: str,
+        upstream: str,
+        look_up: Callable[[], TopicFeed],
+        host: Host,
+        seat_in: Callable[[], FeedSink | None],
+        grown: Callable[[TopicFeed], bool] = lambda _: False,
+    ) -> None:
+        self.name = name
+        self.mark = f"shard:{name}"
+        self.writer: TableWriter | None = None
+        self.upstream = upstream
+        self.waits_for = source.replace("/", ":", 1)
+        self.reason = "opening"
+        self.waits = False
+        """For somebody else: its input does not exist, or is not ready."""
+        self.holder_tells = False
+        """Whom it waits for has a mark that says whether it moves."""
+        self.seated = False
+        self._look_up = look_up
+        self._grown = grown
+        self._opened = ("", 0)
+        """Its input's topic, and the versions of its description, when it was opened last."""
+        self._host = host
+        self._seat_in = seat_in
+        self._left = threading.Event()
+        self._failure: BaseException | None = None
+        self._dead_run: tuple[tuple[str, str, int], DeadRun] | None = None
+        """Of the seat before: (shard, topic, upper), and its dead letters. Where nobody wrote since, they still are the
+        newest records."""
+
+    def run(self) -> None:
+        host = self._host
+        keep_thread(self.mark, self._live, tracker=host.tracker, clock=host.stores.clock, ending=host.ending)
+
+    def wake(self) -> None:
+        """The pipeline ends."""
+        self._left.set()
+
+    def _live(self) -> None:
+        """An input that was described anew, or copied again, is no failure: the table is opened on that at once."""
+        before = self._opened
+        while True:
+            try:
+                return self._live_once()
+            except (Grown, StartedOver):
+                if self._opened == before:  # the catalogue does not know what records or bindings say
+                    raise
+                before = self._opened
+
+    def _live_once(self) -> None:
+        if not self._host.claims.may_keep(self.name, self._host.ending):
+            return
+        feed = self._input()
+        if feed is None:
+            return
+        self._opened = (feed.topic_id, max(1, len(feed.known)))
+        self.reason, self.waits, self.waits_for = "hydrating", False, ""
+        try:
+            writer = self._host.writer(self.name, feed.schema, feed)
+        except Corrupt:
+            # The mirror is a cache of what the shard says: whatever is wrong with it, the shard is asked anew.
+            shutil.rmtree(self._host.mirror_dir(self.name), ignore_errors=True)
+            raise
+        sink = self._sink()
+        if sink is None:
+            return
+        self.reason = ""
+        self._failure = None
+        self._left.clear()
+        if self._dead_run is not None and self._dead_run[0] == (writer.shard.shard_id, feed.topic_id, writer.upper):
+            writer.dead_run = self._dead_run[1]
+        self.writer = writer
+        sink.seats.attach(writer, self._told)
+        self.seated = True
+        try:
+            self._seated()
+        except (Evolved, StartedOver):
+            writer.save()  # the mirror goes on, under the new version or from the new topic
+            raise
+        finally:
+            self.seated = False
+            self._dead_run = ((writer.shard.shard_id, feed.topic_id, writer.upper), writer.dead_run)
+            if not self._host.ending.is_set():  # at the end it keeps its seat: its mirror is still to be saved
+                sink.seats.detach(self.name)
+                self._host.portal.call(writer.shard.aclose())
+
+    def _seated(self) -> None:
+        """Until it left its seat, or the pipeline ends, which is said after `ending` is set."""
+        if not self._host.ending.is_set():
+            while not self._left.wait(LOOK_GROWN_S):
+                self._look_whether_grown()
+        failure = self._failure
+        if failure is None:
+            return
+        if isinstance(failure, Corrupt):
+            shutil.rmtree(self._host.mirror_dir(self.name), ignore_errors=True)
+        raise failure
+
+    def _look_whether_grown(self) -> None:
+        """Who brings the table forward lets it go then: nobody else knows when nothing of it is under way."""
+        writer = self.writer
+        if writer is None or writer.feed is None or writer.outgrown:
+            return
+        with suppress(TidemillError):  # asked again soon; who needs the catalogue says that it is away
+            writer.outgrown = self._grown(writer.feed)
+
+    def _told(self, error: BaseException, left: bool) -> None:
+        if left:
+            self._failure = error
+            self._left.set()
+        else:
+            self._host.tracker.fail(self.mark, sentence(error), now_ms=self._host.stores.clock.now_ms())
+
+    def _input(self) -> TopicFeed | None:
+        """Wait until the input exists. None = the end came first. Raises Invalid for what can never be."""
+        pauses = Restarts(INPUT_POLL_S, SLOWEST_INPUT_POLL_S)
+        while True:
+            try:
+                return self._look_up()
+            except NotReady as error:
+                self.waits_for, self.reason, self.waits = error.held_by, error.reason, True
+                self.holder_tells = error.tells
+                if self._host.ending.wait(pauses.pause_s(0.0)):
+                    return None
+
+    def _sink(self) -> FeedSink | None:
+        while (sink := self._seat_in()) is None:
+            if self._host.ending.wait(LOOK_S):
+                return None
+        return sink

@@ -1,0 +1,131 @@
+"""`python -m tidemill.spark.pipeline.driver`: one pipeline in a process of its own, or several in one
+(shared_driver.py), supervised by `tidemill up`.
+
+    open stores ─┬─ start the JVM (a thread) ──────────────────────────┐
+                 └─ wait for each feed → open shards → hydrate mirrors ┴→ one streaming query for all,
+                                                                          one thread a derived table
+Each feed's sink brings its tables forward from here, so that rows appear (and go on after a crash) while the JVM
+still starts. The scratch directory holds mirrors, which are a cache, and Spark's
+checkpoint, which is made anew by every process (U5). Exit 0: stopped by SIGTERM or SIGINT, at a batch
+boundary. Exit 2: the pipeline (where it is the only one) or a URL is wrong, in one sentence. Anything else: restart me.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import structlog
+
+from tidemill.base.errors import Invalid, MovedBack, Replaced
+from tidemill.base.limits import FRESHNESS_BUDGET_MS
+from tidemill.base.runtime import file_descriptors
+from tidemill.base.runtime.gc_tuning import keep_pauses_short
+from tidemill.base.runtime.memory_budget import keep_freed_memory
+from tidemill.base.status.logging import configure_logs
+from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.stores import Urls
+
+log = structlog.get_logger()
+
+EXIT_CONFIGURATION = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tidemill.spark.pipeline.driver", description="Run pipelines until SIGTERM.")
+    for name, variable in (("objects", OBJECTS_VARIABLE), ("consensus", CONSENSUS_VARIABLE)):
+        given = os.environ.get(variable, "")
+        told = f"URL of {name}; without a password, else give it in {variable}"
+        parser.add_argument(f"--{name}", default=given, required=not given, help=told)
+    parser.add_argument("--domains", type=int, default=0, help="metastore.domains of the configuration")
+    several = partial(parser.add_argument, action="append", required=True)
+    several("--pipeline", type=Path, help="file with build(p)")
+    several("--name", help="name of the pipeline")
+    parser.add_argument("--master", default="local[*]", help="Spark master")
+    several("--scratch", type=Path, help="directory for mirrors and Spark's files")
+    told = "for several pipelines, each with --pipeline, --name and --scratch: directory of the session that they share"
+    parser.add_argument("--session", type=Path, help=told)
+    parser.add_argument("--instance", default="", help="tells identical drivers of one pipeline apart in the marks")
+    parser.add_argument("--driver-memory", default="1g")
+    parser.add_argument("--budget-ms", type=int, default=FRESHNESS_BUDGET_MS, help="freshness.budget_s in ms")
+    parser.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="a Spark setting; repeatable")
+    options = parser.parse_args(arguments)
+    count = len(options.name)
+    if {len(options.pipeline), len(options.scratch)} != {count} or (count > 1) != (options.session is not None):
+        parser.error("one --pipeline and --scratch for each --name; --session for several of them, and for those only")
+    configure_logs()
+    file_descriptors.raise_limit()
+    # Pages that are given back between two steps and touched anew were a quarter of a driver's time. Arrow's own pool
+    # does so whatever it is told.
+    pa.set_memory_pool(pa.system_memory_pool())
+    keep_freed_memory()
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+
+    from tidemill.spark.context import Settings
+    from tidemill.spark.pipeline.runner import Runner
+    from tidemill.spark.pipeline.shared_driver import Together
+
+    keep_pauses_short()
+    conf = _conf(options.conf)
+
+    def settings(name: str, file: Path, scratch: Path) -> Settings:
+        return Settings(
+            name=name,
+            file=file,
+            urls=Urls(options.objects, options.consensus),
+            domains=options.domains,
+            master=options.master,
+            scratch=scratch.absolute(),
+            instance=options.instance,
+            driver_memory=options.driver_memory,
+            conf=conf,
+            budget_ms=options.budget_ms,
+        )
+
+    pipelines = [settings(*each) for each in zip(options.name, options.pipeline, options.scratch, strict=True)]
+    try:
+        if options.session is None:
+            Runner(pipelines[0], stopping).run()
+        else:
+            Together(pipelines, settings(options.session.name, Path(), options.session), stopping).run()
+    except (Invalid, Replaced) as error:
+        print(str(error), file=sys.stderr, flush=True)
+        return EXIT_CONFIGURATION
+    except MovedBack as error:
+        print(str(error), file=sys.stderr, flush=True)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _conf(pairs: list[str]) -> dict[str, str]:
+    """Over those of the environment. Raises SystemExit 2, as argparse does, on one without `=`."""
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        print(f"not a Spark setting: conf={wrong[0]!r}. Write KEY=VALUE.", file=sys.stderr)
+        raise SystemExit(EXIT_CONFIGURATION)
+    told: dict[str, str] = json.loads(os.environ.get(CONF_VARIABLE) or "{}")
+    return told | dict(pair.split("=", 1) for pair in pairs)
+
+
+def leave(code: int) -> None:
+    """End now: every durable thing is done, and Spark's shutdown hooks would take seconds to say nothing."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())

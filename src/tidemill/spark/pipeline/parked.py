@@ -1,0 +1,105 @@
+"""What a shared driver says for a pipeline of it that does not run just now.
+
+    pipeline:NAME     fails with what its last try ended with
+    shard:TABLE       of those that it had: fails too, held by the pipeline
+
+It is the pipeline's own report, with the shared pid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import structlog
+
+from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.errors import TidemillError
+from tidemill.base.limits import MARK_BLIND_AFTER_MS, MARK_PUBLISH_INTERVAL_S
+from tidemill.base.runtime.memory_budget import resident_bytes
+from tidemill.base.runtime.tasks import parks, sentence
+from tidemill.base.status.status import Report, Tracker, this_process
+from tidemill.consensus.api import Consensus
+from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.status.board import Board
+from tidemill.spark.context import Settings
+
+OPEN_TIMEOUT_S = 3.0
+NOT_RUNNING = "its pipeline does not run"
+
+log = structlog.get_logger()
+
+
+async def tell(settings: Settings, fault: BaseException, began_ms: int, over: Callable[[], bool]) -> None:
+    """Until `over`, asked once a second; while consensus is away nobody is told. `began_ms`: of the process.
+
+    Raises Invalid: the URL of consensus is wrong.
+    """
+    clock, rand = SystemClock(), Rand()
+    facts = {"began_ms": began_ms, "master": settings.master, "memory": {"resident": (resident_bytes(), 0)}}
+    while not over():
+        consensus: Consensus | None = None
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                consensus = await open_consensus(settings.urls.consensus, clock, rand)
+        except (TidemillError, TimeoutError) as error:
+            if parks(error):
+                raise
+            log.warning("marks not published", unit=f"pipeline:{settings.name}", error=sentence(error))
+            await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+            continue
+        try:
+            await _publish(Board(consensus, rand), settings, fault, clock, facts, over)
+        except TidemillError as error:
+            log.warning("marks not published", unit=f"pipeline:{settings.name}", error=sentence(error))
+            await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+        finally:
+            await consensus.aclose()
+
+
+async def _publish(
+    board: Board,
+    settings: Settings,
+    fault: BaseException,
+    clock: Clock,
+    facts: Mapping[str, object],
+    over: Callable[[], bool],
+) -> None:
+    while (last := await _last(board, settings.process)) is not None and _lives_elsewhere(last, clock.now_ms()):
+        if over():
+            return
+        await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+    tracker = _tracker(last, settings, fault, clock.now_ms())
+    while not over():
+        await board.publish(tracker.report(settings.process, clock.now_ms(), facts))
+        await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
+
+
+async def _last(board: Board, process: str) -> Report | None:
+    return next((report for report in await board.reports() if report.process == process), None)
+
+
+def _lives_elsewhere(report: Report, now_ms: int) -> bool:
+    """Is it the report of another driver of this machine? It has the pipeline's directory, and speaks for itself. One
+    that is silent is gone, and its pid may be anybody's."""
+    pid, host = this_process()
+    if report.host != host or report.pid in (pid, 0) or now_ms - report.at_ms > MARK_BLIND_AFTER_MS:
+        return False
+    return Path(f"/proc/{report.pid}").exists()
+
+
+def _tracker(last: Report | None, settings: Settings, fault: BaseException, now_ms: int) -> Tracker:
+    """From what the pipeline said last, whichever process said it: its tables stand where they stood (M5)."""
+    tracker, mine = Tracker(settings.budget_ms), f"pipeline:{settings.name}"
+    marks = {mark.name: mark for mark in last.marks} if last is not None else {}
+    if last is not None:
+        tracker.adopt(last)
+    for name, mark in marks.items():
+        if name == mine or name.startswith("shard:"):
+            tracker.set(name, mark.position, mark.target, now_ms=now_ms, unit=mark.unit, upstream=mark.upstream)
+    tracker.fail(mine, sentence(fault), now_ms=now_ms, parked=parks(fault))
+    for name in marks:
+        if name.startswith("shard:"):
+            tracker.fail(name, NOT_RUNNING, now_ms=now_ms, parked=parks(fault), held_by=mine)
+    return tracker

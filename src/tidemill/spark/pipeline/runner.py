@@ -1,0 +1,288 @@
+"""One pipeline, assembled: feeds with their tables, derived tables, the session, the report: each a unit of its own.
+
+Threads: the caller waits for the end; one opens the JVM; one has the streaming query (streaming_query.py); one a feed
+(feed.py); one a table (table_unit.py); one a derived table; one publishes marks. Whatever a unit raises is told under
+its mark and tried again (keep_thread). The run ends by `stopping`, or when Spark's JVM is gone: only a new process gets
+another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import structlog
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.runtime.tasks import keep, keep_thread, sentence
+from tidemill.metastore.catalogue import PipelineRow
+from tidemill.shards.handle import LogShard
+from tidemill.spark.context import MIRRORS, Host, Settings, own_directory
+from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
+from tidemill.spark.definition import DerivedTable, Pipeline, load_pipeline
+from tidemill.spark.derived.derivation import Derivation
+from tidemill.spark.ingest.dead_letters import DeadLetters
+from tidemill.spark.ingest.feed import Feed
+from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.streaming_query import SessionLost, StreamingQuery
+from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.pipeline.scratch import sweep
+from tidemill.spark.pipeline.status_report import Reporter
+from tidemill.spark.pipeline.table_ownership import Claims
+from tidemill.spark.session.executor_watch import keep_work_going
+from tidemill.spark.session.opener import Opening, wait_for_jvm
+from tidemill.spark.session.session import is_local
+from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
+
+STOP_TIMEOUT_S = 4.0
+SESSION_THREAD = "session"
+REGISTERED_S = 30.0
+"""So often a driver looks whether its row is still there."""
+REFUSED_S = 5.0
+"""And so often while it may not keep one of its tables."""
+
+log = structlog.get_logger()
+
+
+class Runner(Host):
+    """`run` blocks until `stopping` is set, by itself too when the process is of no use any more, and raises why."""
+
+    def __init__(self, settings: Settings, stopping: threading.Event, opening: Opening | None = None) -> None:
+        """`opening` of a session that is not this pipeline's to stop."""
+        pipeline = load_pipeline(settings.file, settings.name)
+        row = PipelineRow(settings.name, pipeline.fed_by(), pipeline.dead_letters, pipeline.inputs())
+        super().__init__(settings, Claims(row))
+        self.pipeline: Pipeline = pipeline
+        self.feeds: list[Feed] = []
+        self.query = StreamingQuery(self, tuple(pipeline.sources()), self._sink_of)
+        self.derivations: dict[str, Derivation] = {}
+        self.dead_letters: DeadLetters
+        self._opening = opening or Opening(settings)
+        self._own_session = opening is None
+        self._stopping = stopping
+        self._failure: BaseException | None = None
+        self._threads: list[threading.Thread] = []
+        self._proving: Future[None] | None = None
+        self._owning: Future[None] | None = None
+
+    def run(self) -> None:
+        try:
+            with own_directory(self.settings.scratch):
+                sweep(self.settings.scratch, {*self.pipeline.tables, *self.pipeline.derived_tables})
+                self._run()
+        finally:
+            self.portal.close()  # of a run that did not begin
+
+    def _run(self) -> None:
+        self.stores = self.portal.call(open_stores(self.settings.urls, domains=self.settings.domains))
+        self.stores.urls = IN_ENVIRONMENT
+        try:
+            self._start()
+            self._stopping.wait()
+        finally:
+            self._stop()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def rests(self) -> bool:
+        """After its end: is none of its threads left, which might write into its directory?"""
+        return not any(thread.is_alive() for thread in self._threads if thread.name != SESSION_THREAD)
+
+    # start and stop ---------------------------------------------------------------------------------
+    def _start(self) -> None:
+        self.dead_letters = DeadLetters(self.portal, self._dead_letter_shard, self.stores.rand)
+        sources = self.pipeline.sources().items()
+        self.feeds = [Feed(source, tables, self, self.dead_letters) for source, tables in sources]
+        reporter = Reporter(self)
+        self.retried(reporter.adopt)
+        proving = keep("objects", self.stores.objects.keep_proving, tracker=self.tracker, clock=self.stores.clock)
+        self._proving = asyncio.run_coroutine_threadsafe(proving, self.portal.loop)
+        mark = f"pipeline:{self.settings.name}:bucket"
+        own = partial(self.stores.keep_owning, partial(self.tracker.heal, mark))
+        owning = keep(mark, own, tracker=self.tracker, clock=self.stores.clock)
+        self._owning = asyncio.run_coroutine_threadsafe(owning, self.portal.loop)
+        self._owning.add_done_callback(self._owned_no_more)
+        self._unit("catalogue", self._register)
+        self._thread(SESSION_THREAD, self._live_session)
+        if not is_local(self.settings.master):
+            self._unit("executors", partial(keep_work_going, self))
+        for feed in self.feeds:
+            self._thread(f"feed-{feed.source}", feed.run)
+        if self.feeds:
+            self._thread("query", self.query.run)
+        for table in self.pipeline.derived_tables.values():
+            body = partial(self._run_derived, table)
+            self._unit(f"derived-{table.name}", body, mark=f"shard:{table.name}")
+        self._thread("report", reporter.run)
+
+    def _stop(self) -> None:
+        """In order: sinks end their rounds, mirrors are saved, the query stops between batches, session and stores.
+
+        A query is never stopped inside a batch: Spark would interrupt it there, noisily (notes/ecosystem.md §3).
+        Bounded, for a supervisor waits: what takes longer is cut off by the end of the process, at no cost but time.
+        """
+        self.ending.set()
+        for feed in self.feeds:
+            feed.wake()
+        self.query.wake()
+        clock = self.stores.clock
+        until_s = clock.monotonic_s() + STOP_TIMEOUT_S
+        for sink in [feed.sink for feed in self.feeds if feed.sink is not None]:
+            sink.stop()
+        for thread in self._threads:
+            if thread.name != SESSION_THREAD:
+                thread.join(max(0.1, until_s - clock.monotonic_s()))
+        until_s = clock.monotonic_s() + STOP_TIMEOUT_S
+        sinks = [feed.sink for feed in self.feeds if feed.sink is not None]
+        rested = [sink for sink in sinks if sink.idle.wait(max(0.1, until_s - clock.monotonic_s()))]
+        if self.stores.moved_back:
+            # What mirrors hold may be of commits that are gone, also what was saved of them before.
+            shutil.rmtree(self.settings.scratch / MIRRORS, ignore_errors=True)
+        for sink in () if self.stores.moved_back else rested:  # before Spark, which may take longer than a supervisor
+            for table in sink.resting:
+                _quietly(table.save)
+        alive = {thread.name for thread in self._threads if thread.is_alive()}
+        for name, derivation in self.derivations.items():
+            if derivation.writer is not None and f"derived-{name}" not in alive and not self.stores.moved_back:
+                _quietly(derivation.writer.save)
+        if self.query.query is not None and len(rested) == len(sinks):
+            bounded([self.query.query.stop], clock, STOP_TIMEOUT_S)
+        for background in (self._proving, self._owning):
+            if background is not None:
+                background.cancel()
+        if self._own_session:
+            bounded([self._opening.stop], clock, STOP_TIMEOUT_S)
+        _quietly(lambda: self.portal.call(self.stores.aclose(), STOP_TIMEOUT_S))
+        self.portal.close()
+
+    def _unit(self, name: str, body: Callable[[], None], *, mark: str = "") -> None:
+        """A thread whose body is tried again until it returns; its failures are told under the mark."""
+        self._thread(name, partial(self._tried, mark or f"pipeline:{self.settings.name}:{name}", body))
+
+    def _tried(self, mark: str, body: Callable[[], None]) -> None:
+        keep_thread(mark, body, tracker=self.tracker, clock=self.stores.clock, ending=self.ending)
+
+    def _thread(self, name: str, body: Callable[[], None]) -> None:
+        """What leaves the body makes the process of no use: it ends, and is started anew."""
+
+        def run() -> None:
+            try:
+                body()
+            except BaseException as error:
+                self._end(name, error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _end(self, part: str, error: BaseException) -> None:
+        """The process is of no use any more."""
+        if not self.ending.is_set():
+            log.error("pipeline failed", part=part, error=sentence(error))
+            mark = f"pipeline:{self.settings.name}"
+            self.tracker.fail(mark, sentence(error), now_ms=self.stores.clock.now_ms())
+            self._failure = self._failure or error
+        self.ending.set()
+        self._stopping.set()
+
+    def _owned_no_more(self, owning: Future[None]) -> None:
+        if not owning.cancelled() and (error := owning.exception()) is not None:
+            self._end("bucket", error)
+
+    def _sink_of(self, source: str) -> FeedSink | None:
+        return next((feed.sink for feed in self.feeds if feed.source == source), None)
+
+    def tables(self) -> list[TableWriter]:
+        """Every table that is open, derived ones too."""
+        out = [t for feed in self.feeds if feed.sink is not None for t in feed.sink.seats.tables]
+        return out + [d.writer for d in list(self.derivations.values()) if d.writer is not None]
+
+    # bodies of units --------------------------------------------------------------------------------
+    def _register(self) -> None:
+        """Until the pipeline ends: without its row, which somebody may delete while the driver looks dead, what it has
+        yet to read is held by nobody. Tables that are refused are told, and asked for until they are free."""
+        self._claim()
+        if self.pipeline.dead_letters:
+            self.dead_letters.open()
+        self.tracker.heal(f"pipeline:{self.settings.name}:catalogue")
+        while not self.ending.wait(REFUSED_S if self.claims.refused else REGISTERED_S):
+            self._claim()
+
+    def _claim(self) -> None:
+        before = self.claims.refused.keys()
+        self.claims.look(self.portal, self.stores)
+        now_ms = self.stores.clock.now_ms()
+        for table, why in self.claims.refused.items():
+            self.tracker.fail(self.refusal(table), why, now_ms=now_ms, parked=True)
+            self.tracker.remove(f"shard:{table}")  # as an earlier life may have told it, or this one before it knew
+        for table in before - self.claims.refused.keys():
+            self.tracker.heal(self.refusal(table))
+            self.tracker.remove(self.refusal(table))
+
+    def _dead_letter_shard(self) -> LogShard:
+        """Raises Invalid when a shard of that name is none of dead letters."""
+        return self.portal.call(self.stores.shard(self.pipeline.dead_letters, DEAD_LETTERS))
+
+    def _live_session(self) -> None:
+        """Raises SessionLost when the JVM is gone, which derived tables alone would see at their next input."""
+        self._tried(f"pipeline:{self.settings.name}:spark", self._open_session)
+        if self.session_ready.is_set() and wait_for_jvm():
+            raise SessionLost("Spark's JVM is gone.")
+
+    def _open_session(self) -> None:
+        from tidemill.spark.source import register
+
+        if self.spark is None:
+            self.spark = self._opening.session()
+            self.spark_local = self._opening.local
+        spark = self.spark
+        self._opening.make_work()
+        register(spark)
+        self.session_ready.set()
+        log.info("session is ready", spark=spark.version, master=spark.sparkContext.master)
+
+    def _run_derived(self, table: DerivedTable) -> None:
+        while not self.session_ready.wait(0.2):
+            if self.ending.is_set():
+                return
+        if not self.claims.may_keep(table.name, self.ending):
+            return
+        assert self.spark is not None
+        found = self.derivations.get(table.name)
+        if found is None:
+            found = Derivation(self.portal, self.stores, self.spark, table, self.mirror_dir(table.name))
+            self.derivations[table.name] = found
+        try:
+            found.run(self.ending, partial(self.tracker.heal, f"shard:{table.name}"))
+        except BaseException as error:
+            if not self.session_is_lost():
+                raise
+            self._end(f"derived-{table.name}", SessionLost(f"Spark's session is gone: error={sentence(error)}."))
+
+
+def bounded(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) -> None:
+    """Call all at once, but wait for their end no longer than this."""
+    threads = [threading.Thread(target=_quietly, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    until_s = clock.monotonic_s() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until_s - clock.monotonic_s()))
+
+
+def _quietly(call: Callable[[], Any]) -> None:
+    """At the end of a process nothing durable depends on what fails here; it is said, not raised."""
+    try:
+        call()
+    except (TidemillError, OSError, TimeoutError) as error:
+        if not isinstance(error, Closed):
+            log.warning("closing failed", error=str(error))
+    except Exception as error:
+        log.warning("closing failed", error=str(error).splitlines()[0][:200])

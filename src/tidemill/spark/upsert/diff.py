@@ -1,0 +1,66 @@
+"""Contents as commands: what makes a table hold given rows at one time, whatever it holds before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.errors import Invalid
+from tidemill.shards.api import TIME, ShardSchema
+from tidemill.shards.parts.arrow_rows import Mask, one_chunk, rows_at, shown
+from tidemill.shards.parts.key_hash import normal_keys
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
+from tidemill.spark.upsert.key_grouping import group_by_key
+from tidemill.spark.upsert.lookup import Lookup
+from tidemill.spark.upsert.sorted_runs import Run
+
+
+def distinct(schema: ShardSchema, rows: pa.Table) -> Run:
+    """Rows of any columns beside the key's, by hash; keys as S7 has them. Raises Invalid: a key is null, or comes
+    twice."""
+    key = schema.key
+    for name in key:
+        if rows.column(name).null_count:
+            raise Invalid(f"a key column is null: column={name}.", fix="Filter such rows out, or give a value.")
+    rows = one_chunk(normal_keys(rows, key))
+    hashes = hash_rows(rows, key)
+    order, starts = group_by_key(rows, hashes, key)
+    if not starts.all():
+        again = int(order[np.flatnonzero(~starts)[0]])
+        values = " ".join(f"{name}={shown(rows.column(name)[again]):.100}" for name in key)
+        raise Invalid(
+            f"a key comes twice: {values} rows={rows.num_rows} keys={int(starts.sum())}.",
+            fix="Group by the key, or name more key columns.",
+        )
+    return Run(rows_at(rows, order), hashes[order], np.ones(len(order), dtype=bool))
+
+
+def difference(schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int) -> Commands:
+    """Commands that make the contents `now` equal to `wanted` at `time_ms`. Raises Invalid as `distinct`.
+
+    Rows that are there already are commands too; `resolve` finds that they change nothing.
+    """
+    run, key = distinct(schema, wanted), list(schema.key)
+    live = now.live_rows()
+    at = run.find(live.select(key), hash_rows(live, key), key) if live.num_rows else np.zeros(0, np.int64)
+    gone = live.filter(pa.array(at < 0))
+    return Commands(pa.concat_tables([as_commands(schema, run.rows, time_ms, run.live),
+                                      as_commands(schema, gone, time_ms, np.zeros(gone.num_rows, bool))]))  # fmt: skip
+
+
+def as_commands(schema: ShardSchema, rows: pa.Table, time_ms: int, live: Mask) -> pa.Table:
+    """Rows of the shard's columns as commands of one time; where not `live`, deletions of their keys."""
+    n = rows.num_rows
+    extra: dict[str, Any] = {
+        TIME: pa.array(np.full(n, time_ms, dtype=np.int64)),
+        ORDER: pa.array(np.zeros(n, dtype=np.int64)),
+        PARTITION: pa.array(np.zeros(n, dtype=np.int32)),
+        LIVE: pa.array(live),
+    }
+    target = command_schema(schema)
+    arrays: Sequence[Any] = [extra[f.name] if f.name in extra else rows.column(f.name) for f in target]
+    return pa.Table.from_arrays(list(arrays), schema=target)

@@ -1,0 +1,105 @@
+"""Commands that leave columns as they were: the values come from the row before. Pure.
+
+    before   the command before it of the same key, in (time, order); before the first of a key, the mirror's row
+    absent   there is none, or it is gone, or it was itself not to be had: neither is this one. Its key is absent from
+             here on, as after a deletion, until a command has every value; and the command is `Lost`
+
+F1  Every command is met in order, also one that another of the same time beats: it may hold what that one left.
+F2  What a command comes to, and whether it is lost, is a function of the commands of its key before it and of the
+    contents below them: of no interval, writer or retry (U1 in resolve.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidemill.shards.api import TIME, ShardSchema
+from tidemill.shards.parts.arrow_rows import Index, Mask, int64s, one_chunk, rows_at, to_mask, values_at
+from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
+from tidemill.spark.upsert.key_grouping import group_by_key
+from tidemill.spark.upsert.lookup import HashRows, Lookup
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """A command whose row before is not to be had. `key`: of its record; `columns`: those that it left as they were."""
+
+    time_ms: int
+    partition: int
+    order: int
+    key: bytes
+    columns: tuple[str, ...]
+
+
+def has_unchanged(rows: pa.Table) -> bool:
+    """Any command leaves a column as it was."""
+    return UNCHANGED in rows.column_names and rows.column(UNCHANGED).null_count < rows.num_rows
+
+
+def filled(schema: ShardSchema, rows: pa.Table, mirror: Lookup, hasher: HashRows) -> tuple[pa.Table, tuple[Lost, ...]]:
+    """The commands with every value, and those that are lost, which are deletions of their keys now."""
+    rows = one_chunk(rows)
+    key = list(schema.key)
+    hashes = hasher(rows, schema.key)
+    leaves = to_mask(rows.column(UNCHANGED).is_valid())
+    # Only the keys of such commands are looked at.
+    (mine,) = np.nonzero(np.isin(hashes, np.unique(hashes[leaves])))
+    keys, hashes = rows_at(rows.select(key), mine), hashes[mine]
+    minor = (int64s(rows, TIME)[mine], int64s(rows, ORDER)[mine], int64s(rows, PARTITION)[mine])
+    order, starts = group_by_key(keys, hashes, schema.key, *minor)
+    at: Index = mine[order]  # the commands, by key and in order
+    leaves = leaves[at]
+    places = np.arange(len(at))
+    begins = np.maximum.accumulate(np.where(starts, places, 0))  # of each command, the first one of its key
+
+    # The mirror's row of each key whose first command leaves a column; -1 elsewhere.
+    (asks,) = np.nonzero(starts & leaves)
+    kept, found = mirror.lookup(rows_at(keys, order[asks]), hashes[order[asks]])
+    mirrored = np.full(len(at), -1, dtype=np.int64)
+    mirrored[asks] = found
+
+    live = to_mask(rows.column(LIVE))
+    whole = np.maximum.accumulate(np.where(leaves, -1, places))  # the last command that leaves nothing
+    after = whole >= begins
+    there: Mask = np.where(after, live[at[np.maximum(whole, 0)]], mirrored[begins] >= 0)
+    lost = leaves & ~there
+
+    leaving = pc.dictionary_encode(rows.column(UNCHANGED).combine_chunks())
+    codes = np.asarray(pc.fill_null(leaving.indices, -1).to_numpy(zero_copy_only=False), dtype=np.int64)[at]
+    names = [names_of(blob.as_py()) for blob in leaving.dictionary]
+    arrays = {}
+    for column in {name for some in names for name in some}:
+        leave_it = np.isin(codes, [code for code, some in enumerate(names) if column in some])
+        valued = np.maximum.accumulate(np.where(leave_it, -1, places))  # the last command that has a value for it
+        source = np.where(valued >= begins, at[np.maximum(valued, 0)], rows.num_rows + mirrored[begins])
+        take = np.arange(rows.num_rows, dtype=np.int64)
+        fill = leave_it & there
+        take[at[fill]] = source[fill]
+        arrays[column] = values_at(pa.chunked_array([*_chunks(rows, column), *_chunks(kept, column)]), take)
+    gone = live.copy()
+    gone[at[lost]] = False
+    arrays[LIVE] = pa.array(gone)
+    target = command_schema(schema)
+    out = pa.Table.from_arrays([arrays.get(f.name, rows.column(f.name)) for f in target], schema=target)
+    return one_chunk(out), _lost(rows, at[lost], [names[code] for code in codes[lost].tolist()])
+
+
+def names_of(blob: bytes) -> tuple[str, ...]:
+    """The columns that the header of a record names. Raises msgspec.MsgspecError."""
+    return msgspec.json.decode(blob, type=tuple[str, ...])
+
+
+def _chunks(table: pa.Table, column: str) -> list[pa.Array]:
+    return list(table.column(column).chunks)
+
+
+def _lost(rows: pa.Table, at: Index, names: list[tuple[str, ...]]) -> tuple[Lost, ...]:
+    if not len(at):
+        return ()
+    some = rows_at(rows.select([TIME, PARTITION, ORDER, RECORD_KEY]), at).to_pylist()
+    return tuple(
+        Lost(row[TIME], row[PARTITION], row[ORDER], row[RECORD_KEY] or b"", columns)
+        for row, columns in zip(some, names, strict=True)
+    )

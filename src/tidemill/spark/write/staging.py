@@ -1,0 +1,143 @@
+"""Staging: the rows of a task, sorted by hash, in chunks that a commit reads by hash range.
+
+    object   chunk ‖ chunk ‖ …    each an Arrow IPC stream, lz4: the DataFrame's columns, `_live` bool, `_hash` uint64;
+                                  sealed: its CRC32C behind it
+
+A chunk holds the rows of one of `count` equal hash ranges, `count` a power of two, so that ranges nest: whoever reads
+one of any number of them reads no more of an object than it needs. Small ones travel in the message itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.limits import INLINE_PART_BYTES, MIB
+from tidemill.shards.api import HASH
+from tidemill.shards.parts.arrow_rows import Index, one_chunk, rows_at, to_mask
+from tidemill.shards.parts.checksums import sealed, unsealed
+from tidemill.shards.parts.row_hash import bucket_of, hash_rows
+from tidemill.shards.parts.schema import conform, contents_schema
+from tidemill.spark.ingest.range_mirror import HashRange
+from tidemill.spark.upsert.commands import LIVE
+from tidemill.spark.write.schema_match import Frame
+
+STAGE_ROWS = 256 << 10
+STAGE_BYTES = 32 * MIB
+"""A task holds at most this many rows, or this much of them, before it stages them."""
+CHUNK_ROWS = 4 << 10
+CHUNKS_MAX = 64
+
+Put = Callable[[bytes], str]
+"""Stores an object and returns its key."""
+Get = Callable[[str, int, int], bytes]
+"""Bytes [start, end) of an object."""
+
+
+class Staged(msgspec.Struct, frozen=True, array_like=True):
+    """`ends[i]`: where chunk i ends, of the ith of len(ends) equal hash ranges; it begins where the one before ends."""
+
+    rows: int
+    size_bytes: int
+    """Of the rows in memory."""
+    object_key: str
+    inline: bytes
+    ends: tuple[int, ...]
+
+
+def stage(frame: Frame, batches: Iterable[pa.RecordBatch], put: Put) -> Iterator[Staged]:
+    """Everything of one task. Raises Invalid (a null in the key, a row that is no deletion), and what `put` raises."""
+    held: list[pa.RecordBatch] = []
+    rows = size_bytes = 0
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        held.append(batch)
+        rows, size_bytes = rows + batch.num_rows, size_bytes + batch.nbytes
+        if rows >= STAGE_ROWS or size_bytes >= STAGE_BYTES:
+            yield _staged(frame, held, put)
+            held, rows, size_bytes = [], 0, 0
+    if held:
+        yield _staged(frame, held, put)
+
+
+def staged_rows(frame: Frame, staged: Sequence[Staged], part: HashRange, get: Get) -> pa.Table:
+    """All rows of one hash range (their number a power of two), by hash within each chunk. Raises as `get`, Corrupt."""
+    found = [staged_schema(frame).empty_table()]
+    for one in staged:
+        count = len(one.ends)
+        fine = count >= part.count
+        first = part.number * count // part.count
+        after = first + (count // part.count if fine else 1)
+        start, end = (one.ends[first - 1] if first else 0), one.ends[after - 1]
+        if start == end:
+            continue
+        data = one.inline[start:end] if one.inline else get(one.object_key, start, end)
+        bounds = [e - start for e in one.ends[first:after]]
+        for begin, until in zip([0, *bounds], bounds, strict=False):
+            if begin < until:
+                rows = _decoded(data[begin:until], one)
+                found.append(rows if fine else rows.filter(part.holds(rows.column(HASH).to_numpy())))
+    return pa.concat_tables(found)
+
+
+def staged_schema(frame: Frame) -> pa.Schema:
+    return contents_schema(frame.stored).append(pa.field(LIVE, pa.bool_())).append(pa.field(HASH, pa.uint64()))
+
+
+def _staged(frame: Frame, batches: Sequence[pa.RecordBatch], put: Put) -> Staged:
+    given = pa.Table.from_batches(batches)
+    size_bytes = given.nbytes
+    rows = one_chunk(conform(given, contents_schema(frame.stored)))
+    for name in frame.key:
+        if rows.column(name).null_count:
+            raise Invalid(
+                f"a key column is null: shard={frame.shard} column={name}.",
+                fix="Filter such rows out, or give a value.",
+            )
+    live = ~to_mask(given.column(frame.delete)) if frame.delete else np.ones(rows.num_rows, dtype=bool)
+    if frame.keys_only and live.any():
+        raise Invalid(
+            f"a row that is no deletion lacks columns: shard={frame.shard} delete={frame.delete}.",
+            fix="Give every column of the shard, or only rows to delete.",
+        )
+    hashes = hash_rows(rows, frame.key)
+    order: Index = np.argsort(hashes)
+    target = staged_schema(frame)
+    arrays = [*rows.columns, pa.array(live), pa.array(hashes)]
+    ordered = rows_at(pa.Table.from_arrays(arrays, schema=target), order)
+    count = _chunks(rows.num_rows)
+    cuts = np.searchsorted(bucket_of(hashes[order], count), np.arange(count + 1)).tolist()
+    data = bytearray()
+    ends: list[int] = []
+    for at in range(count):
+        if cuts[at] < cuts[at + 1]:
+            data += _encoded(ordered.slice(cuts[at], cuts[at + 1] - cuts[at]))
+        ends.append(len(data))
+    inline = len(data) <= INLINE_PART_BYTES
+    key = "" if inline else put(bytes(data))
+    return Staged(rows.num_rows, size_bytes, key, bytes(data) if inline else b"", tuple(ends))
+
+
+def _chunks(rows: int) -> int:
+    return int(min(CHUNKS_MAX, 1 << max(0, (rows // CHUNK_ROWS).bit_length() - 1)))
+
+
+def _encoded(rows: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_table(rows)
+    return sealed(sink.getvalue())
+
+
+def _decoded(data: bytes, staged: Staged) -> pa.Table:
+    where = f"object={staged.object_key or 'inline'}"
+    body = unsealed(data, f"staged chunk: {where}")
+    try:
+        return pa.ipc.open_stream(pa.py_buffer(body)).read_all()
+    except (pa.ArrowException, OSError) as error:
+        raise Corrupt(f"staged rows are unreadable: {where} ({error}).") from error
