@@ -26,7 +26,7 @@ from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.cli.demo.environment import Environment, prepare
-from tidemill.keeper.restore_plan import plan_of
+from tidemill.maintenance.restore.plan import plan_of
 from tidemill.metastore.backup.restore_source import find_source
 from tidemill.objects.factory import open_objects
 

@@ -19,11 +19,11 @@ from tidemill import __version__
 from tidemill.base.status.status import Tracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.persisted import Persisted
-from tidemill.keeper.topic_compaction import TopicCompaction
-from tidemill.keeper.topic_holds import PipelineHolds
+from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.compaction import TopicCompaction
+from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.topics.l1.extent_store import L1Rows

@@ -10,9 +10,9 @@ import pytest
 from harness import RealBroker, eventually
 from test_kafka_confluent import consumer, produce_all, producer, read_all
 
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.topic_objects import TopicObjects
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.l0_garbage import TopicObjects
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.rowcheck import check_rows
-from tidemill.keeper.topic_l1 import TopicL1
-from tidemill.keeper.topic_l1_levels import TopicL1Levels
+from tidemill.maintenance.check.rows import check_rows
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.l1_garbage import TopicL1
+from tidemill.maintenance.topics.l1_merge import TopicL1Levels
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.check.objects import References

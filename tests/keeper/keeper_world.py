@@ -13,10 +13,10 @@ import pyarrow as pa
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.orphans import Orphans
-from tidemill.keeper.shard_upkeep import ShardUpkeep
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.shards.orphans import Orphans
+from tidemill.maintenance.shards.upkeep import ShardUpkeep
 from tidemill.metastore.rows import SHARDS
 from tidemill.metastore.rows.shards import ShardRow
 from tidemill.objects.memory import MemoryObjects

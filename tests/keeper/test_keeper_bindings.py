@@ -5,9 +5,9 @@ from __future__ import annotations
 from keeper_world import KEYS, World, run
 
 from tidemill.base.status.status import Mark, State, derive
-from tidemill.keeper.bindings_upkeep import BindingsUpkeep
-from tidemill.keeper.grounds import Retention
-from tidemill.keeper.jobs import Budget
+from tidemill.maintenance.context import Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.shards.bindings import BindingsUpkeep
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows.pipelines import PipelineRow
 from tidemill.shards.api import Binding

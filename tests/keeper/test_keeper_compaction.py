@@ -11,9 +11,9 @@ import pytest
 from keeper_l1_world import L1World
 
 from tidemill.base.errors import Corrupt, TidemillError, Unknown
-from tidemill.keeper.grounds import Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.topic_compaction import TopicCompaction
+from tidemill.maintenance.context import Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.compaction import TopicCompaction
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows import ABORTED, L1_CLEANED, L1_EXTENTS, PARTITIONS
 from tidemill.topics.api import FetchRead, InvalidRecords, Marker, Within

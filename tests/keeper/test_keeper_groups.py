@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.group_offsets import EMPTY_GROUP_MS, GroupOffsets
-from tidemill.keeper.jobs import Budget
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.group_offsets import EMPTY_GROUP_MS, GroupOffsets
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.rows import GROUP_OFFSETS, GROUPS

@@ -13,8 +13,8 @@ from tidemill.base.runtime import tasks
 from tidemill.base.status.status import Tracker
 from tidemill.consensus import leader_election
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.keeper.jobs import Budget, Job, Jobs
-from tidemill.keeper.told import TOLD_AT_ONCE, Told
+from tidemill.maintenance.failure_status import TOLD_AT_ONCE, Told
+from tidemill.maintenance.scheduler import Budget, Job, Jobs
 
 
 class Panic(BaseException):

@@ -10,9 +10,9 @@ import pytest
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.topic_l1 import TopicL1
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.l1_garbage import TopicL1
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS

@@ -10,7 +10,7 @@ import pytest
 from keeper_l1_world import L1World
 
 from tidemill.base.errors import Unknown
-from tidemill.keeper.jobs import Budget
+from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS
 
 

@@ -8,9 +8,9 @@ import pytest
 from keeper_world import KEYS, World, contents, run
 
 from tidemill.base.errors import Corrupt, Missing, Unavailable
-from tidemill.keeper.drop import drop_shard
-from tidemill.keeper.grounds import Retention
-from tidemill.keeper.jobs import Budget
+from tidemill.maintenance.context import Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.shards.api import HistoryLost, staged_key
 from tidemill.shards.handle import LogShard
 from tidemill.shards.read.holds import holding

@@ -6,8 +6,8 @@ from typing import Any
 
 from keeper_world import World, run
 
-from tidemill.keeper.persisted import Persisted
-from tidemill.keeper.topic_holds import PipelineHolds
+from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TopicRow
 from tidemill.shards.api import Binding
 from tidemill.shards.registry import open_remap

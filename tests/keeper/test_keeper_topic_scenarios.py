@@ -9,9 +9,9 @@ import pytest
 from test_keeper_topics import World, run
 
 from tidemill.base.errors import Unavailable
-from tidemill.keeper import topic_objects
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.topic_objects import TopicObjects
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics import l0_garbage
+from tidemill.maintenance.topics.l0_garbage import TopicObjects
 from tidemill.metastore.catalogue import TopicRow
 
 
@@ -77,7 +77,7 @@ def test_without_a_word_of_its_partition_no_object_goes() -> None:
     async def scenario() -> None:
         world = World()
         stays = await garbage_of(world, 3)
-        settle, asked = topic_objects.settle, 0
+        settle, asked = l0_garbage.settle, 0
 
         async def refused(*_: Any) -> None:
             nonlocal asked
@@ -91,7 +91,7 @@ def test_without_a_word_of_its_partition_no_object_goes() -> None:
         while len(world.stored()) < 5:
             await asyncio.sleep(0)
         (never,) = world.stored() - stays - set(led.state.live_objects()) - await _older(world, led)
-        topic_objects.settle = refused  # type: ignore[assignment]
+        l0_garbage.settle = refused  # type: ignore[assignment]
         try:
             for _ in range(40):
                 world.clock.advance(10_000)
@@ -101,7 +101,7 @@ def test_without_a_word_of_its_partition_no_object_goes() -> None:
                 except Unavailable:
                     continue
         finally:
-            topic_objects.settle = settle
+            l0_garbage.settle = settle
         assert asked and never in world.stored()
         sending.cancel()
         await world.keep(300)
@@ -122,8 +122,8 @@ async def _older(world: World, led: Any) -> set[str]:
 
 
 def test_a_bucket_of_many_pages_is_collected_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topic_objects, "LISTED_AT_ONCE", 3)
-    monkeypatch.setattr(topic_objects, "FOOTERS_AT_LEAST", 1)
+    monkeypatch.setattr(l0_garbage, "LISTED_AT_ONCE", 3)
+    monkeypatch.setattr(l0_garbage, "FOOTERS_AT_LEAST", 1)
 
     async def scenario() -> None:
         world = World()

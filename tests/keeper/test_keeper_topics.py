@@ -12,10 +12,10 @@ from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import Corrupt, Unavailable
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.topic_objects import TopicObjects
-from tidemill.keeper.topic_rollups import TopicRollups
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.l0_garbage import TopicObjects
+from tidemill.maintenance.topics.rollups import TopicRollups
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.metastore.rows import PARTITIONS

@@ -12,7 +12,7 @@ from memory_rows import Shared, opener
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper.checkpoint import checkpointer
+from tidemill.maintenance.checkpoint.stages import checkpointer
 from tidemill.metastore.backup.checkpoint import Checkpointer
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.cluster import Cluster, domain_name

@@ -12,9 +12,9 @@ from checkpoint_world import World, damage, keys, persisted
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper import deep_check as deep_check_module
-from tidemill.keeper.deep_check import Checked, deep_check
-from tidemill.keeper.rowcheck import check_rows
+from tidemill.maintenance.check import deep_check as deep_check_module
+from tidemill.maintenance.check.deep_check import Checked, deep_check
+from tidemill.maintenance.check.rows import check_rows
 from tidemill.metastore.catalogue import CaptureRow, PipelineRow, TableSnapshot
 from tidemill.metastore.check.checker import Checker
 from tidemill.metastore.check.findings import Findings
@@ -430,7 +430,7 @@ def test_a_shard_whose_log_is_unreadable_is_named() -> None:
 
 def test_a_cluster_replaced_in_its_bucket_is_told() -> None:
     async def body(world: World) -> None:
-        from tidemill.keeper.restore import Restorer
+        from tidemill.maintenance.restore.restore import Restorer
 
         await persisted(world, 2)
         await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()

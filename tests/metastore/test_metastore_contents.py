@@ -15,7 +15,7 @@ from test_metastore_l1 import moved, run
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper.deep_check import deep_check
+from tidemill.maintenance.check.deep_check import deep_check
 from tidemill.objects.factory import open_objects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards import handle

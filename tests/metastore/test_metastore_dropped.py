@@ -8,8 +8,8 @@ import pytest
 from checkpoint_world import SCHEMA, Restored, World, family_rows, persisted, rows_of
 
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper.drop import drop_shard
-from tidemill.keeper.restore import Restorer
+from tidemill.maintenance.restore.restore import Restorer
+from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.metastore.rows import SHARD_BATCHES, SHARDS
 from tidemill.shards.registry import open_shard, read_shards
 

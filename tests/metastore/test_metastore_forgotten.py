@@ -8,7 +8,7 @@ import pytest
 from checkpoint_world import Restored, World, family_rows, persisted, rows_of
 
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper.restore import Restorer
+from tidemill.maintenance.restore.restore import Restorer
 from tidemill.metastore.rows import BINDINGS
 from tidemill.shards.api import Binding
 from tidemill.shards.registry import open_remap

@@ -12,8 +12,8 @@ from checkpoint_world import World, damage, keys, manifest_of, persisted
 from patience import until
 from tidemill.base.errors import Invalid, Missing, Replaced
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper.machine import Keeping, check_bucket
-from tidemill.keeper.restore import Restorer
+from tidemill.maintenance.checkpoint_service import Keeping, check_bucket
+from tidemill.maintenance.restore.restore import Restorer
 from tidemill.metastore.cluster_manifest import (
     ALIVE_PREFIX,
     CLUSTER_PREFIX,

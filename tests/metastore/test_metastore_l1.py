@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper.deep_check import deep_check
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.restore import Restorer
-from tidemill.keeper.topic_l1 import TopicL1
+from tidemill.maintenance.check.deep_check import deep_check
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.restore.restore import Restorer
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.l1_garbage import TopicL1
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import EXTENTS, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, PARTITIONS
 from tidemill.topics.batch import decode_columns

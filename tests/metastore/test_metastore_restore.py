@@ -19,7 +19,7 @@ from tidemill.consensus import leader_election
 from tidemill.consensus.api import LogHead, Versioned
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper.restore import Restorer
+from tidemill.maintenance.restore.restore import Restorer
 from tidemill.metastore.bucket_claim import greatest_claim
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TableSnapshot, TopicRow
 from tidemill.metastore.cluster import read_cluster

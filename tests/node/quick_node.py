@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from tidemill.base.config.config import StorageSection
 from tidemill.cli import serve
-from tidemill.keeper import upkeep
-from tidemill.keeper.topic_objects import TopicObjects
+from tidemill.maintenance import job_list
+from tidemill.maintenance.topics.l0_garbage import TopicObjects
 from tidemill.node import assembly
 from tidemill.topics.config.settings import TopicSettings
 
@@ -32,7 +32,7 @@ JOBS = ("TOPIC_OBJECTS", "TOPIC_L1", "TOPIC_L1_LEVELS", "TOPIC_COMPACTION")
 def main() -> int:
     assembly.topic_settings = quick
     for job in JOBS:
-        setattr(upkeep, f"{job}_EVERY_S", EVERY_S)
+        setattr(job_list, f"{job}_EVERY_S", EVERY_S)
     kept = TopicObjects.__init__.__kwdefaults__
     assert kept is not None
     kept["quiet_s"] = 1.0

@@ -13,7 +13,7 @@ import tidemill
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.keeper.collection import collect
+from tidemill.maintenance.shards.garbage import collect
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import ResilientObjects
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema

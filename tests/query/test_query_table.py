@@ -118,7 +118,7 @@ async def _everything_moves(world: World, written: list[int], since: int) -> Non
     from query_world import updates
 
     from tidemill.base.clock import Rand, SystemClock
-    from tidemill.keeper.collection import collect
+    from tidemill.maintenance.shards.garbage import collect
     from tidemill.shards.compaction.compaction import compact_once
 
     shard = await world.stores.shard("orders")

@@ -7,8 +7,8 @@ import pytest
 from registry_world import Cluster, record, run
 
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.keeper.deep_check import deep_check
-from tidemill.keeper.restore import SCHEMA_IDS_LEFT_OUT, Restorer
+from tidemill.maintenance.check.deep_check import deep_check
+from tidemill.maintenance.restore.restore import SCHEMA_IDS_LEFT_OUT, Restorer
 from tidemill.metastore.rows import DIGESTS, REFERRERS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
 from tidemill.metastore.rows.registry import Reference
 from tidemill.registry.kinds import Given

@@ -8,7 +8,7 @@ import pytest
 from shard_world import SCHEMA, World, append, contents_of, run
 
 from tidemill.base.errors import Missing
-from tidemill.keeper.drop import drop_shard
+from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.shards.registry import created_shards, read_shards
 
 

@@ -17,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from shard_world import SCHEMA, Row, World, append, contents_of, summed, tuples
 
 from tidemill.base.errors import Conflict, Unavailable
-from tidemill.keeper.collection import collect
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.orphans import Orphans
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.shards.garbage import collect
+from tidemill.maintenance.shards.orphans import Orphans
 from tidemill.shards import handle
 from tidemill.shards.api import Batch, HistoryLost
 from tidemill.shards.compaction import compaction

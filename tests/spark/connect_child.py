@@ -22,7 +22,7 @@ from test_spark_read_plan import append, holds, merge, rows  # noqa: E402
 from test_spark_streaming import until  # noqa: E402
 
 from tidemill.base.clock import SystemClock  # noqa: E402
-from tidemill.keeper.collection import collect  # noqa: E402
+from tidemill.maintenance.shards.garbage import collect  # noqa: E402
 from tidemill.shards.compaction.compaction import compact_once  # noqa: E402
 from tidemill.spark import read  # noqa: E402
 from tidemill.spark import read as reading  # noqa: E402

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Missing
 from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.keeper.drop import drop_shard
+from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, TopicRow
 from tidemill.shards.api import Binding
 from tidemill.shards.registry import open_remap, open_shard

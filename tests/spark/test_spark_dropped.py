@@ -8,7 +8,7 @@ from typing import Any
 from test_spark_sink import clicks_sink
 
 from tidemill.base.errors import Missing
-from tidemill.keeper.drop import drop_shard
+from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.metastore.catalogue import PipelineRow
 
 

@@ -58,7 +58,7 @@ def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
     """Works with nodes up or down. Exit 0 clean, 1 with findings."""
     from tidemill.cli.progress import Bars
     from tidemill.consensus.factory import open_consensus
-    from tidemill.keeper.deep_check import deep_check
+    from tidemill.maintenance.check.deep_check import deep_check
     from tidemill.objects.factory import open_objects
 
     clock, rand = SystemClock(), Rand()

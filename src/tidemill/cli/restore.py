@@ -17,7 +17,7 @@ from tidemill.cli.context import ConfigOption, JsonOption, print_json
 from tidemill.cli.progress import Bars
 
 if TYPE_CHECKING:
-    from tidemill.keeper.restore import Restorer
+    from tidemill.maintenance.restore.restore import Restorer
     from tidemill.objects.store import ObjectStore
 
 From = Annotated[str, typer.Option("--from", help="Bucket URL to restore from; none = objects.url.")]
@@ -41,7 +41,7 @@ def restore(
     Exit 0 when every reference was found whole, 1 when the restored cluster has broken ones, 2 when refused.
     """
     from tidemill.consensus.factory import open_consensus
-    from tidemill.keeper.restore import Restorer
+    from tidemill.maintenance.restore.restore import Restorer
     from tidemill.objects.factory import open_objects
 
     configure_logs("error")  # what leads and ends meanwhile is the command's own business
@@ -78,7 +78,7 @@ def _create_parent(url: str) -> None:
 async def _plan(
     restorer: Restorer, objects: ObjectStore, clock: Clock, rand: Rand, manifests: list[str]
 ) -> dict[str, Any]:
-    from tidemill.keeper.restore_plan import plan_of
+    from tidemill.maintenance.restore.plan import plan_of
     from tidemill.metastore.backup.restore_source import find_source
 
     refused = ""
@@ -93,7 +93,7 @@ async def _plan(
 async def _run(
     restorer: Restorer, objects: ObjectStore, clock: Clock, rand: Rand, manifests: list[str]
 ) -> dict[str, Any]:
-    from tidemill.keeper.restore_plan import plan_of
+    from tidemill.maintenance.restore.plan import plan_of
 
     plan = await plan_of(objects, await restorer.source(manifests), clock, rand)
     done = await restorer.run(manifests)

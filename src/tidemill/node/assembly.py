@@ -41,12 +41,12 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.leader_election import Body, lead
 from tidemill.consensus.status.board import Board
 from tidemill.kafka.server.server import KafkaServer
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Jobs
-from tidemill.keeper.machine import Keeping, check_bucket
-from tidemill.keeper.persisted import Persisted
-from tidemill.keeper.topic_holds import PipelineHolds
-from tidemill.keeper.upkeep import jobs
+from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.checkpoint_service import Keeping, check_bucket
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.job_list import jobs
+from tidemill.maintenance.scheduler import Jobs
+from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.bucket_claim import Ownership
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
 from tidemill.metastore.cluster import Cluster

@@ -84,7 +84,7 @@ def evolve(
 
 def _ask(opened: Stores, name: str, asked: Changes, as_json: bool) -> None:
     """Raises Invalid unless the user says yes."""
-    from tidemill.keeper.drop import users_of
+    from tidemill.maintenance.shards.drop import users_of
 
     users = opened.portal.call(users_of(opened.metastore, name))
     said = f"Written by {', '.join(users)}: the table stops until its file asks for the same. " if users else ""

@@ -20,7 +20,7 @@ def drop(
 ) -> None:
     """Delete a shard. One that is written or read is refused; a pipeline that writes it makes it again, and derived
     tables that read it wait until then."""
-    from tidemill.keeper.drop import drop_shard
+    from tidemill.maintenance.shards.drop import drop_shard
 
     with stores(config) as opened:
         users = _users(opened, name)
@@ -53,7 +53,7 @@ def _users(opened: Stores, name: str) -> list[str]:
     A drop that was cut off left a state that nobody holds: `drop_shard` goes on with it, or raises Missing.
     """
     from tidemill.cli.shape import live_shapes
-    from tidemill.keeper.drop import derived_from, users_of
+    from tidemill.maintenance.shards.drop import derived_from, users_of
     from tidemill.shards.registry import read_shard
 
     state, now_ms = opened.portal.call(read_shard(opened.consensus, name)), opened.clock.now_ms()

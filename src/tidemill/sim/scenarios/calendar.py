@@ -17,10 +17,10 @@ import msgspec
 
 from tidemill.base.errors import TidemillError, Unavailable
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.topic_objects import TopicObjects
-from tidemill.keeper.topic_rollups import TopicRollups
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.l0_garbage import TopicObjects
+from tidemill.maintenance.topics.rollups import TopicRollups
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.domain.settings import DomainSettings
 from tidemill.metastore.factory import metastore_on

@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Conflict, Fenced, Missing, Unavailable, Unknown
-from tidemill.keeper.collection import collect
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.orphans import Orphans
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.shards.garbage import collect
+from tidemill.maintenance.shards.orphans import Orphans
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard

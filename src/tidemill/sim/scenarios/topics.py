@@ -27,13 +27,13 @@ from typing import Any
 
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.keeper.grounds import Grounds, Retention
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.topic_compaction import TopicCompaction
-from tidemill.keeper.topic_l1 import TopicL1
-from tidemill.keeper.topic_l1_levels import TopicL1Levels
-from tidemill.keeper.topic_objects import TopicObjects
-from tidemill.keeper.topic_rollups import TopicRollups
+from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.compaction import TopicCompaction
+from tidemill.maintenance.topics.l0_garbage import TopicObjects
+from tidemill.maintenance.topics.l1_garbage import TopicL1
+from tidemill.maintenance.topics.l1_merge import TopicL1Levels
+from tidemill.maintenance.topics.rollups import TopicRollups
 from tidemill.metastore.backup.checkpoint import Checkpointer
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.domain.settings import DomainSettings

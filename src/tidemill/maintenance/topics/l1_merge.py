@@ -13,8 +13,8 @@ import msgspec
 
 from tidemill.base.errors import Corrupt, Invalid, TidemillError
 from tidemill.base.limits import L1_OBJECT_BYTES
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.jobs import Budget
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import L1_PARTITIONS
 from tidemill.metastore.rows.l1 import L1PartitionRow, l1_key
 from tidemill.topics.l1.builder import ObjectBuilder

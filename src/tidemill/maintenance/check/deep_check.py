@@ -19,9 +19,9 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError, Unavailable
 from tidemill.consensus.api import Consensus
-from tidemill.keeper.contents_check import check_contents
-from tidemill.keeper.logcheck import check_logs
-from tidemill.keeper.rowcheck import check_rows
+from tidemill.maintenance.check.contents import check_contents
+from tidemill.maintenance.check.logs import check_logs
+from tidemill.maintenance.check.rows import check_rows
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.backup.restore_source import BucketRows, find_source
 from tidemill.metastore.check.checker import Checker

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.persisted import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.scheduler import Budget
 from tidemill.objects.store import ObjectMeta
 from tidemill.shards.api import STAGED, written_ms
 from tidemill.shards.handle import LogShard

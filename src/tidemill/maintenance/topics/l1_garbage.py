@@ -19,9 +19,9 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from tidemill.base.errors import Conflict
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.persisted import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import PREFIX, L1ObjectRow, l1_key
 from tidemill.topics.l1 import row_transitions

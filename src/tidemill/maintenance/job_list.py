@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from tidemill.base.status.status import Tracker
-from tidemill.keeper.bindings_upkeep import EVERY_S as BINDINGS_EVERY_S
-from tidemill.keeper.bindings_upkeep import BindingsUpkeep
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.group_offsets import GroupOffsets
-from tidemill.keeper.jobs import Job
-from tidemill.keeper.orphans import Orphans
-from tidemill.keeper.persisted import Persisted
-from tidemill.keeper.shard_upkeep import BUSY_S, ShardUpkeep
-from tidemill.keeper.topic_compaction import TopicCompaction
-from tidemill.keeper.topic_holds import PipelineHolds
-from tidemill.keeper.topic_l1 import TopicL1
-from tidemill.keeper.topic_l1_levels import TopicL1Levels
-from tidemill.keeper.topic_objects import TopicObjects
-from tidemill.keeper.topic_rollups import TopicRollups
+from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.scheduler import Job
+from tidemill.maintenance.shards.bindings import EVERY_S as BINDINGS_EVERY_S
+from tidemill.maintenance.shards.bindings import BindingsUpkeep
+from tidemill.maintenance.shards.orphans import Orphans
+from tidemill.maintenance.shards.upkeep import BUSY_S, ShardUpkeep
+from tidemill.maintenance.topics.compaction import TopicCompaction
+from tidemill.maintenance.topics.group_offsets import GroupOffsets
+from tidemill.maintenance.topics.l0_garbage import TopicObjects
+from tidemill.maintenance.topics.l1_garbage import TopicL1
+from tidemill.maintenance.topics.l1_merge import TopicL1Levels
+from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
+from tidemill.maintenance.topics.rollups import TopicRollups
 from tidemill.metastore.catalogue import Catalogue
 
 ORPHANS_EVERY_S = 600.0

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.jobs import Budget
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.topics.lifecycle.settle import end_log
 from tidemill.topics.partition.codec import decode_command

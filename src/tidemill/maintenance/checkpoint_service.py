@@ -19,7 +19,7 @@ from tidemill.base.errors import Closed, Corrupt, Missing, TidemillError, Unavai
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
-from tidemill.keeper.checkpoint import checkpointer
+from tidemill.maintenance.checkpoint.stages import checkpointer
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.bucket_claim import check_unclaimed
 from tidemill.metastore.cluster import read_cluster

@@ -18,8 +18,8 @@ from functools import partial
 import msgspec
 
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.jobs import Budget
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, l1_key
 from tidemill.topics.api import BatchRef
 from tidemill.topics.compaction.clean import Cleaned, Pass, clean, take_keys

@@ -21,9 +21,9 @@ import msgspec
 
 from tidemill.base.errors import Corrupt, Missing, TidemillError
 from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.persisted import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.objects.store import ObjectMeta
 from tidemill.objects.verified_read import checked

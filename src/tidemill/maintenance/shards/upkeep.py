@@ -13,11 +13,11 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.base.status.status import Tracker
-from tidemill.keeper.collection import collect
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.persisted import Persisted
-from tidemill.keeper.told import Told
+from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.failure_status import Told
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.shards.garbage import collect
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
 from tidemill.shards.registry import created_shards

@@ -27,11 +27,11 @@ import msgspec
 
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.keeper.checkpoint import sources_of
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.jobs import Budget
-from tidemill.keeper.persisted import Persisted
-from tidemill.keeper.told import TOLD_AT_ONCE, Told
+from tidemill.maintenance.checkpoint.restore_horizon import Persisted
+from tidemill.maintenance.checkpoint.stages import sources_of
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.failure_status import TOLD_AT_ONCE, Told
+from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import PIPELINES
 from tidemill.metastore.rows.pipelines import PipelineRow, source_of
 from tidemill.shards.bindings.remap import LOG_PREFIX, WHOLE_EVERY, LogRemap

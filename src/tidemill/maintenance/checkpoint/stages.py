@@ -14,7 +14,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.keeper.checkpoint_registers import RegistersStage
+from tidemill.maintenance.checkpoint.registers import RegistersStage
 from tidemill.metastore.backup.checkpoint import Checkpointer, Group, Unit, each_readable
 from tidemill.metastore.backup.restore import attempt_of
 from tidemill.metastore.metastore import Metastore

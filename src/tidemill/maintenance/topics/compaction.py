@@ -21,9 +21,9 @@ import msgspec
 
 from tidemill.base.errors import Conflict, TidemillError
 from tidemill.base.limits import L1_OBJECT_BYTES
-from tidemill.keeper.compaction_pass import Bounds, CompactionPass
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.jobs import Budget
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.scheduler import Budget
+from tidemill.maintenance.topics.compaction_pass import Bounds, CompactionPass
 from tidemill.metastore.rows import L1_PARTITIONS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1PartitionRow
 from tidemill.topics.config.configs import TopicConfig, stored_config

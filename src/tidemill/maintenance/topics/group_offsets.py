@@ -13,8 +13,8 @@ committed meanwhile, or a member that comes, wins.
 from __future__ import annotations
 
 from tidemill.base.errors import Conflict, Fenced, Unknown
-from tidemill.keeper.grounds import Grounds
-from tidemill.keeper.jobs import Budget
+from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import GROUP_OFFSETS, GROUPS, TOPICS
 from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.consensus.api import Consensus
-from tidemill.keeper.persisted import Persisted
+from tidemill.maintenance.checkpoint.restore_horizon import Persisted
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.rows.pipelines import source_of
 from tidemill.shards.api import Binding

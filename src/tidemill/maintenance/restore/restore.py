@@ -27,7 +27,7 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
 from tidemill.consensus.api import Consensus
-from tidemill.keeper.rowcheck import check_rows
+from tidemill.maintenance.check.rows import check_rows
 from tidemill.metastore.backup.restore import (
     Attempt,
     begin,
