@@ -27,9 +27,9 @@ from tidemill.capture.tables.recopy_requests import ask
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.node.http import HttpServer
 from tidemill.registry.http import registry_routes
-from tidemill.registry.kinds import Given
-from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar
+from tidemill.registry.registry import Registry
+from tidemill.registry.schema_types import Given
 from tidemill.shards.executor import inline_cpu
 from tidemill.topics.batch import Record
 

@@ -16,8 +16,8 @@ from test_kafka_captured import TABLE, TOPIC, Captured, by_confluent
 
 from tidemill.node.http import HttpServer
 from tidemill.registry.http import registry_routes
-from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar
+from tidemill.registry.registry import Registry
 from tidemill.shards.executor import pooled_cpu
 
 pytestmark = pytest.mark.postgres

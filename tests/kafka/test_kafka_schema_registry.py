@@ -24,7 +24,7 @@ from starlette.applications import Starlette
 
 from tidemill.node.http import HttpServer
 from tidemill.registry.http import registry_routes
-from tidemill.registry.machine import Registry
+from tidemill.registry.registry import Registry
 from tidemill.shards.executor import pooled_cpu
 
 AVRO = json.dumps(

@@ -28,7 +28,7 @@ from tidemill.metastore.factory import metastore_on
 from tidemill.node.http import HttpServer
 from tidemill.node.http_access import Guard, Need, Parties, needs
 from tidemill.objects.memory import MemoryObjects
-from tidemill.registry.http.asked import subject_of
+from tidemill.registry.http.requests import subject_of
 from tidemill.registry.http.routes import Rest
 from tidemill.security.acl_cache import Rulebook
 from tidemill.security.acls import CLUSTER_NAME, Authorizer, Operation, Resource, Rule

@@ -20,7 +20,7 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.node.http import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http import registry_routes
-from tidemill.registry.machine import Registry
+from tidemill.registry.registry import Registry
 from tidemill.registry.settings import RegistrySettings
 from tidemill.shards.executor import inline_cpu
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from registry_world import record
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
-from tidemill.registry.bounds import Steps
-from tidemill.registry.compat import compared_with, problems
+from tidemill.registry.compat_levels import compared_with, problems
 from tidemill.registry.errors import Refused
-from tidemill.registry.kinds import Given, understand
-from tidemill.registry.parsed import Parsed
+from tidemill.registry.limits import Steps
+from tidemill.registry.parsed_schema import Parsed
+from tidemill.registry.schema_types import Given, understand
 
 
 def avro(text: str) -> Parsed:

@@ -13,9 +13,9 @@ from registry_world import Cluster, Faulty, Rest, record, run
 from tidemill.base.clock import Rand
 from tidemill.base.errors import Fenced, Unavailable, Unknown
 from tidemill.registry.errors import Refused
-from tidemill.registry.kinds import Given, understand
-from tidemill.registry.machine import Registry
 from tidemill.registry.protobuf import compile as compiler
+from tidemill.registry.registry import Registry
+from tidemill.registry.schema_types import Given, understand
 from tidemill.registry.settings import RegistrySettings
 
 STRINGS = {"type": "string"}

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
-from tidemill.registry.bounds import Steps
-from tidemill.registry.compat import problems
+from tidemill.registry.compat_levels import problems
 from tidemill.registry.errors import Refused
-from tidemill.registry.kinds import Given, understand
-from tidemill.registry.parsed import Parsed
+from tidemill.registry.limits import Steps
+from tidemill.registry.parsed_schema import Parsed
+from tidemill.registry.schema_types import Given, understand
 
 
 def parsed(schema: Any) -> Parsed:

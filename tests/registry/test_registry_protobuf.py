@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
-from tidemill.registry.bounds import Steps
-from tidemill.registry.compat import problems
+from tidemill.registry.compat_levels import problems
 from tidemill.registry.errors import Refused
-from tidemill.registry.kinds import Given, given_of, understand
-from tidemill.registry.parsed import Parsed
+from tidemill.registry.limits import Steps
+from tidemill.registry.parsed_schema import Parsed
 from tidemill.registry.protobuf import compile as compiler
 from tidemill.registry.protobuf.parse import serialized
+from tidemill.registry.schema_types import Given, given_of, understand
 
 pytestmark = pytest.mark.processes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from google.protobuf import descriptor_pb2
 
-from tidemill.registry.kinds import Given, understand
 from tidemill.registry.protobuf.parse import serialized
 from tidemill.registry.protobuf.text import text_of
+from tidemill.registry.schema_types import Given, understand
 
 TEXTS = {
     "proto3": r"""

@@ -11,8 +11,8 @@ from registry_world import Cluster, Faulty, record, run
 from tidemill.base.errors import Unknown
 from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
 from tidemill.registry.errors import Refused
-from tidemill.registry.kinds import Given
-from tidemill.registry.machine import Registry
+from tidemill.registry.registry import Registry
+from tidemill.registry.schema_types import Given
 
 
 async def settled(cluster: Cluster) -> None:

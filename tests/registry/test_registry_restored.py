@@ -11,8 +11,8 @@ from tidemill.maintenance.check.deep_check import deep_check
 from tidemill.maintenance.restore.restore import SCHEMA_IDS_LEFT_OUT, Restorer
 from tidemill.metastore.rows import DIGESTS, REFERRERS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
 from tidemill.metastore.rows.registry import Reference
-from tidemill.registry.kinds import Given
-from tidemill.registry.machine import Registry
+from tidemill.registry.registry import Registry
+from tidemill.registry.schema_types import Given
 
 INNER = Given("AVRO", record("x:int", name="n.Inner"))
 OUTER = Given("AVRO", record("i:n.Inner", name="n.Outer"), (Reference("n.Inner", "inner", 1),))

@@ -27,8 +27,8 @@ from tidemill.capture.encode.debezium_json import OPS, SNAPSHOT_OP, EventEncoder
 from tidemill.capture.encode.row_encoder import RowEncoder
 from tidemill.capture.session.capture import Capture
 from tidemill.cli.verify.table import verify_captured
-from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar
+from tidemill.registry.registry import Registry
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.executor import inline_cpu
 from tidemill.shards.parts.pg_columns import column_for

@@ -12,8 +12,8 @@ from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, s
 
 if TYPE_CHECKING:
     from tidemill.metastore.rows.registry import Reference
-    from tidemill.registry.kinds import Given
-    from tidemill.registry.machine import Registry
+    from tidemill.registry.registry import Registry
+    from tidemill.registry.schema_types import Given
 
 app = typer.Typer(help="List, show, register, delete and check schemas.", no_args_is_help=True)
 Subject = Annotated[str, typer.Argument(help="Subject; Kafka clients use TOPIC-value and TOPIC-key.")]
@@ -55,7 +55,7 @@ def list_schemas(
 @app.command("show")
 def show(subject: Subject, version: Version = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show one version of a subject."""
-    from tidemill.registry.http.answers import version_body
+    from tidemill.registry.http.responses import version_body
 
     with stores(config) as opened:
         found = opened.portal.call(_registry(opened).find(subject, version, deleted=bool(version)))
@@ -130,7 +130,7 @@ def check(
 
 def _registry(opened: Stores) -> Registry:
     from tidemill.node.served import registry_settings
-    from tidemill.registry.machine import Registry
+    from tidemill.registry.registry import Registry
     from tidemill.shards.executor import inline_cpu
 
     settings = registry_settings(opened.config.registry)
@@ -138,13 +138,13 @@ def _registry(opened: Stores) -> Registry:
 
 
 def _named(subject: str) -> str:
-    from tidemill.registry.http.asked import subject_of
+    from tidemill.registry.http.requests import subject_of
 
     return subject_of(subject)
 
 
 def _given(file: Path, kind: str, references: list[str] | None, normalize: bool) -> Given:
-    from tidemill.registry.kinds import Given
+    from tidemill.registry.schema_types import Given
 
     kind = kind.upper() or KINDS.get(file.suffix, "")
     if not kind:

@@ -77,8 +77,8 @@ from tidemill.node.spreading import Spread, node_of
 from tidemill.objects.factory import open_objects
 from tidemill.objects.retrying import ResilientObjects
 from tidemill.registry.http import registry_routes
-from tidemill.registry.machine import Registry
 from tidemill.registry.registrar import Registrar
+from tidemill.registry.registry import Registry
 from tidemill.security.acl_cache import Rulebook
 from tidemill.security.sasl import Authenticator
 from tidemill.security.users import Users

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.registry.http.asked import parts_of, plain_subject
+from tidemill.registry.http.requests import parts_of, plain_subject
 from tidemill.security.acl_cache import Rulebook
 from tidemill.security.acls import CLUSTER_NAME, Operation, Resource
 from tidemill.security.audit import Audit

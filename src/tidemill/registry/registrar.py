@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from tidemill.registry.kinds import Given
-from tidemill.registry.machine import Registry
+from tidemill.registry.registry import Registry
+from tidemill.registry.schema_types import Given
 
 
 class Registrar:

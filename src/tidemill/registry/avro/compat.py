@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from tidemill.registry.avro.model import Array, Avro, Enum, Fixed, Map, Named, Primitive, Record, Union
-from tidemill.registry.bounds import Steps
-from tidemill.registry.fixpoint import Walk
-from tidemill.registry.parsed import Difference
+from tidemill.registry.limits import Steps
+from tidemill.registry.parsed_schema import Difference
+from tidemill.registry.recursion import Walk
 
 PROMOTED = {
     "int": {"long", "float", "double"},

@@ -30,9 +30,9 @@ from tidemill.registry.avro.model import (
     Record,
     Union,
 )
-from tidemill.registry.bounds import load_json, shown
 from tidemill.registry.errors import bad_schema
-from tidemill.registry.parsed import Parsed, Resolved, digest_of
+from tidemill.registry.limits import load_json, shown
+from tidemill.registry.parsed_schema import Parsed, Resolved, digest_of
 
 ORDER = (
     "type",

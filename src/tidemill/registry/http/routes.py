@@ -24,10 +24,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from tidemill.base.errors import TidemillError
-from tidemill.registry.compat import DEFAULT
+from tidemill.registry.compat_levels import DEFAULT
 from tidemill.registry.errors import Refused, no_schema, no_subject
-from tidemill.registry.http.answers import answer, refusal, schema_body, text_of, version_body
-from tidemill.registry.http.asked import (
+from tidemill.registry.http.requests import (
     LIST_MOST,
     body_of,
     flag,
@@ -40,8 +39,9 @@ from tidemill.registry.http.asked import (
     version_of,
     whole,
 )
-from tidemill.registry.machine import EVERY, Registry
-from tidemill.registry.parsed import KINDS
+from tidemill.registry.http.responses import answer, refusal, schema_body, text_of, version_body
+from tidemill.registry.parsed_schema import KINDS
+from tidemill.registry.registry import EVERY, Registry
 
 METHODS = ("GET", "POST", "PUT", "DELETE")
 TOPS = ("subjects", "schemas", "config", "mode", "compatibility", "contexts")

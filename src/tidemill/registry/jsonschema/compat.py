@@ -12,8 +12,6 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from tidemill.registry.bounds import Steps
-from tidemill.registry.fixpoint import Walk
 from tidemill.registry.jsonschema.model import (
     ALL,
     ANY,
@@ -30,7 +28,9 @@ from tidemill.registry.jsonschema.model import (
     Node,
     Shape,
 )
-from tidemill.registry.parsed import Difference
+from tidemill.registry.limits import Steps
+from tidemill.registry.parsed_schema import Difference
+from tidemill.registry.recursion import Walk
 
 UPPER = ("maxLength", "maximum", "exclusiveMaximum", "maxProperties", "maxItems")
 LOWER = ("minLength", "minimum", "exclusiveMinimum", "minProperties", "minItems")

@@ -15,7 +15,6 @@ from typing import Any
 import orjson
 
 from tidemill.metastore.rows.registry import Reference
-from tidemill.registry.bounds import load_json, shown
 from tidemill.registry.errors import bad_schema
 from tidemill.registry.jsonschema.model import (
     ALL,
@@ -32,7 +31,8 @@ from tidemill.registry.jsonschema.model import (
     Node,
     Shape,
 )
-from tidemill.registry.parsed import Parsed, Resolved, digest_of
+from tidemill.registry.limits import load_json, shown
+from tidemill.registry.parsed_schema import Parsed, Resolved, digest_of
 
 KEYWORDS = {
     OBJECT: (

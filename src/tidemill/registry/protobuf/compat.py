@@ -7,10 +7,10 @@ an unknown enum constant is kept as a number.
 
 from __future__ import annotations
 
-from tidemill.registry.bounds import Steps
-from tidemill.registry.fixpoint import Walk
-from tidemill.registry.parsed import Difference
+from tidemill.registry.limits import Steps
+from tidemill.registry.parsed_schema import Difference
 from tidemill.registry.protobuf.model import REPEATED, REQUIRED, SCALAR_GROUPS, Field, Message, Proto
+from tidemill.registry.recursion import Walk
 
 
 def differences(reader: Proto, writer: Proto, steps: Steps) -> list[Difference]:

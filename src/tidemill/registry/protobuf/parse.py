@@ -14,9 +14,9 @@ from importlib import import_module
 from typing import Any
 
 from tidemill.metastore.rows.registry import Reference
-from tidemill.registry.bounds import shown
 from tidemill.registry.errors import bad_schema
-from tidemill.registry.parsed import Parsed, Resolved, digest_of
+from tidemill.registry.limits import shown
+from tidemill.registry.parsed_schema import Parsed, Resolved, digest_of
 from tidemill.registry.protobuf.compile import compile_text
 from tidemill.registry.protobuf.model import model_of
 from tidemill.registry.protobuf.text import text_of

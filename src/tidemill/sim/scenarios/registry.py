@@ -20,8 +20,8 @@ from tidemill.base.clock import Rand
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
 from tidemill.registry.errors import Refused
-from tidemill.registry.kinds import Given
-from tidemill.registry.machine import Registry
+from tidemill.registry.registry import Registry
+from tidemill.registry.schema_types import Given
 from tidemill.shards.executor import inline_cpu
 from tidemill.sim.oracles.linearizable import Call, linearizable
 from tidemill.sim.scenarios.callers import Guessing, drawn_settings, opening, recorded, soon, through_any, under_crashes

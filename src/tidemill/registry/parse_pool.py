@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from tidemill.base.errors import Unavailable
 from tidemill.metastore.rows.registry import SchemaRow
-from tidemill.registry.book import Kept
-from tidemill.registry.bounds import Steps
-from tidemill.registry.compat import problems
-from tidemill.registry.kinds import Given, Place, understand
-from tidemill.registry.parsed import Parsed
+from tidemill.registry.compat_levels import problems
+from tidemill.registry.limits import Steps
+from tidemill.registry.parsed_schema import Parsed
+from tidemill.registry.schema_types import Given, Place, understand
 from tidemill.registry.settings import RegistrySettings
+from tidemill.registry.store import Kept
 from tidemill.shards.executor import Cpu
 
 VERDICTS = 10_000

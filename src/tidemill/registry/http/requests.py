@@ -10,9 +10,9 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from tidemill.metastore.rows.registry import Reference
-from tidemill.registry.bounds import shown
 from tidemill.registry.errors import Refused, bad_schema, not_permitted
-from tidemill.registry.kinds import Given
+from tidemill.registry.limits import shown
+from tidemill.registry.schema_types import Given
 from tidemill.registry.settings import SUBJECT_BYTES
 
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tidemill.registry.avro.compat import differences as avro_differences
-from tidemill.registry.bounds import Steps, bounded
 from tidemill.registry.jsonschema.compat import differences as json_differences
-from tidemill.registry.parsed import Difference, Parsed
+from tidemill.registry.limits import Steps, bounded
+from tidemill.registry.parsed_schema import Difference, Parsed
 from tidemill.registry.protobuf.compat import differences as protobuf_differences
 
 LEVELS = ("BACKWARD", "BACKWARD_TRANSITIVE", "FORWARD", "FORWARD_TRANSITIVE", "FULL", "FULL_TRANSITIVE", "NONE")

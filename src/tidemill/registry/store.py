@@ -25,10 +25,10 @@ from tidemill.metastore.rows.registry import (
     UseRow,
     VersionRow,
 )
-from tidemill.registry.decisions import Used, live
 from tidemill.registry.errors import bad_schema, no_schema
-from tidemill.registry.kinds import Place
+from tidemill.registry.schema_types import Place
 from tidemill.registry.settings import REFERENCES
+from tidemill.registry.transitions import Used, live
 
 HEAD = REGISTRY_HEADS.key("head")
 

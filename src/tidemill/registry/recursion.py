@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tidemill.registry.bounds import MESSAGES, Steps
-from tidemill.registry.parsed import Difference
+from tidemill.registry.limits import MESSAGES, Steps
+from tidemill.registry.parsed_schema import Difference
 
 Pair = tuple[int, int]
 _NONE = 1 << 30

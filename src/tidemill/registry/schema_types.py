@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.avro.parse import parse as parse_avro
-from tidemill.registry.bounds import bounded
 from tidemill.registry.errors import Refused, bad_schema
 from tidemill.registry.jsonschema.parse import parse as parse_json
-from tidemill.registry.parsed import Parsed, Resolved
+from tidemill.registry.limits import bounded
+from tidemill.registry.parsed_schema import Parsed, Resolved
 from tidemill.registry.protobuf.parse import parse as parse_protobuf
 from tidemill.registry.protobuf.parse import serialized
 

@@ -12,16 +12,16 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.runtime.coop import Pace
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.registry import RegistryConfigRow, RegistryHeadRow, SchemaRow, VersionRow
-from tidemill.registry import decisions
-from tidemill.registry.book import Book
-from tidemill.registry.changes import Changes
-from tidemill.registry.compat import DEFAULT, LEVELS, compared_with
-from tidemill.registry.decisions import Change, live
+from tidemill.registry import transitions
+from tidemill.registry.compat_levels import DEFAULT, LEVELS, compared_with
 from tidemill.registry.errors import Refused, no_schema, no_subject, no_version, not_permitted, too_large
-from tidemill.registry.kinds import Given, given_of
-from tidemill.registry.parsed import Parsed
+from tidemill.registry.parse_pool import Understanding
+from tidemill.registry.parsed_schema import Parsed
+from tidemill.registry.schema_types import Given, given_of
 from tidemill.registry.settings import SCHEMA_BYTES_MOST, RegistrySettings
-from tidemill.registry.understanding import Understanding
+from tidemill.registry.store import Book
+from tidemill.registry.transitions import Change, live
+from tidemill.registry.writer import Changes
 from tidemill.shards.executor import Cpu
 
 EVERY = ""
@@ -135,17 +135,17 @@ class Registry:
             same = next((row for row in reversed(live(versions)) if row.id in ids), None)
             if same is not None and not wanted_id:
                 return Change([], head, same)
-            decisions.may_register(subject, await self.mode(subject), wanted_id)
+            transitions.may_register(subject, await self.mode(subject), wanted_id)
             now_ms = self._clock.now_ms()
             if wanted_id:
                 there = await self._there(wanted_id)
-                return decisions.import_version(
+                return transitions.import_version(
                     head, subject, versions, parsed, there, ids, (wanted_id, version), now_ms, self._settings
                 )
-            if version and version != decisions.next_version(versions):
+            if version and version != transitions.next_version(versions):
                 raise Refused(42201, f"Invalid schema: version {version} is not one more than the latest")
             await self._compatible(subject, parsed, live(versions))
-            return decisions.register(head, subject, versions, parsed, ids, now_ms, self._settings)
+            return transitions.register(head, subject, versions, parsed, ids, now_ms, self._settings)
 
         # What takes long is done once without holding others up; in line it is known already. So is a refusal, which is
         # said there, as of one moment.
@@ -161,22 +161,22 @@ class Registry:
 
         async def decide(head: RegistryHeadRow) -> Change[list[int]]:
             versions = await self.book.versions(subject)
-            decisions.writable(subject, await self.mode(subject))
+            transitions.writable(subject, await self.mode(subject))
             number = version
             if latest:
                 shown = versions if permanent else live(versions)
                 if not shown:
                     raise no_subject(subject)
                 number = shown[-1].version
-            numbers = decisions.to_delete(subject, versions, number, permanent)
+            numbers = transitions.to_delete(subject, versions, number, permanent)
             for one in numbers:
                 await self._not_referred(subject, one, permanent)
             if not permanent:
                 configured = await self.book.config(subject) is not None
-                return decisions.delete_versions(head, subject, versions, numbers, configured)
+                return transitions.delete_versions(head, subject, versions, numbers, configured)
             ids = {row.id for row in versions if row.version in numbers}
             schemas = {one: await self.book.used(one) for one in sorted(ids)}
-            return decisions.purge_versions(head, subject, versions, numbers, schemas)
+            return transitions.purge_versions(head, subject, versions, numbers, schemas)
 
         return await self._changes.make(decide)
 
@@ -186,21 +186,21 @@ class Registry:
             raise Refused(42203, f"Invalid compatibility level. Valid values are {', '.join(LEVELS)}.")
 
         async def decide(head: RegistryHeadRow) -> Change[RegistryConfigRow]:
-            decisions.writable(subject, await self.mode(subject))
+            transitions.writable(subject, await self.mode(subject))
             row = await self.book.config(subject)
             old = row or RegistryConfigRow(subject)
             if clear:
                 old = replace(old, compatibility="", normalize=None)
             said = old.normalize if normalize is None else normalize
             new = replace(old, compatibility=level or old.compatibility, normalize=said)
-            return decisions.configure(head, new, row is not None, self._settings)
+            return transitions.configure(head, new, row is not None, self._settings)
 
         await self._changes.make(decide)
 
     async def set_mode(self, subject: str, mode: str, *, force: bool = False) -> None:
         """ "" = as for all."""
-        if mode and mode not in decisions.MODES:
-            raise Refused(42204, f"Invalid mode. Valid values are {', '.join(decisions.MODES)}.")
+        if mode and mode not in transitions.MODES:
+            raise Refused(42204, f"Invalid mode. Valid values are {', '.join(transitions.MODES)}.")
 
         async def decide(head: RegistryHeadRow) -> Change[RegistryConfigRow]:
             if mode == "IMPORT" and not force:
@@ -209,7 +209,7 @@ class Registry:
                     raise not_permitted("Cannot import since found existing subjects")
             row = await self.book.config(subject)
             new = replace(row or RegistryConfigRow(subject), mode=mode)
-            return decisions.configure(head, new, row is not None, self._settings)
+            return transitions.configure(head, new, row is not None, self._settings)
 
         await self._changes.make(decide)
 

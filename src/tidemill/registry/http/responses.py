@@ -10,7 +10,7 @@ from starlette.responses import Response
 from tidemill.base.errors import TidemillError, Unknown
 from tidemill.metastore.rows.registry import SchemaRow, VersionRow
 from tidemill.registry.errors import Refused
-from tidemill.registry.http.asked import MEDIA_TYPE
+from tidemill.registry.http.requests import MEDIA_TYPE
 from tidemill.registry.protobuf.parse import serialized
 
 

@@ -31,7 +31,7 @@ from tidemill.metastore.rows.registry import (
     VersionRow,
 )
 from tidemill.registry.errors import Refused, no_subject, no_version, not_permitted
-from tidemill.registry.parsed import Parsed
+from tidemill.registry.parsed_schema import Parsed
 from tidemill.registry.settings import RegistrySettings
 
 MODES = ("READWRITE", "READONLY", "IMPORT")

@@ -13,10 +13,10 @@ from tidemill.base.errors import Conflict, Fenced, TidemillError, Unavailable, U
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import REGISTRY_HEADS
 from tidemill.metastore.rows.registry import RegistryHeadRow
-from tidemill.registry.book import HEAD, Book
-from tidemill.registry.decisions import Change
 from tidemill.registry.errors import Refused
 from tidemill.registry.settings import WRITE_BUDGET_S
+from tidemill.registry.store import HEAD, Book
+from tidemill.registry.transitions import Change
 
 PAUSE_S = 0.05
 NONCE_LETTERS = 12
