@@ -13,7 +13,7 @@ from pathlib import Path
 from tidemill.base.clock import SystemClock
 from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.cli.demo.ports import free_port
-from tidemill.node.processes import start_all
+from tidemill.node.supervise.processes import start_all
 
 
 def machine() -> str:

@@ -32,8 +32,8 @@ from tidemill.base.config.config import load
 from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.runner import Runner
-from tidemill.node.processes import next_port
-from tidemill.node.supervise import Supervisor
+from tidemill.node.supervise.processes import next_port
+from tidemill.node.supervise.supervisor import Supervisor
 
 NODES = 2
 WAIT_LIMIT_S = 2.0

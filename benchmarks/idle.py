@@ -42,8 +42,8 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.config.config import parse
 from tidemill.cli.demo.environment import prepare
 from tidemill.cli.demo.ports import free_port
-from tidemill.node.processes import driver as driver_of
-from tidemill.node.processes import start_all, together
+from tidemill.node.supervise.processes import driver as driver_of
+from tidemill.node.supervise.processes import start_all, together
 from tidemill.spark.stores import Urls, open_stores
 from upsert import DEADLINE_S, Lane
 from upsert_load import KEY, SCHEMA, Load

@@ -18,7 +18,7 @@ from tidemill.base.errors import Closed, Missing, Unavailable
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import PROCESS, Report
 from tidemill.consensus.status.board import Board
-from tidemill.node.instances import is_driver, pipeline_of
+from tidemill.node.supervise.driver_instances import is_driver, pipeline_of
 
 FROZEN_S = (15.0, 35.0)
 """Longer than any lease, and than the age at which a report is blind."""

@@ -25,8 +25,8 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.memory_budget import resident_bytes
 from tidemill.base.status.status import Tracker
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.node.http import HttpServer
-from tidemill.node.http_limits import HttpLimits
+from tidemill.node.http.limits import HttpLimits
+from tidemill.node.http.server import HttpServer
 from tidemill.shapes import shape_routes
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings

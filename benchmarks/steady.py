@@ -32,8 +32,8 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import parse
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.factory import open_consensus
-from tidemill.node.processes import start_all
-from tidemill.node.supervise import Supervisor
+from tidemill.node.supervise.processes import start_all
+from tidemill.node.supervise.supervisor import Supervisor
 from tidemill.objects.factory import open_objects
 from tidemill.shards.handle import LogShard
 from tidemill.shards.registry import open_remap, open_shard

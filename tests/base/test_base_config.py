@@ -12,11 +12,11 @@ import pytest
 
 from tidemill.base.config.config import HttpSection, ShapesSection, load, parse
 from tidemill.base.errors import Invalid
-from tidemill.node.http_limits import HttpLimits
-from tidemill.node.overrides import overridden
-from tidemill.node.processes import start_drivers, together
-from tidemill.node.served import http_limits, shape_settings
-from tidemill.node.supervise import ChildSpec
+from tidemill.node.http.limits import HttpLimits
+from tidemill.node.settings_from_config import http_limits, shape_settings
+from tidemill.node.supervise.overrides import overridden
+from tidemill.node.supervise.processes import start_drivers, together
+from tidemill.node.supervise.supervisor import ChildSpec
 from tidemill.shapes import ShapeSettings
 
 

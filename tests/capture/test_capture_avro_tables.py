@@ -25,7 +25,7 @@ from tidemill.capture.encode.avro_schemas import field_names
 from tidemill.capture.snapshot.exported_snapshot import Snapshot
 from tidemill.capture.tables.recopy_requests import ask
 from tidemill.cli.demo.postgres import EmbeddedPostgres
-from tidemill.node.http import HttpServer
+from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registrar import Registrar
 from tidemill.registry.registry import Registry

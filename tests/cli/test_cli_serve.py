@@ -11,7 +11,7 @@ ARROW = """
 import sys
 from tidemill.cli.serve import Without
 sys.meta_path.insert(0, Without)
-import tidemill.node.assembly
+import tidemill.node.node
 import numpy as np, pyarrow as pa, pyarrow.json, pyarrow.parquet
 pa.array(np.arange(3)); pa.array(["a"]); pa.table({"a": [1, 2]}).filter(pa.array([True, False])).to_pylist()
 loaded = {name.partition(".")[0] for name in sys.modules}

@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 from patience import DEADLINE_S, eventually
 from tidemill.cli.demo.ports import free_address
-from tidemill.node.supervise import launched
+from tidemill.node.supervise.supervisor import launched
 
 
 class Cluster:

@@ -26,7 +26,7 @@ from tidemill.cli.demo.ports import free_address
 from tidemill.cli.status import status
 from tidemill.cli.why import why
 from tidemill.console.app import console_routes
-from tidemill.node.assembly import Node
+from tidemill.node.node import Node
 
 PROMISED_S = 5.0 * max(1.0, SCALE)
 ENDPOINT_S = 3.0 * max(1.0, SCALE)

@@ -14,7 +14,7 @@ from harness import RealBroker
 from starlette.applications import Starlette
 from test_kafka_captured import TABLE, TOPIC, Captured, by_confluent
 
-from tidemill.node.http import HttpServer
+from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registrar import Registrar
 from tidemill.registry.registry import Registry

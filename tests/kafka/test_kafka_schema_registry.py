@@ -22,7 +22,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from harness import RealBroker
 from starlette.applications import Starlette
 
-from tidemill.node.http import HttpServer
+from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import Registry
 from tidemill.shards.executor import pooled_cpu

@@ -13,7 +13,7 @@ from tidemill.base.config.config import StorageSection
 from tidemill.cli import serve
 from tidemill.maintenance import job_list
 from tidemill.maintenance.topics.l0_garbage import TopicObjects
-from tidemill.node import assembly
+from tidemill.node import node
 from tidemill.topics.config.settings import TopicSettings
 
 EVERY_S = 0.3
@@ -25,12 +25,12 @@ def quick(section: StorageSection) -> TopicSettings:
     )
 
 
-SERVED = assembly.topic_settings
+SERVED = node.topic_settings
 JOBS = ("TOPIC_OBJECTS", "TOPIC_L1", "TOPIC_L1_LEVELS", "TOPIC_COMPACTION")
 
 
 def main() -> int:
-    assembly.topic_settings = quick
+    node.topic_settings = quick
     for job in JOBS:
         setattr(job_list, f"{job}_EVERY_S", EVERY_S)
     kept = TopicObjects.__init__.__kwdefaults__

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 
 from tidemill.consensus.api import Lease
-from tidemill.node.backoff import FIRST_S, LONGEST_S, LOST_S, NEVER_S, Backoff
-from tidemill.node.placement import Placement
-from tidemill.node.spreading import UNEVEN_S, Spread, View
+from tidemill.node.captures.backoff import FIRST_S, LONGEST_S, LOST_S, NEVER_S, Backoff
+from tidemill.node.captures.balancer import UNEVEN_S, Spread, View
+from tidemill.node.captures.placement import Placement
 
 LEASE = Lease("capture/x", "n1/1", 1, 1, 60_000, True)
 SEEN_AFTER_S = 3.0

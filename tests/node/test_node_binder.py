@@ -18,7 +18,7 @@ from tidemill.base.runtime import tasks
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.node.binder import Binder
+from tidemill.node.topic_binder import Binder
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import Binding
 from tidemill.shards.bindings.remap import LogRemap

@@ -25,8 +25,8 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.factory import metastore_on
-from tidemill.node.http import HttpServer
-from tidemill.node.http_access import Guard, Need, Parties, needs
+from tidemill.node.http.auth import Guard, Need, Parties, needs
+from tidemill.node.http.server import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http.requests import subject_of
 from tidemill.registry.http.routes import Rest

@@ -12,9 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tidemill.node.http import HttpServer
-from tidemill.node.http_app import application
-from tidemill.node.http_limits import HttpLimits
+from tidemill.node.http.app import application
+from tidemill.node.http.limits import HttpLimits
+from tidemill.node.http.server import HttpServer
 from tidemill.shapes.http import streaming
 from tidemill.shapes.http.authorization import host_of
 from tidemill.shapes.http.streaming import ItemsResponse, pieces

@@ -20,8 +20,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tidemill.base.errors import Invalid
-from tidemill.node import http as http_module
-from tidemill.node.http import HttpServer
+from tidemill.node.http import server as http_module
+from tidemill.node.http.server import HttpServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kafka"))
 from authority import Authority

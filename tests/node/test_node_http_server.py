@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from patience import eventually
 from tidemill.base.errors import Invalid
-from tidemill.node.http import HttpServer
+from tidemill.node.http.server import HttpServer
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

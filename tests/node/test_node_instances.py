@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tidemill.base.config.config import Config
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import Report
-from tidemill.node.instances import instance_name, not_missed, pipeline_of, place_of, process_of
-from tidemill.node.processes import supervised_here
+from tidemill.node.supervise.driver_instances import instance_name, not_missed, pipeline_of, place_of, process_of
+from tidemill.node.supervise.processes import supervised_here
 
 NOW_MS = 1_000_000
 labels = st.from_regex(r"[a-z][a-z0-9_]{0,5}", fullmatch=True) | st.just("")

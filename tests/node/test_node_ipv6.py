@@ -17,7 +17,7 @@ from confluent_kafka import Consumer, Producer
 from tidemill.base.config.config import Config
 from tidemill.cli.demo.ports import free_port
 from tidemill.console.app import console_routes
-from tidemill.node import assembly
+from tidemill.node import node as assembly
 
 WAIT_S = 60
 

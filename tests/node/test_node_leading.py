@@ -17,7 +17,7 @@ from tidemill.consensus.leader_election import lead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
-from tidemill.node.assignment import CaptureFirst
+from tidemill.node.partition_assignment import CaptureFirst
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.membership import Membership, NodeInfo

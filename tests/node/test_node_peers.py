@@ -16,8 +16,8 @@ from tidemill.base.status.status import Report
 from tidemill.consensus.api import Versioned
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.status.board import FORGET_AFTER_MS, Board
-from tidemill.node import peers as peers_module
-from tidemill.node.peers import FRESH_S, Peers
+from tidemill.node import silent_peers as peers_module
+from tidemill.node.silent_peers import FRESH_S, Peers
 from tidemill.topics.membership import Membership, NodeInfo
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tidemill.node.placement import Placement, Willing
+from tidemill.node.captures.placement import Placement, Willing
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -22,7 +22,7 @@ from tidemill.cli.context import stores
 from tidemill.cli.demo.ports import free_address
 from tidemill.cli.main import app as cli
 from tidemill.console.app import console_routes
-from tidemill.node.assembly import Node
+from tidemill.node.node import Node
 from tidemill.security.acl_cache import Rulebook
 from tidemill.security.acls import CLUSTER_NAME, Operation, Resource, Rule
 from tidemill.security.scram import NAMES, made_of

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from tidemill.node.spare import COUNT, Spare
+from tidemill.node.descriptor_reserve import COUNT, Spare
 
 
 @contextmanager

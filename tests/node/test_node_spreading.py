@@ -11,14 +11,14 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Lease
 from tidemill.consensus.leader_election import lead
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.node import spreading
-from tidemill.node.spreading import Spread
+from tidemill.node.captures import balancer
+from tidemill.node.captures.balancer import Spread
 
 LEASE = Lease("capture/a", "n1/1", 1, 1, 60_000, True)
 
 
 def test_s2_what_who_should_have_it_does_not_take_is_taken_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spreading, "PAUSE_S", 0.05)
+    monkeypatch.setattr(balancer, "PAUSE_S", 0.05)
 
     async def scenario() -> None:
         async def look() -> tuple[dict[str, str], dict[str, list[str]]]:
@@ -38,7 +38,7 @@ def test_s2_what_who_should_have_it_does_not_take_is_taken_by_the_next_one(monke
 
 
 def test_a_capture_that_another_should_have_ends_before_its_lease_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spreading, "UNEVEN_S", 0.0)
+    monkeypatch.setattr(balancer, "UNEVEN_S", 0.0)
 
     async def scenario() -> None:
         consensus = MemoryConsensus(SystemClock())

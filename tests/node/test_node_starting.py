@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import tidemill.node.assembly as assembly
+import tidemill.node.node as assembly
 from patience import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config

@@ -16,7 +16,7 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, Replaced
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import Report, State, derive, derive_all
-from tidemill.node.supervise import ChildSpec, Supervisor, launched
+from tidemill.node.supervise.supervisor import ChildSpec, Supervisor, launched
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -96,7 +96,7 @@ def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_
 ) -> None:
     """The real driver's process, up to where it would open its stores."""
     from tidemill.base.config.config import parse
-    from tidemill.node.processes import driver
+    from tidemill.node.supervise.processes import driver
 
     file = tmp_path / "pipeline.py"
     file.write_text("import nothing_of_that_name\n")
@@ -185,7 +185,7 @@ def test_the_last_words_of_a_life_are_its_own(tmp_path: Path) -> None:
 
 
 def test_a_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tidemill.node import supervise
+    from tidemill.node.supervise import supervisor as supervise
 
     monkeypatch.setattr(supervise, "LOG_BYTES", 10_000)
 
@@ -203,7 +203,7 @@ def test_a_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_no_password_is_on_a_command_line_or_in_a_file_that_others_may_read(tmp_path: Path) -> None:
     from tidemill.base.config.config import parse
-    from tidemill.node import processes
+    from tidemill.node.supervise import processes
 
     values = {
         "node": {"data": str(tmp_path / "data")},
@@ -236,7 +236,7 @@ def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:
 import asyncio
 from pathlib import Path
 from tidemill.base.clock import SystemClock
-from tidemill.node.supervise import ChildSpec, Supervisor
+from tidemill.node.supervise.supervisor import ChildSpec, Supervisor
 async def main():
     supervisor = Supervisor(Path({str(tmp_path)!r}), SystemClock(), print)
     child = supervisor.add(ChildSpec("sleeper", {SLEEPER!r}))
@@ -279,7 +279,7 @@ def test_a_command_that_cannot_be_run_is_named(tmp_path: Path) -> None:
 
 def test_an_unwritable_data_directory_is_refused_by_name(tmp_path: Path) -> None:
     from tidemill.base.config.config import parse
-    from tidemill.node.processes import start_all
+    from tidemill.node.supervise.processes import start_all
 
     (tmp_path / "file").write_text("")
     config = parse({"node": {"data": str(tmp_path / "file" / "data")}}, origin="")

@@ -16,8 +16,8 @@ from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import Report, Tracker, this_process
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import Board
-from tidemill.node.instances import DRIVER_MODULE
-from tidemill.node.telling import Telling
+from tidemill.node.supervise.driver_instances import DRIVER_MODULE
+from tidemill.node.supervise.status import Telling
 
 
 def failing(tracker: Tracker, now_ms: int, error: str) -> None:

@@ -17,7 +17,7 @@ from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
 from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.metastore.metastore import Metastore
-from tidemill.node.http import HttpServer
+from tidemill.node.http.server import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import Registry

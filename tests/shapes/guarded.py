@@ -14,7 +14,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.factory import metastore_on
-from tidemill.node.http_access import Guard, Parties
+from tidemill.node.http.auth import Guard, Parties
 from tidemill.objects.memory import MemoryObjects
 from tidemill.security.acl_cache import Rulebook
 from tidemill.security.acls import Operation, Resource, Rule

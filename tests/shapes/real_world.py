@@ -16,7 +16,7 @@ from tidemill.capture.session.capture import Capture
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
-from tidemill.node.http import HttpServer
+from tidemill.node.http.server import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes import ShapeService, shape_routes
 from tidemill.shards.bindings.remap import LogRemap

@@ -27,8 +27,8 @@ from tidemill.base.status.status import Tracker
 from tidemill.capture.changes import Column, Fragment, Relation
 from tidemill.capture.decode.transaction_builder import Converter, RelationSeen
 from tidemill.capture.postgres.pgoutput import decode
-from tidemill.node.http import HttpServer
-from tidemill.node.http_app import application
+from tidemill.node.http.app import application
+from tidemill.node.http.server import HttpServer
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
 from tidemill.shapes.http.authorization import Grants
 from tidemill.shapes.tables.initial_snapshot import SESSION_SETTINGS

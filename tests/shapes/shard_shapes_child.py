@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.factory import open_consensus
-from tidemill.node.http import HttpServer
+from tidemill.node.http.server import HttpServer
 from tidemill.objects.factory import open_objects
 from tidemill.shapes import LogLimits, ShapeService, ShapeSettings, shape_routes
 from tidemill.shards.registry import open_shard

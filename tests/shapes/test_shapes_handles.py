@@ -11,7 +11,7 @@ from shape_world import ShapeWorld, run
 from starlette.applications import Starlette
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.node.http import HttpServer
+from tidemill.node.http.server import HttpServer
 from tidemill.shapes import LogLimits, ShapeService, ShapeSettings, shape_routes
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, Source
 

@@ -10,7 +10,7 @@ from test_spark_streaming import running, until
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import Tracker
-from tidemill.node.binder import Binder
+from tidemill.node.topic_binder import Binder
 from tidemill.shards.registry import open_remap
 from tidemill.topics.partition_reader import PartitionReaderImpl
 

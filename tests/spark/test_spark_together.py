@@ -17,8 +17,8 @@ from tidemill.base.clock import Rand
 from tidemill.base.config.config import parse
 from tidemill.base.status.status import Report
 from tidemill.consensus.status.board import Board
-from tidemill.node.instances import beside
-from tidemill.node.processes import driver
+from tidemill.node.supervise.driver_instances import beside
+from tidemill.node.supervise.processes import driver
 
 CLICKS = """
 from pathlib import Path

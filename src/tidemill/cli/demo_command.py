@@ -40,7 +40,7 @@ def demo(
     """
     from tidemill.cli.demo.environment import prepare
     from tidemill.cli.demo.runner import Runner
-    from tidemill.node.processes import next_port
+    from tidemill.node.supervise.processes import next_port
 
     if seconds is not None and seconds <= 0:
         raise Invalid(f"--for must be above 0: for={seconds}.", fix="Give seconds, e.g. --for 90.")

@@ -67,7 +67,7 @@ def alter(
     from tidemill.kafka.groups.config_cache import GroupConfigs
     from tidemill.kafka.groups.configs import GROUP
     from tidemill.kafka.groups.coordinator import is_name
-    from tidemill.node.served import kafka_settings
+    from tidemill.node.settings_from_config import kafka_settings
     from tidemill.topics.config.alter import altered
 
     changes = changes_of(settings, unset)

@@ -22,9 +22,9 @@ from tidemill.cli.pipeline_view import (
 from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.node.instances import beside, is_silent, runs_here
-from tidemill.node.overrides import overridden
-from tidemill.node.processes import start_drivers
+from tidemill.node.supervise.driver_instances import beside, is_silent, runs_here
+from tidemill.node.supervise.overrides import overridden
+from tidemill.node.supervise.processes import start_drivers
 
 app = typer.Typer(help="Run, list, describe, restart and give up pipelines.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Name of the pipeline.")]

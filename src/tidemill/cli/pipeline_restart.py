@@ -12,7 +12,7 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.status.status import Report, this_process
 from tidemill.cli.context import Stores
 from tidemill.consensus.status.board import Board
-from tidemill.node.instances import is_driver
+from tidemill.node.supervise.driver_instances import is_driver
 
 BACK_WITHIN_S = 90.0
 LOOK_S = 0.2

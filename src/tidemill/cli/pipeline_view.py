@@ -13,7 +13,7 @@ from tidemill.base.status.status import Derived, Report, State, behind, derive_a
 from tidemill.cli.context import Stores
 from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.node.instances import beside
+from tidemill.node.supervise.driver_instances import beside
 
 PREFIX = "pipeline:"
 

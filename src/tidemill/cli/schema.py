@@ -129,7 +129,7 @@ def check(
 
 
 def _registry(opened: Stores) -> Registry:
-    from tidemill.node.served import registry_settings
+    from tidemill.node.settings_from_config import registry_settings
     from tidemill.registry.registry import Registry
     from tidemill.shards.executor import inline_cpu
 

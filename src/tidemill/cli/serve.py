@@ -20,7 +20,7 @@ from tidemill.base.runtime.gc_tuning import keep_pauses_short
 from tidemill.base.runtime.memory_budget import keep_freed_memory
 from tidemill.base.status.logging import configure_logs
 from tidemill.console.app import console_routes
-from tidemill.node.supervise import EXIT_CONFIGURATION, EXIT_REPLACED
+from tidemill.node.supervise.supervisor import EXIT_CONFIGURATION, EXIT_REPLACED
 
 KEPT_BYTES = 64 * MIB
 """What was freed and stays with the process, at most: a node's largest buffers come and go with each request, and to
@@ -31,7 +31,7 @@ async def _serve(config: Config) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    from tidemill.node.assembly import Node  # behind Without
+    from tidemill.node.node import Node  # behind Without
 
     await Node(config, console_routes).run(stop)
 
@@ -53,7 +53,7 @@ def _preload(config: Config) -> None:
     import postgast  # noqa: F401
 
     import tidemill.kafka.handlers
-    import tidemill.node.assembly
+    import tidemill.node.node
     import tidemill.shapes.where
     import tidemill.shards.api
 

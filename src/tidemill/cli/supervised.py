@@ -15,9 +15,9 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
 from tidemill.base.errors import Invalid, Unavailable, Unknown
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.node.processes import make_supervisor
-from tidemill.node.supervise import Supervisor
-from tidemill.node.telling import Telling
+from tidemill.node.supervise.processes import make_supervisor
+from tidemill.node.supervise.status import Telling
+from tidemill.node.supervise.supervisor import Supervisor
 
 MasterOption = Annotated[str, typer.Option("--master", help="Spark master, in place of the configuration's.")]
 InstancesOption = Annotated[

@@ -13,9 +13,9 @@ from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.runtime.tasks import sentence
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
-from tidemill.node.overrides import overridden
-from tidemill.node.processes import start_all, supervised_here
-from tidemill.node.supervise import Supervisor
+from tidemill.node.supervise.overrides import overridden
+from tidemill.node.supervise.processes import start_all, supervised_here
+from tidemill.node.supervise.supervisor import Supervisor
 
 
 def up(

@@ -18,7 +18,7 @@ from tidemill.base.errors import Invalid, TidemillError
 from tidemill.capture.naming import table_name, topic_name
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.node.spreading import node_of
+from tidemill.node.captures.balancer import node_of
 from tidemill.shapes.definition.planner import shard_name, split_table
 from tidemill.shapes.http.authorization import NAME, Grants
 

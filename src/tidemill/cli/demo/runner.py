@@ -35,8 +35,8 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.factory import metastore_on
-from tidemill.node.processes import next_port, start_all
-from tidemill.node.supervise import Supervisor
+from tidemill.node.supervise.processes import next_port, start_all
+from tidemill.node.supervise.supervisor import Supervisor
 from tidemill.objects.factory import open_objects
 from tidemill.shards.api import Shard
 from tidemill.shards.registry import open_remap, open_shard

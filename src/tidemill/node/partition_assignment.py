@@ -17,7 +17,7 @@ from tidemill.base.runtime.tasks import Tasks, keep
 from tidemill.base.status.status import Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
-from tidemill.node.spreading import View, node_of
+from tidemill.node.captures.balancer import View, node_of
 from tidemill.topics.membership import Membership
 
 POLL_S = 1.0

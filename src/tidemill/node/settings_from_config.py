@@ -13,7 +13,7 @@ from tidemill.base.config.shapes import BoundParam, ShapeSection, ShapesSection
 from tidemill.kafka.net.listener_security import Gate
 from tidemill.kafka.net.listeners import DEFAULT, Listener
 from tidemill.kafka.settings import KafkaSettings
-from tidemill.node.http_limits import HttpLimits
+from tidemill.node.http.limits import HttpLimits
 from tidemill.registry.settings import RegistrySettings
 from tidemill.security.oauth_tokens import Tokens, TokenSettings
 from tidemill.security.principals import principal_rules

@@ -19,7 +19,7 @@ from tidemill.base.status.status import Report, Tracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import Board
-from tidemill.node.instances import not_missed, not_started
+from tidemill.node.supervise.driver_instances import not_missed, not_started
 
 LOOK_EVERY = 3
 """Rounds between two looks at what the drivers publish."""

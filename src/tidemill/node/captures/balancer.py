@@ -21,8 +21,8 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Lease
-from tidemill.node.backoff import Backoff
-from tidemill.node.placement import Placement, Willing
+from tidemill.node.captures.backoff import Backoff
+from tidemill.node.captures.placement import Placement, Willing
 
 log = structlog.get_logger()
 

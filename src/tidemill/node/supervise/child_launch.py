@@ -1,6 +1,6 @@
 """What a supervised child runs first: it asks to end with its parent, and becomes its command.
 
-usage: launch.py PARENT_PID COMMAND [ARGUMENT ...]
+usage: child_launch.py PARENT_PID COMMAND [ARGUMENT ...]
 
 Not between fork and exec of the parent (`preexec_fn`), which has threads: a lock that one of them holds at that moment
 is held in the child for ever, and the parent waits for it (CPython's documentation of subprocess warns of that).

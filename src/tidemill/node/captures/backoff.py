@@ -3,7 +3,7 @@
     fails     it has neither streamed nor copied for NEVER_S, or for LOST_S where it had in this holding: the node does
               not offer the capture any more, also not while it holds it, and gives it up where another one offers it
     given up  for FIRST_S, and twice as long each time, LONGEST_S at most. It still takes what is free and taken by
-              nobody (spreading.py, S2)
+              nobody (balancer.py, S2)
     works     all of that is forgotten
 
 Y1  The others see by what is offered whom they may give a capture: one that this node cannot run, and another can, is
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tidemill.node.placement import Willing
+from tidemill.node.captures.placement import Willing
 
 NEVER_S = 30.0
 LOST_S = 120.0

@@ -52,14 +52,13 @@ from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.metastore.lsm.compaction.factory import open_merger
-from tidemill.node.assignment import CaptureFirst
-from tidemill.node.binder import Binder
-from tidemill.node.http import HttpServer
-from tidemill.node.http_access import Guard, Parties
-from tidemill.node.http_app import application
-from tidemill.node.peers import Peers
-from tidemill.node.reporting import LEAVE_S, Reporting
-from tidemill.node.served import (
+from tidemill.node.captures.balancer import Spread, node_of
+from tidemill.node.descriptor_reserve import Spare
+from tidemill.node.http.app import application
+from tidemill.node.http.auth import Guard, Parties
+from tidemill.node.http.server import HttpServer
+from tidemill.node.partition_assignment import CaptureFirst
+from tidemill.node.settings_from_config import (
     authenticator_of,
     grants_of,
     http_limits,
@@ -72,8 +71,9 @@ from tidemill.node.served import (
     topic_settings,
 )
 from tidemill.node.shape_routing import ShapeRouting
-from tidemill.node.spare import Spare
-from tidemill.node.spreading import Spread, node_of
+from tidemill.node.silent_peers import Peers
+from tidemill.node.status_publisher import LEAVE_S, Reporting
+from tidemill.node.topic_binder import Binder
 from tidemill.objects.factory import open_objects
 from tidemill.objects.retrying import ResilientObjects
 from tidemill.registry.http import registry_routes

@@ -17,8 +17,8 @@ from tidemill.base.clock import Clock
 from tidemill.base.config.config import Config, ConsensusSection, ObjectsSection, drivers
 from tidemill.base.errors import Invalid
 from tidemill.base.runtime.private_directories import make_private_directory
-from tidemill.node.instances import DRIVER_MODULE, instance_name, process_of
-from tidemill.node.supervise import ChildSpec, Supervisor
+from tidemill.node.supervise.driver_instances import DRIVER_MODULE, instance_name, process_of
+from tidemill.node.supervise.supervisor import ChildSpec, Supervisor
 from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 
 NODE_MODULE = "tidemill.cli.serve"

@@ -20,8 +20,8 @@ from tidemill.base.address import Address
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.base.runtime.tasks import FailureHandler, Tasks, sentence
-from tidemill.node.http_crowds import CHECK_S, close_connections, close_crowds, connections
-from tidemill.node.http_limits import HEAD_BYTES, Bounded, HttpLimits
+from tidemill.node.http.connection_limits import CHECK_S, close_connections, close_crowds, connections
+from tidemill.node.http.limits import HEAD_BYTES, Bounded, HttpLimits
 from tidemill.security.tls import Certificates, TlsSettings
 
 _log = structlog.get_logger()

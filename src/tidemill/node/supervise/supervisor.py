@@ -26,7 +26,7 @@ from tidemill.base.errors import Invalid, Replaced
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.base.status.status import Tracker
-from tidemill.node import launch
+from tidemill.node.supervise import child_launch
 
 BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 STABLE_AFTER_S = 20.0
@@ -240,7 +240,7 @@ def _signal_name(number: int) -> str:
 
 def launched(command: Sequence[str]) -> list[str]:
     """`command`, which ends (SIGTERM) when this process has, however that ended."""
-    return [sys.executable, "-IS", launch.__file__, str(os.getpid()), *command]
+    return [sys.executable, "-IS", child_launch.__file__, str(os.getpid()), *command]
 
 
 class Supervisor:
