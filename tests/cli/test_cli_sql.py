@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
-from tidemill.query import duck
+from tidemill.query import duckdb_views
 from tidemill.shards.api import HistoryLost
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(cluster: Cluster) -> None
 def test_what_a_query_reads_is_held_while_it_runs(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.append([(n, "a", 1) for n in range(300)])
     held: list[str] = []
-    real = duck.make_view
+    real = duckdb_views.make_view
 
     def then_look(*arguments: Any) -> None:
         real(*arguments)
@@ -111,7 +111,7 @@ def test_what_a_query_reads_is_held_while_it_runs(cluster: Cluster, monkeypatch:
             held.extend(hold.reader for hold in shard.state.holds)
             opened.portal.call(shard.aclose())
 
-    monkeypatch.setattr(duck, "make_view", then_look)
+    monkeypatch.setattr(duckdb_views, "make_view", then_look)
     assert rows(cluster, "SELECT count(*) FROM orders") == (DAY + 999, [[300]])
     assert [name.partition("/")[0] for name in held] == ["python"]
     assert json.loads(cluster.command("describe", "orders", "--json"))["holds"] == []

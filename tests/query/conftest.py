@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from query_world import BACKENDS, World
 
-from tidemill.query import reading
+from tidemill.query import table_read
 from tidemill.shards import handle
 from tidemill.shards.compaction import compaction
 from tidemill.shards.read import hash_ranges, part_bytes
@@ -47,7 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for writer in (handle, compaction):
         monkeypatch.setattr(writer, "INLINE_PART_BYTES", 0)
     monkeypatch.setattr(part_bytes, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(reading, "HOLD_ABOVE_BYTES", 0)
+    monkeypatch.setattr(table_read, "HOLD_ABOVE_BYTES", 0)
     monkeypatch.setattr(hash_ranges, "RANGE_ROWS", 50)
     monkeypatch.setattr(compaction, "FAN_IN", 2)
 

@@ -122,9 +122,9 @@ def summed(orders: Table, connection: duckdb.DuckDBPyConnection) -> Any:
 
 def duck_forgets() -> None:
     """Another process, which verified nothing yet."""
-    from tidemill.query import duck
+    from tidemill.query import duckdb_views
 
-    duck._verified.clear()
+    duckdb_views._verified.clear()
 
 
 def test_a_merge_refuses_a_damaged_part_and_changes_nothing(world: World) -> None:

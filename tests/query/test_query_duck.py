@@ -15,7 +15,7 @@ from query_world import ORDERS, World
 from test_query_table import filled, until_let_go
 
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.query import duck
+from tidemill.query import duckdb_views
 from tidemill.shards.api import Column, HistoryLost, ShardSchema
 from tidemill.shards.parts.schema_evolution import Changes
 
@@ -123,7 +123,7 @@ def test_names_that_duckdb_cannot_have_are_refused_and_odd_ones_are_not(world: W
         with pytest.raises(Invalid, match="DuckDB refuses the view: name=taken"):
             table.to_duckdb(connection, "taken")
         assert connection.sql("SELECT a FROM taken").fetchall() == [(1,)]
-        assert world.holds("twice") == [] and duck.quoted('a"b') == '"a""b"'
+        assert world.holds("twice") == [] and duckdb_views.quoted('a"b') == '"a""b"'
 
 
 def test_a_table_without_a_key_that_is_merged_is_scanned_where_it_lies(world: World) -> None:
@@ -211,7 +211,9 @@ def test_a_view_that_cannot_be_replaced_stays_what_it_was(world: World, monkeypa
         world.append(40, [(300, None, -1), (1, "new", 1)])
         for said in ("_create", "plan_parts"):
             with monkeypatch.context() as patched:
-                patched.setattr(duck, said, lambda *_: (_ for _ in ()).throw(Unavailable("the bucket is away.")))
+                patched.setattr(
+                    duckdb_views, said, lambda *_: (_ for _ in ()).throw(Unavailable("the bucket is away."))
+                )
                 with pytest.raises(Unavailable):
                     orders.to_duckdb(connection)
             assert connection.sql("SELECT * FROM orders ORDER BY id").fetchall() == before

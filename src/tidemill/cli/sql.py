@@ -33,7 +33,7 @@ def sql(
         TemporaryDirectory(prefix="tidemill-sql-") as spill,
         duckdb.connect(config={"temp_directory": spill}) as connection,
     ):
-        from tidemill.query.names import named_tables
+        from tidemill.query.sql_table_names import named_tables
 
         tables, either = named_tables(connection, query)
         if not tables | either:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from tidemill.base.errors import Invalid
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.runtime.sync_context import Entered
-from tidemill.query.reading import NEWEST_ATTEMPTS
+from tidemill.query.common_time import common_time
 from tidemill.query.table import WAIT_S, Moment, Table
-from tidemill.query.together import common_time
+from tidemill.query.table_read import NEWEST_ATTEMPTS
 from tidemill.shards.api import HistoryLost
 from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.shards.registry import created_shards
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import duckdb
 
-    from tidemill.query.bucket import Bucket
+    from tidemill.query.fsspec_bucket import Bucket
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ class Cluster:
     @cached_property
     def _bucket(self) -> Bucket:
         """For engines that open files."""
-        from tidemill.query.bucket import Bucket
+        from tidemill.query.fsspec_bucket import Bucket
 
         return Bucket(self._portal, self._stores.objects)
 

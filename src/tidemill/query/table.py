@@ -11,9 +11,9 @@ import pyarrow as pa
 from tidemill.base.errors import Invalid, Missing, unknown_name
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.runtime.sync_context import Entered
-from tidemill.query.changes import following, following_one
-from tidemill.query.reading import Chosen, chosen, rows_of
-from tidemill.query.where import Filter, Where, filter_of
+from tidemill.query.changelog import following, following_one
+from tidemill.query.filters import Filter, Where, filter_of
+from tidemill.query.table_read import Chosen, chosen, rows_of
 from tidemill.shards.api import Delta
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.part_bytes import fetching
@@ -142,7 +142,7 @@ class Table:
         wait_s: float = WAIT_S,
     ) -> pl.DataFrame:
         """All of it as a DataFrame. Raises Invalid as well where polars is not installed."""
-        from tidemill.query.frames import polars
+        from tidemill.query.polars_frames import polars
 
         frame: pl.DataFrame = polars().from_arrow(self.to_arrow(columns, where, as_of=as_of, wait_s=wait_s))
         return frame
@@ -150,7 +150,7 @@ class Table:
     def scan_polars(self, *, as_of: Moment = None, wait_s: float = WAIT_S) -> pl.LazyFrame:
         """A LazyFrame at one time, which is held until the last frame made from it is gone; columns that a query does
         not use are not read. Raises Invalid as well where polars is not installed."""
-        from tidemill.query.frames import scan
+        from tidemill.query.polars_frames import scan
 
         return scan(self, self._choose(as_of, wait_s, long=True))
 
@@ -168,7 +168,7 @@ class Table:
         the table is given to it again under this name, at a newer time. For several tables at one time:
         `Cluster.to_duckdb`. Raises Invalid as well for a name that DuckDB has something else under.
         """
-        from tidemill.query.duck import make_view, quoted
+        from tidemill.query.duckdb_views import make_view, quoted
 
         chosen = self._choose(as_of, wait_s, long=True)
         try:

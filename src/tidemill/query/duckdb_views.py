@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.runtime.sync_context import Entered
 from tidemill.objects.factory import local_directory
-from tidemill.query.reading import Chosen
+from tidemill.query.table_read import Chosen
 from tidemill.shards.api import DIFF, HASH, TIME, Part
 from tidemill.shards.parts.schema import contents_schema, part_schema
 from tidemill.shards.read.keyed_delta import UNTIL

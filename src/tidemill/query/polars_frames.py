@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import Invalid
 from tidemill.base.runtime.sync_context import Entered
-from tidemill.query.reading import Chosen
+from tidemill.query.table_read import Chosen
 
 if TYPE_CHECKING:
     import polars as pl
