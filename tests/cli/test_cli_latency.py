@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.base.status.histogram import SINCE_BOUND, Stages
 from tidemill.base.status.status import Report
-from tidemill.cli.latency import BAR, bars, latencies, show_latency
+from tidemill.cli.status_latency import BAR, bars, latencies, show_latency
 
 
 def report(process: str, source: str, **stages: list[int]) -> Report:

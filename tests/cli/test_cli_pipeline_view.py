@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tidemill.base.status.status import Derived, Mark, Report, derive, this_process
-from tidemill.cli.pipeline_view import View, _instance, instance_line, lag_text, table_row
+from tidemill.cli.pipeline.view import View, _instance, instance_line, lag_text, table_row
 from tidemill.cli.why import line
 
 NOW_MS = 1_000_000_000

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
-from tidemill.cli.shard import exporting
+from tidemill.cli.shard import export
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction import compaction
@@ -187,7 +187,7 @@ def test_an_export_that_is_cut_off_shows_nothing_and_the_next_one_is_whole(
 ) -> None:
     monkeypatch.setattr(hash_ranges, "RANGE_ROWS", 50)
     cluster.append([(n, "a", 1) for n in range(300)])
-    plain, done = exporting._write, list[Path]()
+    plain, done = export._write, list[Path]()
 
     def full(path: Path, *more: Any) -> int:
         if done:
@@ -195,12 +195,12 @@ def test_an_export_that_is_cut_off_shows_nothing_and_the_next_one_is_whole(
         done.append(path)
         return plain(path, *more)
 
-    monkeypatch.setattr(exporting, "_write", full)
+    monkeypatch.setattr(export, "_write", full)
     with pytest.raises(Unavailable, match="no space left"):
         cluster.command("export", "orders", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
     assert cluster.json("describe", "orders")["holds"] == []
-    monkeypatch.setattr(exporting, "_write", plain)
+    monkeypatch.setattr(export, "_write", plain)
     cluster.command("export", "orders", str(tmp_path / "out"))
     assert pq.read_table(tmp_path / "out").num_rows == 300 and not (tmp_path / "out.partial").exists()
 

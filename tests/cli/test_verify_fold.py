@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.cli.verify import fold
-from tidemill.cli.verify.fold import TopicFold
+from tidemill.cli.verify import topic_fold
 from tidemill.cli.verify.table import verify_expected
+from tidemill.cli.verify.topic_fold import TopicFold
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import DIFF, TIME, Binding, Column, ShardSchema
@@ -47,7 +47,7 @@ class Topic:
 
 
 def test_a_topic_folds_to_what_its_shard_should_hold_at_each_time() -> None:
-    fold.BINDINGS_AT_ONCE, kept = 2, fold.BINDINGS_AT_ONCE
+    topic_fold.BINDINGS_AT_ONCE, kept = 2, topic_fold.BINDINGS_AT_ONCE
 
     async def scenario() -> None:
         clock, rand = SystemClock(), Rand()
@@ -94,4 +94,4 @@ def test_a_topic_folds_to_what_its_shard_should_hold_at_each_time() -> None:
     try:
         asyncio.run(scenario())
     finally:
-        fold.BINDINGS_AT_ONCE = kept
+        topic_fold.BINDINGS_AT_ONCE = kept

@@ -15,7 +15,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import Invalid, Missing, Unavailable
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.cli.verify import postgres as verify_postgres
-from tidemill.cli.verify.poisoned import canonical_keys
+from tidemill.cli.verify.dead_letter_keys import canonical_keys
 from tidemill.cli.verify.table import Verified, verify_captured, verify_expected
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.errors import Invalid
-from tidemill.cli.topic_lines import JsonLines, Lines, as_json_line, as_line
+from tidemill.cli.topic.line_format import JsonLines, Lines, as_json_line, as_line
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow, TopicRow
 
 TIMEOUT_S = 120

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_world import SCHEMA
 
-from tidemill.cli.shard import exporting
+from tidemill.cli.shard import export
 from tidemill.shards.api import DIFF, TIME, Batch, Part, ShardSchema
 from tidemill.shards.parts import consolidate, parts
 from tidemill.shards.parts.arrow_rows import cuts_of, one_chunk, rows_at, rows_equal, sizes_of
@@ -158,5 +158,5 @@ def test_a_range_of_very_compressible_text_is_read_and_exported_in_little_memory
         assert sum(table.num_rows for table in read_ordered(SCHEMA, batches[0], 9, lambda part: part.inline)) == 10_000
     assert held() < 12 * MIB
     with peak() as held:
-        assert exporting._write(tmp_path / "out.parquet", SCHEMA, chosen, 9, lambda part: part.inline) == 10_000
+        assert export._write(tmp_path / "out.parquet", SCHEMA, chosen, 9, lambda part: part.inline) == 10_000
     assert held() < 12 * MIB

@@ -12,7 +12,7 @@ from running import error_of, mark, pipeline, until
 
 from tidemill.base.errors import Missing
 from tidemill.capture.tables.recopy_requests import becoming
-from tidemill.cli import capture_accept
+from tidemill.cli.capture import accept
 from tidemill.metastore.catalogue import Accepted
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.registry import drop_created, registered
@@ -56,10 +56,10 @@ def test_a_column_that_lost_its_zone_is_told_to_stay_an_instant_in_the_shard() -
 
     found = becoming(ShardState("s", "1", schema("timestamp")), schema("timestamp_ntz"))
     assert (found.how, found.instants) == ("kept", ("at",))
-    assert "at: a timestamp without a zone in the table, an instant in the shard" in capture_accept._said(found)
+    assert "at: a timestamp without a zone in the table, an instant in the shard" in accept._said(found)
     same = becoming(ShardState("s", "1", schema("timestamp")), schema("timestamp"))
     assert (same.how, same.instants) == ("kept", ())
-    assert capture_accept._said(same) == "stays as it is, and takes that over"
+    assert accept._said(same) == "stays as it is, and takes that over"
 
 
 def test_f468_dropped_and_renamed_columns_are_accepted_and_the_shard_keeps_its_history(

@@ -9,7 +9,7 @@ import typer
 
 from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.cli.topic import Set, Unset, changes_of
+from tidemill.cli.topic.commands import Set, Unset, changes_of
 
 if TYPE_CHECKING:
     from tidemill.metastore.catalogue import TopicRow

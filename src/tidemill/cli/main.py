@@ -35,31 +35,31 @@ def application(only_sql: bool = False) -> typer.Typer:
         return app
     from tidemill.cli import (
         acl,
-        capture,
         demo_command,
         dlq,
         doctor,
         group,
-        pipeline,
         restore,
         schema,
         shape,
         shard,
         sql,
         status,
-        topic,
         txn,
         up,
         user,
-        verify_command,
         why,
     )
+    from tidemill.cli.capture import commands as capture
+    from tidemill.cli.pipeline import commands as pipeline
+    from tidemill.cli.topic import commands as topic
+    from tidemill.cli.verify import command
 
     app.command("up")(up.up)
     app.command("demo")(demo_command.demo)
     app.command("status")(status.status)
     app.command("why")(why.why)
-    app.command("verify")(verify_command.verify)
+    app.command("verify")(command.verify)
     app.add_typer(capture.app, name="capture")
     app.add_typer(topic.app, name="topic")
     app.add_typer(group.app, name="group")

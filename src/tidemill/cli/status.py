@@ -10,7 +10,7 @@ from tidemill.base.limits import MIB
 from tidemill.base.status.freshness import EXIT_BY_STATE
 from tidemill.base.status.status import Derived, Report, State, as_row, behind_text, derive_all, trouble
 from tidemill.cli.context import OPEN_S, ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
-from tidemill.cli.latency import show_latency
+from tidemill.cli.status_latency import show_latency
 
 Memory = Annotated[bool, typer.Option("--memory", help="Show what each process holds in memory instead, by share.")]
 

@@ -12,7 +12,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.runtime.tasks import sentence
 from tidemill.cli.context import ConfigOption
-from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
+from tidemill.cli.run_supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.node.supervise.overrides import overridden
 from tidemill.node.supervise.processes import start_all, supervised_here
 from tidemill.node.supervise.supervisor import Supervisor

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from tidemill.cli.shard import changing, dropping, exporting, showing
+from tidemill.cli.shard import drop, export, maintain, show
 
 app = typer.Typer(help="List, describe, compact, evolve, export and drop shards.", no_args_is_help=True)
-app.command("list")(showing.list_all)
-app.command("describe")(showing.describe)
-app.command("history")(showing.history)
-app.command("compact")(changing.compact)
-app.command("evolve")(changing.evolve)
-app.command("export")(exporting.export)
-app.command("drop")(dropping.drop)
+app.command("list")(show.list_all)
+app.command("describe")(show.describe)
+app.command("history")(show.history)
+app.command("compact")(maintain.compact)
+app.command("evolve")(maintain.evolve)
+app.command("export")(export.export)
+app.command("drop")(drop.drop)
 
 __all__ = ["app"]

@@ -20,7 +20,7 @@ from tidemill.base.lsn import Lsn
 from tidemill.capture.naming import split_name
 from tidemill.capture.postgres.connection import qualified, session_settings, settings_statement, where
 from tidemill.capture.setup.blockers import OF_PREPARED
-from tidemill.cli.verify.canonical import fix_floats, order_expression, ordered_columns, select_expression
+from tidemill.cli.verify.canonical_values import fix_floats, order_expression, ordered_columns, select_expression
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.api import ShardSchema
 

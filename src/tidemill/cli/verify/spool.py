@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.errors import Corrupt
-from tidemill.cli.verify.canonical import fix_floats, ordered_columns, plain_arrow
+from tidemill.cli.verify.canonical_values import fix_floats, ordered_columns, plain_arrow
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.api import DIFF, ShardSchema
 

@@ -12,10 +12,10 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.config.config import Config
 from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.verify.compare import Row
+from tidemill.cli.verify.dead_letter_keys import poisoned_keys
 from tidemill.cli.verify.derived import Recomputed
-from tidemill.cli.verify.fold import TopicFold
-from tidemill.cli.verify.poisoned import poisoned_keys
 from tidemill.cli.verify.table import Progress, Verified, verify_captured, verify_expected
+from tidemill.cli.verify.topic_fold import TopicFold
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.objects.store import ObjectStore

@@ -8,7 +8,7 @@ import typer
 
 from tidemill.base.errors import Invalid
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.cli.shard.showing import Name
+from tidemill.cli.shard.show import Name
 
 if TYPE_CHECKING:
     from tidemill.shards.parts.schema_evolution import Changes

@@ -10,7 +10,7 @@ import typer
 from tidemill.base.config.config import Config, PipelineSection, load
 from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
-from tidemill.cli.pipeline_view import (
+from tidemill.cli.pipeline.view import (
     derived_line,
     instance_line,
     instances_of,
@@ -19,7 +19,7 @@ from tidemill.cli.pipeline_view import (
     reports_of,
     table_line,
 )
-from tidemill.cli.supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
+from tidemill.cli.run_supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.node.supervise.driver_instances import beside, is_silent, runs_here
@@ -120,7 +120,7 @@ def restart(
     The next one is ended when the one before reports again, so that of several identical ones some always work. Where
     pipelines share a driver it is one process: the others are started anew with it, and named.
     """
-    from tidemill.cli.pipeline_restart import restart_one
+    from tidemill.cli.pipeline.restart import restart_one
 
     done = []
     with stores(config) as opened:

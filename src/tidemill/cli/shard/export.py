@@ -14,7 +14,7 @@ import typer
 
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.cli.shard.showing import Name, when
+from tidemill.cli.shard.show import Name, when
 from tidemill.shards.read.time_parsing import LATEST, as_of_ms
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ def produce(
     config: ConfigOption = None,
 ) -> None:
     """Write lines to a topic, a record each. Exit 0 only when every one of them is acknowledged."""
-    from tidemill.cli import topic_client
-    from tidemill.cli.topic_lines import JsonLines, Lines
+    from tidemill.cli.topic import client as topic_client
+    from tidemill.cli.topic.line_format import JsonLines, Lines
 
     settings = _client_settings(bootstrap, client, config)
     headers = [_pair(text, "header") for text in header or ()]
@@ -74,8 +74,8 @@ def consume(
     config: ConfigOption = None,
 ) -> None:
     """Print records of a topic, a line each. Nothing is committed: it reads without a group."""
-    from tidemill.cli import topic_client
-    from tidemill.cli.topic_lines import as_json_line, as_line
+    from tidemill.cli.topic import client as topic_client
+    from tidemill.cli.topic.line_format import as_json_line, as_line
 
     settings = _client_settings(bootstrap, client, config)
     settings["isolation.level"] = "read_uncommitted" if uncommitted else "read_committed"

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid, Missing
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
-from tidemill.cli.topic_lost import lost
-from tidemill.cli.topic_records import consume, produce
+from tidemill.cli.topic.lost import lost
+from tidemill.cli.topic.records import consume, produce
 from tidemill.metastore.catalogue import TopicRow, grown
 
 if TYPE_CHECKING:

@@ -93,7 +93,7 @@ def accept(
     then on; a renamed one is that and a new column. Where a type or the key is another the shard is made anew, and its
     history ends.
     """
-    from tidemill.cli.capture_accept import accept_one
+    from tidemill.cli.capture.accept import accept_one
 
     with stores(config) as opened:
         accept_one(opened, find_table(opened, table, capture), yes=yes, as_json=as_json)

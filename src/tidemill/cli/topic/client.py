@@ -12,7 +12,7 @@ import msgspec
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
-from tidemill.cli.topic_lines import Reading
+from tidemill.cli.topic.line_format import Reading
 
 QUEUE_KB = 32 << 10
 """What librdkafka holds of records that are on their way."""

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from tidemill.base.errors import Missing
-from tidemill.cli.verify.canonical import fix_floats, ordered_columns, plain_arrow
+from tidemill.cli.verify.canonical_values import fix_floats, ordered_columns, plain_arrow
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.api import Shard, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
