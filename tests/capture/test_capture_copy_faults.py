@@ -14,8 +14,8 @@ from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from tidemill.base.errors import Conflict, Corrupt, Fenced, TidemillError, Unavailable
 from tidemill.capture.catalog.table_discovery import Refusal
-from tidemill.capture.control_connection import NoAnswer
 from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.control_connection import NoAnswer
 from tidemill.capture.postgres.errors import connect_error, may_pass, statement_error
 from tidemill.capture.session import table_adder
 from tidemill.capture.snapshot import copier, exported_snapshot

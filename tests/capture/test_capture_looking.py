@@ -13,8 +13,8 @@ from tidemill.base.clock import SystemClock
 from tidemill.capture.catalog import catalog_cache
 from tidemill.capture.catalog.catalog_cache import Kept, Tables
 from tidemill.capture.catalog.table_discovery import TableInfo, hazards, list_tables, list_tables_unless
-from tidemill.capture.control_connection import Answers, Control
 from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.control_connection import Answers, Control
 from tidemill.capture.setup.publication import published_tables
 
 pytestmark = pytest.mark.postgres

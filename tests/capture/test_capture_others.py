@@ -10,9 +10,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from tidemill.capture.catalog.foreign_publications import failing, objections
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.setup.foreign_publications import failing, objections
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytestmark = pytest.mark.postgres

@@ -21,13 +21,13 @@ from test_capture_tables import in_world
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.capture import control_connection
 from tidemill.capture.catalog import row_lookup
 from tidemill.capture.changes import Column, Fragment, Relation, Row
 from tidemill.capture.delivery import deferrable_keys
 from tidemill.capture.delivery.deferrable_keys import Rivals
 from tidemill.capture.encode.avro_schemas import schemas_of
 from tidemill.capture.encode.debezium_json import Source
+from tidemill.capture.postgres import control_connection
 from tidemill.capture.postgres.connection import Wire
 from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot

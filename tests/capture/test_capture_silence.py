@@ -21,9 +21,9 @@ from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import Unavailable
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.status import State
-from tidemill.capture import control_connection
-from tidemill.capture.control_connection import Answers
-from tidemill.capture.session import session
+from tidemill.capture.postgres import control_connection
+from tidemill.capture.postgres.control_connection import Answers
+from tidemill.capture.session import server_watch, session
 from tidemill.capture.setup.blockers import Holder
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key
 
@@ -99,8 +99,8 @@ async def walsender_of(world: World) -> int:
 
 def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a walsender says nothing at all while it skips a large transaction: it would be given up for ever."""
-    monkeypatch.setattr(control_connection, "ASK_AFTER_S", 0.01)
-    monkeypatch.setattr(control_connection, "SILENCE_S", 0.02)
+    monkeypatch.setattr(server_watch, "ASK_AFTER_S", 0.01)
+    monkeypatch.setattr(server_watch, "SILENCE_S", 0.02)
 
     async def main(timeout_ms: int) -> int:
         asked = 0
@@ -114,7 +114,7 @@ def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: 
             return Holder(1, "", "", "replication streaming", 0, "")
 
         answers = Answers(SystemClock())
-        stream = control_connection.StreamWatch(
+        stream = server_watch.StreamWatch(
             "server", SystemClock(), answers, ask, timeout_ms, busy=busy, tell=lambda _: None
         )
         stream.waiting()
@@ -158,7 +158,7 @@ def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_budget(
 
 def test_f432_a_walsender_that_is_frozen_is_told_and_heals(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control connection answers: only the stream is silent. A real process, stopped."""
-    monkeypatch.setattr(control_connection, "ASK_AFTER_S", 1.0)
+    monkeypatch.setattr(server_watch, "ASK_AFTER_S", 1.0)
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
@@ -185,7 +185,7 @@ def test_f432_a_walsender_that_is_frozen_is_told_and_heals(postgres_dsn: str, mo
 
 def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anything_is_overdue(postgres_dsn: str) -> None:
     """A mark below its target names its holder at once (M1), and a walsender at work is seen within the budget."""
-    assert control_connection.ASK_AFTER_S * 2 * 1000 < FRESHNESS_BUDGET_MS
+    assert server_watch.ASK_AFTER_S * 2 * 1000 < FRESHNESS_BUDGET_MS
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
@@ -207,9 +207,9 @@ def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anything_is_o
 
 
 def test_f432_a_stream_that_stays_silent_ends_its_session(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_connection, "ASK_AFTER_S", 0.2)
-    monkeypatch.setattr(control_connection, "SILENCE_S", 1.0)
-    monkeypatch.setattr(control_connection, "SILENCE_OF_TIMEOUT", 0.0)
+    monkeypatch.setattr(server_watch, "ASK_AFTER_S", 0.2)
+    monkeypatch.setattr(server_watch, "SILENCE_S", 1.0)
+    monkeypatch.setattr(server_watch, "SILENCE_OF_TIMEOUT", 0.0)
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
@@ -235,7 +235,7 @@ def test_f432_a_walsender_that_works_through_what_nobody_captures_is_not_told_as
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks at its input once half of wal_sender_timeout has passed, and no sooner."""
-    monkeypatch.setattr(control_connection, "ASK_AFTER_S", 0.1)
+    monkeypatch.setattr(server_watch, "ASK_AFTER_S", 0.1)
     monkeypatch.setattr(control_connection, "TELL_AFTER_MS", 0)
 
     async def scenario(world: World) -> None:

@@ -7,9 +7,9 @@ import pytest
 from capture_world import World, until
 from test_capture_tables import in_world
 
-from tidemill.capture import control_connection
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.errors import SlotLost
+from tidemill.capture.session import server_watch
 from tidemill.capture.setup.server_checks import SlotState, check_slot
 from tidemill.capture.snapshot.slot_retention import Retained
 
@@ -54,8 +54,8 @@ def test_a_slot_that_was_idle_for_too_long_is_told_as_that() -> None:
 
 @pytest.mark.postgres
 def test_the_open_transaction_that_keeps_wal_is_named(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_connection, "PIN_BYTES", 1 << 20)
-    monkeypatch.setattr(control_connection, "SLOT_POLL_IDLE_S", 0.2)
+    monkeypatch.setattr(server_watch, "PIN_BYTES", 1 << 20)
+    monkeypatch.setattr(server_watch, "SLOT_POLL_IDLE_S", 0.2)
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")

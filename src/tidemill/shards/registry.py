@@ -21,12 +21,11 @@ from tidemill.shards.parts.schema import checked, difference
 from tidemill.shards.parts.schema_evolution import changes_to
 from tidemill.shards.state.apply import Reason, Rejected
 from tidemill.shards.state.codec import decode_command, encode_command
-from tidemill.shards.state.commands import Create, Drop, Evolve
+from tidemill.shards.state.commands import PREFIX, Create, Drop, Evolve
 from tidemill.shards.state.errors import refusal
 from tidemill.shards.state.state import ShardState
 from tidemill.shards.state.state_machine import ShardMachine, open_machine, shard_replica
 
-PREFIX = "shard/"
 NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 NAME_LENGTH = 200
 

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from tidemill.capture.catalog.table_discovery import TableInfo, list_tables_unless
-from tidemill.capture.control_connection import Control
 from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.control_connection import Control
 
 T = TypeVar("T")
 

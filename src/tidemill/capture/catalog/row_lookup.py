@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tidemill.capture.changes import Relation, Row
-from tidemill.capture.control_connection import Control
 from tidemill.capture.postgres.connection import SqlRow, Wire, identifier, literal, scope
+from tidemill.capture.postgres.control_connection import Control
 
 ASKED_AT_ONCE = 500
 LOCK_TIMEOUT_MS = 1_000

@@ -19,12 +19,12 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from tidemill.base.errors import Invalid, Missing
+from tidemill.capture.catalog.foreign_publications import Objections
 from tidemill.capture.catalog.type_dependencies import FIRST_OWN, HASH
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.naming import odd, readable, table_name
 from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
-from tidemill.capture.setup.foreign_publications import Objections
-from tidemill.capture.setup.server_checks import since
+from tidemill.capture.postgres.pg_snapshot import since
 
 GENERATED_PUBLISHED = 180_000
 """From this version on stored generated columns can be published, and unpublished ones break REPLICA IDENTITY FULL."""

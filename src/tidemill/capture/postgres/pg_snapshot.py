@@ -58,3 +58,9 @@ class PgSnapshot(msgspec.Struct, frozen=True):
 
     def sees(self, xid: int) -> bool:
         return sees(xid, self.xmin, self.xmax, self.in_progress)
+
+
+def since(column: str, xid: str) -> str:
+    """The condition that the transaction id in a column is not older than `xid`. A frozen row keeps the id it was
+    written with, and one of more than 2^31 transactions ago has a negative age."""
+    return f"age({column}) BETWEEN 0 AND age('{xid}'::xid8::xid)"

@@ -32,6 +32,7 @@ from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.lsn import Lsn
 from tidemill.capture.capture_row import OwnRow
 from tidemill.capture.catalog.columns import Attributes, attributes_of
+from tidemill.capture.catalog.foreign_publications import objections
 from tidemill.capture.catalog.schema_diff import against_catalogue
 from tidemill.capture.catalog.schema_versions import next_version, targets_of
 from tidemill.capture.catalog.table_discovery import Choice, NoTable, Refusal, TableInfo, describe, list_tables, resolve
@@ -40,7 +41,6 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire, identifier
 from tidemill.capture.postgres.timeline import Timeline
 from tidemill.capture.session.continuity_check import Moved, begin_era, bind_confirmed, compare, let_go
-from tidemill.capture.setup.foreign_publications import objections
 from tidemill.capture.setup.publication import (
     Entry,
     create_publication,

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from tidemill.capture.catalog.columns import attributes_of
 from tidemill.capture.changes import NEVER
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.control_connection import Control
 from tidemill.capture.decode.transaction_builder import Converter
 from tidemill.capture.delivery.taps import Taps
+from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.session.bootstrap import Prepared
 from tidemill.capture.setup.publication import published_tables
 from tidemill.capture.tables.table_states import Desk

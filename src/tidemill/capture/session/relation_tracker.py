@@ -13,8 +13,8 @@ from tidemill.capture.catalog.schema_versions import version_of
 from tidemill.capture.catalog.table_discovery import describe_after, list_ancestors
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.control_connection import Control
 from tidemill.capture.decode.transaction_builder import Converter, RelationSeen, merge_relation, says_key
+from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.capture.snapshot.side_topic import as_copied, first_snapshot
 from tidemill.capture.tables.schema_change import follow

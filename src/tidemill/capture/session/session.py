@@ -22,23 +22,13 @@ from tidemill.capture.capture_row import OwnRow
 from tidemill.capture.catalog.row_lookup import rows_now
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.control_connection import (
-    BLOCKER_REMEMBERED_S,
-    Answers,
-    Control,
-    StreamWatch,
-    check_same,
-    identified,
-    keep_beating,
-    watch_set_up,
-    watch_slot,
-)
 from tidemill.capture.decode.transaction_builder import Converter, RelationSeen
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.deferrable_keys import Rivals
 from tidemill.capture.delivery.sinks import Sink
 from tidemill.capture.delivery.taps import Taps
 from tidemill.capture.postgres.connection import Wire, server, where
+from tidemill.capture.postgres.control_connection import Answers, Control, check_same, identified
 from tidemill.capture.postgres.errors import Undecodable
 from tidemill.capture.postgres.replication_stream import ReplicationStream
 from tidemill.capture.postgres.standby_status import Status, keepalive_interval_s
@@ -48,6 +38,13 @@ from tidemill.capture.session.bootstrap import Prepared, begin_anew, prepare
 from tidemill.capture.session.continuity_check import unaccounted
 from tidemill.capture.session.parked_streams import carry_on, describe_copied, parked_streams
 from tidemill.capture.session.relation_tracker import Descriptions
+from tidemill.capture.session.server_watch import (
+    BLOCKER_REMEMBERED_S,
+    StreamWatch,
+    keep_beating,
+    watch_set_up,
+    watch_slot,
+)
 from tidemill.capture.session.stream_reader import Reader
 from tidemill.capture.session.table_adder import HAZARD_POLL_S, Joining
 from tidemill.capture.setup.blockers import Holder, busy_walsender

@@ -12,7 +12,6 @@ from tidemill.base.clock import Clock
 from tidemill.base.runtime.coop import Pace
 from tidemill.base.status.histogram import Stages
 from tidemill.capture.changes import Fragment
-from tidemill.capture.control_connection import StreamWatch
 from tidemill.capture.decode.receive_batch import Run, steps
 from tidemill.capture.decode.transaction_builder import Converter, RelationSeen
 from tidemill.capture.decode.undecodable import Poisoned, take
@@ -22,6 +21,7 @@ from tidemill.capture.postgres.connection import BURST_BYTES
 from tidemill.capture.postgres.replication_stream import Framed, ReplicationStream
 from tidemill.capture.postgres.standby_status import Keepalive
 from tidemill.capture.session.bad_rows import Unfit
+from tidemill.capture.session.server_watch import StreamWatch
 
 DENSE_FRAMES = 24
 """So many at hand at once are a flow: what follows is gathered for GATHER_S, and encoded by columns."""

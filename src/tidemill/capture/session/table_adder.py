@@ -29,8 +29,8 @@ from tidemill.base.errors import Closed, Conflict, Fenced, Missing, TidemillErro
 from tidemill.base.runtime.tasks import Restarts, is_fault, sentence
 from tidemill.capture.catalog.table_discovery import Refusal, TableInfo, describe
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.control_connection import Control
 from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.postgres.errors import may_pass
 from tidemill.capture.session.relation_tracker import Descriptions
 from tidemill.capture.setup.blockers import table_holder

@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError
+from tidemill.capture.catalog.foreign_publications import failing
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire, identifier, literal
 from tidemill.capture.setup.blockers import lock_holder
-from tidemill.capture.setup.foreign_publications import failing
 from tidemill.capture.setup.publication import LOCK_ATTEMPTS, give_back
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key, slot_state, try_lock
 from tidemill.capture.tables.table_setup import delete_topics

@@ -1,1 +1,7 @@
-"""TODO"""
+"""What a captured database must have: settings, rights, publication, replica identities, slot.
+
+    server_checks ─► session_lock ─► privileges (missing grants as SQL) ─► publication ─► slot
+    foreign_publications: demands of other publications; blockers: sessions that make the set-up wait
+
+Owns every statement that changes the database, except for its removal (`session/teardown.py`).
+"""

@@ -16,10 +16,10 @@ from typing import Literal
 import msgspec
 
 from tidemill.base.errors import Invalid
+from tidemill.capture.catalog.foreign_publications import Objection, objections
 from tidemill.capture.catalog.table_discovery import TableInfo, list_tables, resolve
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire, literal
-from tidemill.capture.setup.foreign_publications import Objection, objections
 from tidemill.capture.setup.publication import Identities, not_full
 from tidemill.capture.setup.server_checks import check_server
 from tidemill.capture.setup.statements import statements, whole_identity

@@ -39,12 +39,12 @@ import msgspec
 import structlog
 
 from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
+from tidemill.capture.catalog.foreign_publications import Failing, failing, objections
 from tidemill.capture.catalog.table_discovery import GENERATED_PUBLISHED, STATEMENTS, TableInfo, keyless
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
 from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.setup.blockers import Holder, table_holder, writers
-from tidemill.capture.setup.foreign_publications import Failing, failing, objections
 from tidemill.capture.setup.statements import add_table, creation, statements, target, whole_identity, with_generated
 
 log = structlog.get_logger()

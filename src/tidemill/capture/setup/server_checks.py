@@ -19,6 +19,7 @@ from tidemill.base.lsn import Lsn
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire, identifier, literal
 from tidemill.capture.postgres.errors import LockHeld, SlotLost
+from tidemill.capture.postgres.pg_snapshot import since
 
 log = structlog.get_logger()
 
@@ -212,12 +213,6 @@ async def _changed_since(wire: Wire, xid: str) -> list[str]:
         " ORDER BY 1 LIMIT 5"
     )
     return [name or "" for (name,) in rows]
-
-
-def since(column: str, xid: str) -> str:
-    """The condition that the transaction id in a column is not older than `xid`. A frozen row keeps the id it was
-    written with, and one of more than 2^31 transactions ago has a negative age."""
-    return f"age({column}) BETWEEN 0 AND age('{xid}'::xid8::xid)"
 
 
 async def heartbeat(wire: Wire) -> None:

@@ -15,8 +15,8 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.control_connection import Answers, Control
 from tidemill.capture.postgres.connection import Wire, literal
+from tidemill.capture.postgres.control_connection import Answers, Control
 from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.postgres.replication_stream import ReplicationStream
 from tidemill.capture.setup.blockers import Holder, lock_holder, slot_holder

@@ -24,10 +24,9 @@ from tidemill.capture.catalog.table_discovery import TableInfo, describe, list_p
 from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.connection import BURST_BYTES, Wire, identifier, literal, scope
 from tidemill.capture.postgres.errors import SqlError, may_pass
-from tidemill.capture.postgres.pg_snapshot import PgSnapshot
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot, since
 from tidemill.capture.setup.blockers import table_holder
 from tidemill.capture.setup.publication import LOCK_ATTEMPTS, LOCK_PAUSE_S, LOCK_TIMEOUT_MS, LOCKED, Blocked
-from tidemill.capture.setup.server_checks import since
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 
 DESCRIBED_AT_ONCE = 250

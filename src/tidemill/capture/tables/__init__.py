@@ -1,1 +1,8 @@
-"""TODO"""
+"""The life of captured tables: added, described, paused, repaired, re-snapshotted.
+
+    catalog_watcher ─► schema_change ─► table_states (the one place that changes a table's state, durably)
+    publication_repair, identity_withdrawal ─► replica identities
+    auto_recopy, recopy_requests ─► snapshot
+
+Owns the state of each table. Does not stream.
+"""

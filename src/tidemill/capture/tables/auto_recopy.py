@@ -25,8 +25,8 @@ from tidemill.capture.catalog.columns import Attributes, attributes_of
 from tidemill.capture.catalog.schema_versions import anew, schema_of, targets_of, widens
 from tidemill.capture.catalog.table_discovery import LOOK_TIMEOUT_MS
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.control_connection import Control
 from tidemill.capture.postgres.connection import Wire
+from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.tables.table_states import Desk, accept, recopy
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow

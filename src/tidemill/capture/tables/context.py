@@ -14,11 +14,11 @@ from tidemill.base.errors import Missing
 from tidemill.base.lsn import Lsn
 from tidemill.capture.catalog.catalog_cache import Kept, Tables
 from tidemill.capture.catalog.columns import Attributes
+from tidemill.capture.catalog.foreign_publications import Objections, objections
 from tidemill.capture.catalog.table_discovery import Choice, Refusal, TableInfo, resolve
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.control_connection import Control
 from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.setup.foreign_publications import Objections, objections
+from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.setup.publication import Entry, published_tables
 from tidemill.capture.tables.table_setup import without_taken
 from tidemill.capture.tables.table_states import Desk

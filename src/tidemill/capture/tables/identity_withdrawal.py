@@ -17,10 +17,10 @@ import msgspec
 import structlog
 
 from tidemill.base.errors import Invalid
+from tidemill.capture.catalog.foreign_publications import Objections
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire
 from tidemill.capture.postgres.errors import SqlError
-from tidemill.capture.setup.foreign_publications import Objections
 from tidemill.capture.setup.publication import Needed, give_back, published_tables, unpublish
 from tidemill.metastore.catalogue import CaptureTableRow
 

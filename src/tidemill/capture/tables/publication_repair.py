@@ -15,10 +15,10 @@ import structlog
 
 from tidemill.base.errors import Unavailable
 from tidemill.capture.catalog.catalog_cache import Kept
+from tidemill.capture.catalog.foreign_publications import Objections
 from tidemill.capture.catalog.table_discovery import Hazard, Refusal, TableInfo, hazards
 from tidemill.capture.naming import odd
 from tidemill.capture.postgres.connection import Wire, identifier
-from tidemill.capture.setup.foreign_publications import Objections
 from tidemill.capture.setup.publication import not_full, publish, unpublish
 from tidemill.capture.tables.context import Beside
 from tidemill.capture.tables.identity_withdrawal import withdraw, withheld

@@ -33,7 +33,7 @@ from tidemill.capture.catalog.schema_versions import (
 )
 from tidemill.capture.catalog.table_discovery import describe
 from tidemill.capture.changes import Relation
-from tidemill.capture.control_connection import Control
+from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.capture.setup.server_checks import heartbeat
 from tidemill.capture.tables.auto_recopy import heals

@@ -1,1 +1,1 @@
-"""TODO"""
+"""`tidemill capture`: captures, their tables, and accepted schema changes."""

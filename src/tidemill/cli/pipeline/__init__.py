@@ -1,1 +1,1 @@
-"""TODO"""
+"""`tidemill pipeline`: pipelines and their restart."""

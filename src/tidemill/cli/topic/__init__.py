@@ -1,1 +1,1 @@
-"""TODO"""
+"""`tidemill topic`: topics, their records and lost objects."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Topic rows in memory, and partitions as Metadata responses encode them."""

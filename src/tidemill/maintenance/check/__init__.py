@@ -1,1 +1,1 @@
-"""TODO"""
+"""The checks of `tidemill doctor --deep`: logs, rows and contents. Reads only."""

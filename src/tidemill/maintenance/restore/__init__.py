@@ -1,1 +1,4 @@
-"""TODO"""
+"""`tidemill restore`: a cluster from its bucket alone.
+
+plan (dry run) ─► restore: claim, metastore, topics, shards, groups
+"""

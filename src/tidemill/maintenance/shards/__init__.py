@@ -1,1 +1,1 @@
-"""TODO"""
+"""Jobs on shards: since, merges, removal of replaced objects and of orphans, bindings, deletion."""

@@ -1,1 +1,5 @@
-"""TODO"""
+"""Which node runs which capture.
+
+placement (one plan, computed alike by all nodes) ─► balancer ─► lease ─► capture
+backoff: captures that this node cannot run
+"""

@@ -1,1 +1,4 @@
-"""TODO"""
+"""The HTTP server of a node.
+
+socket ─► connection_limits ─► server (ASGI) ─► auth ─► limits ─► app ─► routes of the rooms
+"""

@@ -1,1 +1,7 @@
-"""TODO"""
+"""Shapes over captured tables, stage 2: from changes to log items.
+
+    capture ─► capture_tap ─► filter_index (candidate shapes) ─► table_consumer ─► log
+    initial_snapshot ─► snapshot_filter: initial rows joined to the stream
+
+Owns evaluation and its limits. Does not own logs or HTTP.
+"""

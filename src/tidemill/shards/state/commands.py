@@ -10,6 +10,9 @@ import msgspec
 from tidemill.shards.api import Batch, ShardSchema
 from tidemill.shards.parts.schema_evolution import Changes
 
+PREFIX = "shard/"
+"""Registers that name shards: the newest command about each name."""
+
 
 class Create(msgspec.Struct, frozen=True):
     name: str

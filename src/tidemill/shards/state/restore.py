@@ -22,9 +22,8 @@ from tidemill.base.errors import Conflict, Invalid, Unknown
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.state_log import codec
 from tidemill.shards.bindings.remap import log_name
-from tidemill.shards.registry import PREFIX
 from tidemill.shards.state.codec import encode_command, encode_state
-from tidemill.shards.state.commands import Create
+from tidemill.shards.state.commands import PREFIX, Create
 from tidemill.shards.state.state import ShardState
 from tidemill.shards.state.state_machine import shard_log
 

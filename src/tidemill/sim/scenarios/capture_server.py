@@ -17,18 +17,18 @@ from zlib import crc32
 
 from tidemill.base.errors import Invalid, TidemillError, Unavailable
 from tidemill.base.lsn import Lsn
-from tidemill.capture import control_connection
 from tidemill.capture.catalog import catalog_cache
 from tidemill.capture.catalog.columns import Attribute, Attributes
+from tidemill.capture.catalog.foreign_publications import Objection
 from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.postgres import control_connection
 from tidemill.capture.postgres.replication_stream import Framed
 from tidemill.capture.postgres.standby_status import Keepalive
 from tidemill.capture.postgres.timeline import Timeline
-from tidemill.capture.session import bootstrap, relation_tracker, session, table_adder
+from tidemill.capture.session import bootstrap, relation_tracker, server_watch, session, table_adder
 from tidemill.capture.setup import session_lock
-from tidemill.capture.setup.foreign_publications import Objection
 from tidemill.capture.setup.publication import Entry, Note, Published
 from tidemill.capture.setup.server_checks import ServerFacts, SlotState
 from tidemill.capture.snapshot import copier
@@ -476,7 +476,8 @@ def answering(server: Server) -> Iterator[None]:
             (session_lock, {"try_lock": _yes}),
             (relation_tracker, {"describe_after": _describe_after}),
             (schema_change, {"attributes_of": _attributes_of, "describe": _describe, "heartbeat": _heartbeat}),
-            (control_connection, {"slot_state": _slot_state, "heartbeat": _heartbeat, "identify": _identify}),
+            (control_connection, {"identify": _identify}),
+            (server_watch, {"slot_state": _slot_state, "heartbeat": _heartbeat}),
             (bootstrap, {
                 "slot_state": _slot_state, "create_slot": _create_slot, "create_publication": _create_publication,
                 "publish": _publish, "published_tables": _published_tables, "list_tables": _list_tables,

@@ -1,1 +1,5 @@
-"""TODO"""
+"""The driver process: pipelines, assembled and reported.
+
+driver ─► runner (one pipeline) or shared_driver (several on one session) ─► ingest, derived ─► status_report
+table_ownership: one source per table; scratch: local caches; parked: a pipeline that does not run
+"""

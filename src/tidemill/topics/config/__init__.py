@@ -1,1 +1,1 @@
-"""TODO"""
+"""Configs of topics: keys, values, changes (KIP-339), and the settings of this room."""

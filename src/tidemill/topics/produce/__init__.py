@@ -1,4 +1,10 @@
-"""The producer queue: the place in line of every batch, taken in a plain call before anything waits (seed 000)."""
+"""Produce, stage 1: the order of a producer's batches, and their validation.
+
+    batch ─► order_queue (reserve a place, in a plain call) ─► validator_pool (inline or in a thread) ─► L0 writer
+    order_queue_async: completion in the order of the places, though uploads finish in any order
+
+Owns the place of each batch and its validation. Does not upload or append.
+"""
 
 from __future__ import annotations
 

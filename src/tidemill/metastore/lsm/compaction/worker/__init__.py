@@ -1,1 +1,6 @@
-"""TODO"""
+"""Compaction in a worker process.
+
+    client.py (parent) ◄── protocol.py ──► main.py (worker)
+
+Owns the process and its protocol. The merge itself is `compaction_job`.
+"""

@@ -1,23 +1,16 @@
-"""The control connection of a session and those who share it: heartbeat, slot watch, table watch; and the watch
-over PostgreSQL's answers, because a connection that swallows packets looks exactly like an idle one.
+"""Watches of a session over its server: who blocks the set-up, the heartbeat, the slot, and a stream that is silent,
+because a connection that swallows packets looks exactly like an idle one.
 
-    Q1  Every question to PostgreSQL is known while it is open (`Answers`), so that one without an answer is told with
-        server and question long before it is given up.
-    Q2  A question on the control connection is given up after ANSWER_DEADLINE_S, and the session with it.
     Q3  A stream that is silent is asked for a keepalive; one that stays silent ends the session. Only while somebody
         waits for it: a reader that is held back by the collector hears nothing either.
     Q4  A walsender that works through a transaction of which nothing is published is silent, too. For as long as the
         session has patience it is told as what it is, not as one that does not answer.
-
-The control connection also carries the capture's advisory lock, so when it breaks, the session must end.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -25,7 +18,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import Unavailable
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.postgres.timeline import Timeline, identify
+from tidemill.capture.postgres.control_connection import Answers, Control, answered, no_answer
 from tidemill.capture.setup.blockers import Holder, blockers, pinning
 from tidemill.capture.setup.server_checks import SlotState, check_slot, heartbeat, slot_state
 from tidemill.capture.snapshot.slot_retention import PIN_BYTES
@@ -35,10 +28,6 @@ log = structlog.get_logger()
 SLOT_POLL_S = 1.0
 SLOT_POLL_IDLE_S = 4.0
 """Without commits the slot is looked at less often; a server that is gone is still told well within its budget."""
-ANSWER_DEADLINE_S = 10.0
-"""The questions asked here take milliseconds; a busy server may take a second."""
-TELL_AFTER_MS = 2_000
-"""An open question this old is told as what the capture waits for."""
 ASK_AFTER_S = 2.0
 """A stream silent for this long is asked for a keepalive: two packets, no work for the server. Only where none comes is
 the walsender looked at, still well within the freshness budget: one at work is seen before the capture is stuck."""
@@ -50,99 +39,6 @@ RECONNECT_S = 3.0
 BLOCKER_POLL_S = 0.3
 BLOCKER_REMEMBERED_S = 3.0
 """The set-up asks for a table's lock for a second and lets writers pass for another: who blocks it is seen in turns."""
-
-T = TypeVar("T")
-
-
-class NoAnswer(Unavailable):
-    """A question was given up, and its session with it."""
-
-
-class Answers:
-    """What PostgreSQL was asked and has not answered, each with the time of the question (Q1)."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._open: dict[str, float] = {}
-
-    @contextmanager
-    def expected(self, what: str) -> Iterator[None]:
-        """One that is given up stays open until its session is over, else what was told of it would heal in the moment
-        between the two, and its age begin anew."""
-        self._open[what] = self._clock.monotonic_s()
-        try:
-            yield
-        except NoAnswer:
-            raise
-        except BaseException:
-            self._open.pop(what, None)
-            raise
-        self._open.pop(what, None)
-
-    def note(self, what: str, asked: bool) -> None:
-        """`what` is open from the first `asked` until it is not."""
-        if asked:
-            self._open.setdefault(what, self._clock.monotonic_s())
-        else:
-            self._open.pop(what, None)
-
-    def overdue(self) -> tuple[str, int] | None:
-        """(question, ms since the epoch when it was asked) of the oldest one that is worth telling. A wall clock that
-        jumps makes no question old."""
-        if not self._open:
-            return None
-        what = min(self._open, key=lambda each: self._open[each])
-        age_ms = int((self._clock.monotonic_s() - self._open[what]) * 1000)
-        return (what, self._clock.now_ms() - age_ms) if age_ms > TELL_AFTER_MS else None
-
-
-class Control:
-    """One question at a time on one connection."""
-
-    def __init__(self, wire: Wire, answers: Answers) -> None:
-        self._wire = wire
-        self._answers = answers
-        self._lock = asyncio.Lock()
-
-    async def ask(self, question: Callable[[Wire], Awaitable[T]]) -> T:
-        """Raises Unavailable when no answer comes (Q2): the connection cannot be used any more."""
-        async with self._lock:
-            return await answered(self._wire, self._answers, "a question", question)
-
-    async def aclose(self) -> None:
-        await self._wire.aclose()
-
-
-async def answered(wire: Wire, answers: Answers, what: str, question: Callable[[Wire], Awaitable[T]]) -> T:
-    with answers.expected(what):
-        try:
-            async with asyncio.timeout(ANSWER_DEADLINE_S):
-                return await question(wire)
-        except TimeoutError as error:
-            raise no_answer(wire.target, what, ANSWER_DEADLINE_S) from error
-
-
-def no_answer(target: str, what: str, waited_s: float) -> NoAnswer:
-    return NoAnswer(
-        f"PostgreSQL does not answer: {target} waits_for={what!r} waited_s={waited_s:.0f}.",
-        fix="See whether the server is stopped or overloaded, or the network swallows packets.",
-    )
-
-
-async def identified(connect: Callable[[], Awaitable[Wire]], answers: Answers) -> Timeline:
-    """Of the server that a replication connection leads to."""
-    wire = await connect()
-    try:
-        return await answered(wire, answers, "its timeline", identify)
-    finally:
-        await wire.aclose()
-
-
-async def check_same(wire: Wire, answers: Answers, line: Timeline) -> None:
-    """A connection leads to the server whose history was compared. Raises Unavailable."""
-    now = await answered(wire, answers, "its timeline", identify)
-    if (now.system_id, now.history) != (line.system_id, line.history):
-        raise Unavailable(f"the DSN leads to another server by now: {wire.target} timeline={now.number}.")
 
 
 async def watch_set_up(
