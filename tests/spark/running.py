@@ -13,8 +13,8 @@ from patience import eventually as until  # noqa: F401
 from tidemill.base.clock import Rand
 from tidemill.base.status.status import Mark
 from tidemill.consensus.status.board import Board
-from tidemill.spark.context import Settings
 from tidemill.spark.pipeline.runner import Runner
+from tidemill.spark.settings import Settings
 
 
 def started(

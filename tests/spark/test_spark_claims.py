@@ -14,8 +14,8 @@ from running import error_of, mark, pipeline, until
 from tidemill.base.errors import Unavailable
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
 from tidemill.shards.registry import PREFIX
+from tidemill.spark.ingest.table_ownership import granted, refused
 from tidemill.spark.pipeline import runner as runner_module
-from tidemill.spark.pipeline.table_ownership import granted, refused
 
 ONE = """
 def build(p):

@@ -20,7 +20,7 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.status.board import Board
-from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.session import executor_probe
 from tidemill.spark.session.code_shipping import ship, tell, wanted_distributions
 from tidemill.spark.session.session import QUICK_JVM, settings

@@ -19,9 +19,10 @@ from upsert_world import SCHEMA
 
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
 from tidemill.spark.decode.offset_slices import Descriptor, Slice
-from tidemill.spark.ingest import distributed_step, range_mirror, shuffle
-from tidemill.spark.ingest.range_mirror import HashRange, RangeMirrors, cut
+from tidemill.spark.ingest import distributed_step, shuffle
 from tidemill.spark.ingest.step_planner import Step, pieces
+from tidemill.spark.upsert import range_mirror
+from tidemill.spark.upsert.range_mirror import HashRange, RangeMirrors, cut
 from tidemill.topics.api import BatchRef
 
 

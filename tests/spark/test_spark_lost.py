@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tidemill.spark.context import Settings
 from tidemill.spark.derived.derivation import Derivation, FunctionRaised
-from tidemill.spark.ingest.streaming_query import SessionLost
 from tidemill.spark.pipeline.runner import Runner
+from tidemill.spark.pipeline.streaming_query import SessionLost
+from tidemill.spark.settings import Settings
 
 ALONE = """
 def build(p):

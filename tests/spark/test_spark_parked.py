@@ -14,8 +14,8 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import Invalid
 from tidemill.base.status.status import Mark, Report, this_process
 from tidemill.consensus.status.board import Board
-from tidemill.spark.context import Settings
 from tidemill.spark.pipeline.parked import _lives_elsewhere, tell
+from tidemill.spark.settings import Settings
 
 FAULT = Invalid("the file does not import.")
 

@@ -26,8 +26,8 @@ from tidemill.shards.api import ShardSchema
 from tidemill.spark.definition import DerivedTable
 from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.derived.function_result import LEFT_OUT
-from tidemill.spark.ingest.streaming_query import StreamingQuery
 from tidemill.spark.pipeline.runner import Runner
+from tidemill.spark.pipeline.streaming_query import StreamingQuery
 from tidemill.spark.source import register
 
 pytestmark = pytest.mark.spark

@@ -81,7 +81,7 @@ def query(harbour: Any, spark: Any, sink: FeedSink, checkpoint: Path) -> None:
         .options(objects=harbour.urls.objects, consensus=harbour.urls.consensus)
         .options(source=sink.source, rows="false", start=str(max(t.upper for t in sink.seats.tables)))
     )
-    from tidemill.spark.ingest.streaming_query import body
+    from tidemill.spark.pipeline.streaming_query import body
     from tidemill.spark.source import DESCRIPTOR_COLUMNS
     from tidemill.spark.types import spark_schema
 

@@ -23,8 +23,8 @@ from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS, Letter, letter_
 from tidemill.spark.ingest.dead_letters import DeadLetters
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import captured_feed, stream_feed
-from tidemill.spark.ingest.streaming_query import planned_ends
 from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.pipeline.streaming_query import planned_ends
 
 CLICKS = stream_schema("click_id string, product_id long", "click_id")
 

@@ -15,9 +15,9 @@ from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.consensus.status.board import Board
 from tidemill.spark import register
-from tidemill.spark.context import Settings
 from tidemill.spark.pipeline.runner import Runner
 from tidemill.spark.session.opener import Opening
+from tidemill.spark.settings import Settings
 
 pytestmark = pytest.mark.spark
 

@@ -15,7 +15,7 @@ from tidemill.base.errors import Closed, Unavailable
 from tidemill.base.status.status import Tracker
 from tidemill.spark.ingest import feed as feeding
 from tidemill.spark.ingest.feed import Feed
-from tidemill.spark.ingest.streaming_query import SessionLost, StreamingQuery, body
+from tidemill.spark.pipeline.streaming_query import SessionLost, StreamingQuery, body
 
 BOUND_S = 30.0
 

@@ -26,9 +26,9 @@ from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema, staged_ke
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.shards.parts.schema_evolution import Changes
 from tidemill.spark.derived.idle_advance import advance_idle
-from tidemill.spark.ingest.range_mirror import HashRange
 from tidemill.spark.source import TidemillSource
 from tidemill.spark.source.write import FrameWriter
+from tidemill.spark.upsert.range_mirror import HashRange
 from tidemill.spark.write import commit as committing
 from tidemill.spark.write import staging
 from tidemill.spark.write.commit import Commit, Limits

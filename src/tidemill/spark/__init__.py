@@ -23,14 +23,7 @@ if TYPE_CHECKING:
     from tidemill.spark.session.session import build_session as build_session
     from tidemill.spark.source import register as register
 
-OBJECTS_VARIABLE = "TIDEMILL_OBJECTS__URL"
-CONSENSUS_VARIABLE = "TIDEMILL_CONSENSUS__URL"
-"""The configuration's own names: what a driver is told by its environment, for a command line is for all to see."""
-
-CONF_VARIABLE = "TIDEMILL_DRIVER_CONF"
-"""Spark settings of a driver as a JSON object: some hold secrets."""
-
-__all__ = ["CONF_VARIABLE", "CONSENSUS_VARIABLE", "OBJECTS_VARIABLE", "Pipeline", "build_session", "read", "register"]
+__all__ = ["Pipeline", "build_session", "read", "register"]
 
 
 def __getattr__(name: str) -> Any:

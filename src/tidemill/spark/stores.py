@@ -27,7 +27,7 @@ from tidemill.objects.retrying import ResilientObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Remap, ShardSchema
 from tidemill.shards.executor import Cpu, pooled_cpu
-from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.topics.api import PartitionReader
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from tidemill.base.errors import Invalid
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.node.supervise.driver_instances import DRIVER_MODULE, instance_name, process_of
 from tidemill.node.supervise.supervisor import ChildSpec, Supervisor
-from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.environment import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 
 NODE_MODULE = "tidemill.cli.serve"
 """Started by name: the floor above puts the console into the node's process."""

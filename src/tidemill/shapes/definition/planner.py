@@ -15,11 +15,11 @@ import msgspec
 from tidemill.base.errors import Invalid
 from tidemill.capture.changes import Relation
 from tidemill.shapes.definition.definition import LogMode, Replica, ShapeDefinition, Source
-from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.where import Type, Where, WhereError, both, compile_where
 
 if TYPE_CHECKING:
     from tidemill.shapes.definition.subset import Metadata, Subset, SubsetRequest, SubsetScope
+    from tidemill.shapes.live_shape import LiveShape
     from tidemill.shapes.response_memory import HeldRows
 
 SHARD_SCHEMA = "shard"

@@ -17,10 +17,10 @@ import structlog
 from tidemill.base.errors import Closed, TidemillError
 from tidemill.base.runtime.tasks import keep_thread, sentence
 from tidemill.base.status.histogram import Stages
-from tidemill.spark.context import Host, feed_mark
 from tidemill.spark.definition import CapturedTable, Input
 from tidemill.spark.ingest.dead_letters import DeadLetters
 from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.pipeline_context import Host, feed_mark
 from tidemill.spark.ingest.schema_growth import has_grown
 from tidemill.spark.ingest.sources import TopicFeed, captured_feed, stream_feed
 from tidemill.spark.ingest.table_unit import TableUnit

@@ -22,7 +22,6 @@ from tidemill.shards.parts.checksums import checksum
 from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.ingest.fetch_decode import decode_blocks, fetch_here
-from tidemill.spark.ingest.range_mirror import cut
 from tidemill.spark.ingest.step_planner import STEP_BYTES, Step, pieces
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.ingest.unresolved_updates import lost_letters
@@ -37,6 +36,7 @@ from tidemill.spark.upsert.commands import (
     times_of,
 )
 from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.upsert.range_mirror import cut
 from tidemill.spark.upsert.resolve import KeyChanges, no_changes, resolve
 from tidemill.spark.upsert.sorted_runs import Run
 

@@ -22,11 +22,11 @@ from tidemill.shards.parts.parts import store_part
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.decode.offset_slices import Descriptor
 from tidemill.spark.ingest.fetch_decode import decode_here, from_ipc, to_ipc
-from tidemill.spark.ingest.range_mirror import HashRange, cut, range_mirror
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.unresolved_updates import lost_letters
 from tidemill.spark.stores import Urls, shared_objects
 from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, stacked
+from tidemill.spark.upsert.range_mirror import HashRange, cut, range_mirror
 from tidemill.spark.upsert.resolve import Resolved, resolve
 from tidemill.spark.upsert.sorted_runs import Run, write_run
 

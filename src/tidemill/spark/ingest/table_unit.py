@@ -17,9 +17,9 @@ from contextlib import suppress
 from tidemill.base.errors import Corrupt, TidemillError
 from tidemill.base.runtime.tasks import Restarts, keep_thread, sentence
 from tidemill.shards.api import Evolved
-from tidemill.spark.context import Host
 from tidemill.spark.ingest.dead_letter_run import DeadRun
 from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.pipeline_context import Host
 from tidemill.spark.ingest.schema_growth import LOOK_S as LOOK_GROWN_S
 from tidemill.spark.ingest.schema_growth import Grown
 from tidemill.spark.ingest.sources import NotReady, TopicFeed

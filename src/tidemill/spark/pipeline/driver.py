@@ -31,7 +31,7 @@ from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import keep_pauses_short
 from tidemill.base.runtime.memory_budget import keep_freed_memory
 from tidemill.base.status.logging import configure_logs
-from tidemill.spark import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.environment import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
 
 log = structlog.get_logger()
@@ -71,9 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
 
-    from tidemill.spark.context import Settings
     from tidemill.spark.pipeline.runner import Runner
     from tidemill.spark.pipeline.shared_driver import Together
+    from tidemill.spark.settings import Settings
 
     keep_pauses_short()
     conf = _conf(options.conf)

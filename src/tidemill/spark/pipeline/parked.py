@@ -23,7 +23,7 @@ from tidemill.base.status.status import Report, Tracker, this_process
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import Board
-from tidemill.spark.context import Settings
+from tidemill.spark.settings import Settings
 
 OPEN_TIMEOUT_S = 3.0
 NOT_RUNNING = "its pipeline does not run"

@@ -23,21 +23,22 @@ from tidemill.base.errors import Closed, TidemillError
 from tidemill.base.runtime.tasks import keep, keep_thread, sentence
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.handle import LogShard
-from tidemill.spark.context import MIRRORS, Host, Settings, own_directory
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
 from tidemill.spark.definition import DerivedTable, Pipeline, load_pipeline
 from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.ingest.dead_letters import DeadLetters
 from tidemill.spark.ingest.feed import Feed
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.streaming_query import SessionLost, StreamingQuery
+from tidemill.spark.ingest.pipeline_context import MIRRORS, Host, own_directory
+from tidemill.spark.ingest.table_ownership import Claims
 from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.pipeline.executor_watch import keep_work_going
 from tidemill.spark.pipeline.scratch import sweep
 from tidemill.spark.pipeline.status_report import Reporter
-from tidemill.spark.pipeline.table_ownership import Claims
-from tidemill.spark.session.executor_watch import keep_work_going
+from tidemill.spark.pipeline.streaming_query import SessionLost, StreamingQuery
 from tidemill.spark.session.opener import Opening, wait_for_jvm
 from tidemill.spark.session.session import is_local
+from tidemill.spark.settings import Settings
 from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
 
 STOP_TIMEOUT_S = 4.0

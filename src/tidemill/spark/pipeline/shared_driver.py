@@ -22,12 +22,13 @@ import structlog
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import Invalid, ends_process
 from tidemill.base.runtime.tasks import Restarts, parks, sentence
-from tidemill.spark.context import Settings, own_directory
-from tidemill.spark.ingest.streaming_query import SessionLost
+from tidemill.spark.ingest.pipeline_context import own_directory
 from tidemill.spark.pipeline.parked import tell
 from tidemill.spark.pipeline.runner import STOP_TIMEOUT_S, Runner, bounded
 from tidemill.spark.pipeline.scratch import sweep
+from tidemill.spark.pipeline.streaming_query import SessionLost
 from tidemill.spark.session.opener import Opening
+from tidemill.spark.settings import Settings
 
 END_TIMEOUT_S = 14.0
 """So long pipelines have to end, all at once; what then is left is cut off. With Spark's end, a supervisor's wait."""

@@ -36,7 +36,7 @@ from tidemill.spark.derived.function_result import LEFT_OUT
 from tidemill.spark.ingest.dead_letter_run import DEAD
 from tidemill.spark.ingest.step_planner import STEP_BYTES
 from tidemill.spark.ingest.table_unit import TableUnit
-from tidemill.spark.session.executor_watch import mark_of
+from tidemill.spark.pipeline.executor_watch import mark_of
 
 if TYPE_CHECKING:
     from tidemill.spark.derived.derivation import Derivation

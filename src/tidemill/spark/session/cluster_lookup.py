@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tidemill.base.errors import Invalid
 from tidemill.consensus.factory import sqlite_file
-from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
 
 FIX = "Give config=/path/of/tidemill.toml, or start with TIDEMILL_CONFIG set, or in the directory of that file."

@@ -23,7 +23,7 @@ import structlog
 
 import tidemill
 from tidemill.base.errors import Invalid, Unavailable
-from tidemill.spark import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
+from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.session import executor_probe
 from tidemill.spark.session.session import PYTHON_SETTING
 from tidemill.spark.stores import Urls

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.spark.context import Settings
 from tidemill.spark.session.code_shipping import ship, tell
 from tidemill.spark.session.session import LOCAL_DIRECTORY, build_session, is_local
+from tidemill.spark.settings import Settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -9,7 +9,7 @@ from typing import Any
 
 from tidemill.base.errors import Invalid, unknown_name
 from tidemill.shards.read.time_parsing import LATEST, as_of_ms
-from tidemill.spark import OBJECTS_VARIABLE
+from tidemill.spark.environment import OBJECTS_VARIABLE
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.stores import Urls
 

@@ -28,9 +28,9 @@ from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.hash_ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, between, read_range
 from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_bytes import fetching
-from tidemill.spark.ingest.range_mirror import HashRange
 from tidemill.spark.stores import Stores
 from tidemill.spark.upsert.diff import distinct
+from tidemill.spark.upsert.range_mirror import HashRange
 from tidemill.spark.write import WRITES
 from tidemill.spark.write.quiet_times import quiet_at
 from tidemill.spark.write.schema_match import Frame, schema_for

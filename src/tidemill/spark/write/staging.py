@@ -22,8 +22,8 @@ from tidemill.shards.parts.arrow_rows import Index, one_chunk, rows_at, to_mask
 from tidemill.shards.parts.checksums import sealed, unsealed
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
 from tidemill.shards.parts.schema import conform, contents_schema
-from tidemill.spark.ingest.range_mirror import HashRange
 from tidemill.spark.upsert.commands import LIVE
+from tidemill.spark.upsert.range_mirror import HashRange
 from tidemill.spark.write.schema_match import Frame
 
 STAGE_ROWS = 256 << 10

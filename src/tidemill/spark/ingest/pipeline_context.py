@@ -9,12 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
 import structlog
 from msgspec.structs import replace
 
 from tidemill.base.errors import Invalid, Unavailable, Unknown
-from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.runtime.blocking_portal import Portal
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.status.freshness import REFUSED
@@ -23,9 +21,10 @@ from tidemill.base.status.status import Tracker
 from tidemill.shards.api import ShardSchema
 from tidemill.spark.ingest.schema_growth import grow, held
 from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.ingest.table_ownership import Claims
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.pipeline.table_ownership import Claims
-from tidemill.spark.stores import Stores, Urls
+from tidemill.spark.settings import Settings
+from tidemill.spark.stores import Stores
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -38,29 +37,6 @@ STORAGE_RETRY_S = 1.0
 log = structlog.get_logger()
 
 T = TypeVar("T")
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """`instance` tells identical drivers apart; `conf` are Spark settings that win over ours.
-
-    `domains` of the metastore as configured, 0 = as the cluster has.
-    """
-
-    name: str
-    file: Path
-    urls: Urls
-    master: str
-    scratch: Path
-    instance: str = ""
-    driver_memory: str = "1g"
-    conf: dict[str, str] = {}
-    domains: int = 0
-    budget_ms: int = FRESHNESS_BUDGET_MS
-
-    @property
-    def process(self) -> str:
-        """Under which the pipeline reports."""
-        return ":".join(part for part in ("pipeline", self.name, self.instance) if part)
 
 
 class Host:

@@ -20,9 +20,9 @@ import structlog
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Restarts, is_fault, sentence
-from tidemill.spark.context import Host, feed_mark
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.start_limit import STARTS
+from tidemill.spark.ingest.pipeline_context import Host, feed_mark
+from tidemill.spark.pipeline.start_limit import STARTS
 
 PACE_MS = 500
 """Two micro-batches begin at least this far apart."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidemill.spark.context import Host
+from tidemill.spark.ingest.pipeline_context import Host
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
