@@ -1,4 +1,7 @@
-"""base: ids, frontiers, clock, randomness, errors, limits, tasks, marks, the configuration file.
+"""base: what every room uses: errors, clock and randomness, LSNs, limits, configuration, tasks, status.
 
-Owns the vocabulary every room shares. Does no I/O but for reading the configuration, and imports no other room.
+    config      tidemill.toml                    runtime   tasks, threads, memory, file descriptors
+    status      progress and health of stages    pgtypes   PostgreSQL values in text form
+
+Does no I/O except for reading the configuration, and imports no other room.
 """

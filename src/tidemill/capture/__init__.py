@@ -1,8 +1,11 @@
-"""capture: a PostgreSQL database as a stream of committed changes.
+"""capture: a PostgreSQL database as a stream of committed changes in topics.
 
-Owns the replication connection, pgoutput decoding, the publication, slot and snapshot, fragments, the collector
-and flush tracker, the sink that writes one topic per table and mints the capture's bindings, and the taps.
-Does not own how a shape stores its log, nor what a pipeline makes of the records.
+    WAL ─► postgres ─► decode ─► delivery ─► encode ─► topics ─► bindings
+           (wire)     (changes)  (fan-out)  (records)             └─► confirmed LSN, back through delivery
+    catalog ─► setup ─► tables ─► snapshot ─► session    the way from a database to a running stream
+
+Owns the replication connection, decoding, publication, slot and snapshots, fragments, the flush tracker, and the
+topics and bindings of captured tables. Does not own the logs of shapes, or what a pipeline makes of the records.
 
     P1  the LSN confirmed to Postgres never passes what every sink has flushed            collector, flush_tracker
     X1  whatever a tap raises ends that tap alone                                          taps

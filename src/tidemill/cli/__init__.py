@@ -1,6 +1,7 @@
-"""cli: the `tidemill` command, one file per subcommand, and the Harbour Shop demo.
+"""cli: the `tidemill` command, one module or package per command.
 
-Owns arguments, printing and exit codes. Owns no rule of another room: a command opens the stores of
-the configuration and calls the rooms' public fronts. Rooms are imported only by the command that
-needs them, so `tidemill --help` stays fast.
+    main (command tree) ─► a command ─► context (configuration, open stores) ─► interfaces of the rooms ─► output
+
+Owns arguments, output and exit codes. Owns no rule of another room. Each command imports the rooms that it needs, so
+that `tidemill --help` starts quickly.
 """

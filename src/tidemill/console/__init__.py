@@ -1,5 +1,7 @@
-"""console: what a browser sees of a node, the status API and the demo's page.
+"""console: what a browser sees of a node: the status API and the page of the demo.
 
-Owns static files (vendored libraries with their licences, no build step) and the read-only JSON that
-`status`, `why` and the page share. Owns no state: everything is derived from published marks.
+    published statuses ─► report ─► JSON of /api/status ─► page
+
+Owns static files (vendored libraries with their licences, no build step) and the read-only JSON that `status`, `why`
+and the page share. Owns no state: everything is derived from published statuses.
 """

@@ -1,8 +1,11 @@
-"""kafka: the Kafka wire endpoint. Unmodified clients produce to and consume from `topics` through it.
+"""kafka: the Kafka wire endpoint, for unmodified clients.
 
-Owns: connections, frames, versions, the codec, one handler per API, the table of error codes, committed
-offsets of groups. Does not own: what a partition holds, its order, its durability, its leader, producer ids
-and who the nodes are (`topics`), which topics exist (`metastore.catalogue`).
+    socket ─► net ─► server ─► api (dispatch, authorization) ─► handlers ─► topics
+                                                            └─► groups, transactions, fetch_sessions, metadata
+    schema: codecs of requests and responses
+
+Owns connections, frames, versions, codecs, one handler per API key, error codes, consumer groups and transactions. Does
+not own partitions, producer ids or node membership (`topics`), or which topics exist (`metastore`).
 
 K1  A Produce request reserves every partition batch in request order while its frame is handled: before
     any await, before any task exists (seed 000). Its acknowledgement follows T2.
@@ -13,7 +16,8 @@ K4  Requests under way, half-received frames and answers unsent are bounded, per
 K5  A malformed frame costs one connection and one log line, never another client. A fault of ours costs the request:
     it is answered, and the connection goes on where the stream is whole.
 
-Start reading at `server` (life), `session` (one connection), `handlers/k00_produce` (the path that matters).
+Start reading at `server/server.py` (life cycle), `server/client_session.py` (one connection) and
+`handlers/k00_produce.py`.
 """
 
 from tidemill.kafka.server.server import KafkaServer

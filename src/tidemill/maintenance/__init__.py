@@ -1,5 +1,8 @@
-"""keeper: what keeps a cluster's data in order, and takes away what nobody needs any more.
+"""maintenance: background jobs that keep a cluster's data in order and delete what is not needed any more.
 
-Owns checkpoint, restore, the deep check, compaction, holds, retention and collection: every stored thing has an
-owner here that deletes it. Owns no format: the rooms below say what a thing is and how it is read.
+    scheduler ─► job_list ─► shards, topics (garbage collection, merges, compaction) ─► failure_status
+    checkpoint ─► restore;  check: `tidemill doctor --deep`
+
+Owns checkpoint, restore, the deep check, compaction, retention and garbage collection: every stored thing has a job
+here that deletes it. Owns no format: the rooms below define how a thing is stored and read.
 """

@@ -1,6 +1,9 @@
-"""metastore: what exists and what lies where, as typed rows in domains.
+"""metastore: what exists and where it is stored, as typed rows in replicated domains.
 
-Owns the rows' layouts and their routing, the database of each domain on object storage (`lsm`), its replication
-through consensus (`domain`), the catalogue, and what a restore needs. Does not own what a topic or shard means by
-a row. Other rooms use `catalogue`, `metastore`, `rows` and `open`.
+    catalogue (typed access) ─► metastore (routing) ─► domain (replication, leader) ─► lsm (files on object storage)
+    rows: families and key encoding;  backup: checkpoint and restore;  check: verification of stored data
+
+Owns row layouts and routing, the database of each domain, its replication through consensus, and the input of a
+restore. Does not own what a topic or a shard means by a row. Other rooms use `catalogue`, `metastore`, `rows` and
+`factory`.
 """

@@ -1,9 +1,11 @@
-"""objects: immutable, write-once objects in a bucket, a directory or memory.
+"""objects: immutable objects in a bucket, a directory or memory.
 
-Owns: the key rules, durable create on a local directory, conditional create on S3, ranged and
-coalesced reads, bounded concurrency, retries with a time budget, the classification of every
-failure into `base.errors`, and the probe that `tidemill doctor` runs against a bucket.
-Does not own: what an object means, its format, or when it may be deleted.
+    caller ─► retrying (concurrency, retries, classification of failures) ─► s3 | local | memory
+    factory: URL ─► store;  verified_read, coalesce: readers;  health: the state of a store;  probe: `tidemill doctor`
+
+Owns key rules, durable and conditional creation, ranged reads, bounded concurrency, retries with a time budget, and the
+translation of every failure into `base.errors`. Does not own what an object means, its format, or when it may be
+deleted.
 
 O1  An object never changes, and its key is never used again.
 O2  An acknowledged put survives power loss.

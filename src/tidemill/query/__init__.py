@@ -1,8 +1,10 @@
-"""query: a cluster's tables for Python programs, at one time, as Arrow, Polars and DuckDB views.
+"""query: the tables of a cluster for Python programs, at one time, as Arrow, Polars and DuckDB views.
 
-Owns the synchronous front (`connect`, `Cluster`, `Table`), and how a read is held and streamed. Does not own: what a
-shard holds at a time (shards), which cluster is meant and how its stores are opened (spark, whose data source asks the
-same; nothing of Spark's is imported), what a command prints (cli).
+    connect ─► cluster ─► table ─► table_read (hold, plan, stream) ─► polars_frames, duckdb_views, changelog
+    common_time: one time for several tables
+
+Owns the synchronous interface, and how a read is held and streamed. Does not own the contents of a shard (`shards`), the
+choice of the cluster (`spark/session/cluster_lookup`), or what a command prints (`cli`).
 
 A1  A read holds its time before it chooses what it reads, and what it chose stays until the read ends.    reading
 """

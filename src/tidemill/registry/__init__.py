@@ -1,7 +1,10 @@
-"""registry: schemas by subject and version, Confluent's REST interface over the metastore, on every node.
+"""registry: schemas by subject and version: Confluent's REST interface over the metastore, on every node.
 
-Owns what a schema means, when two are compatible, and the HTTP routes (`http`). Does not own the rows' layout
-(metastore), nor the server that carries the routes.
+    http ─► registry ─► parse_pool ─► avro | jsonschema | protobuf ─► compat_levels
+                   └─► writer ─► transitions (pure) ─► store (rows)
+
+Owns what a schema means, when two are compatible, and the HTTP routes. Does not own row layouts (`metastore`), or the
+server that carries the routes (`node`).
 
 RG4  Every change is one commit that expects the registry's head as it was read: of racing changes one wins and the
     others look again, so one schema registered by many nodes has one id and one version.

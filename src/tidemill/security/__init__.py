@@ -1,8 +1,11 @@
-"""access: who somebody is, and what they may do. One set of rules for every server of a node.
+"""security: authentication, authorization, quotas and TLS, with one set of rules for every server of a node.
 
-Owns: principals and how a certificate names one, users and their credentials, SASL mechanisms, tokens, rules and what
-follows from them, quotas, TLS contexts and their renewal, audit lines. Does not own: any wire protocol (`kafka`,
-`node`), nor what a topic, a group or a shape is.
+    certificate, SASL, token ─► principals ─► acls (acl_cache) ─► allow or deny ─► audit
+    quotas (quota_cache);  auth_throttle: delay after failed attempts
 
-Everything that decides is pure; what waits reads and writes rows of the metastore, or files.
+Owns principals and how a certificate names one, users and their credentials, SASL mechanisms, tokens, ACLs, quotas, TLS
+contexts and their renewal, audit lines. Does not own a wire protocol (`kafka`, `node`), or what a topic, a group or a
+shape is.
+
+Decisions are pure; asynchronous code only reads and writes rows of the metastore, or files.
 """

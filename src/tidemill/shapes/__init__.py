@@ -1,7 +1,10 @@
-"""shapes: tables and shards followed live over HTTP, by Electric's protocol.
+"""shapes: tables followed live over HTTP, by Electric's protocol.
 
-Owns shape definitions and handles, the log of each shape, where clauses, stitching the initial rows to the
-stream, and the HTTP endpoints (`http`). Does not own replication (capture), shards, nor the HTTP server.
+    request ─► http ─► definition ─► service ─► tables | shards ─► log ─► http ─► client
+    where: the where clause, parsed and evaluated as PostgreSQL does
+
+Owns shape definitions and handles, the log of each shape, where clauses, the join of initial rows to the stream, and
+the HTTP endpoints. Does not own replication (`capture`), shards, or the HTTP server (`node`).
 
 H1  A handle is never reused; a client with another handle than the current one is told to refetch.
 L1  Offsets of a log grow strictly; readers see whole transactions, each item once.

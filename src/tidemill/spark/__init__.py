@@ -1,10 +1,12 @@
 """spark: pipelines that keep exact keyed tables in shards, on PySpark.
 
-Owns the Java runtime and session (`java`, `session`), the decoding of topics to Arrow (`decode`), the
-upsert operator and its local mirror (`upsert`), the Python data source `format("tidemill")` (`source`),
-plans over the parts of a shard (`reading`), the `foreachBatch` sink (`sink`), the user's declarations
-(`pipeline`), derived tables and the driver process. Does not own topics or shards: it calls their reader
-and writer fronts only, since its code travels to executors.
+    topics ─► ingest (sources, steps) ─► decode ─► upsert ─► shard
+    shards ─► derived (user functions) ─► shard;  shards ─► read, source ─► DataFrames ─► write
+    session: Java and Spark;  pipeline: the driver process
+
+Owns the Spark session, the decoding of topics to Arrow, the upsert operator and its local mirror, the data source
+`format("tidemill")`, the user's declarations (`definition`), derived tables and the driver process. Does not own topics
+or shards: its code travels to executors and uses the interfaces of their readers and writers only.
 
 U1  Per key at most one live row; the winner per (key, time) is decided by order, never by batch.
 U2  Below the shard's upper: drop; at upper: process; above: keep. One spelling, `upsert.classify`.

@@ -1,7 +1,10 @@
 """topics: Kafka topics on object storage.
 
-Owns the produce path (places in line, L0 objects, sequence rules, placeholders in fenced logs), partitions and
-their leadership, and the readers of both. Does not own the Kafka wire, the catalogue's rows, or record contents.
+    produce (order, validation) ─► l0 (upload) ─► partition (the log) ─► acknowledgement
+    fetch ◄─ partition, l0, l1;  l1: long-term storage;  compaction, lifecycle, config
+
+Owns the produce path (queue slots, L0 objects, sequence rules, placeholders in fenced logs), partitions and their
+leadership, and readers. Does not own the Kafka wire, the rows of the catalogue, or record contents.
 
 T1  Offsets are contiguous, and follow reservation order per producer.
 T2  Readers see only what is durable; an acknowledgement follows.
@@ -9,6 +12,6 @@ T3  A place in line given up without reaching the log poisons what its producer 
 T4  Nothing is refused as out of order but by a leader that has just proved that it leads.
 T5  Every batch that was taken ends as placed, refused, failed or unknown; none is written by half.
 
-`front` is all that kafka, capture and spark may use, with `batch` (codec), `log.LocalTopics`,
-`reader.PartitionReaderImpl`, `leadership.Membership` and `producer_ids.ProducerIds` for assembly.
+Other rooms use `api` alone, with `batch` (codec), `local_topics`, `partition_reader`, `membership` and
+`produce/producer_ids` for assembly.
 """
