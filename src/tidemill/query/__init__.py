@@ -3,8 +3,8 @@
     connect ─► cluster ─► table ─► table_read (hold, plan, stream) ─► polars_frames, duckdb_views, changelog
     common_time: one time for several tables
 
-Owns the synchronous interface, and how a read is held and streamed. Does not own the contents of a shard (`shards`), the
-choice of the cluster (`spark/session/cluster_lookup`), or what a command prints (`cli`).
+Owns the synchronous interface, and how a read is held and streamed. Does not own the contents of a shard (`shards`),
+the choice of the cluster (`spark/session/cluster_lookup`), or what a command prints (`cli`).
 
 A1  A read holds its time before it chooses what it reads, and what it chose stays until the read ends.    reading
 """
