@@ -279,6 +279,7 @@ def test_normalized_schemas_differ_in_what_they_mean_only(rest: Rest) -> None:
     assert rest.ask("POST", "/subjects/u/versions", {"schema": other})[1]["id"] == first["id"]
 
 
+@pytest.mark.processes
 def test_normalized_protobuf_schemas_have_their_fields_and_imports_in_order(rest: Rest) -> None:
     head = 'syntax = "proto3";\npackage p;\n'
     imports = ['import "google/protobuf/timestamp.proto";', 'import public "google/protobuf/duration.proto";']

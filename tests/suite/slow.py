@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 FILE = "tests/suite/slow.txt"
-CPU_S, WALL_S = 0.15, 1.5
+CPU_S, WALL_S = 0.08, 0.7
 COST = "suite cost"
 
 
