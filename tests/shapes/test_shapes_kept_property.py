@@ -316,7 +316,7 @@ class KeptMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.process is not None and not self.delivered)
     @rule(table=st.sampled_from(TABLES))
     def add(self, table: Relation) -> None:
-        """Its snapshot sees what was ever delivered to this process (sink.py, K3), by earlier sessions too."""
+        """Its snapshot sees what was ever delivered to this process (capture_tap.py, K3), by earlier sessions too."""
         self.evaluate()
         seen = max(self.session.at, self.alive.sink.taken)
         self.shape_count += 1

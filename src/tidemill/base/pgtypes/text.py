@@ -15,7 +15,7 @@
 All that sessions print under DateStyle ISO, bytea_output hex and TimeZone UTC is read, and what people write in its
 stead; of the input functions' further words (`now`, `Jan 8`, `0x1F`, `1_000`) nothing. Digits and blanks are ASCII's.
 What is not read raises `Refused`, with PostgreSQL's message. Columns of ordinary values are read by Arrow
-(`shards/pgtypes`), which takes the same text for the same values; these functions read what it does not know.
+(`shards/parts/pg_columns`), which takes the same text for the same values; these functions read what it does not know.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     anything else                    JSON string (numeric, temporal, text, uuid, json, arrays, domains …)
     NULL                             null
 
-In topics of change events every type has the form that `base/pgforms` says. In a key −0 of a float is 0, for PostgreSQL
-has one key for both: its records stay in one partition, in their order.
+In topics of change events every type has the form that `base/pgtypes/debezium` says. In a key −0 of a float is 0, for
+PostgreSQL has one key for both: its records stay in one partition, in their order.
 
 One encoder per relation: names are escaped once, and a row costs one join.
 """

@@ -203,7 +203,7 @@ class Wire:
     async def query(self, sql: str) -> list[SqlRow]:
         """Run one statement, return its rows as text; a byte that is not UTF-8 is a surrogate.
 
-        Raises by SQLSTATE (wire/errors.py); the wire stays usable
+        Raises by SQLSTATE (errors.py); the wire stays usable
         after a failed statement, not after a cancelled call."""
         from psycopg.pq import ExecStatus
 

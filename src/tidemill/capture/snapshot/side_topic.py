@@ -120,7 +120,7 @@ def joins_at(row: CaptureTableRow, latest: Binding | None, slot: SlotState) -> t
     """Of a table that is copied whole: the position at which it may join (inclusive), and how far its aside goes there.
     None = no binding says so yet. Pure.
 
-    The slot may be ahead of the newest binding, by WAL that holds nothing (wire/status.py)."""
+    The slot may be ahead of the newest binding, by WAL that holds nothing (postgres/standby_status.py)."""
     aside = row.aside
     offsets = latest.offsets.get(aside.topic_id) if aside is not None and latest is not None else None
     if aside is None or latest is None or offsets is None or not aside.ends:

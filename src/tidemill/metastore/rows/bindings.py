@@ -3,7 +3,7 @@
     binding    42 | source text | time_ms u64
                log_position, binding bytes
 
-`binding` belongs to `shards`, which alone reads it (layout: shards/remap).
+`binding` belongs to `shards`, which alone reads it (layout: shards/bindings/remap).
 """
 
 from __future__ import annotations

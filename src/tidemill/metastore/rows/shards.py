@@ -5,7 +5,7 @@
     batch      41 | name text | lower u64
                upper, batch bytes, objects array of keys
 
-`header` and `batch` belong to `shards`, which alone reads them (layouts: shards/codec):
+`header` and `batch` belong to `shards`, which alone reads them (layouts: shards/state/codec):
 
     header     a rollup with an empty list of batches: schema, holds, writers
     batch      one batch with its parts, the inline ones included

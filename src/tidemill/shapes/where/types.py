@@ -1,7 +1,7 @@
-"""PostgreSQL types as the where evaluator knows them. Their values are what `base/pgtext` makes of text:
+"""PostgreSQL types as the where evaluator knows them. Their values are what `base/pgtypes/text` makes of text:
 
     text bpchar enum  str (bpchar keeps its padding; comparison strips it)
-    anything else     as `base/pgtext` says
+    anything else     as `base/pgtypes/text` says
 
 Text is what sessions of `SESSION_SETTINGS` print (ISO dates, UTC).
 """

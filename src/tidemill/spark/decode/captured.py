@@ -107,7 +107,7 @@ class CapturedDecoder:
         avro: Sequence[AvroVersion] = (),
     ) -> None:
         """`known`: the columns of each version of the table's description (schema_versions.py). `forms`: of the
-        columns, where records are events (base/pgforms). `avro`: of each version, where they are Avro."""
+        columns, where records are events (base/pgtypes/debezium). `avro`: of each version, where they are Avro."""
         self.schema = schema
         self.table = table
         self._events = forms is not None

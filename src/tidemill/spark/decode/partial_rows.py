@@ -5,7 +5,7 @@ tm.unchanged   JSON array of the columns: TOASTed values that an UPDATE left as 
 tm.was         the key that the row had before, where that changed as well
 
 Only a record with more headers than its version has is looked at, and those of one set of columns are read together,
-by columns. What the columns come to is resolved beside the mirror (upsert/unchanged.py).
+by columns. What the columns come to is resolved beside the mirror (upsert/toast_fill.py).
 """
 
 from __future__ import annotations
