@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import ssl
 import sys
@@ -21,6 +22,7 @@ from starlette.routing import Route
 
 from tidemill.base.errors import Invalid
 from tidemill.node.http import server as http_module
+from tidemill.node.http.connection_limits import close_copies
 from tidemill.node.http.server import HttpServer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kafka"))
@@ -208,3 +210,19 @@ def listening(port: int) -> int:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             count += bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and found.getsockname()[1] == port)
     return count
+
+
+def test_copies_of_a_listening_socket_end_without_waking_those_who_wait_on_them() -> None:
+    """A worker that missed its end waits by epoll on a copy. `shutdown` would wake it, and each accept fail at once: it
+    would ask again for ever, on a whole core."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, select.epoll() as waiting:
+        copy = os.dup(listening.fileno())
+        waiting.register(copy, select.EPOLLIN)
+        assert close_copies(listening) == 1
+        assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN), "the original still listens"
+        address = listening.getsockname()
+        listening.close()
+        assert waiting.poll(0.05) == []
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, 5)
+        os.close(copy)  # its owner's, also now

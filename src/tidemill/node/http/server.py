@@ -20,7 +20,7 @@ from tidemill.base.address import Address
 from tidemill.base.errors import Invalid, Unavailable
 from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.base.runtime.tasks import FailureHandler, Tasks, sentence
-from tidemill.node.http.connection_limits import CHECK_S, close_connections, close_crowds, connections
+from tidemill.node.http.connection_limits import CHECK_S, close_connections, close_copies, close_crowds, connections
 from tidemill.node.http.limits import HEAD_BYTES, Bounded, HttpLimits
 from tidemill.security.tls import Certificates, TlsSettings
 
@@ -175,9 +175,9 @@ class HttpServer:
         await self._tasks.aclose()
         if self._socket is not None:
             if self._renewed and (self._serving is None or self._serving.done()):
-                # Of renewed workers granian may keep the descriptors: what they name no longer listens. Not while a
-                # worker takes connections: it would ask for the next one without end, and never stop.
-                self._socket.shutdown(socket.SHUT_RDWR)
+                # Of renewed workers granian may keep the descriptors. No `shutdown`: a worker that was told to end
+                # before it served misses it, and would ask the socket for connections without end, on a whole core.
+                close_copies(self._socket)
             self._socket.close()
             self._socket = None
 
