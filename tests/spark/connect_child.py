@@ -25,7 +25,7 @@ from tidemill.base.clock import SystemClock  # noqa: E402
 from tidemill.maintenance.shards.garbage import collect  # noqa: E402
 from tidemill.shards.compaction.compaction import compact_once  # noqa: E402
 from tidemill.spark import read  # noqa: E402
-from tidemill.spark import read as reading  # noqa: E402
+from tidemill.spark import table_reader as reading  # noqa: E402
 
 COUNT = 30_000
 reading.WATCH_S, reading.LINGER_S = 0.05, 0.2

@@ -16,7 +16,7 @@ from tidemill.base.errors import Invalid
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.spark import read
-from tidemill.spark import read as reading
+from tidemill.spark import table_reader as reading
 
 pytestmark = pytest.mark.spark
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tidemill.spark.definition import Pipeline as Pipeline
-    from tidemill.spark.read import read as read
     from tidemill.spark.session.session import build_session as build_session
     from tidemill.spark.source import register as register
+    from tidemill.spark.table_reader import read as read
 
 __all__ = ["Pipeline", "build_session", "read", "register"]
 
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
         return build_session
     if name == "read":
-        from tidemill.spark.read import read
+        from tidemill.spark.table_reader import read
 
         return read
     if name == "register":

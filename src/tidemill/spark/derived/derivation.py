@@ -279,7 +279,7 @@ class Derivation:
 
     def _frame(self, one: Input, at: int) -> DataFrame:
         """All rows of an input, which Spark reads for itself where it can."""
-        from tidemill.spark.read import frame_at
+        from tidemill.spark.table_reader import frame_at
 
         s, name = self._stores, one.shard.name
         where = {key: url for key, url in (("objects", s.urls.objects), ("consensus", s.urls.consensus)) if url}
