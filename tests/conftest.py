@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from replication_slots import drop_slots
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
 pytest_plugins = ("suite.selection", "suite.recording", "suite.leftovers")
@@ -62,19 +62,7 @@ def postgres_dsn(new_database: Callable[[], str]) -> Iterator[str]:
     """The DSN of a database of this test's own. Slots that the test leaves there go: their names are the server's."""
     dsn = new_database()
     yield dsn
-    _drop_slots(dsn)
-
-
-def _drop_slots(dsn: str) -> None:
-    mine = "FROM pg_replication_slots WHERE database = current_database()"
-    try:
-        with psycopg.connect(dsn, autocommit=True, connect_timeout=5) as connection:
-            until_s = time.monotonic() + 5
-            while connection.execute(f"SELECT slot_name {mine}").fetchall() and time.monotonic() < until_s:
-                connection.execute(f"SELECT pg_terminate_backend(active_pid) {mine} AND active_pid IS NOT NULL")
-                connection.execute(f"SELECT pg_drop_replication_slot(slot_name) {mine} AND active_pid IS NULL")
-    except psycopg.Error:
-        return  # the test did away with its database, or with the server
+    drop_slots(dsn)
 
 
 REAL_CLIENT_MARKERS = ("node", "java", "go", "browser", "kcat", "spark", "postgres")

@@ -22,7 +22,7 @@ def test_the_shares_leave_what_the_process_needs_for_itself(limit: int) -> None:
 
 def test_the_limit_is_raised_to_the_hard_one_and_shown() -> None:
     code = (
-        "import resource; from tidemill.base import descriptors;"
+        "import resource; from tidemill.base.runtime import file_descriptors as descriptors;"
         " resource.setrlimit(resource.RLIMIT_NOFILE, (128, 900)); found = descriptors.raise_limit();"
         " facts = descriptors.facts();"
         " print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], found.limit, facts['limit'], facts['open'] > 0)"

@@ -11,7 +11,7 @@ from patience import DEADLINE_S
 
 CODE = """
 import gc, weakref
-from tidemill.base import garbage
+from tidemill.base.runtime import gc_tuning as garbage
 from tidemill.base.runtime.gc_tuning import keep_pauses_short
 
 class Node: pass

@@ -15,6 +15,7 @@ import pytest
 from faulty_stores import FaultyPostgres, FaultyS3
 from served import PROMISED_S, Served, World, running
 
+from replication_slots import drop_slots
 from tidemill.objects import durable_create
 from tidemill.objects.durable_create import RealSyscalls
 
@@ -76,6 +77,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory, postgres_server: Any) -> It
             world.run(proxy.__aexit__())
         world.close()
         moto.stop()
+        drop_slots(postgres_server.dsn_for("faults_captured"))  # other tests on this server capture under the same name
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def _create_database(postgres: EmbeddedPostgres) -> None:
 def _toml(
     directory: Path, dsn: str, *, http: str, kafka: str, consensus_url: str, objects_url: str, master: str
 ) -> str:
-    pipeline = Path(__file__).with_name("commands.py")
+    pipeline = Path(__file__).with_name("pipeline.py")
     tables = ", ".join(f'"public.{table}"' for table in shop.TABLES)
     return f"""# Harbour Shop, written by `tidemill demo`.
 [node]
