@@ -224,21 +224,18 @@ def counts_of(changes: Sequence[Change]) -> Counter[int]:
     return found
 
 
-def only(changes: Sequence[Change], oids: Collection[int]) -> tuple[Change, ...]:
+def only(changes: Sequence[Change], oids: Collection[int]) -> Iterator[Change]:
     """The changes of these relations, in order; no others are decoded."""
-    return tuple(
-        change
-        for part in parts_of(changes)
-        for change in (part.of(oids) if isinstance(part, Rows) else (part,))
-        if change.relation.oid in oids
-    )
+    for part in parts_of(changes):
+        if isinstance(part, Rows):
+            yield from part.of(oids)
+        elif part.relation.oid in oids:
+            yield part
 
 
 def by_relation(changes: Sequence[Change], oids: Collection[int]) -> dict[int, list[Change]]:
     """The changes of each of these relations, in order; no others are decoded."""
     found: dict[int, list[Change]] = {}
-    for part in parts_of(changes):
-        for change in part.of(oids) if isinstance(part, Rows) else (part,):
-            if change.relation.oid in oids:
-                found.setdefault(change.relation.oid, []).append(change)
+    for change in only(changes, oids):
+        found.setdefault(change.relation.oid, []).append(change)
     return found

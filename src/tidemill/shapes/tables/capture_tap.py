@@ -118,7 +118,8 @@ class ShapeSink:
         self._behind: dict[TableConsumer, None] = {}
         """Whoever has something in its inbox."""
         self.asking: deque[TableConsumer] = deque()
-        """Whoever has a question, which `judging.answer` takes to the database; `asked` is set when one comes."""
+        """Whoever has a question, which `remote_evaluation.answer` takes to the database; `asked` is set when one
+        comes."""
         self.asked = asyncio.Event()
         self._tick = 0
         self._works: deque[Work] = deque()
@@ -474,13 +475,13 @@ class ShapeSink:
 
     def _to_keep(self, fragment: Fragment) -> Fragment | None:
         """What may concern a resumable table: its changes, and the end of a transaction that has some."""
-        resumable, counts = self.resumable or frozenset(), counts_of(fragment.changes)
-        count, all_of_them = sum(counts[oid] for oid in counts if oid in resumable), len(fragment.changes)
+        resumable, all_of_them = self.resumable or frozenset(), len(fragment.changes)
+        count = sum(count for oid, count in counts_of(fragment.changes).items() if oid in resumable)
         if 2 * count > all_of_them:
             return fragment
         if count:
-            size_bytes = fragment.size_bytes * count // all_of_them
-            return msgspec.structs.replace(fragment, changes=only(fragment.changes, resumable), size_bytes=size_bytes)
+            changes, size_bytes = tuple(only(fragment.changes, resumable)), fragment.size_bytes * count // all_of_them
+            return msgspec.structs.replace(fragment, changes=changes, size_bytes=size_bytes)
         if fragment.commits and self._arrivals and self._arrivals[-1][0].commit_lsn == fragment.commit_lsn:
             return msgspec.structs.replace(fragment, changes=(), size_bytes=0)
         return None
