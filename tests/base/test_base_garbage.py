@@ -11,7 +11,7 @@ from patience import DEADLINE_S
 
 CODE = """
 import gc, weakref
-from tidemill.base.runtime import gc_tuning as garbage
+from tidemill.base.runtime import gc_tuning
 from tidemill.base.runtime.gc_tuning import keep_pauses_short
 
 class Node: pass
@@ -37,12 +37,12 @@ assert all(ref() is not None for ref in dead), "what was set aside is not walked
 assert not any(ref() for ref in dead), "a cycle that dies among what was set aside is found in the end"
 """
 GROWTH = """
-heap = [[] for _ in range(2 * garbage.GROWN_LEAST)]
-for _ in range(garbage.LOOK_EVERY):
+heap = [[] for _ in range(2 * gc_tuning.GROWN_LEAST)]
+for _ in range(gc_tuning.LOOK_EVERY):
     gc.collect()
 """
 ALWAYS = """
-garbage.TAKE_BACK_EVERY = 100
+gc_tuning.TAKE_BACK_EVERY = 100
 for _ in range(100):
     gc.collect()
 """

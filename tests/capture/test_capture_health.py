@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from capture_world import World, until
 
-from tidemill.capture.session import capture as machine
+from tidemill.capture.session import capture as capture_module
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key
 
 pytestmark = pytest.mark.postgres
@@ -34,7 +34,7 @@ def test_one_that_streams_works_one_without_its_database_fails_and_one_that_wait
             world.tracker.fail(waits.config.mark, "a session before it failed", now_ms=world.clock.now_ms())
             await until(lambda: "another session" in str(waits.facts()["phase"]), "it waits for the lock")
             assert waits.health() == "a session before it failed"
-            monkeypatch.setattr(machine, "PATIENT_S", 0.0)
+            monkeypatch.setattr(capture_module, "PATIENT_S", 0.0)
 
             def lets_be() -> bool:
                 return waits.health() == ""

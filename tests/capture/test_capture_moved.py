@@ -20,7 +20,7 @@ from test_capture_tables import in_world
 from tidemill.base.errors import Corrupt, Invalid, Unavailable
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.timeline import fork, parse_history
-from tidemill.capture.session import capture as machine
+from tidemill.capture.session import capture as capture_module
 from tidemill.capture.session.bootstrap import Prepared
 from tidemill.capture.session.capture import Capture
 from tidemill.capture.session.session import Session
@@ -216,7 +216,7 @@ def test_a_failover_that_loses_nothing_copies_nothing_and_is_a_notice(
                     await world.same_as_select(*TABLES)
                     said = "failed over to another timeline, nothing that was captured is lost"
                     await until(lambda: said in noticed(capture), "it is a notice")
-                    monkeypatch.setattr(machine, "HISTORY_TOLD_MS", 0)
+                    monkeypatch.setattr(capture_module, "HISTORY_TOLD_MS", 0)
                     await until(lambda: not noticed(capture), "the notice ends")
                     assert {table: await world.topic_id(table) for table in TABLES} == before
                     row = await world.row()

@@ -17,7 +17,7 @@ from tidemill.capture.decode.transaction_builder import Converter
 from tidemill.capture.decode.undecodable import Poisoned
 from tidemill.capture.postgres import pgoutput, replication_stream
 from tidemill.capture.postgres.replication_stream import Framed
-from tidemill.capture.session import capture as machine
+from tidemill.capture.session import capture as capture_module
 from tidemill.capture.session import session
 from tidemill.capture.session.capture import Capture
 from tidemill.capture.topics.topic_writer import TopicWriter
@@ -309,7 +309,7 @@ def test_a_mark_that_cannot_be_published_ends_the_capture_and_is_told_to_its_own
         def broken(_: Capture) -> None:
             raise NobodyListed("no marks")
 
-        monkeypatch.setattr(machine.Capture, "_mark", broken)
+        monkeypatch.setattr(capture_module.Capture, "_mark", broken)
         capture = world.new_capture()
         with pytest.raises(NobodyListed):
             await asyncio.wait_for(capture.run(), 20)

@@ -107,7 +107,7 @@ class Fragment(msgspec.Struct, frozen=True):
     begins: bool
     commits: bool
     changes: Sequence[Change]
-    """A tuple, or `segment.Changes`, whose changes are decoded for those who look at them."""
+    """A tuple, or `row_blocks.Changes`, whose changes are decoded for those who look at them."""
     last: ChangePosition
     markers: tuple[Marker, ...] = ()
     size_bytes: int = 0

@@ -5,7 +5,8 @@ C2  A register or log position is written by exactly one winner; every stored ve
     sequence and the writer's nonce. A register that was dropped counts anew (`drop` says for whom that is right).
 C3  Exactly three outcomes: it returned (ok), Conflict/Fenced with the current state (did not happen),
     Unknown (may have happened). Unavailable means it certainly did not happen.
-C5  What was acknowledged to a client, or read by it, is in every later state that it is shown; else it ends (`seen`).
+C5  What was acknowledged to a client, or read by it, is in every later state that it is shown; else it ends
+    (`rollback_detection`).
 C4  Expiry of a lease is decided by the engine's clock; safety comes only from fencing with its term.
 
 One contract suite (`tests/contracts/consensus.py`) runs on memory, SQLite and PostgreSQL.
@@ -82,7 +83,7 @@ class Consensus(Protocol):
     """Every method may raise Unavailable or Closed; every write may raise Unknown.
 
     Every method raises MovedBack (a Closed), for ever, once an answer showed that the engine lost what this client had
-    seen of it (`seen`): the process ends.
+    seen of it (`rollback_detection`): the process ends.
     """
 
     # registers -----------------------------------------------------------------------------------
@@ -100,7 +101,8 @@ class Consensus(Protocol):
 
         A key that was dropped begins again at version 1: who still holds an older version may take the new one for
         his own. So only keys whose writer is one process, or that are never written again, are dropped, and those that
-        `seen.REWRITTEN` names: a version below one that was seen shows otherwise that consensus moved back.
+        `rollback_detection.REWRITTEN` names: a version below one that was seen shows otherwise that consensus moved
+        back.
         """
         ...
 

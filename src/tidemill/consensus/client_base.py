@@ -1,5 +1,5 @@
 """The contract's methods, once: each makes an operation, validates it, hands it to the backend's `_submit`, and
-compares the answer with what this client has heard before (`seen`)."""
+compares the answer with what this client has heard before (`rollback_detection`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Owner(Protocol):
 class Facade(abc.ABC):
     """Implements `api.Consensus` over one method. `_submit` raises the outcome or returns the operation's result.
 
-    Every method also raises MovedBack, for ever, once the engine returned to an earlier state (`seen`, SE1).
+    Every method also raises MovedBack, for ever, once the engine returned to an earlier state (`rollback_detection`,
+    SE1).
     """
 
     seen: Seen

@@ -12,7 +12,7 @@ K1  A Produce request reserves every partition batch in request order while its 
 K2  Responses leave a connection in request order, though requests are worked on concurrently.
 K3  A frame's bytes stay untouched until every batch in it has ended; only then is its buffer used again.
 K4  Requests under way, half-received frames and answers unsent are bounded, per connection and per process, by not
-    reading the socket (`budget`); connections are, in all and per address (`door`).
+    reading the socket (`net/memory_budget`); connections are, in all and per address (`net/connection_limits`).
 K5  A malformed frame costs one connection and one log line, never another client. A fault of ours costs the request:
     it is answered, and the connection goes on where the stream is whole.
 

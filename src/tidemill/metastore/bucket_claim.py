@@ -1,6 +1,6 @@
 """Whose bucket it is: one object for each incarnation of the cluster, created once and never deleted.
 
-    metastore/claim/<incarnation, 20 digits>     encoded as `presence` has it
+    metastore/claim/<incarnation, 20 digits>     encoded as `cluster_manifest` has it
 
     no such object            the incarnation has not begun; whoever creates it has the bucket
     <own incarnation + 1>     the bucket was restored into another consensus; this cluster stops
@@ -55,7 +55,8 @@ async def greatest_claim(objects: ObjectStore) -> int:
 
 
 async def check_unclaimed(objects: ObjectStore) -> None:
-    """Before a cluster is created in empty consensus (`presence` P2). Raises Invalid when the bucket has one."""
+    """Before a cluster is created in empty consensus (`cluster_manifest` P2). Raises Invalid when the bucket has
+    one."""
     await cluster_manifest.check_unclaimed(objects)
     greatest = await greatest_claim(objects)
     if greatest:

@@ -2,7 +2,7 @@
 
 A node leads (`NODE`): it tries for every domain's lease as long as it runs. A tool follows (`TOOL`) and sends its
 commits to whoever leads; where nobody does, it leads for a moment itself. Neither creates a cluster on a bucket
-that holds one already, and both claim the bucket before they read or write anything (`claim` CL2).
+that holds one already, and both claim the bucket before they read or write anything (`bucket_claim` CL2).
 """
 
 from __future__ import annotations

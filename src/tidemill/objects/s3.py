@@ -3,7 +3,7 @@
 A put is `If-None-Match: *` with the attempt's nonce in the object's metadata. The library's own
 retries are off: it repeats a conditional put after a 5xx, and would report our own success as
 "already exists". So one call here is one request, AlreadyExists on it is real, and what may have
-happened is Unknown; `resilient` repeats attempts under one nonce and reads it back to tell our
+happened is Unknown; `retrying` repeats attempts under one nonce and reads it back to tell our
 object from another's.
 """
 
@@ -102,7 +102,7 @@ class S3Objects:
         return data
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """One request after another; `resilient` runs them side by side under its limit."""
+        """One request after another; `retrying` runs them side by side under its limit."""
         for start, end in ranges:
             if not 0 <= start <= end:
                 check_range(key, start, end, max(start, end, 0))
@@ -157,7 +157,7 @@ class S3Objects:
     async def aclose(self) -> None:
         self._closed = True
 
-    # attempts under a nonce, for `resilient` -------------------------------------------------------
+    # attempts under a nonce, for `retrying` -------------------------------------------------------
 
     async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
         """One create request that leaves `nonce` in the object's metadata."""

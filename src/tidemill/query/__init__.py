@@ -6,7 +6,7 @@
 Owns the synchronous interface, and how a read is held and streamed. Does not own the contents of a shard (`shards`),
 the choice of the cluster (`spark/session/cluster_lookup`), or what a command prints (`cli`).
 
-A1  A read holds its time before it chooses what it reads, and what it chose stays until the read ends.    reading
+A1  A read holds its time before it chooses what it reads, and what it chose stays until the read ends.    table_read
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ V1  One definition has at most one live shape; a dropped one is replaced under a
 V3  At most `max_shapes` live, and `memory_bytes` in all. Room is made of shapes that nobody read for `idle_s` and
     nobody waits for; a newcomer that finds none is refused, and none in use is ended for it.
 V5  Whatever building or following a shape raises, of whatever type, ends that shape and nothing else (`_run`); what its
-    share of a stream raises ends it in the sink. Asked for again it is refused for a while (`refusals`).
+    share of a stream raises ends it in the sink. Asked for again it is refused for a while (`rejection_cache`).
 V6  A shape whose table is captured no more ends; nothing of an ended one stays, but for a fault's mark for a minute.
 """
 

@@ -1,6 +1,6 @@
-"""`Shard` on its log: the handle of one process. Checks before it asks. What changes no contents is in `reads`.
+"""`Shard` on its log: the handle of one process. Checks before it asks. What changes no contents is in `read_handle`.
 
-What it relies on: `machine` gives states that only move forward; `apply` decides; parts are write-once.
+What it relies on: `state_machine` gives states that only move forward; `apply` decides; parts are write-once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ APPEND_PAUSE_S = 0.2
 
 
 class LogShard(ShardReads):
-    """See `front.Shard` for the contract. Any number of handles, in any processes, are equals."""
+    """See `api.Shard` for the contract. Any number of handles, in any processes, are equals."""
 
     @cached_property
     def _appending(self) -> asyncio.Lock:

@@ -28,7 +28,7 @@ _log = structlog.get_logger()
 
 
 class Heads:
-    """Of one process's partitions. `lapses`: see `leadership.Assignment`."""
+    """Of one process's partitions. `lapses`: see `membership.Assignment`."""
 
     def __init__(
         self, consensus: Consensus, led: Mapping[PartitionKey, LedPartition], lapses: Callable[[], int] = lambda: 0

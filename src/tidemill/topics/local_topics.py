@@ -1,4 +1,4 @@
-"""LocalTopics: one process's access to all partitions. Implements `front.TopicLog`."""
+"""LocalTopics: one process's access to all partitions. Implements `api.TopicLog`."""
 
 from __future__ import annotations
 

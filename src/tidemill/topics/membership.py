@@ -3,7 +3,7 @@
 N1  A node's lease says that it is alive and where it is reached; it never makes a write safe. Fencing does.
 N2  Equal views give equal leaders; views converge as soon as a node that comes or leaves has said so, or a lease ran
     out: whoever sees how long it has left looks again then. Two nodes that disagree fence each other; the loser looks
-    again soon, also one that has nothing to write (`deposed`).
+    again soon, also one that has nothing to write (`leader_check`).
 N3  A node name belongs to the process that started last under it: it releases its predecessor's lease.
 N4  That a lease ran out says that its node is dead only to a node that could renew its own: while consensus is away all
     run out. When it is back, the members stay who they were for a moment, in which those that live renew. Else a node

@@ -1,4 +1,4 @@
-"""PartitionReaderImpl: plans from logs and L1's rows, reads from the bucket. Implements `front.PartitionReader`.
+"""PartitionReaderImpl: plans from logs and L1's rows, reads from the bucket. Implements `api.PartitionReader`.
 
 For other processes: a Spark driver plans and its executors read. Nothing here talks to a server or fences anyone.
 """
@@ -39,14 +39,14 @@ class PartitionReaderImpl:
         return (await self._follow(topic_id, partition)).high_watermark
 
     async def last_stable(self, topic_id: str, partition: int) -> int:
-        """See front.PartitionReader; as of a read of the log during this call."""
+        """See `api.PartitionReader`; as of a read of the log during this call."""
         return (await self._follow(topic_id, partition)).last_stable
 
     async def log_start(self, topic_id: str, partition: int) -> int:
         return (await self._follow(topic_id, partition)).log_start
 
     async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
-        """See front.PartitionReader. Of what retention took nothing is planned: a reader that began before it, and
+        """See `api.PartitionReader`. Of what retention took nothing is planned: a reader that began before it, and
         was held by nobody, begins where the log starts."""
         known = self._states.get(partition_log(topic_id, partition))
         recent = self._followed_s.get(partition_log(topic_id, partition), -inf) > _now_s() - RECENT_S

@@ -9,7 +9,7 @@
     date              days since 1970-01-01;  ±inf
     time              microseconds of the day
     timestamp(tz)     microseconds since 1970-01-01 UTC;  ±inf
-    arrays            nested lists, None for NULL (`pgarrays`)
+    arrays            nested lists, None for NULL (`arrays`)
     anything else     its text
 
 All that sessions print under DateStyle ISO, bytea_output hex and TimeZone UTC is read, and what people write in its

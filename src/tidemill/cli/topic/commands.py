@@ -1,4 +1,4 @@
-"""`tidemill topic`: topics and their configs. Records go in and out by `topic_records`."""
+"""`tidemill topic`: topics and their configs. Records go in and out by `records`."""
 
 from __future__ import annotations
 

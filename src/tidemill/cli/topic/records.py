@@ -39,19 +39,19 @@ def produce(
     config: ConfigOption = None,
 ) -> None:
     """Write lines to a topic, a record each. Exit 0 only when every one of them is acknowledged."""
-    from tidemill.cli.topic import client as topic_client
+    from tidemill.cli.topic import client as kafka_client
     from tidemill.cli.topic.line_format import JsonLines, Lines
 
     settings = _client_settings(bootstrap, client, config)
     headers = [_pair(text, "header") for text in header or ()]
     lines = JsonLines(headers) if as_json else Lines(key_separator, headers, tombstones=tombstones)
     if file is None:
-        done = topic_client.produce(settings, name, partition, sys.stdin.buffer, lines)
+        done = kafka_client.produce(settings, name, partition, sys.stdin.buffer, lines)
     else:
         if not file.is_file():
             raise Invalid(f"no such file: path={file}.", fix="Name a file of lines, or leave it out.")
         with file.open("rb") as source:
-            done = topic_client.produce(settings, name, partition, source, lines)
+            done = kafka_client.produce(settings, name, partition, source, lines)
     print(done.told(name), file=sys.stderr)
     raise typer.Exit(done.exit_code)
 
@@ -74,17 +74,17 @@ def consume(
     config: ConfigOption = None,
 ) -> None:
     """Print records of a topic, a line each. Nothing is committed: it reads without a group."""
-    from tidemill.cli.topic import client as topic_client
+    from tidemill.cli.topic import client as kafka_client
     from tidemill.cli.topic.line_format import as_json_line, as_line
 
     settings = _client_settings(bootstrap, client, config)
     settings["isolation.level"] = "read_uncommitted" if uncommitted else "read_committed"
-    asked = topic_client.Asked(begin, "" if follow else end, tuple(partition or ()), count)
+    asked = kafka_client.Asked(begin, "" if follow else end, tuple(partition or ()), count)
 
     def line(message: Any) -> bytes:
         return as_json_line(message) if as_json else as_line(message, keys=keys, headers=headers)
 
-    raise typer.Exit(topic_client.consume(settings, name, asked, line, sys.stdout.buffer))
+    raise typer.Exit(kafka_client.consume(settings, name, asked, line, sys.stdout.buffer))
 
 
 def _client_settings(bootstrap: str, client: list[str] | None, path: Path | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Two streams of rows in one key order → what is missing, extra and different. Pure.
 
-A row is a tuple of canonical values (`canonical`), its first `key_length` the key. Both streams must be sorted
+A row is a tuple of canonical values (`canonical_values`), its first `key_length` the key. Both streams must be sorted
 by key in one order; a stream that is not is reported, never compared wrongly. A key that comes twice on
 one side is one row too many there.
 """

@@ -21,8 +21,8 @@ HeadsAfter = Callable[[str, str, Collection[int], int], Awaitable[list[tuple[str
 
 
 class Differences:
-    """One client's. `sums(prefix)` and `heads_after(prefix, after, parts, limit)` are those of `singles`, and may raise
-    TidemillError."""
+    """One client's. `sums(prefix)` and `heads_after(prefix, after, parts, limit)` are those of `single_ops`, and may
+    raise TidemillError."""
 
     def __init__(self, life: str, sums: Sums, heads_after: HeadsAfter) -> None:
         self._read_sums = sums

@@ -24,8 +24,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.client_base import Facade
 from tidemill.consensus.operations import AnyOp, Append, Cas, Changed, Truncate, Wait
-from tidemill.consensus.postgres import connections as lanes
-from tidemill.consensus.postgres import group_commit, schema, single_ops, sql
+from tidemill.consensus.postgres import connections, group_commit, schema, single_ops, sql
 from tidemill.consensus.postgres.change_detection import Differences
 from tidemill.consensus.postgres.connections import Connection, Lane, without_password
 from tidemill.consensus.postgres.group_commit import Queued
@@ -59,7 +58,7 @@ class PostgresConsensus(Facade):
 
     def __init__(self, url: str, clock: Clock, rand: Rand) -> None:
         self._url = url
-        self.seen = Seen(lanes.without_password(url))
+        self.seen = Seen(connections.without_password(url))
         admit = Admission(self.seen, self._in_life).admit
         self._groups = _Line(Lane(url, rand, writes=True, admit=admit))
         self._singles = _Line(Lane(url, rand, writes=True, admit=admit))
@@ -77,13 +76,13 @@ class PostgresConsensus(Facade):
         """Connect and make the schema. Raises Invalid (names, rights, version) or Unavailable."""
         self._loop = asyncio.get_running_loop()
         try:
-            connection = await lanes.connect(self._url)
+            connection = await connections.connect(self._url)
         except (psycopg.Error, OSError, TimeoutError) as error:
-            raise lanes.translate_connect(error, self._url) from error
+            raise connections.translate_connect(error, self._url) from error
         try:
             await schema.make_schema(connection)
         except psycopg.Error as error:
-            raise lanes.translate(error) from error
+            raise connections.translate(error) from error
         finally:
             await connection.close()
         for name, line, serve in (

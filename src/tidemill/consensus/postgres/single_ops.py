@@ -9,8 +9,7 @@ from tidemill.base.errors import Unavailable
 from tidemill.consensus import transitions
 from tidemill.consensus.api import Lease, LogHead, LogRecord, LogSlice, Versioned
 from tidemill.consensus.operations import Acquire, Drop, Fence, Head, HeadOfLog, Leases, Read, Release, Scan, Truncate
-from tidemill.consensus.postgres import group_commit
-from tidemill.consensus.postgres import sql as statements
+from tidemill.consensus.postgres import group_commit, sql
 from tidemill.consensus.postgres.connections import Connection
 from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 
@@ -24,35 +23,35 @@ async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> 
     match op:
         case Fence(log=log, term=term):
             log_id = await group_commit.log_id(connection, log, log_ids)
-            rows = await _rows(connection, statements.FENCE, (term, log_id, term))
+            rows = await _rows(connection, sql.FENCE, (term, log_id, term))
             if rows:
                 return LogHead(*rows[0])
             raise transitions.fenced((await heads(connection, [log]))[log], log, term)
         case Truncate(log=log, before=before):
-            rows = await _rows(connection, statements.TRUNCATE, (before, log, before))
+            rows = await _rows(connection, sql.TRUNCATE, (before, log, before))
             if rows:
                 return LogHead(*rows[0][1:])
             return transitions.truncate((await heads(connection, [log])).get(log, UNWRITTEN), op)
         case Acquire(name=name, holder=holder, ttl_ms=ttl_ms, info=info):
-            rows = await _rows(connection, statements.ACQUIRE, (name, holder, ttl_ms, ttl_ms, info))
+            rows = await _rows(connection, sql.ACQUIRE, (name, holder, ttl_ms, ttl_ms, info))
             if rows:
                 return _lease(rows[0])
-            rows = await _rows(connection, statements.LEASE, (name,))
+            rows = await _rows(connection, sql.LEASE, (name,))
             if not rows:
                 raise Unavailable(f"The lease vanished: name={name!r}.")
             raise transitions.lease_conflict(_lease(rows[0]))
         case Drop(key=key, expected_seq=expected):
-            if await _rows(connection, statements.DROP, (key, expected)):
+            if await _rows(connection, sql.DROP, (key, expected)):
                 return None
             raise transitions.cas_conflict((await group_commit.registers(connection, [key])).get(key), op)
         case Release(name=name, holder=holder, term=term):
-            await connection.execute(statements.RELEASE, (name, holder, term))
+            await connection.execute(sql.RELEASE, (name, holder, term))
             return None
 
 
 async def sweep(connection: Connection, log_id: int, start: int) -> bool:
     """Delete some of what lies below `start`; True while there may be more."""
-    cursor = await connection.execute(statements.SWEEP, (log_id, SWEEP_ROWS, log_id, start))
+    cursor = await connection.execute(sql.SWEEP, (log_id, SWEEP_ROWS, log_id, start))
     return cursor.rowcount > 0
 
 
@@ -72,15 +71,15 @@ async def read_group(connection: Connection, ops: list[Any]) -> list[Any]:
             case Read():
                 outcomes.append(await _read(connection, op))
             case Scan(prefix=prefix):
-                rows = await _rows(connection, statements.SCAN, (prefix,))
+                rows = await _rows(connection, sql.SCAN, (prefix,))
                 outcomes.append([(key, Versioned(seq, data, nonce)) for key, seq, data, nonce in rows])
             case Leases(prefix=prefix):
-                outcomes.append([_lease(row) for row in await _rows(connection, statements.LEASES, (prefix,))])
+                outcomes.append([_lease(row) for row in await _rows(connection, sql.LEASES, (prefix,))])
     return outcomes
 
 
 async def _read(connection: Connection, op: Read) -> Any:
-    rows = await _rows(connection, statements.READ, (op.start, op.limit_records, op.limit_bytes, op.log))
+    rows = await _rows(connection, sql.READ, (op.start, op.limit_records, op.limit_bytes, op.log))
     head = LogHead(*rows[0][:3]) if rows else UNWRITTEN
     if op.start < head.start:
         return transitions.truncated(head, op)
@@ -89,26 +88,26 @@ async def _read(connection: Connection, op: Read) -> Any:
 
 async def leases(connection: Connection, names: list[str]) -> list[Lease]:
     """Of these, those that there are."""
-    return [_lease(row) for row in await _rows(connection, statements.LEASES_NAMED, (names,))]
+    return [_lease(row) for row in await _rows(connection, sql.LEASES_NAMED, (names,))]
 
 
 async def sums(connection: Connection, prefix: str) -> dict[int, int]:
     """By part of the logs with this prefix, of their heads."""
-    return dict(await _rows(connection, statements.SUMS, (prefix,)))
+    return dict(await _rows(connection, sql.SUMS, (prefix,)))
 
 
 async def heads_after(
     connection: Connection, prefix: str, after: str, parts: Collection[int], limit: int
 ) -> list[tuple[str, LogHead]]:
     """The first logs of these parts with this prefix whose name is greater than `after`, by name."""
-    bits = sum(1 << part for part in parts).to_bytes(statements.PARTS // 8, "little")
-    rows = await _rows(connection, statements.HEADS_AFTER, (prefix, after, bits, limit))
+    bits = sum(1 << part for part in parts).to_bytes(sql.PARTS // 8, "little")
+    rows = await _rows(connection, sql.HEADS_AFTER, (prefix, after, bits, limit))
     return [(row[0], LogHead(*row[1:])) for row in rows]
 
 
 async def heads(connection: Connection, logs: list[str]) -> dict[str, LogHead]:
     """The heads of those of `logs` that were ever written."""
-    return {row[0]: LogHead(*row[1:]) for row in await _rows(connection, statements.HEADS, (logs,))}
+    return {row[0]: LogHead(*row[1:]) for row in await _rows(connection, sql.HEADS, (logs,))}
 
 
 def _lease(row: tuple[Any, ...]) -> Any:

@@ -43,7 +43,7 @@ SLOW_AFTER_S = 2.0
 
 REFUSED_AFTER_S = 0.8
 """A refusal counts as trouble from this age on, measured from the start of its write: one that a later write does not
-meet is no trouble, and one that waited for a lock until the busy timeout (`tables.BUSY_MS`) is trouble at once."""
+meet is no trouble, and one that waited for a lock until the busy timeout (`schema.BUSY_MS`) is trouble at once."""
 
 SWEEP_S = 1.0
 BACKOFF_FIRST_S = 0.002

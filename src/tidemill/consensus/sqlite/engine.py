@@ -1,4 +1,4 @@
-"""The synchronous engine: many operations decided by `rules`, one transaction, one fsync.
+"""The synchronous engine: many operations decided by `transitions`, one transaction, one fsync.
 
     commit(ops)   decide each against what is stored and staged so far → BEGIN IMMEDIATE … COMMIT → outcomes
     answer(op)    a read of committed, durable state

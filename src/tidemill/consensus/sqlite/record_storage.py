@@ -4,7 +4,7 @@
     settle → settled    some of the oldest groups, cut into one chunk per log
     sweep  → gone       chunks that lie below their log's start, a bounded number per commit
 
-    recent.body     sealed (`sealing`) msgpack [[log id, position, term, nonce, data], …] in order
+    recent.body     sealed (`row_checksums`) msgpack [[log id, position, term, nonce, data], …] in order
     settled.id      log id × 2^40 + position of the chunk's first record
     settled.body    sealed msgpack [[term, nonce, data], …], consecutive positions; settled.count = how many
 

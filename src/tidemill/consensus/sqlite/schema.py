@@ -1,7 +1,7 @@
 """The database file: opening it, its layout, and the statements the engine runs.
 
 meta           one row: layout version, the last time the engine's clock is known to have shown
-registers      one row per key: its current version, sealed (`sealing`)
+registers      one row per key: its current version, sealed (`row_checksums`)
 logs           one row per log: term, [start, next), and `swept`: rows below it are physically gone
 log_records    one row per record, in order of arrival, so that a group commit of many logs fills few pages
 leases         one row per lease; a released one has holder ''

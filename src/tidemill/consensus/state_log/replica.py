@@ -14,7 +14,7 @@ S = TypeVar("S")
 
 
 class Replica(Generic[S]):
-    """SL1 and SL3 of `statelog`. Only `_replay` and `_restart` change state and position, both in one step."""
+    """SL1 and SL3 of `state_log`. Only `_replay` and `_restart` change state and position, both in one step."""
 
     def __init__(
         self,

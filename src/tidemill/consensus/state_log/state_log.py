@@ -1,4 +1,4 @@
-"""Replicated state on one fenced log: commands and rollups (`staterecords`), replayed by a pure `apply`.
+"""Replicated state on one fenced log: commands and rollups (`codec`), replayed by a pure `apply`.
 
 SL1  `state` is exactly what `apply` makes of every command below `position`, and all of those are durable.
 SL2  Proposals take effect in the order they were called; each learns its own outcome.

@@ -1,8 +1,8 @@
 """Authorization of requests: what a connection's principal may do, asked in one place a request.
 
 AC1  `checked` stands before every handler on decoded bodies; Produce and Fetch, which have codecs of their own, ask
-     `context.access` where they resolve a topic. Which operation an API asks for is in `checks.CHECKS`; one that is
-     missing there is refused to everybody but super users.
+     `context.access` where they resolve a topic. Which operation an API asks for is in `required_operations.CHECKS`;
+     one that is missing there is refused to everybody but super users.
 AC2  Of a request that names several things those that are allowed are worked on, the others answered with their
      code: nobody learns from it whether they exist.
 """

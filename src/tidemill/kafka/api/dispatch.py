@@ -117,7 +117,7 @@ Failed = Callable[[Body, int], Body]
 def cold(handle: Handle, failed: Failed) -> Begin:
     """A handler on decoded dicts: nothing happens before its turn on the connection comes.
 
-    It is given what its client may do of what was asked for (`checks`), and nothing where that is nothing.
+    It is given what its client may do of what was asked for (`required_operations`), and nothing where that is nothing.
     A fault of `handle`, of whatever type, is this request's: UNKNOWN_SERVER_ERROR, and the connection goes on.
     """
 

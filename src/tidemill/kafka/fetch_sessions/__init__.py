@@ -1,1 +1,4 @@
-"""What clients fetch again and again: one reader's partitions (`interest`), and those kept for it (`sessions`)."""
+"""Incremental fetch sessions (KIP-227): the partitions that one client fetches repeatedly.
+
+request ─► sessions, or implicit (clients without a session) ─► request_diff ─► partitions ─► topics
+"""

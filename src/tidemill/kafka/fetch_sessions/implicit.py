@@ -1,7 +1,7 @@
 """Clients without sessions (librdkafka, aiokafka) ask for everything each time: what of such a request is as it was the
 last time is not read again, and what of its answer is, not written again.
 
-    request   the same partitions, in any order ─► those whose offsets are others alone are put (`asked`)
+    request   the same partitions, in any order ─► those whose offsets are others alone are put (`request_diff`)
     answer    an entry a partition, at a fixed place while it has no records ─► those told anew alone are written
 
 RP1  One is kept for a connection at most, counted and bounded as a session; while it answers, the connection's next

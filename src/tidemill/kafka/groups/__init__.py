@@ -1,19 +1,12 @@
-"""groups: consumer groups. The cores of the two protocols decide, `led` writes and answers, `coordinator` knows which
-groups are here.
+"""Consumer groups, of both protocols (classic, and KIP-848).
 
-    state           the classic protocol: one group in memory, and what a client asks
-    classic, phases what its members may ask; how a rebalance begins, completes and ends. Pure: time and ids come in,
-                    answers go to an outbox
-    consumer_state  the consumer protocol (KIP-848): the same
-    consumer, reconciling, assignors    what its members may ask; how each gets to what it should have; who should have
-                    what. Pure
-    mixed           what members of the classic protocol may ask in a group of the consumer protocol. Pure
-    migrating       how a group goes from one protocol to the other while members are in it. Pure
-    either          a group of either protocol, which goes over when that is due. Pure
-    patterns        subscriptions by regular expression, and the topics that a node sees
-    stored, rows    from a group to its rows in the metastore and back; taking a group over
-    led             one group that this node coordinates, of either protocol: its writes in order, its timer
-    coordinator     all of them, and what handlers call
+    request ─► coordinator (groups of this node) ─► group_runner (writes in order, timer) ─► protocol_dispatch
+        classic protocol    classic, classic_rebalance, classic_state      join, sync, heartbeat; phases of a rebalance
+        consumer protocol   consumer, consumer_reconciliation, consumer_state, assignors      targets and assignments
+        migration           protocol_migration, classic_members            members of both in one group
+    group_records, group_store: rows of a group in the metastore;  subscriptions, topic_patterns: RE2
+
+The cores are pure: time and ids come in, answers go to an outbox.
 
 CG1  A group's rows are written only with the seqno of its head row, which every take-over changes: a coordinator that
      was replaced writes nothing more, neither an assignment nor an offset.

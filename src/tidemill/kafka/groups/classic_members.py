@@ -1,8 +1,8 @@
 """What members of the classic protocol may ask in a group of the consumer protocol, as Kafka 4 answers it. Pure.
 
-While members change the protocol one after the other (`migrating`), those of the classic one go on as they are. Their
-generation is their member epoch; a Heartbeat tells them to join again, a JoinGroup says what they own and takes the
-step that others take with a heartbeat, and SyncGroup tells what they may use. None of them leads.
+While members change the protocol one after the other (`protocol_migration`), those of the classic one go on as they
+are. Their generation is their member epoch; a Heartbeat tells them to join again, a JoinGroup says what they own and
+takes the step that others take with a heartbeat, and SyncGroup tells what they may use. None of them leads.
 
      eager         lets go of everything, joins owning nothing, has all that is free of its target
      cooperative   joins with what it owns, syncs without what it is to let go of, lets go, joins again

@@ -40,7 +40,7 @@ class GroupLimits(msgspec.Struct, frozen=True):
     consumer_heartbeat_ms_bounds: tuple[int, int] = (5_000, 15_000)
     upgrades: bool = True
     downgrades: bool = True
-    """May its protocol change while members are in it (`migrating`)?"""
+    """May its protocol change while members are in it (`protocol_migration`)?"""
 
 
 Protocols = tuple[tuple[str, bytes], ...]
@@ -152,7 +152,7 @@ def metadata_bytes(protocols: Protocols) -> int:
 
 
 class Group:
-    """What a group is made of. Changed by `phases` and `classic` only; all times are monotonic milliseconds.
+    """What a group is made of. Changed by `classic_rebalance` and `classic` only; all times are monotonic milliseconds.
 
     expected      ids that were given out (KIP-394) and until when they are waited for
     join_until    while PREPARING: when those who have not joined are left behind

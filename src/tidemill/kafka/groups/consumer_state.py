@@ -65,7 +65,7 @@ class Consumer(msgspec.Struct):
     held              what it was given and has not let go of; `revoking` of it is to be let go
     target            what it should have
     away              a static member that said it would be back
-    classic           set while it speaks the classic protocol in this group of the other one (`mixed`)
+    classic           set while it speaks the classic protocol in this group of the other one (`classic_members`)
     owes_until_ms     such a member was told to join, or has joined: by when it is to join, or to sync; 0 = neither
     """
 
@@ -121,7 +121,8 @@ class Storing(NamedTuple):
 
 
 class ConsumerGroup:
-    """Changed by `consumer`, `mixed` and `reconciling` only; all times are monotonic milliseconds.
+    """Changed by `consumer`, `classic_members` and `consumer_reconciliation` only; all times are monotonic
+    milliseconds.
 
     epoch, target_epoch    the group's; the one that the members' targets are of
     owners                 (topic id, partition) → the member that holds it: `held` of all members, the other way round

@@ -1,7 +1,7 @@
 """One socket, non-blocking, on the event loop's readiness callbacks.
 
 Why not asyncio's transports: on Python 3.11 `writelines` joins its buffers and a slow peer costs a move of the
-whole backlog at every send. Here requests land in buffers of their own size (`frame`), and responses leave by
+whole backlog at every send. Here requests land in buffers of their own size (`framing`), and responses leave by
 `sendmsg` from the very buffers `topics` returned. Under TLS the socket is a `tls_socket.TlsSocket`.
 
 N1  `on_frames` and `on_lost` are called from the event loop, `on_lost` exactly once.

@@ -211,7 +211,7 @@ class Transactions:
         return 0, *after.identity
 
     async def confirm(self, within: Within, producer_id: int, epoch: int, topic_id: str, partition: int) -> None:
-        """`topics.front.Confirm`."""
+        """`topics.api.Confirm`."""
         if within.adds:
             code = await self._add_written((within.transactional_id, producer_id, epoch), topic_id, partition)
         else:
@@ -258,7 +258,7 @@ class Transactions:
 
     # changing -------------------------------------------------------------------------------------
     async def _change(self, transactional_id: str, decide_on: Decide) -> tuple[Decision, Transaction | None]:
-        """As `registers.change`; requests for one id do not race within this process."""
+        """As `store.change`; requests for one id do not race within this process."""
         async with self._locks.setdefault(transactional_id, asyncio.Lock()):
             decision, after = await change(self._consensus, self._rand, transactional_id, decide_on)
             self._look_after(transactional_id, after)

@@ -107,7 +107,7 @@ async def name_for_group(consensus: Consensus, rand: Rand, group: str, transacti
 async def let_go(
     consensus: Consensus, rand: Rand, group: str, places: Set[tuple[str, int]] | None, now_ms: int
 ) -> None:
-    """`decide.let_go` of every transaction that may hold the group. Raises Unavailable, Unknown."""
+    """`transitions.let_go` of every transaction that may hold the group. Raises Unavailable, Unknown."""
     for transactional_id in await _named(consensus, group):
         await change(consensus, rand, transactional_id, lambda found: transitions.let_go(found, group, places, now_ms))
 

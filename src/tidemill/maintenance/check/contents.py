@@ -68,7 +68,7 @@ async def _shards(consensus: Consensus, objects: ObjectStore, findings: Findings
                 if any(part.object_key == key for batch in replica.state.batches for part in batch.parts):
                     findings.add(f"table {create.name}", key, "the object is missing", FIX)
         except Corrupt:
-            continue  # its log is a finding of `logcheck`
+            continue  # its log is a finding of `logs`
 
 
 async def _batches_of(rows: RowSource) -> AsyncIterator[Batch]:
@@ -77,7 +77,7 @@ async def _batches_of(rows: RowSource) -> AsyncIterator[Batch]:
             try:
                 yield decode_batch(SHARD_BATCHES.decode(key, value).batch)
             except (Corrupt, Invalid):
-                continue  # a finding of `rowcheck`
+                continue  # a finding of `rows`
 
 
 async def _parts(objects: ObjectStore, findings: Findings, subject: str, batches: Iterable[Batch]) -> list[str]:

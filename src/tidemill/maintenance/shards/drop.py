@@ -3,8 +3,8 @@
     1  the shard's own log    Drop: every handle on it, in any process, is refused from here on; its holds are gone
     2  its register           the name is free; whoever opens it with a schema makes a new shard, with upper 0
     3  its log                one rollup of an empty shard stays (some hundred bytes)
-    later, by the keeper      rows of the checkpoint (`checkpoint`), objects and bindings that only it used
-                              (`collection`): not before no restore could need them
+    later, by the keeper      rows of the checkpoint (`checkpoint/stages`), objects and bindings that only it used
+                              (`garbage`): not before no restore could need them
 
 A pipeline that writes the shard makes it again from its source: the topic from its log start on, and a captured
 table's topic begins with the table's snapshot. DS1: a run that was cut off is run again; every step finds what was

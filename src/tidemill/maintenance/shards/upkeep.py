@@ -2,7 +2,7 @@
 
     retention    since follows now - history_s, never past a hold, never past the newest time
     merging      `shards.compaction`: a run at a time, each shown whole or not at all
-    collection   `collection`: objects replaced collect_after_s ago, that no live hold may read and no restore needs
+    collection   `garbage`: objects replaced collect_after_s ago, that no live hold may read and no restore needs
 
 K1  A step that is cut off anywhere leaves what the next one does again, or what the sweep finds: leak before lose.
 K2  A shard that cannot be read, merged or collected stops at that shard: told under `keeper:shards:NAME`.

@@ -1,7 +1,7 @@
 """The consensus half of a restore (RFC 0002 §6): claim it, make the domains go on, open the cluster.
 
     begin          claim empty consensus for one attempt
-    take_claim     the bucket belongs to the new incarnation, before anything is written into it (`claim` CL3)
+    take_claim     the bucket belongs to the new incarnation, before anything is written into it (`bucket_claim` CL3)
     reset_domain   a domain goes on from its manifest
     take_bucket    and says so in its manifest
     finish         consensus is free for its nodes
@@ -20,7 +20,7 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import Conflict, Corrupt, Invalid, Unknown
 from tidemill.consensus.api import Consensus
-from tidemill.metastore import cluster_manifest as presence
+from tidemill.metastore import cluster_manifest
 from tidemill.metastore.backup.restore_source import DomainSource, Source
 from tidemill.metastore.bucket_claim import claim, claimed_by
 from tidemill.metastore.cluster import REGISTER, Cluster, read_cluster, write_cluster
@@ -150,12 +150,12 @@ async def reset_domain(objects: ObjectStore, rand: Rand, domain: Domain, source:
 async def take_bucket(consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, source: Source) -> Cluster:
     """Show the new incarnation in the bucket: what is left of the old cluster stops (presence P1). Idempotent."""
     cluster, _ = await _claimed(consensus)
-    newest = await presence.newest_manifest(objects)
-    presence.check_not_replaced(newest, cluster.uuid, cluster.incarnation)
+    newest = await cluster_manifest.newest_manifest(objects)
+    cluster_manifest.check_not_replaced(newest, cluster.uuid, cluster.incarnation)
     if newest is None or newest.manifest.cluster_uuid != cluster.uuid:
         uuids = tuple(domain.uuid for domain in source.domains)
         manifest = ClusterManifest(cluster.uuid, cluster.label, cluster.incarnation, uuids, clock.now_ms())
-        await presence.upload_manifest(objects, rand, manifest, newest.number + 1 if newest is not None else 1)
+        await cluster_manifest.upload_manifest(objects, rand, manifest, newest.number + 1 if newest is not None else 1)
     return cluster
 
 

@@ -3,7 +3,7 @@
     topic ─► topic id            partition ─► topic           extent ─► partition, object
     capture ─► topics            pipeline ─► shards, sources  batch ─► shard, objects
     binding ─► source            group offset ─► topic        L1's rows: `l1check`
-    schemas: `registrycheck`
+    schemas: `registry`
 
 Rows trail what they describe by up to a checkpoint interval, so no row is compared with a log. What a value means
 to the room it belongs to is examined by that room's `Examine`.

@@ -52,7 +52,7 @@ CONFIRM_S = 2.0
 
 
 class Domain(Reading):
-    """Made by `open`. Every method may raise Unavailable, Closed, Corrupt."""
+    """Made by `factory`. Every method may raise Unavailable, Closed, Corrupt."""
 
     def __init__(self, grounds: Grounds, own_earlier_life: Callable[[str], bool]) -> None:
         self.marks = grounds.tracker

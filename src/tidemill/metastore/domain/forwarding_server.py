@@ -1,4 +1,4 @@
-"""The leader's side of `requests`: execute each once, in the order of the log, and answer."""
+"""The leader's side of `forwarding_client`: execute each once, in the order of the log, and answer."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Reading:
         return await self._read(lambda database: database.get_many(keys), [None] * len(keys))
 
     async def stamp(self, first: bytes) -> object:
-        """See `front.Rows`."""
+        """See `api.Rows`."""
         database = await self._serving()
         return None if database is None else database.stamp(first)
 

@@ -23,7 +23,7 @@ FAULTS = frozenset({"lower-manifest", "forget-delta", "replay-at-persisted", "si
 lower-manifest        apply takes a manifest below the stored one (`apply`)
 forget-delta          a reset forgets the deltas (`apply`)
 replay-at-persisted   a new leader counts the batch after the persisted one as persisted, and never replays it
-silent-reject         a manifest that was refused counts as written (`persistence`)
+silent-reject         a manifest that was refused counts as written (`replicated_manifest`)
 """
 
 

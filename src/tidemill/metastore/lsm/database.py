@@ -139,7 +139,7 @@ class Database:
 
         `background=False` starts neither compaction nor collection: a test drives them by `compact` and
         `collect_garbage`. `faults` are planted ones, for the simulation (gc.py). A `merger` stays the caller's.
-        Raises Invalid when the manifest is another domain's, and what `manifests.read` raises.
+        Raises Invalid when the manifest is another domain's, and what `manifest_store.read` raises.
         """
         manifest = await manifests.read(epoch)
         if manifest is not None and manifest.domain_uuid != domain_uuid:

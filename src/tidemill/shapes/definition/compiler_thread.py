@@ -18,7 +18,7 @@ from tidemill.shapes.where import Type, Where
 
 
 class Asked(NamedTuple):
-    """What is to be compiled: the arguments of `plan.compile_request`."""
+    """What is to be compiled: the arguments of `planner.compile_request`."""
 
     request: ShapeRequest
     types: Mapping[str, Type]
@@ -27,7 +27,7 @@ class Asked(NamedTuple):
 
 
 class CompilerThread:
-    """A `plan.Compiler`."""
+    """A `planner.Compiler`."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shape-where")

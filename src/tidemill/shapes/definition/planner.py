@@ -38,7 +38,7 @@ class Within(msgspec.Struct, frozen=True):
 
 
 class ShapeRequest(msgspec.Struct, frozen=True):
-    """The parameters that define a shape, as the client sent them, or as the server defines them (`rights`)."""
+    """The parameters that define a shape, as the client sent them, or as the server defines them (`permissions`)."""
 
     table: str
     where: str = ""

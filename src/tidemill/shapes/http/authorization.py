@@ -32,7 +32,8 @@ from tidemill.shapes.http.subset_params import PREFIX
 from tidemill.shapes.log.log_offset import number
 
 ASKER: Final = "tidemill.asker"
-"""Key of the ASGI scope under which the node says who asks (`rights.Asker`). Absent = nobody is asked who they are."""
+"""Key of the ASGI scope under which the node says who asks (`permissions.Asker`). Absent = nobody is asked who they
+are."""
 
 NAME: Final = "shape"
 SIGNATURE: Final = "signature"

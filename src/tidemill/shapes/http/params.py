@@ -1,7 +1,7 @@
 """The query string of /v1/shape, checked. Unknown parameters are ignored, as the protocol asks.
 
 table     orders, public.orders, "Odd Name"; shard.<name> or shard:<name> for a shard. Required unless another says
-          what is served (`rights.Right`)
+          what is served (`permissions.Right`)
 offset    required: -1, now, or the electric-offset of an earlier answer; for a subset `now` is the default
 handle    required unless offset is -1 or now
 live      true | false; not with -1 or now

@@ -9,7 +9,7 @@ other errors             no-store, for surrogates too
 now, subset, health,
 DELETE                   no-cache
 
-Where a right ends (`rights.Right`) nothing is fresh, or served stale, for longer.
+Where a right ends (`permissions.Right`) nothing is fresh, or served stale, for longer.
 """
 
 from __future__ import annotations

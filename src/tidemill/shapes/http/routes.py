@@ -1,8 +1,8 @@
 """GET, POST, OPTIONS and DELETE /v1/shape; GET /v1/health; GET /api/shapes, the list of live shapes.
 
-One request: check the secret, or what it may see (`grants`) → take a place → parse → plan against the table → find the
-shape the handle names → wait for its initial rows → answer a chunk, or wait for news. Behind every wait its right is
-asked again (RI2).
+One request: check the secret, or what it may see (`authorization`) → take a place → parse → plan against the table →
+find the shape the handle names → wait for its initial rows → answer a chunk, or wait for news. Behind every wait its
+right is asked again (RI2).
 
 A handle that is unknown, dropped, or of another definition answers 409 with the current handle, always
 of a live shape: the client starts over there.

@@ -1,7 +1,7 @@
 """Shapes over captured tables: finding the table, planning, and building a shape in the order that stitching needs.
 
 V2  The consumer is registered with the router before the snapshot is taken, and the snapshot sees every
-    transaction that was streamed before that (`postgres_source` says how).
+    transaction that was streamed before that (`initial_snapshot` says how).
 """
 
 from __future__ import annotations

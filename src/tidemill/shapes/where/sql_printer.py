@@ -1,7 +1,7 @@
 """A checked tree as SQL again: every operand in parentheses, every operator, function and type named with its schema.
 
 Written here, since libpg_query's own printer leaves parentheses out where they matter (`(a IS NULL) = b`). Only trees
-that `compile` accepted come here, so a node of another kind is a defect.
+that `compiler` accepted come here, so a node of another kind is a defect.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _names() -> Any:
 
 
 def sql_of(node: Any) -> str:
-    """Raises NotImplementedError for what `compile` should have refused."""
+    """Raises NotImplementedError for what `compiler` should have refused."""
     kind = node.WhichOneof("node")
     printer = _PRINTERS.get(kind)
     if printer is None:

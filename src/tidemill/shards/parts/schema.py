@@ -13,7 +13,7 @@
     decimal(p,s)     decimal128(p, s)          1 ≤ p ≤ 38, 0 ≤ s ≤ p
 
 Stored order: columns, `_time` int64 (ms), `_diff` int64, `_hash` uint64. All columns are nullable on
-disk: NOT NULL is a rule of the source, and a source may drop it. What a schema may become: `evolution`.
+disk: NOT NULL is a rule of the source, and a source may drop it. What a schema may become: `schema_evolution`.
 """
 
 from __future__ import annotations

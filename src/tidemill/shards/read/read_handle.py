@@ -1,6 +1,6 @@
 """A shard's handle, for readers: holds, snapshots, batches, listeners.
 
-What it relies on: `machine` gives states that only move forward; parts are write-once.
+What it relies on: `state_machine` gives states that only move forward; parts are write-once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAIT_SLICE_S = 30.0
 
 
 class ShardReads:
-    """The half of `front.Shard` that changes no contents."""
+    """The half of `api.Shard` that changes no contents."""
 
     def __init__(
         self,

@@ -131,8 +131,8 @@ def build_session(
 
     Finds Java and bash. Raises Invalid when there is none; Unavailable, with its words, when the JVM does not start.
     Workers run this very interpreter, unless PYSPARK_PYTHON or the setting spark.pyspark.python names another; the
-    master's own are made able to by `shipping.ship`. A session that is already active in the process is returned as it
-    is, with our SQL settings added where they can be.
+    master's own are made able to by `code_shipping.ship`. A session that is already active in the process is returned
+    as it is, with our SQL settings added where they can be.
     """
     find_bash()
     export_java(find_java())

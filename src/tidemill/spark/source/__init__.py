@@ -8,7 +8,7 @@
                start=MS, max_rows, pace_ms; mode, columnNameOfCorruptRecord (`corrupt`)
                or shard=NAME with changes=true: columns, _time, _diff; start=MS, max_rows
     write      option shard=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, beside
-    all        which cluster: see `spark.cluster`
+    all        which cluster: see `spark.session.cluster_lookup`
 
 An option that is not known, or means nothing here, is refused.
 Spark pickles instances of these classes by reference and calls them in processes of its own: planners and

@@ -4,9 +4,9 @@
     body     CRC, decompression within DECOMPRESSED_BYTES,         in a thread when large       `check_body`
              every record's length, deltas 0 … n−1, fields that fill it exactly
 
-V1  No Python object per record on the good path: records of one shape are looked at together (`runs`); of others, where
-    they are many, one tight loop hops over the lengths and all other fields are read by columns (`scan`), and few are
-    read in line. Whatever these do not like is decided by `_walk`.
+V1  No Python object per record on the good path: records of one shape are looked at together (`uniform_runs`); of
+    others, where they are many, one tight loop hops over the lengths and all other fields are read by columns
+    (`columnar_scan`), and few are read in line. Whatever these do not like is decided by `_walk`.
 """
 
 from __future__ import annotations

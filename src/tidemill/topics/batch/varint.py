@@ -1,4 +1,4 @@
-"""Zigzag variable-length integers, one at a time (Kafka's record format v2, KIP-98). Many at once: `scan`."""
+"""Zigzag variable-length integers, one at a time (Kafka's record format v2, KIP-98). Many at once: `columnar_scan`."""
 
 from __future__ import annotations
 

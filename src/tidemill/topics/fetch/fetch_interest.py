@@ -78,7 +78,7 @@ class _Followed:
 
 
 class LocalFollowing:
-    """Implements `front.Following`."""
+    """Implements `api.Following`."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving

@@ -1,6 +1,6 @@
 """The first record at or after a time: one batch is found by bisection, decoded once and looked through by columns.
 
-Runs in a thread (`checking`): a batch may hold millions of records.
+Runs in a thread (`validator_pool`): a batch may hold millions of records.
 """
 
 from __future__ import annotations

@@ -1,1 +1,5 @@
-"""L0: where record batches land first, many partitions' in one object; written once, never changed."""
+"""Produce, stage 2: record batches of many partitions in one L0 object, written once and never changed.
+
+batch ─► writer ─► group_commit (when the object is cut) ─► format ─► bucket
+shared_reads, object_cache: readers
+"""

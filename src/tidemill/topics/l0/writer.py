@@ -10,7 +10,7 @@ L3  The buffer of a member is read for the last time when its object is assemble
     then serves the upload, the cache and the fetches, so record bytes are copied once.
 
 Group commit: an idle writer uploads at once what those send whom it answered a moment ago; while uploads run, what
-arrives is collected (`rhythm`).
+arrives is collected (`group_commit`).
 """
 
 from __future__ import annotations

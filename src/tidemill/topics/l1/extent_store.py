@@ -1,4 +1,4 @@
-"""L1's rows in the metastore: reading them, and committing what `rules` makes of them.
+"""L1's rows in the metastore: reading them, and committing what `row_transitions` makes of them.
 
 L1  A commit expects the rows it was made from; where one has changed, it is made anew from what is there now.
 L2  An outcome that is unknown is looked up in the rows, never guessed: an object is registered by one commit alone.
@@ -176,7 +176,8 @@ class L1Rows:
         )
 
     async def add(self, request: Add) -> dict[int, int]:
-        """Refer to an object that was registered and uploaded; where each of its partitions goes on (`rules.Added`).
+        """Refer to an object that was registered and uploaded; where each of its partitions goes on
+        (`row_transitions.Added`).
 
         Raises Invalid when its registration has expired; Unavailable when it did not happen; Unknown when nobody can
         tell yet.
@@ -200,7 +201,7 @@ class L1Rows:
 
     async def replace(self, request: Replace) -> tuple[int, ...]:
         """Refer to an object in place of the extents it was made of; the partitions left out for theirs changed
-        (`rules.replace_extents`). Raises as `add`."""
+        (`row_transitions.replace_extents`). Raises as `add`."""
         spans: dict[int, tuple[int, int]] = {}
         for region in request.regions:
             first = spans.get(region.partition, (region.base_offset, 0))[0]
@@ -236,7 +237,7 @@ class L1Rows:
         return found
 
     async def set_start(self, topic_id: str, partition: int, start: int) -> None:
-        """See `rules.set_start`; whole, in as many commits as it takes. Made again it changes nothing.
+        """See `row_transitions.set_start`; whole, in as many commits as it takes. Made again it changes nothing.
 
         Raises Unavailable, Unknown: call again.
         """

@@ -6,8 +6,8 @@ RC1  Nothing is read beyond the stable end, nor beyond what the partition's chec
 RC2  Cut off anywhere, a round leaves nothing that a log or a reader follows; the next one reads where L1 ends and
      corrects the logs first.
 RC3  What fails of one partition leaves that one out; what fails of an object leaves the logs as they are.
-RC4  A batch that does not match its checksum is read once more (`fetch.read_batches`) before L1 stores it for good.
-     Damage that the object itself has is copied and reported: consumers see it by the same checksum.
+RC4  A batch that does not match its checksum is read once more (`batch_reads.read_batches`) before L1 stores it for
+     good. Damage that the object itself has is copied and reported: consumers see it by the same checksum.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class LedPartition:
     def produce_nowait(
         self, buffer: Buffer, sender: Hashable = None, within: Within | None = None
     ) -> asyncio.Future[ProduceResult]:
-        """See front.TopicLog. The place in line is taken before this returns, whatever the check takes."""
+        """See `api.TopicLog`. The place in line is taken before this returns, whatever the check takes."""
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         try:
             header = check_header(buffer, in_transaction=within is not None)
@@ -233,7 +233,7 @@ class LedPartition:
         return as_seen(self.state.transactions.get(producer_id), self._permits.granted(producer_id))
 
     def mark_nowait(self, marker: Marker, here: Here | None = None) -> asyncio.Future[ProduceResult]:
-        """See front.TopicLog. It does not wait in its producer's line: a batch that it overtakes is refused (X4)."""
+        """See `api.TopicLog`. It does not wait in its producer's line: a batch that it overtakes is refused (X4)."""
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         if self.closed_error is not None:
             fail_future(future, self.closed_error)

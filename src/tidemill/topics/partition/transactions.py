@@ -30,7 +30,7 @@ ABORT: Final = 3
 """What a placed batch is: records of nobody's transaction, records of one, or the marker that ends one."""
 
 OPEN_LIMIT: Final = 2_000
-"""Transactions open at once in a partition: what its row of the metastore takes (`rowform`)."""
+"""Transactions open at once in a partition: what its row of the metastore takes (`row_codec`)."""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):

@@ -1,5 +1,8 @@
-"""Leveled compaction: which files are merged (`pick`), how (`job`), where (`inline`, `worker`), when (`compactor`).
+"""Leveled compaction, as in RocksDB.
 
-`pick` and `job` are pure. A merge reads immutable files and writes new ones; only the edit that the
-database commits afterwards has an effect, so a merge cut off anywhere leaves orphans and nothing else.
+    compactor (when) ─► picker (which files) ─► executor (where) ─► compaction_job (the merge)
+                                                └─► inline_executor, or a worker process (`worker`)
+
+`picker` and `compaction_job` are pure. A merge reads immutable files and writes new ones. Only the edit that the
+database commits afterwards has an effect, so an interrupted merge leaves orphans and nothing else.
 """
