@@ -1,4 +1,5 @@
-"""The driver of a pipeline as `tidemill.spark.pipeline.driver` starts it, told which steps are left to Spark tasks.
+"""The driver of a pipeline as `tidemill.spark.pipeline.driver` starts it, with a limit above which steps are Spark
+jobs.
 
 python benchmarks/upsert_driver.py INLINE_ROWS ARGUMENTS_OF_THE_DRIVER   (INLINE_ROWS < 0: as the product has it)
 """

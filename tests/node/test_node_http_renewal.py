@@ -213,8 +213,8 @@ def listening(port: int) -> int:
 
 
 def test_copies_of_a_listening_socket_end_without_waking_those_who_wait_on_them() -> None:
-    """A worker that missed its end waits by epoll on a copy. `shutdown` would wake it, and each accept fail at once: it
-    would ask again for ever, on a whole core."""
+    """A worker that missed its stop signal polls a copy. `shutdown` would wake it, and every accept would fail: a loop
+    on a whole core."""
     with socket.create_server(("127.0.0.1", 0)) as listening, select.epoll() as waiting:
         copy = os.dup(listening.fileno())
         waiting.register(copy, select.EPOLLIN)

@@ -35,7 +35,7 @@ INFO = TableColumns(
 COUNT = 250
 UNREADABLE, UNCOMPILABLE, OTHERWISE = 7, 120, 249
 WITHOUT_LSN = {40: "", 41: "1:1:"}
-"""Snapshots as earlier releases kept them: which transactions they hold cannot be told for ever."""
+"""Snapshots as earlier releases stored them, without an LSN."""
 
 
 def written(key: int) -> Written:

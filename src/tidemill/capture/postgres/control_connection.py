@@ -1,10 +1,10 @@
-"""The control connection of a session: one question at a time, each known while it is open.
+"""The control connection of a session: one query at a time, and a record of the queries without an answer.
 
-    Q1  Every question to PostgreSQL is known while it is open (`Answers`), so that one without an answer is told with
-        server and question long before it is given up.
-    Q2  A question on the control connection is given up after ANSWER_DEADLINE_S, and the session with it.
+    Q1  Every query is recorded while it is open (`Answers`). A query without an answer is reported, with its server,
+        long before its deadline.
+    Q2  A query that exceeds ANSWER_DEADLINE_S fails, and the session ends.
 
-The control connection also carries the capture's advisory lock, so when it breaks, the session must end.
+The control connection also holds the advisory lock of the capture. If it breaks, the session must end.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from tidemill.capture.postgres.connection import Wire
 from tidemill.capture.postgres.timeline import Timeline, identify
 
 ANSWER_DEADLINE_S = 10.0
-"""The questions asked here take milliseconds; a busy server may take a second."""
+"""Queries on this connection take milliseconds, or a second on a busy server."""
 TELL_AFTER_MS = 2_000
-"""An open question this old is told as what the capture waits for."""
-
+"""An open query of this age is reported as the blocker of the capture."""
 
 T = TypeVar("T")
 
 
 class NoAnswer(Unavailable):
-    """A question was given up, and its session with it."""
+    """A query exceeded its deadline. The session ends."""
 
 
 class Answers:
-    """What PostgreSQL was asked and has not answered, each with the time of the question (Q1)."""
+    """Open queries, each with the time when it was sent (Q1)."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -41,8 +40,8 @@ class Answers:
 
     @contextmanager
     def expected(self, what: str) -> Iterator[None]:
-        """One that is given up stays open until its session is over, else what was told of it would heal in the moment
-        between the two, and its age begin anew."""
+        """A query that exceeded its deadline stays open until its session ends. Otherwise its status would recover for
+        a moment, and its age would start again at zero."""
         self._open[what] = self._clock.monotonic_s()
         try:
             yield
@@ -54,15 +53,15 @@ class Answers:
         self._open.pop(what, None)
 
     def note(self, what: str, asked: bool) -> None:
-        """`what` is open from the first `asked` until it is not."""
+        """`what` is open from the first call with `asked` until the first call without."""
         if asked:
             self._open.setdefault(what, self._clock.monotonic_s())
         else:
             self._open.pop(what, None)
 
     def overdue(self) -> tuple[str, int] | None:
-        """(question, ms since the epoch when it was asked) of the oldest one that is worth telling. A wall clock that
-        jumps makes no question old."""
+        """The oldest open query above TELL_AFTER_MS: (query, ms since the epoch when it was sent). Jumps of the wall
+        clock do not change its age."""
         if not self._open:
             return None
         what = min(self._open, key=lambda each: self._open[each])
@@ -71,7 +70,7 @@ class Answers:
 
 
 class Control:
-    """One question at a time on one connection."""
+    """Sends one query at a time on one connection."""
 
     def __init__(self, wire: Wire, answers: Answers) -> None:
         self._wire = wire
@@ -79,7 +78,7 @@ class Control:
         self._lock = asyncio.Lock()
 
     async def ask(self, question: Callable[[Wire], Awaitable[T]]) -> T:
-        """Raises Unavailable when no answer comes (Q2): the connection cannot be used any more."""
+        """Raises NoAnswer after the deadline (Q2). The connection is unusable then."""
         async with self._lock:
             return await answered(self._wire, self._answers, "a question", question)
 
@@ -88,6 +87,7 @@ class Control:
 
 
 async def answered(wire: Wire, answers: Answers, what: str, question: Callable[[Wire], Awaitable[T]]) -> T:
+    """Run `question`, recorded as `what`. Raises NoAnswer after ANSWER_DEADLINE_S."""
     with answers.expected(what):
         try:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
@@ -104,7 +104,7 @@ def no_answer(target: str, what: str, waited_s: float) -> NoAnswer:
 
 
 async def identified(connect: Callable[[], Awaitable[Wire]], answers: Answers) -> Timeline:
-    """Of the server that a replication connection leads to."""
+    """The timeline of the server behind a replication connection. Raises NoAnswer."""
     wire = await connect()
     try:
         return await answered(wire, answers, "its timeline", identify)
@@ -113,7 +113,7 @@ async def identified(connect: Callable[[], Awaitable[Wire]], answers: Answers) -
 
 
 async def check_same(wire: Wire, answers: Answers, line: Timeline) -> None:
-    """A connection leads to the server whose history was compared. Raises Unavailable."""
+    """Check that a connection leads to the server whose history was compared. Raises Unavailable if it does not."""
     now = await answered(wire, answers, "its timeline", identify)
     if (now.system_id, now.history) != (line.system_id, line.history):
         raise Unavailable(f"the DSN leads to another server by now: {wire.target} timeline={now.number}.")

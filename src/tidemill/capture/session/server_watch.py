@@ -1,10 +1,11 @@
-"""Watches of a session over its server: who blocks the set-up, the heartbeat, the slot, and a stream that is silent,
-because a connection that swallows packets looks exactly like an idle one.
+"""Watches of a session over its server: blockers of the set-up, the heartbeat, the slot, and a silent stream.
 
-    Q3  A stream that is silent is asked for a keepalive; one that stays silent ends the session. Only while somebody
-        waits for it: a reader that is held back by the collector hears nothing either.
-    Q4  A walsender that works through a transaction of which nothing is published is silent, too. For as long as the
-        session has patience it is told as what it is, not as one that does not answer.
+A connection that drops packets looks like an idle one, so silence has to be tested.
+
+    Q3  A silent stream is sent a request for a keepalive. If it stays silent, the session ends. Time counts only while
+        the reader waits for the stream: under back-pressure of the collector the reader receives nothing either.
+    Q4  A walsender that decodes a transaction without published changes is silent, too. It is reported as busy until
+        the session's patience ends, not as a server that does not answer.
 """
 
 from __future__ import annotations
@@ -27,27 +28,28 @@ log = structlog.get_logger()
 
 SLOT_POLL_S = 1.0
 SLOT_POLL_IDLE_S = 4.0
-"""Without commits the slot is looked at less often; a server that is gone is still told well within its budget."""
+"""The slot is polled less often without commits. A missing server is still reported within the freshness budget."""
 ASK_AFTER_S = 2.0
-"""A stream silent for this long is asked for a keepalive: two packets, no work for the server. Only where none comes is
-the walsender looked at, still well within the freshness budget: one at work is seen before the capture is stuck."""
+"""A stream that is silent for this long is sent a request for a keepalive, which costs two packets. Without a keepalive
+the walsender is checked. A busy walsender is recognized before the capture counts as stuck."""
 SILENCE_S = 20.0
 SILENCE_OF_TIMEOUT = 0.75
-"""A walsender that skips a large transaction looks at its input only after half of wal_sender_timeout; without one it
-does not look at all, and its silence is told but ends nothing."""
+"""A walsender that skips a large transaction reads its input only after half of wal_sender_timeout. Without a timeout
+it never does, so its silence is reported but does not end the session."""
 RECONNECT_S = 3.0
 BLOCKER_POLL_S = 0.3
 BLOCKER_REMEMBERED_S = 3.0
-"""The set-up asks for a table's lock for a second and lets writers pass for another: who blocks it is seen in turns."""
+"""The set-up waits for the lock of a table for one second, then lets writers proceed for another. So its blocker is
+visible half of the time."""
 
 
 async def watch_set_up(
     connect: Callable[[], Awaitable[Wire]], answers: Answers, capture: str, on_blockers: Callable[[list[Holder]], None]
 ) -> None:
-    """While a capture is set up and first copied: name whom it waits for, from a connection of its own. The statements
-    of the set-up have no deadline, for they may wait for writers; that the server is there at all is seen here.
+    """Report the blockers of the set-up and of the first copy, on a separate connection. Statements of the set-up may
+    wait for writers and have no deadline; this query detects a server that does not answer.
 
-    A server without a connection to spare is no reason to end the set-up: it is asked again."""
+    A server without a free connection does not end the set-up: the connection is retried."""
     while True:
         try:
             wire = await connect()

@@ -200,7 +200,7 @@ class Serving:
 
     async def _flush(self, request: Request) -> None:
         try:
-            # A leader that was superseded reads requests too, and has nothing to flush of what the new one committed.
+            # A superseded leader reads requests too, but has none of the new leader's commits to flush.
             await self._leader.stands()
             reply = Reply(request.nonce, DONE, await self._leader.flush(FLUSH_TIMEOUT_S))
         except TidemillError as error:

@@ -51,9 +51,12 @@ def close_crowds(port: int, limit: int) -> int:
 
 
 def close_copies(listening: socket.socket) -> int:
-    """Descriptors of this process that name the same socket name /dev/null from now on; how many. Their numbers stay
-    taken until their owners close them. A thread that waits for a connection of one goes on waiting. Linux; 0
-    elsewhere."""
+    """Replace copies of the descriptor of `listening` in this process by /dev/null; return their number. The
+    descriptors stay allocated until their owners close them. A thread that polls a copy is not woken. Linux; 0
+    elsewhere.
+
+    Call it when no other thread closes descriptors of `listening`: one that is closed and reused between the check and
+    the replacement would be lost."""
     number, closed = os.fstat(listening.fileno()).st_ino, 0
     with open(os.devnull, "rb") as nothing:
         for descriptor in map(int, _open()):

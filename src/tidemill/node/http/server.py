@@ -175,8 +175,8 @@ class HttpServer:
         await self._tasks.aclose()
         if self._socket is not None:
             if self._renewed and (self._serving is None or self._serving.done()):
-                # Of renewed workers granian may keep the descriptors. No `shutdown`: a worker that was told to end
-                # before it served misses it, and would ask the socket for connections without end, on a whole core.
+                # granian may keep descriptors of renewed workers. Not `shutdown`: a worker that is stopped before it
+                # serves misses the signal, and would call accept in a loop that uses a whole core.
                 close_copies(self._socket)
             self._socket.close()
             self._socket = None

@@ -453,8 +453,8 @@ class ShapeSink:
         self._trim()
 
     def _leave_out(self) -> None:
-        """While logs are restored nothing is routed. First the changes of tables that may not be resumed are dropped;
-        then, of those that may, the one that takes most of the backlog is not, until the rest fits."""
+        """Shrink the backlog while logs are restored, when nothing can be routed. First drop changes of tables that
+        cannot be resumed. Then give up the table with the largest share of the backlog, one per call."""
         resumable = self.resumable or frozenset()
         if self._leaves_out:
             weights: dict[int, float] = {}

@@ -7,8 +7,8 @@ time, the first in the WAL need not be the first that becomes visible. But nothi
 behind the end of the WAL of then: from there on nothing is skipped any more. A shape may be quiet for any number of
 transactions, and its next one then has an xid outside of the 2³¹ window of the widening; its LSN says what it is.
 
-A filter that is passed is passed for this session alone. After a restart the stream begins at an earlier position, and
-brings transactions again that the snapshot sees and that left nothing in the log of the shape.
+`passed` is valid within one session and never stored. After a restart the stream begins at an earlier position. It
+repeats transactions that the snapshot contains and that left no item in the log of the shape.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SnapshotFilter:
     def __init__(self, snapshot: PgSnapshot) -> None:
         self._snapshot = snapshot
         self.passed = False
-        """Every transaction that comes is later."""
+        """All further transactions are later than the snapshot."""
 
     def admits(self, xid: int, commit_lsn: int) -> bool:
         if self.passed:

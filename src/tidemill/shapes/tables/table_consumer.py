@@ -71,7 +71,7 @@ class Work:
         backlog.held_bytes += size_bytes
 
     def shrink(self, size_bytes: int) -> None:
-        """Only so much of it was handed to consumers; they hold nothing of the rest."""
+        """Reduce the size to what consumers hold after routing."""
         if size_bytes < self.size_bytes:
             self.backlog.held_bytes += size_bytes - self.size_bytes
             self.size_bytes = size_bytes
