@@ -22,7 +22,7 @@ from tidemill.base.clock import Rand
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Column, Fragment, Relation
 from tidemill.capture.decode.receive_batch import Run, steps
-from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.decode.undecodable import take
 from tidemill.capture.encode.debezium_json import Source
 from tidemill.capture.postgres.replication_stream import Framed
@@ -71,7 +71,7 @@ class Nobody:
     def flushed(self, consumer: str, position: ChangePosition) -> None: ...
 
 
-def read(frames: Sequence[bytes], converter: Converter, least: int) -> list[Fragment]:
+def read(frames: Sequence[bytes], converter: TransactionBuilder, least: int) -> list[Fragment]:
     found = []
     for step in steps(frames, converter, least):
         if isinstance(step, Run):
@@ -96,7 +96,7 @@ async def measure(
     topic = TopicRow(name="rows", topic_id="rows", partitions=1)
     table = CapturedTable("public.rows", topic, 1, oid=1, source=source)
     writer = TopicWriter("bench", [table], topics, Rand(1), lambda _: None)  # type: ignore[arg-type]
-    converter = Converter({1: ROWS})
+    converter = TransactionBuilder({1: ROWS})
     batch_builder.LEAST_ROWS = least
     began_s = time.process_time()
     bursts = [read(frames[first : first + at_once], converter, least) for first in range(0, len(frames), at_once)]

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from harbour import machine
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.memory_budget import keep_freed_memory
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.ingest.feed_sink import FeedSink
@@ -41,7 +41,7 @@ WAYS = ("alone", "helped")
 class Waiting:
     """A topic that has everything, and tables that have nothing yet."""
 
-    def __init__(self, portal: Portal, stores: Stores, root: Path, rows: int) -> None:
+    def __init__(self, portal: BlockingPortal, stores: Stores, root: Path, rows: int) -> None:
         self.portal, self.stores, self.root, self.rows = portal, stores, root, rows
         self.load = portal.call(self._made())
         self.schema = stream_schema(SCHEMA, KEY)
@@ -88,7 +88,7 @@ def main() -> None:
         keep_freed_memory()
     took: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     verified = 0
-    with tempfile.TemporaryDirectory(prefix="catch-up-") as directory, Portal("catch-up") as portal:
+    with tempfile.TemporaryDirectory(prefix="catch-up-") as directory, BlockingPortal("catch-up") as portal:
         root = Path(directory)
         stores = portal.call(open_stores(Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")))
         waiting = Waiting(portal, stores, root, args.rows)

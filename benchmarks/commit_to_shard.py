@@ -28,7 +28,7 @@ import psycopg
 
 from harbour import harbour, machine, percentile
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Missing, Unavailable
+from tidemill.base.errors import MissingError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.cli.demo.environment import Environment
 from tidemill.consensus.factory import open_consensus
@@ -74,7 +74,7 @@ async def opened(open_one, clock: SystemClock):
             shard = await open_one()
             if (await shard.frontiers())[1] > 0:
                 return shard
-        except (Missing, Unavailable):
+        except (MissingError, UnavailableError):
             pass
         if clock.monotonic_s() > deadline:
             raise SystemExit("the shard did not appear in time")

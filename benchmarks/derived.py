@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from harbour import machine
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.schema import update_schema
 from tidemill.spark import Pipeline
@@ -37,7 +37,7 @@ def by_product(_: Any, clicks: Any) -> Any:
 
 
 class Shop:
-    def __init__(self, portal: Portal, stores: Stores, products: int) -> None:
+    def __init__(self, portal: BlockingPortal, stores: Stores, products: int) -> None:
         self.portal, self.products = portal, products
         self.shard = portal.call(stores.shard("clicks", CLICKS))
         self.next = self.upper = 0
@@ -62,7 +62,7 @@ def main() -> None:
     print(machine())
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
-        portal = Portal("bench")
+        portal = BlockingPortal("bench")
         stores = portal.call(open_stores(Urls(f"file://{scratch}/objects", f"sqlite://{scratch}/consensus.db")))
         spark = build_session("bench-derived", "local[2]", scratch=scratch / "spark")
         shop = Shop(portal, stores, options.products)

@@ -37,7 +37,7 @@ from tidemill.metastore.lsm.manifest import encode_manifest
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.factory import open_objects
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.format import Region
 from tidemill.topics.l1.row_transitions import Add
 from tidemill.topics.partition.apply import apply
@@ -54,7 +54,7 @@ def topic_of(partition: int) -> tuple[str, int]:
     return f"topic-{partition // PER_TOPIC:06d}", partition % PER_TOPIC
 
 
-async def load(rows: L1Rows, partitions: int, extents: int) -> float:
+async def load(rows: ExtentStore, partitions: int, extents: int) -> float:
     """Seconds."""
     begun = time.perf_counter()
     for number in range(extents):
@@ -71,7 +71,7 @@ async def load(rows: L1Rows, partitions: int, extents: int) -> float:
     return time.perf_counter() - begun
 
 
-async def looked_up(rows: L1Rows, args: argparse.Namespace, *, by_time: bool = False) -> list[float]:
+async def looked_up(rows: ExtentStore, args: argparse.Namespace, *, by_time: bool = False) -> list[float]:
     """Milliseconds each."""
     source, took = random.Random(7), []
     for _ in range(args.lookups):
@@ -88,13 +88,13 @@ async def looked_up(rows: L1Rows, args: argparse.Namespace, *, by_time: bool = F
     return took
 
 
-async def first(rows: L1Rows, topic_id: str, partition: int, offset: int) -> L1ExtentRow | None:
+async def first(rows: ExtentStore, topic_id: str, partition: int, offset: int) -> L1ExtentRow | None:
     async for extent in rows.extents(topic_id, partition, offset, fresh=False):
         return extent
     return None
 
 
-async def walked(rows: L1Rows, args: argparse.Namespace) -> float:
+async def walked(rows: ExtentStore, args: argparse.Namespace) -> float:
     """Extents a second."""
     count, begun = 0, time.perf_counter()
     for partition in range(0, args.partitions, max(1, args.partitions // 20)):
@@ -167,7 +167,7 @@ async def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         return metastore_on(consensus, objects, clock, rand, settings=NODE, holder=rand.nonce(), merger=merger)
 
     metastore = opened()
-    took_s = await load(L1Rows(metastore, clock, rand), args.partitions, args.extents)
+    took_s = await load(ExtentStore(metastore, clock, rand), args.partitions, args.extents)
     await metastore.flush(300)
     found: dict[str, Any] = {
         "extents": args.partitions * args.extents,
@@ -177,7 +177,7 @@ async def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     }
     await metastore.aclose()
     metastore = opened()
-    rows = L1Rows(metastore, clock, rand)
+    rows = ExtentStore(metastore, clock, rand)
     await rows.partition(*topic_of(0))
     database = await led(metastore)
     for name, by_time in (("cold", False), ("warm", False), ("time", True)):

@@ -31,8 +31,8 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.lsn import BEFORE_ALL
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode.receive_batch import Run, steps
-from tidemill.capture.decode.transaction_builder import Converter, RelationSeen, merge_relation
-from tidemill.capture.decode.undecodable import Poisoned, take
+from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder, merge_relation
+from tidemill.capture.decode.undecodable import UndecodableMessageError, take
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.sinks import FlushNotices
 from tidemill.capture.encode.row_encoder import RowEncoder
@@ -122,7 +122,7 @@ class Session:
     def __init__(self, found: Findings, *, parks: bool) -> None:
         self._found = found
         self._parks = parks
-        self._converter = Converter(max_changes=FRAGMENT_CHANGES)
+        self._converter = TransactionBuilder(max_changes=FRAGMENT_CHANGES)
         self.sink = Encoding()
         self.status = Status(0)
         self._put = 0
@@ -167,7 +167,7 @@ class Session:
         before_s = time.process_time()
         try:
             out = take(item, self._converter)
-        except Poisoned as poisoned:
+        except UndecodableMessageError as poisoned:
             self._found.poisoned += 1
             if not self._parks or not poisoned.table or poisoned.position is None:
                 return False

@@ -40,7 +40,7 @@ from instances_crew import Crew, Uppers, scratch_of
 from instances_lone import DERIVED, Samples
 from instances_pipeline import CARTS, LONE
 from tidemill.base.config.config import load
-from tidemill.base.errors import Missing, Unavailable
+from tidemill.base.errors import MissingError, UnavailableError
 from tidemill.cli.demo.environment import Environment, prepare
 from tidemill.cli.demo.ports import free_port
 from tidemill.cli.demo.runner import TABLES
@@ -123,7 +123,7 @@ async def least_upper(runner: Shop, names: list[str]) -> int:
     """0 while one is not there."""
     try:
         return min([(await (await runner._open_shard(name)).frontiers())[1] for name in names])
-    except (Missing, Unavailable):
+    except (MissingError, UnavailableError):
         return 0
 
 
@@ -179,12 +179,12 @@ async def an_hour_ago(directory: Path, rate: float, clicks: float, carts: float)
 
 
 async def behind_s(runner: Shop, name: str) -> float:
-    """How old the place is that the scratch of `late` holds for a table. Raises Missing where it holds none."""
+    """How old the place is that the scratch of `late` holds for a table. Raises MissingError where it holds none."""
     shard = await runner._open_shard(name)
     directory = scratch_of(runner.environment.directory, "late") / "mirrors" / name
     mirror = Mirror.load(directory, shard.schema, shard.shard_id, boot_id())
     if mirror is None:
-        raise Missing(f"the driver of an hour ago left no mirror: directory={directory}.")
+        raise MissingError(f"the driver of an hour ago left no mirror: directory={directory}.")
     return (runner._clock.now_ms() - mirror.upper) / 1000
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from hostile import Attacked
-from tidemill.base.errors import Closed, Missing, Unavailable
+from tidemill.base.errors import ClosedError, MissingError, UnavailableError
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import PROCESS, Report
 from tidemill.consensus.status.board import Board
@@ -79,9 +79,9 @@ class Crew:
         while True:
             try:
                 self.reports = {r.process: r for r in await board.reports() if pipeline_of(r.process)}
-            except Unavailable:
+            except UnavailableError:
                 self.done["look failed"] += 1
-            except Closed:
+            except ClosedError:
                 return
             for process, report in self.reports.items():
                 if not is_driver(report.pid):
@@ -163,7 +163,7 @@ class Uppers:
             for name in self.tables:
                 try:
                     _, upper = await (await self.crew.runner._open_shard(name)).frontiers()
-                except (Missing, Unavailable):
+                except (MissingError, UnavailableError):
                     continue
                 before, all_s, worked_s = stood.get(name, (upper, 0.0, 0.0))
                 if upper < before:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from instances_pipeline import LONE
 from tidemill.cli.demo.runner import Runner
-from tidemill.shards.api import HistoryLost
+from tidemill.shards.api import HistoryLostError
 
 READER = "bench-instances"
 WAIT_S = 10.0
@@ -67,7 +67,7 @@ class Samples:
                 for name in chosen:
                     rows = await shards[name].snapshot(time_ms)
                     await asyncio.to_thread(pq.write_table, rows, directory / f"{name}.parquet")
-        except HistoryLost:
+        except HistoryLostError:
             self.lost += 1
             return
         self.taken.append(Sample(time_ms, chosen))

@@ -253,7 +253,7 @@ async def moto_store(clock: SystemClock, rand: Rand) -> tuple[ObjectStore, Any]:
     import boto3
     from moto.server import ThreadedMotoServer
 
-    from tidemill.objects.retrying import ResilientObjects
+    from tidemill.objects.retrying import RetryingObjects
     from tidemill.objects.s3 import S3Objects
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -266,7 +266,7 @@ async def moto_store(clock: SystemClock, rand: Rand) -> tuple[ObjectStore, Any]:
     store = await open_objects(url, clock, rand)
     for i in range(16):  # the server's first requests cost it imports
         await store.put(f"warm-up/{i}", b"x")
-    assert isinstance(store, ResilientObjects) and isinstance(store.inner, S3Objects)
+    assert isinstance(store, RetryingObjects) and isinstance(store.inner, S3Objects)
     return store, store.inner.plain
 
 

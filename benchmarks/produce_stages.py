@@ -46,7 +46,7 @@ from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import Alone
 from tidemill.topics.partition import leader
-from tidemill.topics.partition.leader import LedPartition
+from tidemill.topics.partition.leader import PartitionLeader
 from tidemill.topics.partition.pending_batch import Pending
 from tidemill.topics.produce import ProducerQueue, validator_pool
 
@@ -72,14 +72,14 @@ STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
     ("begin: slot, futures, the rest of the request", LOOP, ((Session, "_begin"), (k00_produce, "_reserve_one"))),
     ("check: batch header", LOOP, ((k00_produce, "_refuse"), (leader, "check_header"))),
     ("check: checksum, every record", LOOP, ((validator_pool, "check_records"),)),
-    ("reserve: partition, ticket", LOOP, ((LedPartition, "produce_nowait"), (ProducerQueue, "reserve"))),
-    ("stage: rhythm of the objects", LOOP, ((LedPartition, "_stage"), (L0Writer, "stage"), (L0Writer, "answered"))),
+    ("reserve: partition, ticket", LOOP, ((PartitionLeader, "produce_nowait"), (ProducerQueue, "reserve"))),
+    ("stage: rhythm of the objects", LOOP, ((PartitionLeader, "_stage"), (L0Writer, "stage"), (L0Writer, "answered"))),
     ("seal: assemble the object, its first touch", LOOP, ((L0Writer, "_flush"), (L0Writer, "_look"))),
     ("put: create, write, fdatasync, link, fsync", THREAD, ((local, "durable_create"),)),
-    ("turn: uploaded, in line", LOOP, ((LedPartition, "batch_uploaded"),)),
+    ("turn: uploaded, in line", LOOP, ((PartitionLeader, "batch_uploaded"),)),
     ("decide: plan, apply, command", LOOP, ((leader, "plan_group"), (leader, "apply"), (leader, "encode_command"))),
     ("log append: client", LOOP, ((SqliteConsensus, "_flush"), (Link, "buffer_updated"))),
-    ("publish, wake readers", LOOP, ((LedPartition, "_settle"),)),
+    ("publish, wake readers", LOOP, ((PartitionLeader, "_settle"),)),
     ("answer: gather, encode", LOOP, ((_Gathering, "answer"), (Session, "_done"))),
     ("answer: send", LOOP, ((Session, "_send_ready"),)),
 )
@@ -140,11 +140,11 @@ class Stages:
             for item in items:
                 self.passed[item]["gathered"] = time.perf_counter()
 
-        def uploaded(_: LedPartition, pending: Pending) -> None:
+        def uploaded(_: PartitionLeader, pending: Pending) -> None:
             now = time.perf_counter()
             self.passed[pending] |= {"in the thread": put[0], "durable": put[1], "heard": now}
 
-        def acknowledged(_: LedPartition, pending: Pending, *__: Any) -> None:
+        def acknowledged(_: PartitionLeader, pending: Pending, *__: Any) -> None:
             points = self.passed.pop(pending, None)
             if points is not None and len(points) == len(POINTS) - 1:
                 self.done.append({**points, "acknowledged": time.perf_counter()})
@@ -152,8 +152,8 @@ class Stages:
         local.durable_create = created  # type: ignore[assignment]
         self.before(L0Writer, "stage", lambda _, item: self.passed[item].update(staged=time.perf_counter()))
         self.before(L0Writer, "_start", started)
-        self.before(LedPartition, "batch_uploaded", uploaded)
-        self.before(LedPartition, "_succeed", acknowledged)
+        self.before(PartitionLeader, "batch_uploaded", uploaded)
+        self.before(PartitionLeader, "_succeed", acknowledged)
         for stage, _, functions in STAGES:
             for owner, name in functions:
                 self.timed(owner, name, stage)

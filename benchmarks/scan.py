@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from harbour import machine
 from positions import SCHEMA, rows
 from tidemill.base.clock import Rand
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.spark import build_session, read
 from tidemill.spark.stores import Urls, open_stores
@@ -82,7 +82,7 @@ def main() -> None:
 
 def measure(spark: Any, root: Path, count: int, share: float, rounds: int) -> None:
     urls = Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         want, settled, upper = portal.call(fill(urls, count, share))
     plain = root / "plain"
     plain.mkdir()

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import tidemill
 from harbour import machine
 from scan import fill, spread
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.spark.stores import Urls
 
 QUERIES = {
@@ -54,7 +54,7 @@ def main() -> None:
 def measure(root: Path, count: int, share: float, rounds: int) -> None:
     root.mkdir()
     (root / "tidemill.toml").write_text(f'[node]\ndata = "{root}"\n')
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         filled = fill(Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db"), count, share)
         want, settled, _ = portal.call(filled)
     plain = root / "plain.parquet"

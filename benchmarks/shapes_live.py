@@ -20,18 +20,18 @@ from test_shapes_consumer import TABLE, row
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.memory_budget import resident_bytes
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Change, Fragment
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, Source
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import BEFORE_ALL
-from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.saved_shape import SavedDefinition
 from tidemill.shapes.log.sqlite_file import Flush, Saved, ShapeFile, Written
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
-from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeSink
+from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
 
 MIB = 1 << 20
 OWNER = "bench"
@@ -52,7 +52,7 @@ PER_TRANSACTION = 20
 class Stream:
     """As a session of the capture answers a tap."""
 
-    def __init__(self, sink: ShapeSink) -> None:
+    def __init__(self, sink: ShapeTap) -> None:
         self.sink = sink
         self.confirmed = 0
 
@@ -74,7 +74,7 @@ def fill(path: Path, count: int) -> None:
         for key in range(first, min(first + FILL, count + 1)):
             where = f"id = {key}"
             definition = ShapeDefinition(Source("table", NAME, "public", "t"), where)
-            kept = Kept(ShapeRequest("t", where), definition, schema, TABLE, 1)
+            kept = SavedDefinition(ShapeRequest("t", where), definition, schema, TABLE, 1)
             base = b'{"key":"\\"public\\".\\"t\\"/\\"%d\\"","value":{"id":"%d","name":"n","open":"true"},"headers":{}}'
             rows = base % (key, key)
             saved = Saved(key, mint.mint(definition), kept.encode(), "1:1:@1", 1, (0, 0), len(rows), 0)
@@ -103,7 +103,7 @@ async def measure(count: int, changes: int) -> dict[str, float]:
             limits=LogLimits(),
             backlog=BacklogLimits(size_bytes=1 << 30, age_s=1e9),
         )
-        service = ShapeService(SystemClock(), Rand(7), Tracker(), settings)
+        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), settings)
         try:
             return {"before_mib": before / MIB, **await _measure(service, count, changes)}
         finally:

@@ -23,7 +23,7 @@ from test_shapes_consumer import TABLE
 from shapes_live import INFO, MIB, NAME, Stream, fragment
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.memory_budget import resident_bytes
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.node.http.limits import HttpLimits
 from tidemill.node.http.server import HttpServer
@@ -39,7 +39,7 @@ async def measure(count: int) -> dict[str, float]:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     settings = ShapeSettings(max_initial=count + 1, max_existing=count + 1)
-    service = ShapeService(SystemClock(), Rand(7), Tracker(), settings)
+    service = ShapeService(SystemClock(), Rand(7), StatusTracker(), settings)
     sink = service.add_database(NAME, "host=/nowhere", lambda: [TABLE])
     database = service._tables._databases[NAME]
     database.infos[TABLE] = INFO

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from harbour import machine
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.parts.schema import update_schema
 from tidemill.spark import Pipeline
 from tidemill.spark.decode.ddl import stream_schema
@@ -36,7 +36,7 @@ QUERIES = {"Q1": ("q1",), "Q3": ("q3", "q3_top"), "Q13": ("q13_customers", "q13"
 
 
 class Bench:
-    def __init__(self, portal: Portal, stores: Stores, spark: Any, scratch: Path, world: Any) -> None:
+    def __init__(self, portal: BlockingPortal, stores: Stores, spark: Any, scratch: Path, world: Any) -> None:
         self.portal, self.spark, self.world, self.scratch = portal, spark, world, scratch
         p = Pipeline("tpch")
         tests_tpch.derive(p)
@@ -117,7 +117,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         world = tests_tpch.World(scratch / "data", options.scale, options.streams + 1)
-        portal = Portal("bench")
+        portal = BlockingPortal("bench")
         stores = portal.call(open_stores(Urls(f"file://{scratch}/objects", f"sqlite://{scratch}/consensus.db")))
         spark = build_session("bench-tpch", "local[2]", scratch=scratch / "spark")
         bench = Bench(portal, stores, spark, scratch, world)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harbour import machine, percentile
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.stores import Urls, open_stores
@@ -63,7 +63,7 @@ class Keys(Lane):
 
 def mirror(name: str, directory: Path, urls: Urls) -> dict[str, Any]:
     """In a process of its own: hydrate, and keep the files."""
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         stores = portal.call(open_stores(urls))
         shard = portal.call(stores.shard(name, stream_schema(SCHEMA, KEY)))
         table = TableWriter(portal, stores, shard, directory / name)

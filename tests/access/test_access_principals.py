@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.security.principals import principal_rules
 
 NAME = "CN=kafka-1.Example.com,OU=Servers,O=Harbour"
@@ -33,7 +33,7 @@ def test_the_first_rule_that_matches_the_whole_name_decides(rules: list[str], pr
 
 @pytest.mark.parametrize("rule", ["", "default", "RULE:a", "RULE:a/b", "RULE:(/x/", "RULE:a/$1/", "RULE:a/b/X", "x"])
 def test_a_rule_that_cannot_be_read_is_named(rule: str) -> None:
-    with pytest.raises(Invalid, match="rule"):
+    with pytest.raises(InvalidError, match="rule"):
         principal_rules([rule])
 
 
@@ -41,7 +41,7 @@ def test_a_rule_that_cannot_be_read_is_named(rule: str) -> None:
 def test_any_rule_is_refused_or_gives_an_answer(rule: str, name: str) -> None:
     try:
         principal_of = principal_rules([f"RULE:{rule}"])
-    except Invalid:
+    except InvalidError:
         return
     found = principal_of(name)
     assert found is None or found.startswith("User:")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.security.quotas import (
     BUCKETS_MAX,
     BURST_S,
@@ -110,5 +110,5 @@ def test_what_was_used_stays_used_when_quotas_change_and_is_forgotten_in_bounds(
     ],
 )
 def test_a_quota_that_means_nothing_is_refused(bad: Quota) -> None:
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         check_quota(bad)

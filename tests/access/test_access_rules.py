@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.security.acls import (
     CLUSTER_NAME,
     DECISIONS_MAX,
@@ -145,7 +145,7 @@ def test_what_is_remembered_is_bounded() -> None:
     ],
 )
 def test_a_rule_that_means_nothing_is_refused(bad: Rule) -> None:
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         check_rule(bad)
 
 

@@ -14,8 +14,8 @@ from tidemill.security.scram import (
     NAMES,
     SCRAM_SHA_256,
     SCRAM_SHA_512,
+    AuthenticationFailedError,
     Credential,
-    Refused,
     ScramServer,
     decoy,
     is_password,
@@ -68,7 +68,7 @@ def test_only_the_right_password_gets_in(mechanism: int, user: str) -> None:
         if right:
             assert server.final(final).startswith(b"v=")
         else:
-            with pytest.raises(Refused):
+            with pytest.raises(AuthenticationFailedError):
                 server.final(final)
         assert is_password(credential, password) == right
 
@@ -102,7 +102,7 @@ def test_a_decoy_fits_no_password_and_looks_like_a_user_every_time() -> None:
     ],
 )
 def test_a_first_message_that_is_none_is_refused(first: bytes) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(AuthenticationFailedError):
         ScramServer(SCRAM_SHA_256, "n").first(first)
 
 
@@ -124,7 +124,7 @@ def test_a_final_message_that_was_changed_is_refused(old: bytes, new: bytes) -> 
     server.first(RFC_FIRST)
     server.challenge(made_of("user", SCRAM_SHA_256, "pencil", RFC_SALT))
     assert old in RFC_FINAL
-    with pytest.raises(Refused):
+    with pytest.raises(AuthenticationFailedError):
         server.final(RFC_FINAL.replace(old, new))
 
 
@@ -141,9 +141,9 @@ def test_whatever_arrives_is_refused_or_goes_on(first: bytes, final: bytes) -> N
     server = ScramServer(SCRAM_SHA_256, "nonce")
     try:
         user = server.first(first)
-    except Refused:
+    except AuthenticationFailedError:
         return
     assert user
     server.challenge(decoy(user, SCRAM_SHA_256, b"s"))
-    with pytest.raises(Refused):
+    with pytest.raises(AuthenticationFailedError):
         server.final(final)

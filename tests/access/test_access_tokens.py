@@ -18,9 +18,9 @@ from joserfc import jwt
 from joserfc.jwk import ECKey, KeySet, OctKey, RSAKey
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.security.oauth_tokens import FETCH_AGAIN_S, FETCH_EVERY_S, Bearer, Tokens, TokenSettings
-from tidemill.security.scram import Refused
+from tidemill.security.scram import AuthenticationFailedError
 
 SECRET = "a secret of thirty-two bytes or more"
 NOW_S = 1_700_000_000
@@ -89,7 +89,7 @@ def test_a_token_of_a_known_key_says_who_and_until_when(tokens: Tokens, key: Any
 def test_a_token_with_claims_that_do_not_count_is_refused(tokens: Tokens, body: dict[str, Any]) -> None:
     parts = signed(EC, "ES256", GOOD).split(".")
     assert len(parts) == 3
-    with pytest.raises(Refused):
+    with pytest.raises(AuthenticationFailedError):
         run(tokens.verify(_signed_raw(body)))
 
 
@@ -120,7 +120,7 @@ def test_a_token_of_a_strange_key_or_without_signature_is_refused(tokens: Tokens
         "a.b.c",
         "x" * 20_000,
     ):
-        with pytest.raises(Refused):
+        with pytest.raises(AuthenticationFailedError):
             run(tokens.verify(token))
 
 
@@ -128,15 +128,15 @@ def test_a_secret_verifies_only_what_is_signed_by_secrets() -> None:
     tokens = Tokens(TokenSettings(secret=SECRET), clock())
     key = OctKey.import_key(SECRET)
     assert run(tokens.verify(str(jwt.encode({"alg": "HS256"}, claims(), key)))).principal == "User:alice"
-    with pytest.raises(Refused):
+    with pytest.raises(AuthenticationFailedError):
         run(tokens.verify(signed(EC, "ES256", claims())))
-    with pytest.raises(Invalid, match="32 bytes"):
+    with pytest.raises(InvalidError, match="32 bytes"):
         asyncio.run(Tokens(TokenSettings(secret="short"), clock()).start())
 
 
 def test_a_file_is_read_again_when_it_changes_and_kept_when_it_breaks(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    with pytest.raises(Invalid, match="jwks_file"):
+    with pytest.raises(InvalidError, match="jwks_file"):
         asyncio.run(Tokens(TokenSettings(str(path)), clock()).start())
     path.write_bytes(jwks(EC))
     tokens = Tokens(TokenSettings(str(path)), clock())
@@ -146,7 +146,7 @@ def test_a_file_is_read_again_when_it_changes_and_kept_when_it_breaks(tmp_path: 
         await tokens.verify(signed(EC, "ES256", claims()))
         path.write_bytes(jwks(OTHER, RSA))
         await tokens.verify(signed(OTHER, "ES256", claims()))
-        with pytest.raises(Refused):
+        with pytest.raises(AuthenticationFailedError):
             await tokens.verify(signed(EC, "ES256", claims()))
         path.write_text("{}")
         await tokens.verify(signed(OTHER, "ES256", claims()))
@@ -179,7 +179,7 @@ def test_keys_of_a_url_are_fetched_seldom_and_outlive_the_server() -> None:
             await tokens.verify(token)
         assert len(asked) == 1
         keys.append(OTHER)
-        with pytest.raises(Refused):
+        with pytest.raises(AuthenticationFailedError):
             await tokens.verify(newer)
         assert len(asked) == 1, "a token that nobody knows does not make us ask at once again"
         time.advance(int(FETCH_AGAIN_S * 1000) + 1)
@@ -192,9 +192,9 @@ def test_keys_of_a_url_are_fetched_seldom_and_outlive_the_server() -> None:
 
     asyncio.run(scenario())
     thread.join(10)
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         run(Tokens(TokenSettings(jwks_url=f"http://127.0.0.1:{server.server_port}/keys"), clock()).verify(token))
-    with pytest.raises(Invalid, match="https"):
+    with pytest.raises(InvalidError, match="https"):
         Tokens(TokenSettings(jwks_url="http://keys.example/jwks"), clock())
 
 
@@ -208,5 +208,5 @@ SHARED = Tokens(TokenSettings(secret=SECRET), ManualClock(NOW_S * 1000))
     )
 )
 def test_any_text_is_refused(token: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(AuthenticationFailedError):
         asyncio.run(SHARED.verify(token))

@@ -6,19 +6,19 @@ import pytest
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.freshness import table_mark, verdict
-from tidemill.base.status.status import Derived, Mark, Report, State, derive_all
+from tidemill.base.status.status import Derived, Report, StageStatus, State, derive_all
 
 NOW_MS = 100_000
 
 
-def cluster(**changed: Mark | int) -> dict[str, Derived]:
+def cluster(**changed: StageStatus | int) -> dict[str, Derived]:
     """A table fed by a captured database, all well, but for what is `changed`: marks by key, ages of reports by key."""
     marks = {
-        "shard": Mark("shard:orders", 9, 9, upstream="capture:shop/topics"),
-        "topics": Mark("capture:shop/topics", 9, 9, upstream="capture:shop"),
-        "capture": Mark("capture:shop", 9, 9),
-        "objects": Mark("objects", 1, 1),
-    } | {key: value for key, value in changed.items() if isinstance(value, Mark)}
+        "shard": StageStatus("shard:orders", 9, 9, upstream="capture:shop/topics"),
+        "topics": StageStatus("capture:shop/topics", 9, 9, upstream="capture:shop"),
+        "capture": StageStatus("capture:shop", 9, 9),
+        "objects": StageStatus("objects", 1, 1),
+    } | {key: value for key, value in changed.items() if isinstance(value, StageStatus)}
     ages = {key: value for key, value in changed.items() if isinstance(value, int)}
     driver = Report("pipeline:p", NOW_MS - ages.get("driver_age", 0), (marks["shard"],), pid=7, host="h")
     node = Report("node:n", NOW_MS - ages.get("node_age", 0), tuple(marks[k] for k in marks if k != "shard"))
@@ -35,13 +35,13 @@ def test_a_table_whose_whole_way_is_well_is_fresh() -> None:
 
 
 def test_a_table_at_its_target_is_as_sick_as_its_source() -> None:
-    down = Mark("capture:shop", 9, 10, "PostgreSQL at db:5432", "it does not answer", since_ms=0)
+    down = StageStatus("capture:shop", 9, 10, "PostgreSQL at db:5432", "it does not answer", since_ms=0)
     assert told(cluster(capture=down)) == (2, "capture:shop", "PostgreSQL at db:5432")
 
 
 def test_the_holder_nearest_to_the_source_is_named_when_several_stand() -> None:
-    shard = Mark("shard:orders", 8, 9, upstream="capture:shop/topics", since_ms=0)
-    down = Mark("capture:shop", 9, 10, "pid 4711 holds the slot", since_ms=0)
+    shard = StageStatus("shard:orders", 8, 9, upstream="capture:shop/topics", since_ms=0)
+    down = StageStatus("capture:shop", 9, 10, "pid 4711 holds the slot", since_ms=0)
     assert told(cluster(shard=shard, capture=down)) == (2, "capture:shop", "pid 4711 holds the slot")
 
 
@@ -51,12 +51,12 @@ def test_a_frozen_driver_is_named_with_its_pid() -> None:
 
 
 def test_what_the_process_of_a_stage_stands_on_is_on_the_way() -> None:
-    full = Mark("objects", 0, 1, "bucket s3://b", "it is read-only", since_ms=0)
+    full = StageStatus("objects", 0, 1, "bucket s3://b", "it is read-only", since_ms=0)
     assert told(cluster(objects=full)) == (2, "objects@node:n", "bucket s3://b")
 
 
 def test_a_cycle_of_holders_ends() -> None:
-    marks = derive_all([Report("p", 0, (Mark("a", 0, 1, "b"), Mark("b", 0, 1, "a")))], 0)
+    marks = derive_all([Report("p", 0, (StageStatus("a", 0, 1, "b"), StageStatus("b", 0, 1, "a")))], 0)
     found = verdict(marks, "a")
     assert [derived.mark.name for derived in found.chain] == ["a", "b"]
 
@@ -67,17 +67,17 @@ def test_a_name_that_nobody_reports_is_an_error() -> None:
 
 
 def test_a_moving_table_is_not_late() -> None:
-    moving = Mark("shard:orders", 8, 9, upstream="capture:shop", since_ms=NOW_MS - 100)
+    moving = StageStatus("shard:orders", 8, 9, upstream="capture:shop", since_ms=NOW_MS - 100)
     found = verdict(cluster(shard=moving), "shard:orders")
     assert (found.exit_code, found.worst.state) == (0, State.MOVING)
 
 
 def test_a_captured_table_that_flows_is_where_its_capture_is_and_a_parked_one_says_so() -> None:
-    shard = Mark("shard:orders", 9, 9, upstream="table:shop/public.orders")
-    down = Mark("capture:shop", 9, 10, "PostgreSQL at db:5432", "it does not answer", since_ms=0)
+    shard = StageStatus("shard:orders", 9, 9, upstream="table:shop/public.orders")
+    down = StageStatus("capture:shop", 9, 10, "PostgreSQL at db:5432", "it does not answer", since_ms=0)
     assert told(cluster(shard=shard))[0] == 0
     assert told(cluster(shard=shard, capture=down)) == (2, "capture:shop", "PostgreSQL at db:5432")
-    parked = Mark(
+    parked = StageStatus(
         "table:shop/public.orders", 5, 6, "operator", "column 'x' is new", error="column 'x' is new", parked=True,
         failing_since_ms=NOW_MS - 10, upstream="capture:shop/topics",
     )  # fmt: skip
@@ -90,15 +90,15 @@ def test_a_captured_table_that_flows_is_where_its_capture_is_and_a_parked_one_sa
 
 
 def test_a_binding_that_is_parked_is_on_the_way_of_a_stream_table() -> None:
-    parked = Mark("binding:topic/x", 0, 1, error="it cannot be read", failing_since_ms=1, parked=True)
-    marks = (Mark("shard:t", 9, 9, upstream="topic:x"), Mark("topic:x", 9, 9), parked)
+    parked = StageStatus("binding:topic/x", 0, 1, error="it cannot be read", failing_since_ms=1, parked=True)
+    marks = (StageStatus("shard:t", 9, 9, upstream="topic:x"), StageStatus("topic:x", 9, 9), parked)
     found = verdict(derive_all([Report("p", NOW_MS, marks)], NOW_MS), "shard:t")
     assert (found.exit_code, found.worst.mark.name) == (2, "binding:topic/x")
 
 
 def test_a_driver_that_dies_again_and_again_is_told_by_who_restarts_it() -> None:
-    driver = Report("pipeline:s", NOW_MS, (Mark("shard:t", 0, 9, since_ms=NOW_MS - 100),))
-    again = Mark("pipeline:s", 0, 1, error="killed by SIGKILL", failing_since_ms=1)
+    driver = Report("pipeline:s", NOW_MS, (StageStatus("shard:t", 0, 9, since_ms=NOW_MS - 100),))
+    again = StageStatus("pipeline:s", 0, 1, error="killed by SIGKILL", failing_since_ms=1)
     parent = Report("up:n", NOW_MS, (again,))
     found = verdict(derive_all([driver, parent], NOW_MS), "shard:t")
     assert (found.exit_code, found.worst.mark.reason) == (2, "")
@@ -107,11 +107,13 @@ def test_a_driver_that_dies_again_and_again_is_told_by_who_restarts_it() -> None
 
 def test_a_table_that_its_pipeline_may_not_keep_is_told_by_that_where_nobody_keeps_it() -> None:
     """Not by the topic of its name, which is well."""
-    refused = Mark("pipeline:p:table/clicks", 0, 1, "operator", error="fed by another", failing_since_ms=1, parked=True)
-    waits = Mark("shard:by_page", 3, 4, "shard:clicks", since_ms=0, upstream="shard:clicks")
-    marks = derive_all([Report("pipeline:p", NOW_MS, (refused, Mark("topic:clicks", 9, 9), waits))], NOW_MS)
+    refused = StageStatus(
+        "pipeline:p:table/clicks", 0, 1, "operator", error="fed by another", failing_since_ms=1, parked=True
+    )
+    waits = StageStatus("shard:by_page", 3, 4, "shard:clicks", since_ms=0, upstream="shard:clicks")
+    marks = derive_all([Report("pipeline:p", NOW_MS, (refused, StageStatus("topic:clicks", 9, 9), waits))], NOW_MS)
     for name in ("clicks", "by_page"):
         found = verdict(marks, table_mark(marks, name))
         assert (found.exit_code, found.worst.mark.name, found.root) == (2, "pipeline:p:table/clicks", "operator")
-    kept = derive_all([Report("pipeline:q", NOW_MS, (refused, Mark("shard:clicks", 9, 9)))], NOW_MS)
+    kept = derive_all([Report("pipeline:q", NOW_MS, (refused, StageStatus("shard:clicks", 9, 9)))], NOW_MS)
     assert verdict(kept, table_mark(kept, "clicks")).exit_code == 0, "who keeps it tells how it is"

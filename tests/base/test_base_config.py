@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tidemill.base.config.config import HttpSection, ShapesSection, load, parse
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.node.http.limits import HttpLimits
 from tidemill.node.settings_from_config import http_limits, shape_settings
 from tidemill.node.supervise.overrides import overridden
@@ -53,7 +53,7 @@ def write(tmp_path: Path, text: str) -> Path:
     ],
 )
 def test_a_bad_file_is_one_sentence_that_names_the_key(tmp_path: Path, text: str, named: str) -> None:
-    with pytest.raises(Invalid) as caught:
+    with pytest.raises(InvalidError) as caught:
         load(write(tmp_path, text), environ={})
     assert named in str(caught.value)
     assert caught.value.fix
@@ -72,7 +72,7 @@ def test_a_bad_file_is_one_sentence_that_names_the_key(tmp_path: Path, text: str
 def test_an_unknown_key_is_refused_with_the_known_one_that_is_most_like_it(
     tmp_path: Path, text: str, near: str
 ) -> None:
-    with pytest.raises(Invalid, match="unknown key") as caught:
+    with pytest.raises(InvalidError, match="unknown key") as caught:
         load(write(tmp_path, text), environ={})
     assert near in caught.value.fix
 
@@ -120,7 +120,7 @@ def test_the_command_line_wins_over_the_file_setting_by_setting_and_the_file_ove
     ],
 )
 def test_a_bad_option_is_refused_by_its_name(tmp_path: Path, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(Invalid, match=named):
+    with pytest.raises(InvalidError, match=named):
         overridden(load(write(tmp_path, PIPELINE), environ={}), ["p"], **options)
 
 
@@ -175,7 +175,7 @@ def test_pipelines_of_one_driver_that_ask_for_another_session_are_refused_by_the
 ) -> None:
     pipelines = tomllib.loads(TOGETHER)["pipeline"]
     pipelines["r"]["spark"] |= more
-    with pytest.raises(Invalid, match=named) as refused:
+    with pytest.raises(InvalidError, match=named) as refused:
         parse({"spark": {"master": "local[2]"}, "pipeline": pipelines}, origin="tidemill.toml")
     assert "secret" not in str(refused.value)
 
@@ -219,19 +219,19 @@ def option(spec: ChildSpec, name: str) -> str:
 
 def test_what_is_no_readable_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(Invalid, match=r"binary\.toml reason=it is not UTF-8"):
+    with pytest.raises(InvalidError, match=r"binary\.toml reason=it is not UTF-8"):
         load(tmp_path / "binary.toml", environ={})
-    with pytest.raises(Invalid, match="Is a directory"):
+    with pytest.raises(InvalidError, match="Is a directory"):
         load(tmp_path, environ={})
 
 
 def test_a_variable_below_a_plain_value_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="TIDEMILL_NODE__NAME"):
+    with pytest.raises(InvalidError, match="TIDEMILL_NODE__NAME"):
         load(write(tmp_path, "node = 3\n"), environ={"TIDEMILL_NODE__NAME": "x"})
 
 
 def test_a_named_file_that_is_absent_is_refused_and_an_unnamed_one_means_defaults(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match=r"absent\.toml"):
+    with pytest.raises(InvalidError, match=r"absent\.toml"):
         load(tmp_path / "absent.toml", environ={})
     assert load(None, environ={}).node.name == "node-1"
 
@@ -268,5 +268,5 @@ def test_shapes_and_http_are_set_by_the_configuration(tmp_path: Path) -> None:
     assert shape_settings(ShapesSection()) == ShapeSettings(), "defaults of both are one"
     assert http_limits(HttpSection()) == HttpLimits()
     path.write_text('[shapes]\nallowed_origins = ["shop.example"]\n')
-    with pytest.raises(Invalid, match="allowed_origins"):
+    with pytest.raises(InvalidError, match="allowed_origins"):
         load(path, environ={})

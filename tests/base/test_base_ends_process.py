@@ -8,17 +8,20 @@ import threading
 import pytest
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import MovedBack, Replaced, TidemillError
+from tidemill.base.errors import ClusterReplacedError, StoreRolledBackError, TidemillError
 from tidemill.base.runtime.tasks import keep, keep_thread
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.supervised_loop import kept
 
-ENDS = [MovedBack("Consensus returned to an earlier state."), Replaced("The bucket belongs to another cluster.")]
+ENDS = [
+    StoreRolledBackError("Consensus returned to an earlier state."),
+    ClusterReplacedError("The bucket belongs to another cluster."),
+]
 
 
 @pytest.mark.parametrize("error", ENDS)
 def test_f519_no_supervisor_retries_an_error_that_ends_the_process_and_its_mark_tells_it(error: TidemillError) -> None:
-    tracker, clock, tries = Tracker(), SystemClock(), 0
+    tracker, clock, tries = StatusTracker(), SystemClock(), 0
 
     async def body() -> None:
         nonlocal tries

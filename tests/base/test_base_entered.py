@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tidemill.base.errors import Closed, Invalid
-from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.base.runtime.sync_context import Entered
+from tidemill.base.errors import ClosedError, InvalidError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.runtime.sync_context import SyncContext
 from tidemill.base.runtime.tasks import Tasks
 
 
@@ -26,7 +26,7 @@ class Door:
     @asynccontextmanager
     async def open(self, refuse: bool = False) -> AsyncIterator[str]:
         if refuse:
-            raise Invalid("closed today.")
+            raise InvalidError("closed today.")
         self.inside += 1
         try:
             yield "inside"
@@ -36,45 +36,45 @@ class Door:
 
 
 def test_it_is_left_once_when_told_and_when_the_block_ends() -> None:
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         door = Door()
-        entered = Entered(portal, door.open())
+        entered = SyncContext(portal, door.open())
         assert (entered.value, door.inside) == ("inside", 1)
         entered.leave()
         entered.leave()
         assert door.inside == 0
-        with Entered(portal, door.open()) as value:
+        with SyncContext(portal, door.open()) as value:
             assert (value, door.inside) == ("inside", 1)
         assert door.inside == 0
 
 
 def test_what_refuses_to_be_entered_says_so_here() -> None:
-    with Portal() as portal, pytest.raises(Invalid, match="closed today"):
-        Entered(portal, Door().open(refuse=True))
+    with BlockingPortal() as portal, pytest.raises(InvalidError, match="closed today"):
+        SyncContext(portal, Door().open(refuse=True))
 
 
 def test_one_that_is_forgotten_is_left_by_itself() -> None:
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         door = Door()
-        Entered(portal, door.open())
+        SyncContext(portal, door.open())
         gc.collect()
         assert door.left.wait(30) and door.inside == 0
 
 
 def test_closing_the_portal_leaves_it_and_nothing_waits_afterwards() -> None:
-    portal, door = Portal(), Door()
-    entered = Entered(portal, door.open())
+    portal, door = BlockingPortal(), Door()
+    entered = SyncContext(portal, door.open())
     portal.close()
     assert door.inside == 0
     entered.leave()
-    with pytest.raises(Closed):
-        Entered(portal, door.open())
+    with pytest.raises(ClosedError):
+        SyncContext(portal, door.open())
 
 
 def test_the_portals_own_thread_leaves_without_waiting_and_may_not_call() -> None:
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         door = Door()
-        entered = Entered(portal, door.open())
+        entered = SyncContext(portal, door.open())
 
         async def leave() -> None:
             entered.leave()
@@ -86,7 +86,7 @@ def test_the_portals_own_thread_leaves_without_waiting_and_may_not_call() -> Non
 
 
 def test_who_enters_while_the_portal_closes_does_not_wait_for_ever() -> None:
-    portal = Portal()
+    portal = BlockingPortal()
     door = Door()
     spawn = Tasks.spawn
 
@@ -98,6 +98,6 @@ def test_who_enters_while_the_portal_closes_does_not_wait_for_ever() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Tasks, "spawn", cut_off)
         with pytest.raises(CancelledError):
-            Entered(portal, door.open())
+            SyncContext(portal, door.open())
     portal.close()
     assert door.inside == 0

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import ManualClock, SystemClock
-from tidemill.base.errors import Corrupt, Invalid, Unavailable
+from tidemill.base.errors import CorruptError, InvalidError, UnavailableError
 from tidemill.base.runtime.loop_lag import LoopWatch
-from tidemill.base.runtime.tasks import Attempts, Restarts, keep, keep_thread
-from tidemill.base.status.status import Mark, State, Tracker, derive
+from tidemill.base.runtime.tasks import Backoff, RetryState, keep, keep_thread
+from tidemill.base.status.status import StageStatus, State, StatusTracker, derive
 
 QUICK = dict(first_s=0.001, longest_s=0.001)
 
@@ -21,22 +21,22 @@ class Panic(BaseException):
     """What a library's native code raises: no Exception."""
 
 
-def shown(tracker: Tracker, now_ms: int = 0) -> list[Mark]:
+def shown(tracker: StatusTracker, now_ms: int = 0) -> list[StageStatus]:
     return list(tracker.report("p", now_ms).marks)
 
 
 def test_any_fault_ends_one_try_of_the_unit_and_is_told_until_it_heals() -> None:
     async def scenario() -> None:
-        tracker, seen = Tracker(), []
+        tracker, seen = StatusTracker(), []
         leaked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         leaked.cancel()
         faults: list[BaseException | asyncio.Future[None]] = [
-            Invalid("the slot is gone.", fix="Start over."),
-            Corrupt("a record cannot be read."),
+            InvalidError("the slot is gone.", fix="Start over."),
+            CorruptError("a record cannot be read."),
             RecursionError("too deep"),
             Panic("native code"),
             leaked,
-            Unavailable("storage is away."),
+            UnavailableError("storage is away."),
         ]
 
         async def body() -> None:
@@ -48,7 +48,7 @@ def test_any_fault_ends_one_try_of_the_unit_and_is_told_until_it_heals() -> None
                 await fault
 
         async with asyncio.timeout(20):
-            await keep("capture:shop", body, tracker=tracker, clock=SystemClock(), restarts=Restarts(**QUICK))
+            await keep("capture:shop", body, tracker=tracker, clock=SystemClock(), restarts=Backoff(**QUICK))
         assert seen == [
             [],
             [("operator", "the slot is gone. Start over.", 1)],
@@ -66,7 +66,7 @@ def test_any_fault_ends_one_try_of_the_unit_and_is_told_until_it_heals() -> None
 @pytest.mark.parametrize("ends", [asyncio.CancelledError, KeyboardInterrupt, SystemExit])
 def test_what_ends_a_process_or_a_task_on_purpose_is_no_fault(ends: type[BaseException]) -> None:
     async def scenario() -> None:
-        tracker, began = Tracker(), asyncio.Event()
+        tracker, began = StatusTracker(), asyncio.Event()
 
         async def body() -> None:
             began.set()
@@ -94,7 +94,7 @@ def test_a_unit_that_fails_while_it_is_cancelled_ends_and_is_not_begun_again() -
     """What its clean-up raises takes the place of the cancellation: who waits for its end would wait for ever."""
 
     async def scenario() -> None:
-        tracker, begun = Tracker(), 0
+        tracker, begun = StatusTracker(), 0
         began = asyncio.Event()
 
         async def body() -> None:
@@ -104,9 +104,9 @@ def test_a_unit_that_fails_while_it_is_cancelled_ends_and_is_not_begun_again() -
             try:
                 await asyncio.Event().wait()
             finally:
-                raise Unavailable("storage is away.")
+                raise UnavailableError("storage is away.")
 
-        restarts = Restarts(**QUICK)
+        restarts = Backoff(**QUICK)
         task = asyncio.ensure_future(keep("t", body, tracker=tracker, clock=SystemClock(), restarts=restarts))
         await began.wait()
         task.cancel()
@@ -121,12 +121,12 @@ def test_a_unit_that_fails_while_it_is_cancelled_ends_and_is_not_begun_again() -
     asyncio.run(scenario())
 
 
-def states(tracker: Tracker, now_ms: int) -> list[State]:
+def states(tracker: StatusTracker, now_ms: int) -> list[State]:
     return [derive(mark, "p", now_ms, now_ms).state for mark in shown(tracker, now_ms)]
 
 
 def test_the_age_of_a_failure_survives_retries_and_ends_when_the_unit_moves_on() -> None:
-    tracker = Tracker()
+    tracker = StatusTracker()
     tracker.set("table:a", 7, 9, now_ms=0, budget_ms=5_000)
     for now_ms in (1_000, 3_000, 6_500):
         tracker.fail("table:a", f"try of {now_ms}", now_ms=now_ms)
@@ -140,7 +140,7 @@ def test_the_age_of_a_failure_survives_retries_and_ends_when_the_unit_moves_on()
 
 
 def test_a_unit_without_a_mark_fails_visibly_and_a_parked_one_is_stuck_at_once() -> None:
-    tracker = Tracker()
+    tracker = StatusTracker()
     tracker.fail("shape:1", "ValueError", now_ms=1_000, parked=True)
     assert states(tracker, 1_000) == [State.STUCK]
     assert [(m.name, m.held_by) for m in shown(tracker)] == [("shape:1", "operator")]
@@ -149,14 +149,14 @@ def test_a_unit_without_a_mark_fails_visibly_and_a_parked_one_is_stuck_at_once()
 
 
 def test_a_failing_unit_at_its_target_is_not_idle() -> None:
-    tracker = Tracker()
+    tracker = StatusTracker()
     tracker.set("table:a", 9, 9, now_ms=0)
     tracker.fail("table:a", "ValueError", now_ms=0)
     assert states(tracker, 60_000) == [State.STUCK]
 
 
 def test_pauses_double_to_a_limit_and_start_over_after_a_steady_run() -> None:
-    restarts = Restarts(0.5, 4.0, steady_after_s=10.0)
+    restarts = Backoff(0.5, 4.0, steady_after_s=10.0)
     assert [restarts.pause_s(1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, 4.0]
     assert restarts.pause_s(11.0) == 0.5
     assert restarts.pause_s(1.0, parked=True) == 4.0
@@ -167,9 +167,9 @@ def test_only_a_loop_that_may_park_waits_longest_for_what_an_operator_mends(
     may_park: bool, pauses: list[float]
 ) -> None:
     told: list[tuple[str, bool]] = []
-    restarts = Restarts(0.5, 4.0)
-    attempts = Attempts("loop", lambda *what: told.append(what), lambda: 0.0, restarts, may_park=may_park)
-    assert [attempts.failed(Invalid("one bad answer.")) for _ in range(3)] == pauses
+    restarts = Backoff(0.5, 4.0)
+    attempts = RetryState("loop", lambda *what: told.append(what), lambda: 0.0, restarts, may_park=may_park)
+    assert [attempts.failed(InvalidError("one bad answer.")) for _ in range(3)] == pauses
     assert told == [("one bad answer.", may_park)] * 3
 
 
@@ -241,14 +241,14 @@ def test_who_became_due_while_the_process_stood_still_was_late_and_waiting_for_o
 
 @pytest.mark.parametrize("raised", [ValueError("odd"), SystemExit("leaving"), KeyboardInterrupt(), Exception()])
 def test_whatever_a_thread_raises_is_told_and_tried_again_until_it_works(raised: BaseException) -> None:
-    tracker, ending, runs = Tracker(), threading.Event(), []
+    tracker, ending, runs = StatusTracker(), threading.Event(), []
 
     def body() -> None:
         runs.append(tracker.failure("shard:t"))
         if len(runs) < 3:
             raise raised
 
-    restarts = Restarts(0.001, 0.002)
+    restarts = Backoff(0.001, 0.002)
     keep_thread("shard:t", body, tracker=tracker, clock=SystemClock(), ending=ending, restarts=restarts)
     assert runs[0] is None and tracker.failure("shard:t") is None, "it worked in the end"
     first, then = runs[1], runs[2]
@@ -258,10 +258,10 @@ def test_whatever_a_thread_raises_is_told_and_tried_again_until_it_works(raised:
 
 
 def test_a_thread_that_only_an_operator_can_mend_is_parked_and_its_end_is_not_waited_for() -> None:
-    tracker, ending = Tracker(), threading.Event()
+    tracker, ending = StatusTracker(), threading.Event()
 
     def body() -> None:
-        raise Invalid("no such table.", fix="Create it.")
+        raise InvalidError("no such table.", fix="Create it.")
 
     supervised = {"tracker": tracker, "clock": SystemClock(), "ending": ending}
     thread = threading.Thread(target=keep_thread, args=("shard:t", body), kwargs=supervised)
@@ -277,7 +277,7 @@ def test_a_thread_that_only_an_operator_can_mend_is_parked_and_its_end_is_not_wa
 
 def test_a_failure_that_stands_when_all_ends_is_in_the_last_report() -> None:
     """Once lost: the report that was made between the end of the thread and the next look at its table (f323)."""
-    tracker, ending = Tracker(), threading.Event()
+    tracker, ending = StatusTracker(), threading.Event()
     tracker.set("shard:t", 3, 3, now_ms=0)
 
     def body() -> None:
@@ -291,7 +291,7 @@ def test_a_failure_that_stands_when_all_ends_is_in_the_last_report() -> None:
 
 
 def test_what_a_thread_raises_while_all_ends_is_nobodys_fault() -> None:
-    tracker, ending = Tracker(), threading.Event()
+    tracker, ending = StatusTracker(), threading.Event()
 
     def body() -> None:
         ending.set()

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.coop import CoopBudget
 
 STRETCH_MS = 5
 TURNS_MAX = 5_000
@@ -21,7 +21,7 @@ class Mill(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        self.pace = Pace(self.clock, STRETCH_MS / 1000)
+        self.pace = CoopBudget(self.clock, STRETCH_MS / 1000)
         self.turn = 0
         self.worked: Counter[int] = Counter()
         """By the turn of the loop."""

@@ -8,22 +8,22 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from tidemill.base.errors import Closed, Invalid
+from tidemill.base.errors import ClosedError, InvalidError
 from tidemill.base.runtime import blocking_portal as portal_module
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 
 
 def test_the_portal_returns_results_and_raises_errors_of_its_loop() -> None:
     async def fail() -> None:
-        raise Invalid("no.")
+        raise InvalidError("no.")
 
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         assert portal.call(asyncio.sleep(0, "result")) == "result"
-        with pytest.raises(Invalid, match="no"):
+        with pytest.raises(InvalidError, match="no"):
             portal.call(fail())
 
 
-def waiting_in(portal: Portal, began: threading.Event, coroutine: object) -> tuple[threading.Thread, list[str]]:
+def waiting_in(portal: BlockingPortal, began: threading.Event, coroutine: object) -> tuple[threading.Thread, list[str]]:
     told: list[str] = []
 
     def work() -> None:
@@ -49,7 +49,7 @@ def test_closing_ends_who_waits_in_a_call_and_lets_the_task_clean_up() -> None:
             await asyncio.sleep(0)
             cleaned.set()
 
-    portal = Portal()
+    portal = BlockingPortal()
     thread, told = waiting_in(portal, began, forever())
     portal.close()
     thread.join(30)
@@ -68,7 +68,7 @@ def test_a_task_that_does_not_end_holds_nobody_up_when_the_portal_closes(monkeyp
             except asyncio.CancelledError:
                 continue
 
-    portal = Portal()
+    portal = BlockingPortal()
     thread, told = waiting_in(portal, began, stubborn())
     portal.close()
     thread.join(30)
@@ -76,8 +76,8 @@ def test_a_task_that_does_not_end_holds_nobody_up_when_the_portal_closes(monkeyp
 
 
 def test_a_portal_that_was_closed_refuses_calls() -> None:
-    portal = Portal()
+    portal = BlockingPortal()
     portal.close()
     portal.close()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         portal.call(asyncio.sleep(0))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock, _moved
-from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.lsn import ChangePosition, Lsn
 from tidemill.base.runtime.tasks import Tasks
 
@@ -21,7 +21,7 @@ def test_an_lsn_reads_back_what_it_prints(value: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "0/", "x/y", "1/2/3"])
 def test_text_that_is_no_lsn_is_refused_with_the_text_and_an_example(text: str) -> None:
-    with pytest.raises(Invalid, match="0/16B3748") as caught:
+    with pytest.raises(InvalidError, match="0/16B3748") as caught:
         Lsn.parse(text)
     assert repr(text) in str(caught.value)
 
@@ -44,8 +44,8 @@ def test_a_manual_clock_moves_only_when_told() -> None:
 
 
 def test_an_error_says_what_is_wrong_and_then_what_to_do() -> None:
-    assert str(Invalid("bad port: port=x.", fix="Use a number.")) == "bad port: port=x. Use a number."
-    assert issubclass(Unavailable, TidemillError)
+    assert str(InvalidError("bad port: port=x.", fix="Use a number.")) == "bad port: port=x. Use a number."
+    assert issubclass(UnavailableError, TidemillError)
 
 
 def test_closing_a_task_group_ends_what_runs_and_a_failure_does_not_end_its_siblings() -> None:
@@ -53,7 +53,7 @@ def test_closing_a_task_group_ends_what_runs_and_a_failure_does_not_end_its_sibl
         heard: list[str] = []
 
         async def fail() -> None:
-            raise Unavailable("away")
+            raise UnavailableError("away")
 
         async with Tasks(lambda name, error: heard.append(f"{name}: {error}")) as tasks:
             sibling = tasks.spawn(asyncio.sleep(3600), name="sibling")

@@ -14,7 +14,7 @@ from patience import DEADLINE_S
 from patience import until as until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.delivery.sinks import Sink
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
@@ -44,7 +44,7 @@ class World:
         self.objects = objects or MemoryObjects(self.clock)
         self.metastore = metastore_on(self.consensus, self.objects, self.clock, self.rand)
         self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
-        self.tracker = Tracker()
+        self.tracker = StatusTracker()
         self.topics: Any = None
         self.connection: Any = None
 

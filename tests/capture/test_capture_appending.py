@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from test_capture_chunks import stores
 
-from tidemill.base.errors import Corrupt, Unavailable, Unknown
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import CorruptError, UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.capture.snapshot import side_topic_append
 from tidemill.capture.snapshot.side_topic_append import Appending
 from tidemill.topics.api import FetchRead
@@ -50,7 +50,7 @@ class Failing:
         roll = self._rng.random()
         if roll < 0.2:
             failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            failed.set_exception(Unavailable("no."))
+            failed.set_exception(UnavailableError("no."))
             return failed
         real = self._topics.produce_nowait(*args)
         if roll > 0.4:
@@ -60,7 +60,7 @@ class Failing:
         def unknown(ended: asyncio.Future[Any]) -> None:
             ended.exception()
             if not lost.done():
-                lost.set_exception(Unknown("lost."))
+                lost.set_exception(UnknownOutcomeError("lost."))
 
         real.add_done_callback(unknown)
         return lost
@@ -91,7 +91,7 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
                 ordered.append(later)
 
             def made(topics: Any) -> Appending:
-                return Appending(topics, topic, aside, ends, OWN, Pace(world.clock))
+                return Appending(topics, topic, aside, ends, OWN, CoopBudget(world.clock))
 
             told: list[int] = []
             while await made(world.topics).look() < sum(map(len, ordered)):
@@ -108,7 +108,7 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
                 assert [record.key for record in found] == wanted[partition]
                 assert [r.value for r in found[ends[partition] :]] == [b"v" + key for key in ordered[partition]]
             assert await made(world.topics).look() == sum(map(len, ordered))
-            with pytest.raises(Corrupt, match="shorter than its copy"):
-                await Appending(world.topics, topic, aside, [1000, 1000], OWN, Pace(world.clock)).look()
+            with pytest.raises(CorruptError, match="shorter than its copy"):
+                await Appending(world.topics, topic, aside, [1000, 1000], OWN, CoopBudget(world.clock)).look()
 
     asyncio.run(scenario())

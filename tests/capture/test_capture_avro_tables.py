@@ -19,7 +19,7 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from starlette.applications import Starlette
 from test_capture_types import BUILT_IN, columns, filled, quoted, selected
 
-from tidemill.base.errors import TidemillError, Unavailable, Unknown
+from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.pgtypes.debezium import form_of, written
 from tidemill.capture.encode.avro_schemas import field_names
 from tidemill.capture.snapshot.exported_snapshot import Snapshot
@@ -29,7 +29,7 @@ from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registrar import Registrar
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import Given
+from tidemill.registry.schema_types import SubmittedSchema
 from tidemill.shards.executor import inline_cpu
 from tidemill.topics.batch import Record
 
@@ -231,7 +231,7 @@ def test_a_schema_is_one_for_equal_tables_whoever_registers_it(postgres_dsn: str
         for which, known in (("key", key_id), ("value", value_id)):
             found = await registered.registry.find(f"{world.name}.public.t-{which}", None)
             assert (found.version.version, found.schema.id) == (1, known)
-            again = await registered.registry.register(f"other-{which}", Given("AVRO", found.schema.text))
+            again = await registered.registry.register(f"other-{which}", SubmittedSchema("AVRO", found.schema.text))
             assert again.version.id == known
 
     in_world(postgres_dsn, scenario)
@@ -275,7 +275,7 @@ def test_a_table_altered_between_its_description_and_the_lock_of_its_copy_is_cop
 def test_a_registry_that_does_not_answer_keeps_a_new_table_out_and_ends_no_session(postgres_dsn: str) -> None:
     async def scenario(world: World, registered: Registered) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE first (id int PRIMARY KEY)")
-        kinds: dict[str, type[TidemillError]] = {"first": Unavailable, "t": Unknown}
+        kinds: dict[str, type[TidemillError]] = {"first": UnavailableError, "t": UnknownOutcomeError}
         busy = {f"{world.name}.public.{table}-value": kind for table, kind in kinds.items()}
         register = registered.register
 

@@ -10,9 +10,9 @@ import psycopg
 import pytest
 from capture_world import World, until
 
-from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.errors import SlotLost
+from tidemill.capture.postgres.errors import SlotLostError
 from tidemill.capture.setup.privileges import check_database
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
@@ -28,7 +28,7 @@ def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def refused(world: World, kind: type[Invalid], words: str, **settings: object) -> None:
+async def refused(world: World, kind: type[InvalidError], words: str, **settings: object) -> None:
     """A session raises `kind` with `words`, and neither slot, publication, row nor topic exists afterwards."""
     with pytest.raises(kind) as error:
         await asyncio.wait_for(world.new_capture(**settings).session(), 20)
@@ -43,8 +43,8 @@ async def refused(world: World, kind: type[Invalid], words: str, **settings: obj
 @pytest.mark.parametrize(
     ("dsn", "kind", "words"),
     [
-        ("not a dsn", Invalid, "cannot be read"),
-        ("postgresql://postgres@127.0.0.1:1/x", Unavailable, "does not answer"),
+        ("not a dsn", InvalidError, "cannot be read"),
+        ("postgresql://postgres@127.0.0.1:1/x", UnavailableError, "does not answer"),
     ],
 )
 def test_a_wrong_dsn(dsn: str, kind: type[Exception], words: str) -> None:
@@ -53,31 +53,31 @@ def test_a_wrong_dsn(dsn: str, kind: type[Exception], words: str) -> None:
 
 
 def test_a_wrong_database_or_user(postgres_dsn: str) -> None:
-    with pytest.raises(Invalid, match="does not exist"):
+    with pytest.raises(InvalidError, match="does not exist"):
         asyncio.run(check_database(postgres_dsn.rpartition("/")[0] + "/no_such_database"))
-    with pytest.raises(Invalid, match="does not exist"):
+    with pytest.raises(InvalidError, match="does not exist"):
         asyncio.run(check_database(postgres_dsn.replace("postgres@", "nobody_here@")))
 
 
 def test_messages_never_hold_the_password() -> None:
-    with pytest.raises(Unavailable) as error:
+    with pytest.raises(UnavailableError) as error:
         asyncio.run(check_database("postgresql://me:hunter2@127.0.0.1:1/x"))
     assert "hunter2" not in str(error.value)
 
 
 def test_a_missing_table(postgres_dsn: str) -> None:
-    in_world(postgres_dsn, lambda w: refused(w, Missing, "table=orders", tables=("orders",)))
+    in_world(postgres_dsn, lambda w: refused(w, MissingError, "table=orders", tables=("orders",)))
 
 
 def test_patterns_without_a_table(postgres_dsn: str) -> None:
-    in_world(postgres_dsn, lambda w: refused(w, Missing, "table=public.*"))
+    in_world(postgres_dsn, lambda w: refused(w, MissingError, "table=public.*"))
 
 
 def test_a_capture_whose_every_table_is_refused_says_why(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE keyless (id int)", "CREATE UNLOGGED TABLE quick (id int PRIMARY KEY)")
-        await refused(world, Invalid, "table=public.keyless", tables=("keyless",))
-        await refused(world, Invalid, "no WAL", tables=("quick",))
+        await refused(world, InvalidError, "table=public.keyless", tables=("keyless",))
+        await refused(world, InvalidError, "no WAL", tables=("quick",))
 
     in_world(postgres_dsn, scenario)
 
@@ -89,11 +89,11 @@ def test_a_role_without_rights(postgres_dsn: str) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", f"CREATE ROLE {role} LOGIN")
         try:
             world.dsn = dsn.replace("postgres@", f"{role}@")
-            await refused(world, Invalid, "may not replicate")
+            await refused(world, InvalidError, "may not replicate")
             await world.sql(f"ALTER ROLE {role} REPLICATION")
-            await refused(world, Invalid, "publication cannot be created")
+            await refused(world, InvalidError, "publication cannot be created")
             await world.sql(f'GRANT CREATE ON DATABASE "{world.name}" TO {role}')
-            await refused(world, Invalid, "cannot be published")
+            await refused(world, InvalidError, "cannot be published")
         finally:
             await world.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
 
@@ -102,9 +102,9 @@ def test_a_role_without_rights(postgres_dsn: str) -> None:
 
 def test_bad_names_are_refused_before_anything_is_asked() -> None:
     for name in ("", "Shop", "a-b", "x" * 42):
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             CaptureConfig(name=name, dsn="")
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         CaptureConfig(name="x", dsn="", tables=())
 
 
@@ -116,7 +116,7 @@ def test_a_dropped_slot_is_an_error_not_a_gap(postgres_dsn: str) -> None:
         await until(world.slot_dropped, "the slot is free and dropped")
         await world.sql("INSERT INTO a VALUES (2)")
         drop = f'DROP PUBLICATION "tidemill_{world.name}"'
-        with pytest.raises(SlotLost, match="is gone") as caught:
+        with pytest.raises(SlotLostError, match="is gone") as caught:
             await asyncio.wait_for(world.new_capture().session(), 20)
         # What it tells the operator to do is all there is to do.
         assert drop in caught.value.fix
@@ -137,7 +137,7 @@ def test_another_cluster_under_the_same_name_is_refused(postgres_dsn: str) -> No
         await world.catalogue.put(
             type(row)(**{**{f: getattr(row, f) for f in row.__struct_fields__}, "system_id": "1"})
         )
-        with pytest.raises(Invalid, match="another database cluster"):
+        with pytest.raises(InvalidError, match="another database cluster"):
             await asyncio.wait_for(world.new_capture().session(), 20)
 
     in_world(postgres_dsn, scenario)
@@ -147,7 +147,7 @@ def test_a_topic_of_kafka_producers_is_not_taken_over(postgres_dsn: str) -> None
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         await world.catalogue.create_topic(f"{world.name}.public.a", 1)
-        with pytest.raises(Invalid, match="belongs to Kafka producers"):
+        with pytest.raises(InvalidError, match="belongs to Kafka producers"):
             await asyncio.wait_for(world.new_capture().session(), 20)
         assert await world.catalogue.list(CaptureRow) == []
         assert await world.select("SELECT FROM pg_publication") == []
@@ -164,7 +164,7 @@ def replica_level_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 
 def test_wal_level_and_slots(replica_level_server: EmbeddedPostgres) -> None:
-    with pytest.raises(Invalid) as error:
+    with pytest.raises(InvalidError) as error:
         asyncio.run(check_database(replica_level_server.dsn))
     assert "wal_level=replica" in str(error.value)
     assert "ALTER SYSTEM SET wal_level = 'logical'" in error.value.fix
@@ -195,7 +195,7 @@ def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(
             return found == [("lost",)]
 
         await until(lost, "the slot is invalidated")
-        with pytest.raises(SlotLost, match="invalidated") as caught:
+        with pytest.raises(SlotLostError, match="invalidated") as caught:
             await asyncio.wait_for(world.new_capture().session(), 20)
         drop = f'DROP PUBLICATION "tidemill_{world.name}"'
         assert drop in caught.value.fix and "Raise max_slot_wal_keep_size" in caught.value.fix

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Corrupt, Missing
+from tidemill.base.errors import CorruptError, MissingError
 from tidemill.capture.catalog.table_discovery import TableInfo, resolve
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.decode.copy_text import parse_copy_row
@@ -21,7 +21,7 @@ from tidemill.capture.encode.row_encoder import RowEncoder
 from tidemill.capture.postgres.connection import literal
 from tidemill.capture.topics.binder import MERGE_ABOVE, Binder
 from tidemill.capture.topics.commit_boundaries import Boundary, in_snapshot, merged
-from tidemill.capture.topics.partition_writer import SEQUENCE_MODULUS, Lane, Round
+from tidemill.capture.topics.partition_writer import SEQUENCE_MODULUS, PartitionWriter, Round
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import TableSnapshot
 from tidemill.shards.api import Binding
@@ -157,8 +157,8 @@ def test_literals_are_quoted() -> None:
     assert literal("a\\b").strip() == "E'a\\\\b'"
 
 
-def lane() -> Lane:
-    return Lane("t", "id", 0, 1 << 62)
+def lane() -> PartitionWriter:
+    return PartitionWriter("t", "id", 0, 1 << 62)
 
 
 def test_a_lane_counts_what_is_there_and_writes_what_is_not() -> None:
@@ -176,9 +176,9 @@ def test_a_lane_counts_what_is_there_and_writes_what_is_not() -> None:
 def test_a_lane_whose_tail_is_another_ones_is_corrupt() -> None:
     x = lane()
     x.start_at(base=5, high_watermark=6, tail=at(10, 2))
-    with pytest.raises(Corrupt, match="tail"):
+    with pytest.raises(CorruptError, match="tail"):
         x.take(at(10, 0))
-    with pytest.raises(Corrupt, match="shorter"):
+    with pytest.raises(CorruptError, match="shorter"):
         lane().start_at(base=5, high_watermark=4, tail=None)
 
 
@@ -221,7 +221,7 @@ def test_patterns_choose_tables_in_name_order() -> None:
     assert chosen(("b", "other.*"), tables) == ["other.c", "public.b"]
     assert chosen(("*.*", "!public.a"), tables) == ["other.c", "public.b"]
     for patterns in (("nope",), ("b", "!b"), ("nope", "x.*")):
-        with pytest.raises(Missing, match="table="):
+        with pytest.raises(MissingError, match="table="):
             resolve(patterns, tables, 180_000)
 
 

@@ -9,7 +9,7 @@ import pytest
 from fragments import at, change, fragment
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.sinks import FlushNotices
@@ -80,7 +80,7 @@ def test_slc2_a_fragment_that_straddles_what_was_processed_is_an_error() -> None
         await collector.put(fragment(5, change(5, 0), change(5, 2), commits=False))
         await collector.put(fragment(5, change(5, 2), change(5, 4), begins=False))
 
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         with_collector(scenario, RecordingSink())
 
 
@@ -114,7 +114,7 @@ def test_slc4_a_sink_that_dies_while_it_is_served_is_not_registered() -> None:
         assert collector.tracker.pending == {}
         assert collector.status.flushed == 0
 
-    with pytest.raises(Unavailable, match=r"commit=0/5 .*tables=public.t error='RuntimeError: the sink died'"):
+    with pytest.raises(UnavailableError, match=r"commit=0/5 .*tables=public.t error='RuntimeError: the sink died'"):
         with_collector(scenario, RecordingSink(fails=True))
 
 

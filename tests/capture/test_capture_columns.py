@@ -18,8 +18,8 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Column, Fragment, Relation
 from tidemill.capture.decode.receive_batch import Run, steps
 from tidemill.capture.decode.row_blocks import Changes, Rows, by_relation, first_position
-from tidemill.capture.decode.transaction_builder import Converter
-from tidemill.capture.decode.undecodable import Poisoned, take
+from tidemill.capture.decode.transaction_builder import TransactionBuilder
+from tidemill.capture.decode.undecodable import UndecodableMessageError, take
 from tidemill.capture.encode import columnar_encoder
 from tidemill.capture.encode.debezium_json import Source
 from tidemill.capture.postgres.pgoutput import UNCHANGED as WIRE_UNCHANGED
@@ -238,7 +238,7 @@ def feed(
     relations: dict[int, Relation] = RELATIONS,
 ) -> tuple[list[Fragment], list[str]]:
     """The fragments, and what was poison, as a session reads them; `bursts` None: message by message."""
-    converter = Converter(relations, max_changes=17, max_bytes=20_000)
+    converter = TransactionBuilder(relations, max_changes=17, max_bytes=20_000)
     fragments: list[Fragment] = []
     poisoned: list[str] = []
 
@@ -247,7 +247,7 @@ def feed(
             return
         try:
             out = take(item, converter)
-        except Poisoned as error:
+        except UndecodableMessageError as error:
             poisoned.append(str(error))
             converter.pass_over(item.payload)
             if parks and error.oid in RELATIONS and len(poisoned) % 2:
@@ -348,7 +348,7 @@ def test_a_flow_of_updates_and_deletes_that_say_keys_alone_is_read_by_columns() 
         for n in range(200)
     ]
     rows = [each.replace(b"O\0\3", b"K\0\3", 1) for each in rows]
-    found = list(steps([framed(50, b"B" + struct.pack(">qqI", 50, 0, 7)), *rows], Converter(AS_IS)))
+    found = list(steps([framed(50, b"B" + struct.pack(">qqI", 50, 0, 7)), *rows], TransactionBuilder(AS_IS)))
     assert [(step.start, step.end) for step in found if isinstance(step, Run)] == [(1, 201)]
 
 

@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment, Marker
 from tidemill.capture.decode.row_tuples import change_of
 from tidemill.capture.decode.transaction_builder import (
     MARKER_BYTES,
     MARKERS_PER_TXN,
-    Converter,
     RelationSeen,
+    TransactionBuilder,
     key_changed,
     merge_relation,
 )
@@ -42,11 +42,11 @@ from tidemill.capture.postgres.pgoutput import (
 BEGIN, COMMIT = Begin(100, 1000, 7), Commit(100, 140, 1000)
 
 
-def converter(**settings: int) -> Converter:
-    return Converter({T.oid: T, OTHER.oid: OTHER}, **settings)
+def converter(**settings: int) -> TransactionBuilder:
+    return TransactionBuilder({T.oid: T, OTHER.oid: OTHER}, **settings)
 
 
-def run(c: Converter, *messages: Message) -> list[Fragment]:
+def run(c: TransactionBuilder, *messages: Message) -> list[Fragment]:
     return [out for m in messages if isinstance(out := c.feed(m, 10), Fragment)]
 
 
@@ -109,7 +109,7 @@ def test_a_commit_that_goes_back_is_no_replay_within_one_stream() -> None:
     """The collector would drop it in silence."""
     c = converter()
     assert len(run(c, BEGIN, insert(1), COMMIT)) == 1
-    with pytest.raises(Corrupt, match="go back"):
+    with pytest.raises(CorruptError, match="go back"):
         c.feed(Begin(100, 1000, 8))
 
 
@@ -182,7 +182,7 @@ def test_a_key_change_is_one_change_with_the_old_row() -> None:
 
 def test_rc8_an_update_or_delete_without_the_old_row_says_what_to_do() -> None:
     for message in (Update(1, "", None, ["1", "a"]), Delete(1, "K", ["1", None])):
-        with pytest.raises(Invalid, match="REPLICA IDENTITY FULL"):
+        with pytest.raises(InvalidError, match="REPLICA IDENTITY FULL"):
             run(converter(), BEGIN, message)
 
 
@@ -201,7 +201,7 @@ def test_markers_ride_on_the_fragment_that_commits() -> None:
 
 def test_a_broken_grammar_is_corrupt() -> None:
     for messages in ([insert(1)], [BEGIN, BEGIN], [COMMIT], [BEGIN, Insert(99, ["1"])], [BEGIN, Insert(1, ["1"])]):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             run(converter(), *messages)
 
 
@@ -248,7 +248,7 @@ def test_an_unchanged_value_and_an_empty_schema_are_decoded() -> None:
 
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_are_a_message_or_corrupt(data: bytes) -> None:
-    with contextlib.suppress(Corrupt):
+    with contextlib.suppress(CorruptError):
         decode(data)
 
 
@@ -284,7 +284,7 @@ def test_a_relation_is_parked_from_its_lsn_on_and_told_there() -> None:
 def test_an_old_row_with_null_where_a_value_did_not_change_is_not_whole() -> None:
     """Of a partition that lacks FULL under a root that has it: such a value is never NULL."""
     update = Update(1, "O", ["1", None], ["2", UNCHANGED])
-    with pytest.raises(Invalid, match="REPLICA IDENTITY FULL"):
+    with pytest.raises(InvalidError, match="REPLICA IDENTITY FULL"):
         change_of(T, ("id", "v"), update, ChangePosition(1, 0))
     found = change_of(replace(T, old_rows="key"), ("id", "v"), update, ChangePosition(1, 0))
     assert (found.new, found.unchanged) == ({"id": "2"}, ("v",))

@@ -12,17 +12,17 @@ from msgspec.structs import replace
 from test_capture_chunks import SMALL, as_folded, copy_of, stores
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
-from tidemill.base.errors import Conflict, Corrupt, Fenced, TidemillError, Unavailable
+from tidemill.base.errors import ConflictError, CorruptError, FencedError, TidemillError, UnavailableError
 from tidemill.capture.catalog.table_discovery import Refusal
 from tidemill.capture.postgres.connection import Wire
-from tidemill.capture.postgres.control_connection import NoAnswer
+from tidemill.capture.postgres.control_connection import NoAnswerError
 from tidemill.capture.postgres.errors import connect_error, may_pass, statement_error
 from tidemill.capture.session import table_adder
 from tidemill.capture.snapshot import copier, exported_snapshot
 from tidemill.capture.snapshot.copier import Copy
 from tidemill.capture.tables import table_states
-from tidemill.capture.tables.context import Beside
-from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.tables.context import SideLoopContext
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics import topic_writer
 from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow, TableCopy
@@ -40,9 +40,9 @@ BAD = (
         *[(statement_error(state, "no", "COPY t"), True) for state in ("53200", "57014", "57P01", "40001", "55P03")],
         *[(statement_error(state, "no", "COPY t"), False) for state in ("XX000", "XX001", "54000", "P0001", "58030")],
         (statement_error("22P03", "no", "COPY t"), False),
-        (Unavailable("no."), True),
-        (Fenced("no."), False),
-        (Corrupt("no."), False),
+        (UnavailableError("no."), True),
+        (FencedError("no."), False),
+        (CorruptError("no."), False),
         (ValueError("no"), False),
         (connect_error('FATAL: too many connections for role "bob"', "x"), True),
         (connect_error("FATAL: sorry, too many clients already", "x"), True),
@@ -108,7 +108,7 @@ def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_a
         nonlocal tries
         tries += 1
         if tries == 1:
-            raise NoAnswer("PostgreSQL does not answer.")
+            raise NoAnswerError("PostgreSQL does not answer.")
         return await publish(*args, **settings)
 
     async def connect_once(self: Copy, opened: Any) -> Wire:
@@ -157,9 +157,9 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
 
     async def scenario(world: World) -> None:
         topic = await cut_off(world)
-        real = Beside.published
+        real = SideLoopContext.published
 
-        async def published_late(self: Beside) -> Any:
+        async def published_late(self: SideLoopContext) -> Any:
             nonlocal tries
             if self.desk.copying and not tries:
                 tries += 1
@@ -168,7 +168,7 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
                 )
             return await real(self)
 
-        monkeypatch.setattr(Beside, "published", published_late)
+        monkeypatch.setattr(SideLoopContext, "published", published_late)
         async with world.capture(wait=False, **SMALL):
             await world.flowing("a")
             await world.caught_up()
@@ -218,7 +218,7 @@ def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_given_
 
     async def scenario() -> None:
         async with stores() as world:
-            told = Desk(world.config(), world.catalogue, world.clock, world.tracker)
+            told = TableStates(world.config(), world.catalogue, world.clock, world.tracker)
 
             async def tried(done: int, topic_id: str = "t") -> bool:
                 copy = TableCopy(1, 1, (), 1, 0, topic_id, 4, 9, done, 10 * done, "", 3)
@@ -281,7 +281,7 @@ def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_wi
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("kind", [Fenced, Conflict])
+@pytest.mark.parametrize("kind", [FencedError, ConflictError])
 def test_a_copy_that_has_lost_its_topics_to_another_session_ends_and_blames_no_table(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, kind: type[TidemillError]
 ) -> None:

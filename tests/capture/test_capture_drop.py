@@ -8,7 +8,7 @@ from capture_world import World, until
 from msgspec.structs import replace
 from test_capture_tables import in_world
 
-from tidemill.base.errors import Conflict, Invalid, Missing, Unknown
+from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnknownOutcomeError
 from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire
@@ -64,7 +64,7 @@ def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
                 return (await identities(world))["split_high"] == "f"
 
             await until(whole, "the new partition has a whole identity")
-            with pytest.raises(Conflict, match="runs"):
+            with pytest.raises(ConflictError, match="runs"):
                 await take_back(world.config(), world.catalogue)
         noted = {row.table: len(row.identities) for row in await world.catalogue.tables(world.name)}
         assert noted == {
@@ -82,7 +82,7 @@ def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
         assert await world.catalogue.get(CaptureRow, world.name) is None
         assert await world.catalogue.list(TopicRow) == []
         await world.sql("UPDATE quiet SET v = 'x'", "DELETE FROM split")
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await take_back(world.config(), world.catalogue)
         # Begun anew under its name it captures as at first.
         await world.sql("INSERT INTO plain VALUES (1, 'a')")
@@ -158,7 +158,7 @@ def test_a_capture_that_a_pipeline_reads_is_dropped_only_when_told_twice(postgre
         async with world.capture():
             pass
         await world.catalogue.put(PipelineRow("p", {"plain": f"capture:{world.name}:public.plain"}))
-        with pytest.raises(Invalid, match="in use"):
+        with pytest.raises(InvalidError, match="in use"):
             await take_back(world.config(), world.catalogue)
         assert await identities(world) == {"plain": "f"}
         assert not (await take_back(world.config(), world.catalogue, really=True)).left
@@ -223,7 +223,7 @@ def test_another_cluster_than_the_captured_one_is_left_alone(postgres_dsn: str) 
         async with world.capture():
             pass
         await world.catalogue.put(replace(await world.row(), system_id="another"))
-        with pytest.raises(Invalid, match="not the cluster"):
+        with pytest.raises(InvalidError, match="not the cluster"):
             await take_back(world.config(), world.catalogue)
         assert await identities(world) == {"plain": "f"} and await world.tables() != {}
         await world.catalogue.put(replace(await world.row(), system_id="another"))
@@ -238,12 +238,12 @@ def test_a_note_whose_outcome_is_not_known_is_no_refusal_of_the_table(postgres_d
         wire = await Wire.connect(world.dsn, purpose="test")
 
         async def note(table: str, found: Identities) -> None:
-            raise Unknown("nobody knows.")
+            raise UnknownOutcomeError("nobody knows.")
 
         try:
             config = world.config()
             await create_publication(wire, config.publication)
-            with pytest.raises(Unknown):
+            with pytest.raises(UnknownOutcomeError):
                 await publish(wire, config, await list_tables(wire), {}, attempts=1, note=note)
         finally:
             await wire.aclose()

@@ -14,7 +14,7 @@ from test_capture_tables import GOOD, good_flows, in_world
 
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode import undecodable
-from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.decode.undecodable import take
 from tidemill.capture.postgres import replication_stream
 from tidemill.capture.postgres.replication_stream import Framed, framed
@@ -163,7 +163,7 @@ def test_f488_a_logical_message_of_any_size_stops_nothing(postgres_dsn: str, mon
 
 def test_a_message_beyond_the_limit_is_passed_over_by_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replication_stream, "MESSAGE_BYTES", 1_000)
-    converter = Converter({})
+    converter = TransactionBuilder({})
 
     def take_in(payload: bytes) -> Fragment | None:
         item = framed(b"w" + bytes(PAYLOAD_START - 1) + payload)

@@ -10,7 +10,7 @@ from evolving import equal, folded, selected, version
 from msgspec.structs import replace
 from test_capture_tables import GOOD, good_flows, in_world
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.shards.bindings.remap import LogRemap
 
@@ -172,7 +172,7 @@ def test_f463_several_changes_with_rows_between_are_versions_also_of_a_stream_th
         mint = LogRemap.mint
 
         async def refused(*_: Any, **__: Any) -> Any:
-            raise Unavailable("the remap is down.")
+            raise UnavailableError("the remap is down.")
 
         async def change() -> None:
             await (world.transaction(*SEVERAL) if at_once else world.sql(*SEVERAL))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fragments import at, change, fragment
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.delivery.flush_tracker import FlushTracker
 
@@ -31,7 +31,7 @@ def test_ft2_a_commit_with_a_consumer_is_silent() -> None:
 
 
 def test_ft3_a_fragment_that_does_not_commit_is_refused() -> None:
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         FlushTracker().commit(fragment(5, change(5), commits=False), ["a"], 0)
 
 

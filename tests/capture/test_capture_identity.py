@@ -11,7 +11,7 @@ from capture_world import World, header, until
 from msgspec.structs import replace
 from test_capture_tables import in_world
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.session.teardown import take_back
 from tidemill.capture.setup.privileges import check_capture
 from tidemill.topics.batch import Record
@@ -211,7 +211,7 @@ def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_until_it_
     async def scenario(world: World) -> None:
         await world.sql(*WIDE, "CREATE TABLE later (id int PRIMARY KEY, v int)")
         manual: dict[str, Any] = {"manual": True, "table_poll_s": 0.1}
-        with pytest.raises(Invalid, match="is not to do") as told:
+        with pytest.raises(InvalidError, match="is not to do") as told:
             await check_capture(world.config(**manual))
         statements = told.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
         capture = world.new_capture(**manual)

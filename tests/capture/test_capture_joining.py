@@ -13,7 +13,7 @@ from test_capture_schema import T
 from test_capture_tables import GOOD, good_flows, in_world, plain
 
 from patience import DEADLINE_S
-from tidemill.base.errors import Unknown
+from tidemill.base.errors import UnknownOutcomeError
 from tidemill.base.status.status import Derived, State, derive
 from tidemill.capture.session import session
 from tidemill.capture.session.capture import Capture
@@ -36,7 +36,7 @@ def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
         async def change_table(capture: str, table: str, change: Any) -> CaptureTableRow | None:
             wanted = change(await world.table(table))
             if broken and table == "public.y" and wanted is not None and wanted.snapshot is not None:
-                raise Unknown("nobody knows whether it was written.")
+                raise UnknownOutcomeError("nobody knows whether it was written.")
             return await real(capture, table, change)
 
         monkeypatch.setattr(world.catalogue, "change_table", change_table)

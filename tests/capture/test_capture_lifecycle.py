@@ -15,7 +15,7 @@ from test_capture_rights import TABLES, missing, reader_of
 from test_capture_tables import in_world, plain
 
 from tidemill.base.config.config import load
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.capture.session.teardown import take_back
 from tidemill.capture.setup.privileges import check_capture, check_database
 from tidemill.cli import doctor
@@ -56,7 +56,7 @@ def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_told_bac
         async def keep(asked: dict[str, dict[int, tuple[str, str]]]) -> None:
             kept.update(asked)
 
-        with pytest.raises(Invalid) as told:
+        with pytest.raises(InvalidError) as told:
             await check_capture(world.config(manual=True), keep)
         assert 'ALTER TABLE "public"."c" REPLICA IDENTITY NOTHING' in told.value.message
         assert set(kept) == {"public.a", "public.c"}
@@ -89,7 +89,7 @@ def test_f495_doctor_writes_what_it_asks_for_into_the_catalogue(postgres_dsn: st
         f'[node]\ndata = "{tmp_path}/data"\n[capture.shop]\ndsn = "{postgres_dsn}"\nmanual = true\n'
     )
     config = load(tmp_path / "tidemill.toml")
-    with pytest.raises(Invalid, match="way_back"):
+    with pytest.raises(InvalidError, match="way_back"):
         doctor._capture(config, "shop")
     from tidemill.cli.context import stores
 

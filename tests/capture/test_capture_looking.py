@@ -11,7 +11,7 @@ import pytest
 
 from tidemill.base.clock import SystemClock
 from tidemill.capture.catalog import catalog_cache
-from tidemill.capture.catalog.catalog_cache import Kept, Tables
+from tidemill.capture.catalog.catalog_cache import CachedQuery, Tables
 from tidemill.capture.catalog.table_discovery import TableInfo, hazards, list_tables, list_tables_unless
 from tidemill.capture.postgres.connection import Wire
 from tidemill.capture.postgres.control_connection import Answers, Control
@@ -106,7 +106,7 @@ def with_looks(dsn: str, scenario: Callable[[Looks, Looks, psycopg.Connection[An
         async def hazardous(wire: Wire) -> Any:
             return await hazards(wire, "of_looks", True)
 
-        kept = (Tables(control), Kept(control, published), Kept(control, hazardous))
+        kept = (Tables(control), CachedQuery(control, published), CachedQuery(control, hazardous))
 
         async def looks() -> tuple[Any, Any, Any]:
             return await kept[0].now(), await kept[1].now(), await kept[2].now()
@@ -237,7 +237,7 @@ def test_a_look_that_fails_is_made_again(postgres_dsn: str) -> None:
                 raise ValueError("odd")
             return tries
 
-        kept = Kept(Control(wire, Answers(SystemClock())), question)
+        kept = CachedQuery(Control(wire, Answers(SystemClock())), question)
         try:
             with pytest.raises(ValueError, match="odd"):
                 await kept.now()

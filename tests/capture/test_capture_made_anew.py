@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from capture_world import World, until
 
-from tidemill.capture.catalog.catalog_cache import Kept
+from tidemill.capture.catalog.catalog_cache import CachedQuery
 from tidemill.capture.session import bootstrap, session, table_adder
 from tidemill.capture.session.bootstrap import Prepared
 from tidemill.capture.session.session import Session
-from tidemill.capture.tables.publication_repair import Mending
+from tidemill.capture.tables.publication_repair import PublicationRepair
 
 pytestmark = pytest.mark.postgres
 
@@ -43,7 +43,7 @@ def test_f473_a_table_that_is_dropped_while_the_capture_looks_is_not_taken_for_a
             await world.flowing("t", "other")
             first = capture._session
             assert first is not None and first.joining is not None
-            published: Kept[Any] = first.joining.watching._published
+            published: CachedQuery[Any] = first.joining.watching._published
 
             async def question(wire: Any) -> Any:
                 rows = await world.select("SELECT to_regclass('t')::text")
@@ -124,9 +124,9 @@ def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_on(
 ) -> None:
     """The question of the set-up's guard comes to its end: the connection answers nobody after one that was cut off."""
     asked: list[str] = []
-    withdraw, open_writer = Mending.withdraw, Session._open_writer
+    withdraw, open_writer = PublicationRepair.withdraw, Session._open_writer
 
-    async def slowly(mending: Mending, objected: Any, *, streams: bool = True) -> None:
+    async def slowly(mending: PublicationRepair, objected: Any, *, streams: bool = True) -> None:
         if not streams:
             asked.append("begun")
             await mending._control.ask(lambda wire: wire.query("SELECT pg_sleep(1)"))
@@ -140,7 +140,7 @@ def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_on(
     async def scenario(world: World) -> None:
         async with world.capture():
             await world.flowing("t", "other")
-        monkeypatch.setattr(Mending, "withdraw", slowly)
+        monkeypatch.setattr(PublicationRepair, "withdraw", slowly)
         monkeypatch.setattr(Session, "_open_writer", opened)
         async with world.capture() as capture:
             first = capture._session

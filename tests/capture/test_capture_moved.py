@@ -17,7 +17,7 @@ from standbys import copied_files, cut_off, primary, promote, signalled, standby
 from test_capture_chunks import SMALL, as_folded, copy_of
 from test_capture_tables import in_world
 
-from tidemill.base.errors import Corrupt, Invalid, Unavailable
+from tidemill.base.errors import CorruptError, InvalidError, UnavailableError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.timeline import fork, parse_history
 from tidemill.capture.session import capture as capture_module
@@ -45,7 +45,7 @@ def test_two_histories_are_one_up_to_where_the_first_of_them_left_a_timeline() -
 def test_a_history_file_is_read_as_postgresql_writes_it() -> None:
     text = "1\t0/3000000\tno recovery target specified\n\n# a comment\n2\t1/A0\tbefore 2026-01-01 00:00:00+00\n"
     assert parse_history(text) == ((1, 0x3000000), (2, 0x1_0000_00A0))
-    with pytest.raises(Corrupt, match="cannot be read"):
+    with pytest.raises(CorruptError, match="cannot be read"):
         parse_history("1\tnowhere\n")
 
 
@@ -419,7 +419,7 @@ def test_idle_wal_that_an_older_version_confirmed_before_it_was_bound_is_no_slot
     async def opened(self: Session, prepared: Prepared) -> None:
         sessions.append(self)
         if cut_off and len(sessions) == 1:
-            raise Unavailable("cut off.")
+            raise UnavailableError("cut off.")
         await open_writer(self, prepared)
 
     async def scenario(world: World) -> None:
@@ -520,14 +520,14 @@ def test_doctor_names_a_standby_that_may_be_behind_what_is_captured_when_it_is_p
             assert "2 tables" in await check_capture(config)
             await world.sql(f"SELECT pg_create_physical_replication_slot('{slot}')")
             try:
-                with pytest.raises(Invalid, match="may be behind what is captured") as caught:
+                with pytest.raises(InvalidError, match="may be behind what is captured") as caught:
                     await check_capture(config)
                 assert f"synchronized_standby_slots = '{slot}'" in caught.value.fix
                 await check_capture(world.config())
                 await world.sql(f"ALTER SYSTEM SET synchronized_standby_slots = '{slot}'", "SELECT pg_reload_conf()")
                 await until(lambda: passes(config), "it is well")
                 await world.sql(f"SELECT pg_drop_replication_slot('{slot}')")
-                with pytest.raises(Invalid, match=f"missing={slot}"):
+                with pytest.raises(InvalidError, match=f"missing={slot}"):
                     await check_capture(config)
             finally:
                 await world.sql("ALTER SYSTEM RESET synchronized_standby_slots", "SELECT pg_reload_conf()")
@@ -538,6 +538,6 @@ def test_doctor_names_a_standby_that_may_be_behind_what_is_captured_when_it_is_p
 async def passes(config: CaptureConfig) -> bool:
     try:
         await check_capture(config)
-    except Invalid:
+    except InvalidError:
         return False
     return True

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.naming import split_name, table_name, topic_name
 from tidemill.metastore.catalogue import TOPIC_NAME_LENGTH, check_topic_name
 
@@ -46,5 +46,5 @@ def test_a_very_long_name_is_hashed() -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "a.", ".a", "a.b.c", 'a."b', 'a"b', '"a"b.c'])
 def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         split_name(name)

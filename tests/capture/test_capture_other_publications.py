@@ -11,7 +11,7 @@ from test_capture_identity import exact, identity
 from test_capture_others import postgres_server
 from test_capture_tables import GOOD, good_flows, in_world
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.session.teardown import take_back
 from tidemill.capture.setup.privileges import check_capture
 from tidemill.metastore.catalogue import CaptureTableRow
@@ -91,7 +91,7 @@ def test_f490_a_table_that_another_publication_forbids_full_for_is_refused_and_l
 
     async def scenario(world: World) -> None:
         await world.sql(*TABLES, *GOOD, *[GENERATED] * (since >= 18), f"CREATE PUBLICATION other {holds}")
-        with pytest.raises(Invalid, match="publication=other"):
+        with pytest.raises(InvalidError, match="publication=other"):
             await check_capture(world.config())
         async with world.capture(**SOON):
             row = await objected(world, table)
@@ -253,7 +253,7 @@ def test_f492_a_table_of_which_the_publication_leaves_something_out_is_refused_w
         )  # fmt: skip
         if manual:
             await world.sql("ALTER TABLE good REPLICA IDENTITY FULL")
-        with pytest.raises(Invalid, match="DROP TABLE ONLY"):
+        with pytest.raises(InvalidError, match="DROP TABLE ONLY"):
             await check_capture(world.config(manual=manual))
         async with world.capture(manual=manual, tables=("t", "good"), **SOON):
             row = await objected(world, "t", "lacks")

@@ -10,8 +10,8 @@ from capture_world import World, until
 from msgspec.structs import replace
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock
-from tidemill.base.errors import Unavailable
-from tidemill.capture.capture_row import OwnRow
+from tidemill.base.errors import UnavailableError
+from tidemill.capture.capture_row import FencedCaptureRow
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.factory import metastore_on
@@ -36,7 +36,7 @@ def named(*taps: str) -> Callable[[CaptureRow], CaptureRow]:
 
 async def taken_over(catalogue: Catalogue) -> None:
     """By a session of another process, which names who follows there."""
-    heir = OwnRow(catalogue, "shop")
+    heir = FencedCaptureRow(catalogue, "shop")
     await heir.read()
     await heir.claim()
     await heir.change(named("file of the heir"))
@@ -45,13 +45,13 @@ async def taken_over(catalogue: Catalogue) -> None:
 def test_a_session_that_was_frozen_before_it_named_its_taps_does_not_replace_the_names_of_its_successor() -> None:
     async def body(catalogue: Catalogue) -> None:
         await catalogue.put(ROW)
-        frozen = OwnRow(catalogue, "shop")
+        frozen = FencedCaptureRow(catalogue, "shop")
         await frozen.read()
         await frozen.claim()
         await taken_over(catalogue)
-        with pytest.raises(Unavailable, match="another session has taken this capture over"):
+        with pytest.raises(UnavailableError, match="another session has taken this capture over"):
             await frozen.change(named("file of the frozen"))
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await frozen.begin(ROW)
         row = await catalogue.get(CaptureRow, "shop")
         assert row is not None and row.taps == ("file of the heir",)
@@ -62,10 +62,10 @@ def test_a_session_that_was_frozen_before_it_named_its_taps_does_not_replace_the
 def test_a_session_that_was_frozen_between_its_look_and_its_claim_has_lost() -> None:
     async def body(catalogue: Catalogue) -> None:
         await catalogue.put(ROW)
-        frozen = OwnRow(catalogue, "shop")
+        frozen = FencedCaptureRow(catalogue, "shop")
         await frozen.read()
         await taken_over(catalogue)
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await frozen.claim()
         row = await frozen.read()
         assert row is not None and row.taps == ("file of the heir",)
@@ -76,14 +76,14 @@ def test_a_session_that_was_frozen_between_its_look_and_its_claim_has_lost() -> 
 
 def test_of_two_first_sessions_one_begins_and_a_dropped_capture_is_not_brought_back() -> None:
     async def body(catalogue: Catalogue) -> None:
-        first, second = OwnRow(catalogue, "shop"), OwnRow(catalogue, "shop")
+        first, second = FencedCaptureRow(catalogue, "shop"), FencedCaptureRow(catalogue, "shop")
         assert await first.read() is None and await second.read() is None
         await first.begin(ROW)
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await second.begin(replace(ROW, generation=9))
         assert (await first.change(named("a"))).generation == 1
         await catalogue.delete(CaptureRow, "shop")
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await first.change(named("b"))
         assert await catalogue.get(CaptureRow, "shop") is None
 
@@ -100,11 +100,11 @@ def test_a_session_whose_row_was_claimed_names_nobody_and_the_next_one_claims_it
                 assert session is not None
                 before = await world.row()
                 await session.name_taps()
-                heir = OwnRow(world.catalogue, world.name)
+                heir = FencedCaptureRow(world.catalogue, world.name)
                 await heir.read()
                 await heir.claim()
                 await heir.change(named("file of the heir"))
-                with pytest.raises(Unavailable, match="another session"):
+                with pytest.raises(UnavailableError, match="another session"):
                     await session.name_taps()
                 assert (await world.row()).taps == ("file of the heir",)
                 await world.sql(

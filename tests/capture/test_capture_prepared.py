@@ -10,7 +10,7 @@ from capture_world import World, until
 from test_capture_others import INSTALLED, SETTINGS
 from test_capture_tables import in_world, plain
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 from tidemill.cli.verify import postgres as verify
 
@@ -64,7 +64,7 @@ def test_f494_a_prepared_transaction_in_the_way_is_named_with_the_statement_that
             assert row.state == "refused" and "COMMIT PREPARED 'other' or ROLLBACK PREPARED 'other'" in row.fix
             # Whoever compares the tables meets it as well.
             await world.sql("CREATE TABLE d (id int PRIMARY KEY, v int)")
-            with pytest.raises(Unavailable, match="gid='other'"):
+            with pytest.raises(UnavailableError, match="gid='other'"):
                 async with verify.source_point(world.dsn, ["public.c"], "nonce"):
                     pass
             await world.sql("COMMIT PREPARED 'other'")

@@ -14,8 +14,8 @@ from test_capture_schema import T
 from test_capture_tables import GOOD, good_flows, in_world
 
 from patience import DEADLINE_S
-from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.runtime.tasks import Restarts
+from tidemill.base.errors import InvalidError, UnavailableError
+from tidemill.base.runtime.tasks import Backoff
 from tidemill.base.status.status import State
 from tidemill.capture.session import table_adder
 from tidemill.capture.setup import publication
@@ -46,7 +46,7 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
         async def slowly(self: TopicWriter, target: Any, *args: Any) -> None:
             nonlocal bursts
             if target.name == "public.a":
-                raise Invalid("no such rows.")
+                raise InvalidError("no such rows.")
             bursts += 1
             if bursts > 1:
                 await may_write.wait()
@@ -152,7 +152,7 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
                 await world.parked("t", "column 'x' double precision is new")
 
             async def publish(*_: Any, **__: Any) -> Any:
-                raise Unavailable("too many connections.")
+                raise UnavailableError("too many connections.")
 
             with monkeypatch.context() as patch:
                 patch.setattr(table_adder, "publish", publish)
@@ -246,7 +246,7 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
     in_world(postgres_dsn, scenario)
 
 
-class Never(Restarts):
+class Never(Backoff):
     def pause_s(self, ran_s: float, *, parked: bool = False) -> float:
         return 1e6
 

@@ -12,7 +12,7 @@ import pytest
 from capture_world import World, positions, until
 from test_capture_bounds import Gate
 
-from tidemill.base.errors import Unavailable, Unknown
+from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.partition.recovery import partition_log
 
@@ -195,7 +195,7 @@ def test_c11_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn:
         remap = world.remap()
 
         async def refuse(_: object) -> Any:
-            raise Unavailable("the remap is down.")
+            raise UnavailableError("the remap is down.")
 
         remap.mint = refuse  # type: ignore[method-assign,assignment]
         capture._remap = remap
@@ -296,10 +296,10 @@ def test_unknown_and_failed_appends_are_sent_again_and_land_once(postgres_dsn: s
             faults += 1
             if roll < 0.08:
                 await append(log, *args, **kwargs)
-                raise Unknown("the answer was lost.")
+                raise UnknownOutcomeError("the answer was lost.")
             if roll < 0.14:
-                raise Unknown("the request was lost.")
-            raise Unavailable("the store is away.")
+                raise UnknownOutcomeError("the request was lost.")
+            raise UnavailableError("the store is away.")
 
         await world.sql(*TABLES)
         world.consensus.append = flaky

@@ -11,7 +11,7 @@ import pytest
 from capture_world import World, until
 from test_capture_tables import in_world, plain
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.setup.privileges import check_capture
 
 pytestmark = pytest.mark.postgres
@@ -45,7 +45,7 @@ async def missing(world: World, **settings: Any) -> list[str]:
     """The statements that doctor prints."""
     try:
         await check_capture(world.config(tables=NAMED, **settings))
-    except Invalid as error:
+    except InvalidError as error:
         return error.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
     return []
 

@@ -24,7 +24,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.capture.catalog import row_lookup
 from tidemill.capture.changes import Column, Fragment, Relation, Row
 from tidemill.capture.delivery import deferrable_keys
-from tidemill.capture.delivery.deferrable_keys import Rivals
+from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
 from tidemill.capture.encode.avro_schemas import schemas_of
 from tidemill.capture.encode.debezium_json import Source
 from tidemill.capture.postgres import control_connection
@@ -138,7 +138,7 @@ def settled(
 
     async def run() -> list[Fragment]:
         out = []
-        pure = Rivals(ask, refuse, remembered_bytes=limit, waiting_bytes=limit)
+        pure = DeferrableKeys(ask, refuse, remembered_bytes=limit, waiting_bytes=limit)
         for fragment in fragments:
             at[0] = fragment.commit_lsn
             out += await pure.settle(fragment)
@@ -354,7 +354,7 @@ def test_what_cannot_be_asked_for_refuses_its_table_alone() -> None:
 
     frames = one(message("I", 1, None, ["a", "1"]), message("D", 1, ["a", "1"], None))
     (fragment,) = feed(frames, None, 1, relations={1: D})[0]
-    (passed,) = asyncio.run(Rivals(ask, refuse).settle(fragment))
+    (passed,) = asyncio.run(DeferrableKeys(ask, refuse).settle(fragment))
     assert [(c.op, c.old, c.new) for c in passed.changes] == [(c.op, c.old, c.new) for c in fragment.changes]
     assert refused == ["public.d 100 no lock."]
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.topics import batch_sender as rounds_module
-from tidemill.capture.topics.batch_sender import SMALL_BYTES, Rounds
-from tidemill.capture.topics.partition_writer import Lane
+from tidemill.capture.topics.batch_sender import SMALL_BYTES, BatchSender
+from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.topics.api import ProduceResult
 from tidemill.topics.batch import Record
 
@@ -45,7 +45,7 @@ def in_loop(scenario: Any) -> None:
     async def run() -> None:
         durable: list[ChangePosition] = []
         topics: Any = Topics()
-        rounds = Rounds(topics, Rand(), durable.append)
+        rounds = BatchSender(topics, Rand(), durable.append)
         try:
             await scenario(rounds, topics, durable)
         finally:
@@ -59,8 +59,8 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-def lane() -> Lane:
-    made = Lane("t", "id", 0, 1)
+def lane() -> PartitionWriter:
+    made = PartitionWriter("t", "id", 0, 1)
     made.start_at(0, 0, None)
     return made
 
@@ -68,7 +68,7 @@ def lane() -> Lane:
 def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None:
     """Seed 002's class: who adds waits in between (a table is being parked), and a round leaves meanwhile."""
 
-    async def scenario(rounds: Rounds, topics: Topics, durable: list[ChangePosition]) -> None:
+    async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
         one = lane()
         one.take(at(0))
         rounds.add(one, RECORD)
@@ -84,7 +84,7 @@ def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None
 
 
 def test_what_is_durable_already_when_its_position_is_told_is_reported_at_once() -> None:
-    async def scenario(rounds: Rounds, topics: Topics, durable: list[ChangePosition]) -> None:
+    async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
         one = lane()
         one.take(at(0))
         rounds.add(one, RECORD)
@@ -100,13 +100,13 @@ def test_what_is_durable_already_when_its_position_is_told_is_reported_at_once()
 
 
 def test_a_round_that_cannot_be_encoded_ends_the_writer() -> None:
-    async def scenario(rounds: Rounds, topics: Topics, durable: list[ChangePosition]) -> None:
+    async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
         one = lane()
         one.take(at(0))
         one.close_batches = lambda _: 1 // 0  # type: ignore[method-assign,assignment,return-value]
         rounds.add(one, RECORD)
         rounds.kick(at(0))
-        with pytest.raises(Unavailable, match="cannot be encoded"):
+        with pytest.raises(UnavailableError, match="cannot be encoded"):
             async with asyncio.timeout(5):
                 await rounds.failed()
         assert durable == []
@@ -119,7 +119,7 @@ def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_o
 ) -> None:
     monkeypatch.setattr(rounds_module, "GAP_S", 1.0)  # no stall of the machine is as long
 
-    async def scenario(rounds: Rounds, topics: Topics, durable: list[ChangePosition]) -> None:
+    async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
         one, ordinal = lane(), 0
 
         async def put(record: Record = RECORD) -> int:

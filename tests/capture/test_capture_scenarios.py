@@ -8,10 +8,10 @@ import pytest
 from fragments import T, at, change, fragment
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment
-from tidemill.capture.decode.transaction_builder import Converter, merge_relation
+from tidemill.capture.decode.transaction_builder import TransactionBuilder, merge_relation
 from tidemill.capture.delivery.collector import QUEUE_FRAGMENTS, Collector
 from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.delivery.sinks import FlushNotices
@@ -76,7 +76,7 @@ def test_slc5_a_sink_that_dies_on_a_later_fragment_leaves_no_entry_of_that_trans
         collector = Collector([sink], Status(0), ManualClock())
         await collector.put(fragment(5, change(5, 0), commits=False))
         await collector.put(fragment(5, change(5, 2), begins=False))
-        assert isinstance(await ended_with(collector), Unavailable)
+        assert isinstance(await ended_with(collector), UnavailableError)
         assert len(sink.got) == 1
         assert collector.tracker.pending == {}
         assert (collector.status.flushed, collector.status.last_seen_txn) == (0, 0)
@@ -119,7 +119,7 @@ def test_c13_a_fragment_of_no_open_transaction_is_an_error(commits: bool) -> Non
         collector = Collector([sink], Status(0), ManualClock())
         await collector.put(fragment(5, change(5)))
         await collector.put(fragment(7, change(7), begins=False, commits=commits))
-        assert isinstance(await ended_with(collector), Corrupt)
+        assert isinstance(await ended_with(collector), CorruptError)
         assert [f.commit_lsn for f in sink.got] == [5]
 
     asyncio.run(run())
@@ -127,11 +127,11 @@ def test_c13_a_fragment_of_no_open_transaction_is_an_error(commits: bool) -> Non
 
 def test_c13_messages_of_no_open_transaction_are_an_error() -> None:
     for message in (Insert(T.oid, ["1", "x"]), Commit(100, 140, 0)):
-        with pytest.raises(Corrupt):
-            Converter({T.oid: T}).feed(message)
-    converter = Converter({T.oid: T})
+        with pytest.raises(CorruptError):
+            TransactionBuilder({T.oid: T}).feed(message)
+    converter = TransactionBuilder({T.oid: T})
     converter.feed(Begin(100, 0, 7))
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         converter.feed(Begin(200, 0, 8))
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from capture_world import World, positions, until
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.capture.catalog import table_discovery
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.sinks import FlushNotices
-from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.metastore.catalogue import PipelineRow
 
 pytestmark = pytest.mark.postgres
@@ -118,7 +118,7 @@ def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_no
         nonlocal refused
         if refused < 2:
             refused += 1
-            raise Unavailable("the catalogue does not answer.")
+            raise UnavailableError("the catalogue does not answer.")
         return await describe(*args, **more)
 
     async def scenario(world: World) -> None:
@@ -165,20 +165,20 @@ def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_t
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first session dies between seeing it and parking the table; nothing of that transaction is written before."""
-    change, died = Desk.change, 0
+    change, died = TableStates.change, 0
 
-    async def dying(self: Desk, name: str, *args: Any) -> Any:
+    async def dying(self: TableStates, name: str, *args: Any) -> Any:
         nonlocal died
         if not died:
             died += 1
-            raise Unavailable("cut off here.")
+            raise UnavailableError("cut off here.")
         return await change(self, name, *args)
 
     async def scenario(world: World) -> None:
         await world.sql(TABLE, "CREATE TABLE b (id int PRIMARY KEY)", "INSERT INTO a VALUES (1, 1)")
         async with world.capture(table_poll_s=60):
             await world.caught_up()
-            monkeypatch.setattr(Desk, "change", dying)
+            monkeypatch.setattr(TableStates, "change", dying)
             await world.sql("ALTER TABLE a DROP CONSTRAINT a_pkey")
             await world.transaction("INSERT INTO a VALUES (1, 2)", "INSERT INTO b VALUES (7)")
             row = await world.parked("a")

@@ -43,7 +43,7 @@ from test_capture_tables import (
 )
 from test_capture_tables import test_f406_a_table_whose_identity_is_taken_away_gets_it_back as test_identity
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.setup.privileges import check_capture
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
@@ -79,7 +79,7 @@ def test_a_failover_slot_is_refused_before_17(postgres_dsn: str) -> None:
         if int(version) >= 170_000:
             await check_capture(config)
         else:
-            with pytest.raises(Invalid, match="no failover slots"):
+            with pytest.raises(InvalidError, match="no failover slots"):
                 await check_capture(config)
 
     in_world(postgres_dsn, scenario)

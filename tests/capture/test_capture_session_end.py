@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.histogram import Stages
 from tidemill.capture.config import CaptureConfig
@@ -41,7 +41,7 @@ class EndsSlowly(Session):
         self._stream, self._control = self.stream, self.control  # type: ignore[assignment]
         tasks.spawn(self._linger(), name="lingers")
         await asyncio.sleep(0)
-        raise Unavailable("the topic moved on its own.")
+        raise UnavailableError("the topic moved on its own.")
 
     async def _linger(self) -> None:
         try:

@@ -18,13 +18,13 @@ from test_capture_supervision import mark_of
 
 from patience import slowness
 from tidemill.base.clock import ManualClock, SystemClock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.status import State
 from tidemill.capture.postgres import control_connection
 from tidemill.capture.postgres.control_connection import Answers
 from tidemill.capture.session import server_watch, session
-from tidemill.capture.setup.blockers import Holder
+from tidemill.capture.setup.blockers import Blocker
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key
 
 pytestmark = pytest.mark.postgres
@@ -77,16 +77,16 @@ def test_a_question_that_is_given_up_stays_open_for_its_age_to_go_on() -> None:
     clock = ManualClock()
     answers = Answers(clock)
 
-    def asked(what: str, ends: Unavailable) -> None:
+    def asked(what: str, ends: UnavailableError) -> None:
         with answers.expected(what):
             clock.advance(10_000)
             raise ends
 
-    with pytest.raises(Unavailable, match="does not answer"):
+    with pytest.raises(UnavailableError, match="does not answer"):
         asked("a question", control_connection.no_answer("server", "a question", 10))
     assert answers.overdue() == ("a question", clock.now_ms() - 10_000)
-    with pytest.raises(Unavailable, match="too many"):
-        asked("another", Unavailable("too many clients."))
+    with pytest.raises(UnavailableError, match="too many"):
+        asked("another", UnavailableError("too many clients."))
     assert answers.overdue() == ("a question", clock.now_ms() - 20_000)
 
 
@@ -109,9 +109,9 @@ def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: 
             nonlocal asked
             asked += 1
 
-        async def busy() -> Holder:
+        async def busy() -> Blocker:
             """However busy it looks."""
-            return Holder(1, "", "", "replication streaming", 0, "")
+            return Blocker(1, "", "", "replication streaming", 0, "")
 
         answers = Answers(SystemClock())
         stream = server_watch.StreamWatch(
@@ -123,7 +123,7 @@ def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: 
         return asked
 
     assert asyncio.run(main(0)) > 3
-    with pytest.raises(Unavailable, match="does not answer: server"):
+    with pytest.raises(UnavailableError, match="does not answer: server"):
         asyncio.run(main(20))
 
 

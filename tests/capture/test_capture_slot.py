@@ -8,7 +8,7 @@ from capture_world import World, until
 from test_capture_tables import in_world
 
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.errors import SlotLost
+from tidemill.capture.postgres.errors import SlotLostError
 from tidemill.capture.session import server_watch
 from tidemill.capture.setup.server_checks import SlotState, check_slot
 from tidemill.capture.snapshot.slot_retention import Retained
@@ -47,7 +47,7 @@ def test_a_slot_beyond_its_limit_is_full_now() -> None:
 def test_a_slot_that_was_idle_for_too_long_is_told_as_that() -> None:
     config = CaptureConfig("shop", "")
     idle = SlotState(1, None, "lost", 0, None, 1, invalidated="idle_timeout")
-    with pytest.raises(SlotLost, match="reason=idle_timeout") as caught:
+    with pytest.raises(SlotLostError, match="reason=idle_timeout") as caught:
         check_slot(config, idle)
     assert caught.value.fix.startswith("Raise idle_replication_slot_timeout.")
 

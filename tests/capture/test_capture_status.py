@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.capture.postgres.standby_status import Status, decode_keepalive, encode_status, keepalive_interval_s
 
 
@@ -79,7 +79,7 @@ def test_encoded_positions_are_one_past_the_inclusive_ones_and_time_counts_from_
 
 
 def test_a_malformed_keepalive_is_corrupt() -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode_keepalive(b"k123")
 
 

@@ -11,10 +11,10 @@ import psycopg
 import pytest
 from capture_world import World, until
 
-from tidemill.base.status.status import LIVES, Mark, State, Tracker, derive
+from tidemill.base.status.status import LIVES, StageStatus, State, StatusTracker, derive
 from tidemill.capture.decode import undecodable
-from tidemill.capture.decode.transaction_builder import Converter
-from tidemill.capture.decode.undecodable import Poisoned
+from tidemill.capture.decode.transaction_builder import TransactionBuilder
+from tidemill.capture.decode.undecodable import UndecodableMessageError
 from tidemill.capture.postgres import pgoutput, replication_stream
 from tidemill.capture.postgres.replication_stream import Framed
 from tidemill.capture.session import capture as capture_module
@@ -38,7 +38,7 @@ def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def mark_of(world: World, capture: Capture) -> tuple[Mark, State]:
+def mark_of(world: World, capture: Capture) -> tuple[StageStatus, State]:
     capture._mark()
     now_ms = world.clock.now_ms()
     report = world.tracker.report("p", now_ms)
@@ -176,8 +176,8 @@ def _decode_small(payload: bytes) -> pgoutput.Message:
 
 def test_what_is_about_no_single_table_is_not_blamed_on_one() -> None:
     for payload in (b"B", b"", b"Z123", b"T" + bytes(9), b"M\x01"):
-        found = undecodable.poison(Framed(7, payload), Converter(), ValueError("x"))
-        assert isinstance(found, Poisoned) and found.table == "" and found.position is None
+        found = undecodable.poison(Framed(7, payload), TransactionBuilder(), ValueError("x"))
+        assert isinstance(found, UndecodableMessageError) and found.table == "" and found.position is None
 
 
 def test_f430_a_server_that_is_down_is_named_with_host_and_port(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -269,7 +269,7 @@ def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restar
                 assert mark.restarts == life
                 ages.append(mark.since_ms)
                 last = world.tracker.report("p", world.clock.now_ms())
-            world.tracker = Tracker()  # killed: nothing was taken back
+            world.tracker = StatusTracker()  # killed: nothing was taken back
             world.tracker.adopt(last)
             await world.sql(f"INSERT INTO a VALUES ({10_000 + life})")
         assert ages[:LIVES] == sorted(set(ages[:LIVES])), "some restarts in a long copy are no failure"
@@ -284,7 +284,7 @@ def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restar
 
 def test_a_restart_leaves_a_capture_that_streamed_where_it_stood(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
-        before = Tracker()
+        before = StatusTracker()
         before.set("capture:" + world.name, 77, 90, now_ms=1_000, unit="lsn")
         before.fail("capture:" + world.name, "OSError: away", now_ms=2_000)
         world.tracker.adopt(before.report("p", 3_000))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot, widen
 
 EPOCH = 1 << 32
@@ -27,7 +27,7 @@ def test_c7_a_transaction_in_progress_is_not_in_the_snapshot() -> None:
 
 @pytest.mark.parametrize("text", ["", "1:2", "a:b:c", "1:2:3:4", "1:2:x"])
 def test_a_malformed_snapshot_is_refused(text: str) -> None:
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         PgSnapshot.parse(text)
 
 

@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from patience import DEADLINE_S
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.main import application
 
 
@@ -42,7 +42,7 @@ def test_rules_are_added_listed_and_deleted(tmp_path: Path) -> None:
         ("add", "User:alice", "read", "cluster"),
         ("delete", "User:alice", "alter", "topic:orders:eu"),
     ):
-        assert isinstance(acl(tmp_path, *bad).exception, Invalid), bad
+        assert isinstance(acl(tmp_path, *bad).exception, InvalidError), bad
     command = [sys.executable, "-m", "tidemill", "acl", "add", "alice", "read", "topic:a"]
     refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr

@@ -9,7 +9,7 @@ from typing import Any
 from click.testing import Result
 from typer.testing import CliRunner
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.context import Stores, stores
 from tidemill.cli.main import application
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
@@ -92,7 +92,7 @@ def test_groups_are_listed_described_reset_and_deleted(tmp_path: Path) -> None:
         ("reset", "free", "--to", "1", "--topic", "missing"),
         ("reset", "free", "--to", "1", "--topic", "t:2"),
     ):
-        assert isinstance(run(tmp_path, *refused).exception, Invalid), refused
+        assert isinstance(run(tmp_path, *refused).exception, InvalidError), refused
     assert told(tmp_path, "delete", "free") == {"deleted": "free"}
     assert {row["group"] for row in told(tmp_path, "list")} == {"busy", "new", "next"}
 
@@ -119,5 +119,5 @@ def test_a_group_gets_configs_of_its_own_before_anybody_is_in_it(tmp_path: Path)
         ("free", "--set", "share.session.timeout.ms=45000"),
         ("free", "--unset", "no.such"),
     ):
-        assert isinstance(run(tmp_path, "alter", *refused).exception, Invalid), refused
+        assert isinstance(run(tmp_path, "alter", *refused).exception, InvalidError), refused
     assert told(tmp_path, "describe", "free")["configs"] == {session: "60000"}

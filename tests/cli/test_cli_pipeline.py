@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.status.status import Report, Tracker, this_process
+from tidemill.base.status.status import Report, StatusTracker, this_process
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
 from tidemill.consensus.status.board import Board
@@ -71,7 +71,7 @@ def test_a_derived_table_of_an_older_driver_is_described_without_its_inputs(conf
 
 
 def parked(process: str, pid: int, at_ms: int) -> Report:
-    tracker, (_, host) = Tracker(), this_process()
+    tracker, (_, host) = StatusTracker(), this_process()
     tracker.fail(process, "its file does not import.", now_ms=at_ms, parked=True)
     return Report(process, at_ms, tracker.report(process, at_ms).marks, {}, pid, host)
 

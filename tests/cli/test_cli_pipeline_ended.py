@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from patience import DEADLINE_S
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import Report, this_process
 from tidemill.cli.context import stores
@@ -43,7 +43,7 @@ def test_a_pipeline_that_was_given_up_takes_its_silent_drivers_from_the_status(t
         for process in ("shop", "shop:2", "shopping"):
             opened.portal.call(board.publish(Report(f"pipeline:{process}", silent_ms, ())))
         opened.portal.call(board.publish(Report("pipeline:shop:3", now_ms, (), {}, 7, "there")))
-        with pytest.raises(Invalid, match="pid=7 host=there"):
+        with pytest.raises(InvalidError, match="pid=7 host=there"):
             raise CliRunner().invoke(app, delete).exception or AssertionError("it was deleted while it ran")
         opened.portal.call(board.forget("pipeline:shop:3"))
         assert marks(config) == {"process:pipeline:shop", "process:pipeline:shop:2", "process:pipeline:shopping"}

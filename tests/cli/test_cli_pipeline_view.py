@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.base.status.status import Derived, Mark, Report, derive, this_process
+from tidemill.base.status.status import Derived, Report, StageStatus, derive, this_process
 from tidemill.cli.pipeline.view import View, _instance, instance_line, lag_text, table_row
 from tidemill.cli.why import line
 
@@ -12,14 +12,16 @@ NOW_MS = 1_000_000_000
 
 
 def told(age_ms: int) -> Derived:
-    return derive(Mark("shard:orders", position=500, target=900), "pipeline:p", NOW_MS - age_ms, NOW_MS)
+    return derive(StageStatus("shard:orders", position=500, target=900), "pipeline:p", NOW_MS - age_ms, NOW_MS)
 
 
 @pytest.mark.parametrize(
     ("mark", "lag_ms"), [(told(10), 400), (told(3_600_000), None), (None, None)], ids=["live", "silent", "never"]
 )
 def test_a_lag_that_no_live_driver_tells_is_unknown_and_not_zero(mark: Derived | None, lag_ms: int | None) -> None:
-    current = table_row("stock", "captured", 900, 1, derive(Mark("shard:stock", 900, 900), "p", NOW_MS, NOW_MS), [])
+    current = table_row(
+        "stock", "captured", 900, 1, derive(StageStatus("shard:stock", 900, 900), "p", NOW_MS, NOW_MS), []
+    )
     row = table_row("orders", "captured", 100, 1, mark, [])
     assert (row["lag_ms"], current["lag_ms"]) == (lag_ms, 0)
     assert View("p", tables=[current, row]).summary()["lag_ms"] == lag_ms
@@ -27,10 +29,10 @@ def test_a_lag_that_no_live_driver_tells_is_unknown_and_not_zero(mark: Derived |
 
 
 def test_a_table_without_any_time_yet_says_so_and_not_the_years_since_1970() -> None:
-    mark = derive(Mark("shard:orders", 0, 1_795_748_893_662, unit="ms"), "pipeline:p", NOW_MS, NOW_MS)
+    mark = derive(StageStatus("shard:orders", 0, 1_795_748_893_662, unit="ms"), "pipeline:p", NOW_MS, NOW_MS)
     assert ", no time yet" in line(mark) and "behind" not in line(mark)
     assert table_row("orders", "captured", 0, 0, mark, [])["lag_ms"] is None
-    late = derive(Mark("shard:orders", 5, 905, unit="ms"), "pipeline:p", NOW_MS, NOW_MS)
+    late = derive(StageStatus("shard:orders", 5, 905, unit="ms"), "pipeline:p", NOW_MS, NOW_MS)
     assert ", 900 ms behind" in line(late)
 
 

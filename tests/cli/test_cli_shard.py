@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
 from tidemill.cli.shard import export
@@ -88,7 +88,7 @@ def test_a_shard_is_listed_described_and_its_history_told(cluster: Cluster) -> N
     described = cluster.json("describe", "orders")
     assert described["columns"] == {"k": "int32", "v": "string"} and described["versions"] == described["holds"] == []
     for command in ("describe", "history", "compact"):
-        with pytest.raises(Missing, match="no such shard: shard=nothing"):
+        with pytest.raises(MissingError, match="no such shard: shard=nothing"):
             cluster.command(command, "nothing")
 
 
@@ -105,9 +105,9 @@ def test_columns_are_added_and_widened_after_a_question_and_told_with_their_time
         "--widen",
         "k long",
     )
-    with pytest.raises(Invalid, match="nothing was changed"):
+    with pytest.raises(InvalidError, match="nothing was changed"):
         cluster.command(*arguments, answer="n\n")
-    with pytest.raises(Invalid, match="nothing was changed"):
+    with pytest.raises(InvalidError, match="nothing was changed"):
         cluster.json(*arguments)
     assert cluster.json("describe", "orders")["schema_version"] == 1
     said = cluster.command(*arguments, answer="y\n")
@@ -142,7 +142,7 @@ def test_what_cannot_be_is_refused_with_the_column_and_changes_nothing(
     if said is None:  # asked for less than it is: nothing to do
         assert cluster.json("evolve", "orders", *arguments, "--yes")["schema_version"] == 1
         return
-    with pytest.raises(Invalid, match=said):
+    with pytest.raises(InvalidError, match=said):
         cluster.command("evolve", "orders", *arguments, "--yes")
     assert cluster.json("describe", "orders")["schema_version"] == 1
 
@@ -175,9 +175,9 @@ def test_an_export_is_one_time_whole_or_not_at_all(
         assert set(found.column("n").to_pylist()) == {7} and found.schema.names == ["k", "v", "n"]
     assert json.loads((tmp_path / "now" / "_tidemill.json").read_text())["rows"] == 200
     assert cluster.json("describe", "orders")["holds"] == []
-    with pytest.raises(Invalid, match="it is there already"):
+    with pytest.raises(InvalidError, match="it is there already"):
         cluster.command("export", "orders", str(tmp_path / "now"))
-    with pytest.raises(Invalid, match="not readable yet"):
+    with pytest.raises(InvalidError, match="not readable yet"):
         cluster.command("export", "orders", str(tmp_path / "later"), "--as-of", str(DAY * 2))
     assert not (tmp_path / "later").exists() and not list(tmp_path.glob("*.partial"))
 
@@ -196,7 +196,7 @@ def test_an_export_that_is_cut_off_shows_nothing_and_the_next_one_is_whole(
         return plain(path, *more)
 
     monkeypatch.setattr(export, "_write", full)
-    with pytest.raises(Unavailable, match="no space left"):
+    with pytest.raises(UnavailableError, match="no space left"):
         cluster.command("export", "orders", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
     assert cluster.json("describe", "orders")["holds"] == []
@@ -218,17 +218,17 @@ def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) 
         shard = opened.shard("orders")
         opened.portal.call(shard.hold("read/someone", DAY + 999, 60_000))
         opened.portal.call(shard.aclose())
-    with pytest.raises(Invalid, match="the shard is in use: shard=orders by=pipeline:p, hold:read/someone"):
+    with pytest.raises(InvalidError, match="the shard is in use: shard=orders by=pipeline:p, hold:read/someone"):
         cluster.command("drop", "orders", "--yes")
     assert len(cluster.json("list")) == 1
     said = cluster.command("drop", "orders", "--yes-really")
     assert "pipeline p makes it again" in said and "tidemill pipeline delete p" in said
     assert cluster.json("list") == []
     cluster.append([(1, "a", 1)], name="other")
-    with pytest.raises(Invalid, match="nothing was deleted"):
+    with pytest.raises(InvalidError, match="nothing was deleted"):
         cluster.command("drop", "other", answer="n\n")
     assert cluster.json("drop", "other", "--yes")["pipelines"] == []
-    with pytest.raises(Missing):
+    with pytest.raises(MissingError):
         cluster.command("drop", "other", "--yes")
 
 
@@ -237,7 +237,7 @@ def test_a_shard_that_a_derived_table_reads_is_dropped_only_when_told_twice(clus
     cluster.append([(1, "a", 1)])
     cluster.pipeline(PipelineRow("b", {"sums": "derived"}, derived={"sums": {"orders": ("k",), "names": ()}}))
     cluster.pipeline(PipelineRow("c", {"other": "derived"}, derived={"other": {"names": ()}}))
-    with pytest.raises(Invalid, match="the shard is in use: shard=orders by=shard:sums"):
+    with pytest.raises(InvalidError, match="the shard is in use: shard=orders by=shard:sums"):
         cluster.command("drop", "orders", "--yes")
     assert len(cluster.json("list")) == 1
     assert cluster.json("drop", "orders", "--yes-really")["dropped"] == "orders"

@@ -12,11 +12,11 @@ import pytest
 from test_cli_shard import DAY, Cluster
 from typer.testing import CliRunner
 
-from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
 from tidemill.cli.context import stores
 from tidemill.cli.main import app
 from tidemill.query import duckdb_views
-from tidemill.shards.api import HistoryLost
+from tidemill.shards.api import HistoryLostError
 
 
 @pytest.fixture
@@ -76,25 +76,25 @@ def test_a_with_is_meant_whatever_its_case(cluster: Cluster) -> None:
 
 
 def test_what_cannot_be_asked_is_refused_in_a_sentence(cluster: Cluster) -> None:
-    with pytest.raises(Invalid, match="there is no cluster here"):
+    with pytest.raises(InvalidError, match="there is no cluster here"):
         ask(cluster, "SELECT * FROM orders")
     cluster.append([(1, "a", 1)], [(1, "a", -1)])
     for query, kind, said in (
-        ("SELEKT 1", Invalid, "the query does not parse"),
-        ("SELECT nothing FROM orders", Invalid, "the query failed"),
-        ("PIVOT orders ON v USING count(*)", Invalid, "PIVOT t ON column IN"),
-        ("SELECT * FROM nothing", Missing, "no such shard: shard=nothing"),
-        ("SELECT * FROM Orders", Missing, "no such shard: shard=Orders"),
+        ("SELEKT 1", InvalidError, "the query does not parse"),
+        ("SELECT nothing FROM orders", InvalidError, "the query failed"),
+        ("PIVOT orders ON v USING count(*)", InvalidError, "PIVOT t ON column IN"),
+        ("SELECT * FROM nothing", MissingError, "no such shard: shard=nothing"),
+        ("SELECT * FROM Orders", MissingError, "no such shard: shard=Orders"),
     ):
         with pytest.raises(kind, match=said):
             ask(cluster, query)
-    with pytest.raises(Unavailable, match="time is not final yet"):
+    with pytest.raises(UnavailableError, match="time is not final yet"):
         ask(cluster, "SELECT * FROM orders", "--as-of", str(DAY * 2))
-    with pytest.raises(Unavailable, match=r"cannot read what it names: .*nowhere.*tidemill doctor"):
+    with pytest.raises(UnavailableError, match=r"cannot read what it names: .*nowhere.*tidemill doctor"):
         ask(cluster, "SELECT * FROM orders, read_parquet('/nowhere.parquet')")
-    with pytest.raises(Invalid, match="as_of is no time"):
+    with pytest.raises(InvalidError, match="as_of is no time"):
         ask(cluster, "SELECT * FROM orders", "--as-of", "noon")
-    with pytest.raises(HistoryLost):
+    with pytest.raises(HistoryLostError):
         ask(cluster, "SELECT * FROM orders", "--as-of", "-1")
     assert json.loads(cluster.command("describe", "orders", "--json"))["holds"] == []
 

@@ -6,14 +6,14 @@ import io
 
 from rich.console import Console
 
-from tidemill.base.status.status import Mark, derive
+from tidemill.base.status.status import StageStatus, derive
 from tidemill.cli.status import table
 
 NOW_MS = 1_000_000
 
 
 def test_a_name_or_a_reason_that_looks_like_markup_is_shown_as_it_is() -> None:
-    mark = Mark("pipeline:a:spark", 0, 1, reason="raised: [/x] [bold]y[/bold] :heart:")
+    mark = StageStatus("pipeline:a:spark", 0, 1, reason="raised: [/x] [bold]y[/bold] :heart:")
     out = io.StringIO()
     Console(file=out, width=200).print(table({mark.name: derive(mark, "pipeline:a", NOW_MS, NOW_MS)}))
     shown = out.getvalue()

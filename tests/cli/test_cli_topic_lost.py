@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.base.errors import InvalidError, MissingError, TidemillError
 from tidemill.cli.context import Stores, stores
 from tidemill.cli.main import app
 from tidemill.topics.batch import Record, encode_batch
@@ -62,11 +62,11 @@ def test_lost_objects_are_listed_and_let_go_by_name(tmp_path: Path) -> None:
     assert f"l0/{files[1].parent.name}/{files[1].name}" == second["object"]
     there = f"l0/{files[2].parent.name}/{files[2].name}"
     for wrong in (there, "l0/nothing", "", "../x"):
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             command(config, "lost", "odd.name", "--let-go", second["object"], "--let-go", wrong)
     assert [row["let_go"] for row in listed(config)] == [False, False], "all of it or nothing"
     assert [row["let_go"] for row in listed(config, "--let-go", second["object"])] == [False, True]
     assert [row["let_go"] for row in listed(config, "--let-go", "all")] == [True, True]
     assert [row["let_go"] for row in listed(config, "--let-go", first["object"])] == [True, True], "again"
-    with pytest.raises(Missing):
+    with pytest.raises(MissingError):
         command(config, "lost", "no.such")

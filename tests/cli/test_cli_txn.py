@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.base.errors import Conflict, Missing, TidemillError
+from tidemill.base.errors import ConflictError, MissingError, TidemillError
 from tidemill.cli.context import consensus_only
 from tidemill.cli.main import app
 from tidemill.kafka.transactions.state import GroupOffset, State, Transaction
@@ -66,9 +66,9 @@ def test_transactions_are_listed_and_an_open_one_is_aborted_once(tmp_path: Path)
 
 def test_what_is_not_open_is_not_aborted(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
-    with pytest.raises(Missing):
+    with pytest.raises(MissingError):
         cluster.command("abort", "nobody")
     for state in (State.EMPTY, State.PREPARE_COMMIT, State.COMPLETE_COMMIT, State.COMPLETE_ABORT):
         cluster.store("id", Transaction(7, 3, state, 60_000))
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             cluster.command("abort", "id")

@@ -12,7 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from patience import DEADLINE_S
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import stores
 from tidemill.cli.main import application
 from tidemill.security.scram import SCRAM_SHA_256, SCRAM_SHA_512, is_password
@@ -43,7 +43,7 @@ def test_a_user_is_added_listed_changed_and_deleted(tmp_path: Path) -> None:
         user(tmp_path, "add", "bob", "--iterations", "1", stdin="x\n"),
         user(tmp_path, "delete", "bob"),
     ):
-        assert isinstance(refused.exception, Invalid | Missing), refused.exception
+        assert isinstance(refused.exception, InvalidError | MissingError), refused.exception
     command = [sys.executable, "-m", "tidemill", "user", "delete", "bob"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr

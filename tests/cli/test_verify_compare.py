@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.cli.verify.compare import NAN, Comparison, Outcome, Row, order_of
 
 KEYS = st.none() | st.integers(0, 12)
@@ -52,7 +52,7 @@ def test_a_key_that_comes_twice_is_one_row_too_many() -> None:
 
 
 def test_a_stream_out_of_order_is_reported() -> None:
-    with pytest.raises(Corrupt, match="out of order"):
+    with pytest.raises(CorruptError, match="out of order"):
         compared([(2, "a"), (1, "a")], [(1, "a"), (2, "a")], 5)
 
 

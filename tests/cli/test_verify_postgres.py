@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.cli.verify import postgres as verify_postgres
 from tidemill.cli.verify.dead_letter_keys import canonical_keys
@@ -241,7 +241,7 @@ def test_f418_verify_behind_an_open_transaction_names_it_and_keeps_no_writer_wai
     async def scenario() -> str:
         stop = asyncio.Event()
         writing = asyncio.ensure_future(write(stop))
-        with pytest.raises(Unavailable) as error:
+        with pytest.raises(UnavailableError) as error:
             await verify_captured(postgres_dsn, remap, [("kinds", shard)], Rand())
         stop.set()
         await writing
@@ -305,9 +305,9 @@ def test_bad_input_is_named(postgres_dsn: str) -> None:
     created(postgres_dsn)
     shard = run(captured(postgres_dsn))
     remap = StreamRemap(postgres_dsn)
-    with pytest.raises(Missing, match="nowhere"):
+    with pytest.raises(MissingError, match="nowhere"):
         verified(postgres_dsn, shard, "public.nowhere", remap)
-    with pytest.raises(Unavailable, match="cannot be reached"):
+    with pytest.raises(UnavailableError, match="cannot be reached"):
         verified("postgresql://localhost:1/x", shard, remap=remap)
 
 
@@ -317,7 +317,7 @@ def test_a_shard_that_does_not_reach_the_time_is_named(postgres_dsn: str) -> Non
 
     async def scenario() -> None:
         remap = StreamRemap(postgres_dsn, time_ms=99)
-        with pytest.raises(Unavailable, match="shard=kinds time_ms=99"):
+        with pytest.raises(UnavailableError, match="shard=kinds time_ms=99"):
             await verify_captured(postgres_dsn, remap, [("kinds", shard)], Rand(), timeout_s=0.05)
 
     run(scenario())
@@ -338,11 +338,11 @@ def test_expected_rows_from_anywhere_can_be_compared() -> None:
         assert (await verify_expected(shard, 2, expected)).clean
         early = await verify_expected(shard, 1, expected)
         assert (early.rows, early.missing, early.extra, early.different) == (2, 1, 0, 0)
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await verify_expected(shard, 3, expected, timeout_s=0.01)
         keyless = ShardSchema(schema.columns, ())
         other = await open_shard(MemoryConsensus(clock), MemoryObjects(clock), clock, rand, "bag", keyless)
-        with pytest.raises(Invalid, match="no key"):
+        with pytest.raises(InvalidError, match="no key"):
             await verify_expected(other, 0, expected)
 
     run(scenario())

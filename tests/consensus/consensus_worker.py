@@ -10,7 +10,7 @@ import time
 from typing import Any, cast
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, LogHead, Versioned, resolve_append, resolve_cas
 from tidemill.consensus.factory import open_consensus
 
@@ -34,9 +34,9 @@ async def race(consensus: Consensus, name: str, count: str) -> None:
             head = await consensus.append("race", 0, at, [nonce.encode()], nonce)
             positions.append((at, nonce))
             at = head.next
-        except Conflict as lost:
+        except ConflictError as lost:
             at = cast(LogHead, lost.current).next
-        except Unknown:
+        except UnknownOutcomeError:
             if await resolve_append(consensus, "race", at, nonce):
                 positions.append((at, nonce))
             at = (await consensus.log_head("race")).next
@@ -48,11 +48,11 @@ async def race(consensus: Consensus, name: str, count: str) -> None:
         try:
             seq = (await consensus.cas("race", seq, nonce.encode(), nonce)).seq
             versions.append((seq, nonce))
-        except Conflict as lost:
+        except ConflictError as lost:
             current = cast(Versioned, lost.current)
             seen.append((current.seq, current.nonce, current.data.decode()))
             seq = current.seq
-        except Unknown:
+        except UnknownOutcomeError:
             written = await resolve_cas(consensus, "race", seq, nonce)
             if written is not None:
                 versions.append((written.seq, nonce))
@@ -78,7 +78,7 @@ async def lead(consensus: Consensus, name: str, seconds: str) -> None:
                 head = await consensus.append("led", term, at, [name.encode()], nonce)
                 acknowledged.append((at, term, nonce))
                 at = head.next
-        except (Fenced, Conflict):
+        except (FencedError, ConflictError):
             continue
     say(name=name, fences=fences, acknowledged=acknowledged)
 
@@ -91,11 +91,11 @@ async def pump(consensus: Consensus, name: str) -> None:
         nonce = rand.nonce()
         try:
             head = await consensus.append(name, 0, at, [b"%d" % at], nonce)
-        except Unknown:
+        except UnknownOutcomeError:
             if not await resolve_append(consensus, name, at, nonce):
                 continue
             head = await consensus.log_head(name)
-        except Unavailable:
+        except UnavailableError:
             continue
         say(position=at, at_s=time.monotonic())
         at = head.next

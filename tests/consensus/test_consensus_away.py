@@ -22,8 +22,8 @@ import pytest
 from contracts.consensus import run
 from patience import until
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, Unavailable, Unknown
-from tidemill.base.runtime.retry_open import patiently
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.retry_open import open_with_retry
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.sqlite import engine, socket_address
@@ -62,7 +62,7 @@ def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def waited(opening: Callable[[], Awaitable[T]], said: list[str]) -> asyncio.Future[T]:
-    return asyncio.ensure_future(patiently(opening, SystemClock(), waiting=said.append))
+    return asyncio.ensure_future(open_with_retry(opening, SystemClock(), waiting=said.append))
 
 
 def test_f510_a_file_locked_by_another_process_names_it_within_two_seconds_and_is_waited_for(tmp_path: Path) -> None:
@@ -74,13 +74,13 @@ def test_f510_a_file_locked_by_another_process_names_it_within_two_seconds_and_i
         plain_s += asyncio.get_running_loop().time()
         with child(LOCKS, f"{tmp_path}/consensus.db", "PRAGMA locking_mode=EXCLUSIVE; BEGIN EXCLUSIVE") as other:
             started_s = asyncio.get_running_loop().time()
-            with pytest.raises(Unavailable, match=f"holder_pid={other.pid} holder_command='.*python"):
+            with pytest.raises(UnavailableError, match=f"holder_pid={other.pid} holder_command='.*python"):
                 await open_consensus(url, SystemClock(), Rand())
             # beyond the two seconds: opening itself, which takes longer on a busy machine
             assert asyncio.get_running_loop().time() - started_s < 2.5 + 4 * plain_s
             said: list[str] = []
             opening = asyncio.ensure_future(
-                patiently(lambda: open_consensus(url, SystemClock(), Rand()), SystemClock(), waiting=said.append)
+                open_with_retry(lambda: open_consensus(url, SystemClock(), Rand()), SystemClock(), waiting=said.append)
             )
             await until(lambda: any(f"holder_pid={other.pid}" in sentence for sentence in said if sentence))
             assert not opening.done()
@@ -98,7 +98,7 @@ def test_f510_a_running_client_says_who_locks_writes_out_and_goes_on_after(tmp_p
         consensus = await open_consensus(url, SystemClock(), Rand())
         await consensus.cas("k", 0, b"v", "n")
         with child(LOCKS, f"{tmp_path}/consensus.db", "BEGIN IMMEDIATE") as other:
-            with pytest.raises(Unavailable, match=f"holder_pid={other.pid}"):
+            with pytest.raises(UnavailableError, match=f"holder_pid={other.pid}"):
                 await consensus.cas("k", 1, b"w", "n")
             assert f"holder_pid={other.pid}" in consensus.trouble()
             assert await consensus.head("k") is not None  # reads go on
@@ -124,7 +124,7 @@ def test_f511_a_stopped_host_is_named_within_two_seconds_and_waited_for(tmp_path
             os.kill(host.pid, signal.SIGSTOP)
             await until(lambda: all_stopped(host.pid))
             started_s = asyncio.get_running_loop().time()
-            with pytest.raises(Unavailable, match=f"holder_pid={host.pid} .* state=stopped") as caught:
+            with pytest.raises(UnavailableError, match=f"holder_pid={host.pid} .* state=stopped") as caught:
                 await open_consensus(url, SystemClock(), Rand())
             assert asyncio.get_running_loop().time() - started_s < 2.5
             assert f"kill -CONT {host.pid}" in caught.value.fix
@@ -162,7 +162,7 @@ def test_f512_a_full_disk_refuses_writes_for_certain_serves_reads_and_heals(smal
         fill(small / "filler")
         await asyncio.sleep(engine.SPACE_LOOK_S)
         for _ in range(20):
-            with pytest.raises(Unavailable, match="full"):  # never Unknown: nothing was tried
+            with pytest.raises(UnavailableError, match="full"):  # never Unknown: nothing was tried
                 await consensus.append("log", 0, 1, [b"x" * 1000], "n")
         assert "full" in await until(consensus.trouble)
         assert (await consensus.log_head("log")).next == 1
@@ -184,7 +184,7 @@ def test_f512_a_disk_that_fills_in_the_middle_of_a_commit_is_unknown_and_heals(
         consensus = await open_consensus(f"sqlite://{small}/consensus.db", SystemClock(), Rand())
         await consensus.append("log", 0, 0, [b"x"], "n")
         fill(small / "filler")
-        with pytest.raises((Unknown, Unavailable)):
+        with pytest.raises((UnknownOutcomeError, UnavailableError)):
             await consensus.append("log", 0, 1, [os.urandom(4 << 20)], "n")
         (small / "filler").unlink()
         head = await consensus.log_head("log")
@@ -206,11 +206,11 @@ def test_f512_a_disk_that_goes_read_only_is_told_and_waited_for(small: Path) -> 
         # Open files keep a tmpfs from going read-only, as they do any file system that is not failing: so by restart.
         await consensus.aclose()
         remount("ro")
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await open_consensus(url, SystemClock(), Rand())
         said: list[str] = []
         opening = asyncio.ensure_future(
-            patiently(lambda: open_consensus(url, SystemClock(), Rand()), SystemClock(), waiting=said.append)
+            open_with_retry(lambda: open_consensus(url, SystemClock(), Rand()), SystemClock(), waiting=said.append)
         )
         await until(lambda: len(said) > 1)
         assert "Read-only" in said[0]
@@ -234,11 +234,11 @@ def test_f513_a_postgres_that_is_down_at_the_start_is_waited_for_and_wrong_crede
         parts = urlsplit(postgres_dsn)
         port = free_port()
         url = postgres_dsn.replace(f":{parts.port}", f":{port}")
-        with pytest.raises(Unavailable, match="cannot be reached"):
+        with pytest.raises(UnavailableError, match="cannot be reached"):
             await open_consensus(url, SystemClock(), Rand())
         said: list[str] = []
         opening = asyncio.ensure_future(
-            patiently(lambda: open_consensus(url, SystemClock(), Rand()), SystemClock(), waiting=said.append)
+            open_with_retry(lambda: open_consensus(url, SystemClock(), Rand()), SystemClock(), waiting=said.append)
         )
         await until(lambda: len(said) > 1)
         assert all(str(port) in sentence and "cannot be reached" in sentence for sentence in said if sentence)
@@ -247,9 +247,9 @@ def test_f513_a_postgres_that_is_down_at_the_start_is_waited_for_and_wrong_crede
         consensus = await opening
         assert await consensus.head("k") is None
         wrong = postgres_dsn.replace(parts.path, "/nowhere")
-        with pytest.raises(Invalid, match="does not exist"):
+        with pytest.raises(InvalidError, match="does not exist"):
             await open_consensus(wrong, SystemClock(), Rand())
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await open_consensus("postgresql://u@no-such-host.invalid/d", SystemClock(), Rand())
         await consensus.aclose()
         await proxy.aclose()
@@ -332,7 +332,7 @@ def test_f513_a_real_postgres_that_is_stopped_and_started_is_waited_for_by_runni
         await asyncio.sleep(0.1)
         await asyncio.to_thread(server.stop)
         started_s = asyncio.get_running_loop().time()
-        with pytest.raises((Unknown, Unavailable)):
+        with pytest.raises((UnknownOutcomeError, UnavailableError)):
             await one.append("log", 0, 1, [b"y"], "n1")
         reading = asyncio.ensure_future(one.log_head("log"))
         await until(one.trouble)
@@ -357,7 +357,7 @@ def test_a_server_that_takes_connections_and_says_nothing_does_not_answer() -> N
     async def body() -> None:
         async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent:
             host, port = silent.sockets[0].getsockname()
-            with pytest.raises(Unavailable, match=r"PostgreSQL does not answer: .*timeout expired"):
+            with pytest.raises(UnavailableError, match=r"PostgreSQL does not answer: .*timeout expired"):
                 await open_consensus(f"postgresql://u@{host}:{port}/d?connect_timeout=2", SystemClock(), Rand())
 
     asyncio.run(body())

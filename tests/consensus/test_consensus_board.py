@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
-from tidemill.base.status.status import Mark, Report
+from tidemill.base.status.status import Report, StageStatus
 from tidemill.consensus.api import Versioned
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.status.board import FORGET_AFTER_MS, LOOK_S, TIDY_EVERY_MS, Board
@@ -21,7 +21,9 @@ from tidemill.consensus.status.pages import Pager
 
 
 def report(process: str, at_ms: int) -> Report:
-    return Report(process, at_ms, (Mark("capture/shop", at_ms, at_ms + 1, held_by="pg"),), {"rates": {"in": 1.5}})
+    return Report(
+        process, at_ms, (StageStatus("capture/shop", at_ms, at_ms + 1, held_by="pg"),), {"rates": {"in": 1.5}}
+    )
 
 
 class Lossy(MemoryConsensus):
@@ -30,10 +32,10 @@ class Lossy(MemoryConsensus):
     async def cas(self, *args: Any, **kwargs: Any) -> Versioned:
         fate = self.fates.pop(0) if self.fates else ""
         if fate == "before":
-            raise Unknown("lost")
+            raise UnknownOutcomeError("lost")
         version = await super().cas(*args, **kwargs)
         if fate == "after":
-            raise Unknown("lost")
+            raise UnknownOutcomeError("lost")
         return version
 
 
@@ -48,7 +50,7 @@ def test_f619_a_board_that_is_not_answered_is_unavailable_within_two_seconds() -
     async def body() -> None:
         board = Board(Silent(SystemClock()), Rand(1))
         before_s = time.monotonic()
-        with pytest.raises(Unavailable, match="Consensus does not answer"):
+        with pytest.raises(UnavailableError, match="Consensus does not answer"):
             await board.look(lambda: "")
         assert time.monotonic() - before_s + 0.01 >= LOOK_S
 
@@ -144,14 +146,16 @@ def test_a_report_that_cannot_be_read_hides_no_other_and_a_shared_name_is_refuse
         assert (broken.process, broken.at_ms, broken.marks) == ("broken", 0, ())
         assert "cannot be read" in str(broken.facts)
         assert well == report("well", 1)
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await Board(Contested(SystemClock()), Rand(1)).publish(report("one", 1))
 
     run(body())
 
 
-def marks(count: int, position: int = 0) -> list[Mark]:
-    return [Mark(f"topic:shop.a_table_with_a_long_name_{n:06d}", position, 1, reason="r" * 20) for n in range(count)]
+def marks(count: int, position: int = 0) -> list[StageStatus]:
+    return [
+        StageStatus(f"topic:shop.a_table_with_a_long_name_{n:06d}", position, 1, reason="r" * 20) for n in range(count)
+    ]
 
 
 class Counting(MemoryConsensus):
@@ -183,7 +187,7 @@ def test_f514_twenty_thousand_marks_are_published_in_bounded_registers_and_an_id
         assert (await reader.reports())[0].at_ms == 2
         # One mark changed: its page and the head.
         consensus.written.clear()
-        all_marks[777] = Mark(all_marks[777].name, 5, 9)
+        all_marks[777] = StageStatus(all_marks[777].name, 5, 9)
         await board.publish(Report("node", 3, tuple(all_marks), {"rates": 1}))
         assert len(consensus.written) == 2
         assert all_marks[777] in (await reader.reports())[0].marks
@@ -220,7 +224,7 @@ def test_f514_an_oversized_or_odd_fact_is_cut_with_a_note_and_never_an_error() -
             "fine": {"a": [1, 2.5, None]},
             **{f"capture:{n}": {"bytes": "y" * 20_000} for n in range(200)},
         }
-        long = Mark("m" * 2_000, 1, 2, held_by="h" * 5_000, reason="r" * 100_000, error="e" * 1_000_000)
+        long = StageStatus("m" * 2_000, 1, 2, held_by="h" * 5_000, reason="r" * 100_000, error="e" * 1_000_000)
         await board.publish(Report("node", 1, (long,), facts))
         (found,) = await board.reports()
         assert found.facts["fine"] == {"a": [1, 2.5, None]}
@@ -241,7 +245,7 @@ def test_cutting_a_report_of_many_marks_does_not_hold_the_loop_up() -> None:
     fastest_s = 1.0
     for turn in range(5):
         for n in range(100):
-            all_marks[n] = Mark(all_marks[n].name, turn, 9)
+            all_marks[n] = StageStatus(all_marks[n].name, turn, 9)
         started_s = time.perf_counter()
         pager.cut(Report("node", 2, tuple(all_marks), {}))
         fastest_s = min(fastest_s, time.perf_counter() - started_s)
@@ -276,7 +280,7 @@ def test_whatever_was_published_last_is_what_is_read(actions: list[Action]) -> N
         consensus = Lossy(SystemClock())
         board, reader = Board(consensus, Rand(1)), Board(consensus, Rand(2))
         for at_ms, action in enumerate(actions):
-            shown = tuple(Mark(f"m{n}", at_ms, 1, reason="r" * action.size) for n in range(action.marks))
+            shown = tuple(StageStatus(f"m{n}", at_ms, 1, reason="r" * action.size) for n in range(action.marks))
             facts = {f"f{n}": "x" * 20_000 for n in range(action.facts)}
             if action.fate == "restart":
                 board = Board(consensus, Rand(at_ms))

@@ -14,7 +14,7 @@ from cutting_proxy import CuttingProxy, How
 
 from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Conflict, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, resolve_append, resolve_cas
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.sqlite import socket_address
@@ -76,7 +76,7 @@ def test_a_lost_acknowledgement_of_an_append_is_unknown_and_resolves_to_the_trut
         async with setup() as (behind, beside, proxy):
             await behind.append("log", 0, 0, [b"first"], "n0")
             proxy.how = how
-            with pytest.raises(Unknown):
+            with pytest.raises(UnknownOutcomeError):
                 await behind.append("log", 0, 1, [MARK], "n1")
             assert proxy.cuts == 1
             landed = await resolve_append(behind, "log", 1, "n1")
@@ -96,7 +96,7 @@ def test_a_lost_acknowledgement_of_a_register_write_is_unknown_and_resolves_to_t
         async with setup() as (behind, beside, proxy):
             await behind.cas("key", 0, b"first", "n0")
             proxy.how = how
-            with pytest.raises(Unknown):
+            with pytest.raises(UnknownOutcomeError):
                 await behind.cas("key", 1, MARK, "n1")
             written = await resolve_cas(behind, "key", 1, "n1")
             assert (written is not None) == (how == "after")
@@ -111,7 +111,7 @@ def test_an_attempt_that_was_told_unknown_and_resolved_as_lost_never_lands_later
         async with setup() as (behind, beside, proxy):
             await behind.append("log", 0, 0, [b"first"], "n0")
             proxy.how = "late"
-            with pytest.raises(Unknown):
+            with pytest.raises(UnknownOutcomeError):
                 await behind.append("log", 0, 1, [MARK], "n1")
             landed = await resolve_append(behind, "log", 1, "n1")
             await proxy.late_delivered.wait()
@@ -143,7 +143,7 @@ def test_a_wait_survives_a_lost_connection(setup: Setup) -> None:
             waiting = asyncio.ensure_future(behind.wait("log", 0, 30))
             await asyncio.sleep(0.05)
             proxy.how = "before"
-            with pytest.raises(Unknown):
+            with pytest.raises(UnknownOutcomeError):
                 await behind.cas("key", 0, MARK, "n")
             await beside.append("log", 0, 0, [b"x"], "n")
             assert await waiting
@@ -172,7 +172,7 @@ def test_a_write_that_landed_is_told_so_when_its_neighbours_refusal_cannot_be_ex
         )
         assert (await consensus.log_head("free")).next == 1
         assert getattr(landed, "next", landed) == 1 and getattr(written, "seq", written) == 1
-        assert isinstance(refused, Unavailable) and isinstance(lost, Unavailable)
+        assert isinstance(refused, UnavailableError) and isinstance(lost, UnavailableError)
         assert (await consensus.log_head("taken")).next == 1
         await consensus.aclose()
 
@@ -213,7 +213,7 @@ def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(set
     def apply(state: list[int], command: bytes, position: int, term: int) -> list[int]:
         number = int(command.split(b" ")[0])
         if number in state:
-            raise Conflict("twice")
+            raise ConflictError("twice")
         return [*state, number]
 
     async def body() -> None:
@@ -245,7 +245,7 @@ def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(set
 def test_a_commit_that_failed_halfway_is_unknown_and_the_database_is_opened_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tidemill.consensus.sqlite.engine import Doubtful, Engine
+    from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError, Engine
 
     opened: list[Engine] = []
     commit, init = Engine.commit, Engine.__init__
@@ -257,7 +257,7 @@ def test_a_commit_that_failed_halfway_is_unknown_and_the_database_is_opened_anew
     def failing(self: Engine, ops: list[object]) -> list[object]:
         outcomes = commit(self, ops)  # type: ignore[arg-type]
         if any(getattr(op, "records", ()) == (MARK,) for op in ops) and len(opened) == 1:
-            raise Doubtful("disk I/O error")
+            raise CommitOutcomeUnknownError("disk I/O error")
         return outcomes
 
     monkeypatch.setattr(Engine, "__init__", counted)
@@ -266,7 +266,7 @@ def test_a_commit_that_failed_halfway_is_unknown_and_the_database_is_opened_anew
     async def body() -> None:
         consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
         await consensus.append("log", 0, 0, [b"first"], "n0")
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await consensus.append("log", 0, 1, [MARK], "n1")
         assert await resolve_append(consensus, "log", 1, "n1")
         await consensus.append("log", 0, 2, [b"next"], "n2")
@@ -296,7 +296,7 @@ def test_a_commit_that_was_refused_is_unavailable_and_nothing_of_it_is_seen(
     async def body() -> None:
         consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
         await consensus.append("log", 0, 0, [b"first"], "n0")
-        with pytest.raises(Unavailable, match="disk is full"):
+        with pytest.raises(UnavailableError, match="disk is full"):
             await consensus.append("log", 0, 1, [MARK], "n1")
         assert (await consensus.log_head("log")).next == 1
         full[0] = False

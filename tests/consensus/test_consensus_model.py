@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, TidemillError
+from tidemill.base.errors import ConflictError, FencedError, InvalidError, MissingError, TidemillError
 from tidemill.consensus.api import Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.operations import (
@@ -69,7 +69,7 @@ class Model:
         match op:
             case Cas(key=key):
                 if len(self.registers.get(key, [])) != op.expected_seq:
-                    return (Conflict, self.version(key))
+                    return (ConflictError, self.version(key))
                 self.registers.setdefault(key, []).append((op.data, op.nonce))
                 return self.version(key)
             case Head(key=key):
@@ -80,31 +80,31 @@ class Model:
                 return self.head(log)
             case Fence(log=log):
                 if op.term < self.terms.get(log, 0):
-                    return (Fenced, self.head(log))
+                    return (FencedError, self.head(log))
                 self.terms[log] = op.term
                 return self.head(log)
             case Append(log=log):
                 if op.term < self.terms.get(log, 0):
-                    return (Fenced, self.head(log))
+                    return (FencedError, self.head(log))
                 if op.expected_next != len(self.logs.get(log, [])):
-                    return (Conflict, self.head(log))
+                    return (ConflictError, self.head(log))
                 self.terms[log] = op.term
                 self.logs.setdefault(log, []).extend((op.term, op.nonce, data) for data in op.records)
                 return self.head(log)
             case Read(log=log):
                 if op.start < self.starts.get(log, 0):
-                    return (Missing, None)
+                    return (MissingError, None)
                 found = self.logs.get(log, [])[op.start : op.start + op.limit_records]
                 return [(op.start + i, *record) for i, record in enumerate(found)]
             case Truncate(log=log):
                 if op.before > len(self.logs.get(log, [])):
-                    return (Invalid, None)
+                    return (InvalidError, None)
                 self.starts[log] = max(op.before, self.starts.get(log, 0))
                 return self.head(log)
             case Acquire(name=name):
                 row = self.leases.get(name, {"holder": "", "term": 0, "until": 0})
                 if row["holder"] not in ("", op.holder) and row["until"] > now:
-                    return (Conflict, self.lease(name, now))
+                    return (ConflictError, self.lease(name, now))
                 term = row["term"] + (row["holder"] != op.holder)
                 until = now + op.ttl_ms
                 self.leases[name] = {

@@ -12,7 +12,7 @@ import pytest
 
 from lagging_standby import Pair
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import MovedBack, Unavailable, Unknown
+from tidemill.base.errors import StoreRolledBackError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
@@ -36,7 +36,7 @@ async def insist(ask: Callable[[], Awaitable[object]]) -> object:
     while True:
         try:
             return await ask()
-        except (Unavailable, Unknown):
+        except (UnavailableError, UnknownOutcomeError):
             await asyncio.sleep(0.1)
 
 
@@ -57,7 +57,7 @@ def test_f518_a_failover_that_lost_commits_ends_every_client_that_had_seen_them_
         await insist(lambda: passer_by.log_head("log/b"))
         assert (await passer_by.append("log/a", 1, 2, [b"x", b"y"], "other")).next == 4
         for client in (writer, reader):
-            with pytest.raises(MovedBack) as ended:
+            with pytest.raises(StoreRolledBackError) as ended:
                 await insist(lambda client=client: client.log_head("log/b"))  # type: ignore[misc]
             said = str(ended.value)
             assert f"consensus=postgresql://postgres@127.0.0.1,127.0.0.1:{pair.primary.port}" in said.replace("'", "")
@@ -65,7 +65,7 @@ def test_f518_a_failover_that_lost_commits_ends_every_client_that_had_seen_them_
             assert "start again by themselves" in said
             assert "synchronous_standby_names" in said
             assert client.trouble() in said
-            with pytest.raises(MovedBack):  # for ever, whatever is asked
+            with pytest.raises(StoreRolledBackError):  # for ever, whatever is asked
                 await client.append("log/b", 9, 1, [b"z"], "n")
         again = await opened(pair.url)
         assert [record.data for record in (await again.read("log/a", 0)).records] == [b"0", b"1", b"x", b"y"]
@@ -100,7 +100,7 @@ def test_a_session_is_never_taken_from_a_standby_whose_answers_are_old(pair: Pai
         await client.append("log/a", 1, 0, [b"0"], "n0")
         client._reads.lane._url = pair.standby.dsn  # type: ignore[attr-defined]
         client._reads.lane.renew()  # type: ignore[attr-defined]
-        with pytest.raises(Unavailable, match="standby"):
+        with pytest.raises(UnavailableError, match="standby"):
             await client.log_head("log/a")
         client._reads.lane._url = pair.primary.dsn  # type: ignore[attr-defined]
         assert (await client.log_head("log/a")).next == 1
@@ -121,7 +121,7 @@ def test_a_register_or_lease_that_another_history_holds_ends_the_client(postgres
         for line in (client._groups, client._singles, client._reads):  # type: ignore[attr-defined]
             line.lane.renew()
         client._reads.lane._admit.__self__._life = "an earlier one"  # type: ignore[attr-defined]
-        with pytest.raises(MovedBack, match=said):
+        with pytest.raises(StoreRolledBackError, match=said):
             await client.log_head("any")
         await client.aclose()
         async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
@@ -163,9 +163,9 @@ def test_any_answer_below_one_that_was_heard_ends_the_client(
             await client.head("r")
             await client.acquire("lease", "me too", 10_000)
 
-        with pytest.raises(MovedBack, match=said):
+        with pytest.raises(StoreRolledBackError, match=said):
             await ask()
-        with pytest.raises(MovedBack):
+        with pytest.raises(StoreRolledBackError):
             await client.wait("log", 0, 5.0)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
@@ -187,7 +187,7 @@ def test_an_older_copy_of_the_sqlite_file_ends_the_client(tmp_path: Path) -> Non
             path.unlink()
         for path, data in copies.items():
             path.write_bytes(data)
-        with pytest.raises(MovedBack, match=f"consensus=sqlite:{file} log='log'"):
+        with pytest.raises(StoreRolledBackError, match=f"consensus=sqlite:{file} log='log'"):
             await insist(lambda: client.log_head("log"))
         await client.aclose()
 

@@ -10,7 +10,7 @@ import pytest
 
 from contracts.consensus import run
 from tidemill.base.clock import ManualClock, Rand, SystemClock
-from tidemill.base.errors import Conflict, Corrupt, Invalid, TidemillError, Unavailable
+from tidemill.base.errors import ConflictError, CorruptError, InvalidError, TidemillError, UnavailableError
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.operations import Acquire, Leases
 from tidemill.consensus.sqlite import schema, socket_address
@@ -36,7 +36,7 @@ def refused(url: str, kind: type[TidemillError]) -> str:
     "url", ["", "redis://x", "sqlite:", "sqlite://", "sqlite://host/x.db", "sqlite:///", "memory://x"]
 )
 def test_a_url_that_names_no_engine_is_refused_by_its_key(url: str) -> None:
-    assert "consensus.url" in refused(url, Invalid)
+    assert "consensus.url" in refused(url, InvalidError)
 
 
 def test_a_relative_path_and_missing_directories_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,14 +71,14 @@ def test_a_path_too_long_for_a_socket_works(tmp_path: Path) -> None:
 
 def test_a_database_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "consensus.url" in refused(f"sqlite://{tmp_path}/file/consensus.db", Invalid)
+    assert "consensus.url" in refused(f"sqlite://{tmp_path}/file/consensus.db", InvalidError)
     (tmp_path / "consensus.db").mkdir()
-    assert "consensus.url" in refused(f"sqlite://{tmp_path}/consensus.db", Invalid)
+    assert "consensus.url" in refused(f"sqlite://{tmp_path}/consensus.db", InvalidError)
 
 
 def test_a_file_that_is_no_database_is_corrupt_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "consensus.db").write_bytes(b"something else" * 1000)
-    refused(f"sqlite://{tmp_path}/consensus.db", Corrupt)
+    refused(f"sqlite://{tmp_path}/consensus.db", CorruptError)
     assert (tmp_path / "consensus.db").read_bytes() == b"something else" * 1000
 
 
@@ -87,12 +87,12 @@ def test_another_layout_is_refused(tmp_path: Path) -> None:
     connection = apsw.Connection(str(tmp_path / "consensus.db"))
     connection.execute("UPDATE meta SET layout = 99")
     connection.close()
-    refused(f"sqlite://{tmp_path}/consensus.db", Invalid)
+    refused(f"sqlite://{tmp_path}/consensus.db", InvalidError)
 
 
 def test_an_sqlite_with_the_wal_reset_bug_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema.apsw, "sqlite_lib_version", lambda: "3.51.2")
-    with pytest.raises(Invalid, match=r"3\.51\.3"):
+    with pytest.raises(InvalidError, match=r"3\.51\.3"):
         schema.check_library()
 
 
@@ -104,7 +104,7 @@ def test_the_engines_clock_never_goes_back_across_restarts(tmp_path: Path) -> No
     (lease,) = second.answer(Leases(""))
     assert (lease.live, lease.remaining_ms) == (True, 1_000)
     (outcome,) = second.commit([Acquire("lease", "h2", 1_000, b"")])
-    assert isinstance(outcome, Conflict)
+    assert isinstance(outcome, ConflictError)
     second.close()
 
 
@@ -128,14 +128,14 @@ def test_the_wall_clock_jumping_does_not_expire_a_lease_early(tmp_path: Path) ->
 
 @pytest.mark.postgres
 def test_a_wrong_dsn_is_refused_in_a_sentence_without_the_password(postgres_dsn: str) -> None:
-    message = refused(postgres_dsn.replace("/test_", "/absent_"), Invalid)
+    message = refused(postgres_dsn.replace("/test_", "/absent_"), InvalidError)
     assert "consensus.url" in message
     secret = postgres_dsn.replace("postgres@", "nobody:s3cret@")
-    assert "s3cret" not in refused(secret, Invalid)
-    refused("postgresql://127.0.0.1:notaport/x", Invalid)
+    assert "s3cret" not in refused(secret, InvalidError)
+    refused("postgresql://127.0.0.1:notaport/x", InvalidError)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        message = refused(f"postgresql://x@127.0.0.1:{taken.getsockname()[1]}/x", Unavailable)
+        message = refused(f"postgresql://x@127.0.0.1:{taken.getsockname()[1]}/x", UnavailableError)
     assert "consensus.url" in message
 
 
@@ -144,7 +144,7 @@ def test_a_role_without_rights_is_told_what_to_grant(postgres_dsn: str) -> None:
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
         connection.execute("DROP ROLE IF EXISTS weak")
         connection.execute("CREATE ROLE weak LOGIN")
-    assert "GRANT" in refused(postgres_dsn.replace("postgres@", "weak@"), Invalid)
+    assert "GRANT" in refused(postgres_dsn.replace("postgres@", "weak@"), InvalidError)
 
 
 @pytest.mark.postgres

@@ -18,7 +18,7 @@ import pytest
 
 from contracts.consensus import run
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Closed, Unknown
+from tidemill.base.errors import ClosedError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, LogRecord, resolve_append
 from tidemill.consensus.factory import open_consensus
 
@@ -188,7 +188,7 @@ def test_a_client_goes_on_soon_after_the_host_was_killed(tmp_path: Path) -> None
             await asyncio.sleep(0.05)
             host.kill()
             began_s = time.monotonic()
-            with contextlib.suppress(Unknown):
+            with contextlib.suppress(UnknownOutcomeError):
                 await consensus.append("mine", 0, 1, [b"b"], "n2")
             if not await resolve_append(consensus, "mine", 1, "n2"):
                 await consensus.append("mine", 0, 1, [b"b"], "n2")
@@ -260,7 +260,7 @@ def test_a_forked_child_cannot_use_its_parents_client(tmp_path: Path) -> None:
             status = 1
             try:
                 await consensus.head("key")
-            except Closed:
+            except ClosedError:
                 status = 0
             finally:
                 os._exit(status)

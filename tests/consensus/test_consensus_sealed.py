@@ -8,7 +8,7 @@ import apsw
 import pytest
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.consensus.operations import Append, Cas, Head, Read, Scan
 from tidemill.consensus.sqlite import record_storage
 from tidemill.consensus.sqlite.engine import Engine
@@ -48,7 +48,7 @@ def test_f528_a_flipped_bit_of_a_settled_record_is_corrupt_for_its_log_alone(
     filled(path, monkeypatch)
     damage(path, "settled", "body", b"a-1")
     engine = Engine(path, SystemClock())
-    with pytest.raises(Corrupt, match="chunk of records is damaged"):
+    with pytest.raises(CorruptError, match="chunk of records is damaged"):
         engine.answer(Read("a", 0, 100, 1 << 20))
     assert [r.data[:3] for r in engine.answer(Read("b", 0, 100, 1 << 20)).records] == [b"b-0", b"b-1", b"b-2"]
     engine.close()
@@ -62,7 +62,7 @@ def test_a_flipped_bit_of_a_recent_record_is_corrupt_when_the_database_is_opened
     engine.commit([Append("a", 0, 0, (b"a-0",), "n")])
     engine.close()
     damage(path, "recent", "body", b"a-0")
-    with pytest.raises(Corrupt, match="group of records is damaged"):
+    with pytest.raises(CorruptError, match="group of records is damaged"):
         Engine(path, SystemClock())
 
 
@@ -71,12 +71,12 @@ def test_a_flipped_bit_of_a_register_is_corrupt_for_it_alone(tmp_path: Path, mon
     filled(path, monkeypatch)
     damage(path, "registers", "data", b"value of x")
     engine = Engine(path, SystemClock())
-    with pytest.raises(Corrupt, match="key=x"):
+    with pytest.raises(CorruptError, match="key=x"):
         engine.answer(Head("x"))
-    with pytest.raises(Corrupt, match="key=x"):
+    with pytest.raises(CorruptError, match="key=x"):
         engine.answer(Scan(""))
     (refused,) = engine.commit([Cas("x", 1, b"new", "m")])
-    assert isinstance(refused, Corrupt)
+    assert isinstance(refused, CorruptError)
     assert engine.answer(Head("y")).data == b"\xc1value of y"
     engine.close()
 
@@ -101,6 +101,6 @@ def test_a_database_without_checksums_is_read_and_gets_them(tmp_path: Path, monk
     again.close()
     damage(path, "registers", "data", b"value of y")
     damaged = Engine(path, SystemClock())
-    with pytest.raises(Corrupt, match="key=y"):
+    with pytest.raises(CorruptError, match="key=y"):
         damaged.answer(Head("y"))
     damaged.close()

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.consensus.state_log import codec
@@ -26,7 +34,7 @@ def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
 def apply(state: State, command: bytes, position: int, term: int) -> State:
     change = json.loads(command)
     if change["delta"] < 0 and state.get(change["key"], 0) + change["delta"] < 0:
-        raise Conflict("The balance would be negative.", current=state.get(change["key"], 0))
+        raise ConflictError("The balance would be negative.", current=state.get(change["key"], 0))
     state[change["key"]] = state.get(change["key"], 0) + change["delta"]
     return state
 
@@ -69,15 +77,15 @@ class Faulty(MemoryConsensus):
     async def append(self, *args: Any, **kwargs: Any) -> LogHead:
         how = self.lose.pop(0) if self.lose else ""
         if how == "before":
-            raise Unknown("lost before")
+            raise UnknownOutcomeError("lost before")
         if how == "unavailable":
-            raise Unavailable("not sent")
+            raise UnavailableError("not sent")
         head = await super().append(*args, **kwargs)
         if self.after_append is not None:
             after, self.after_append = self.after_append, None
             await after()
         if how == "after":
-            raise Unknown("lost after")
+            raise UnknownOutcomeError("lost after")
         return head
 
 
@@ -113,7 +121,7 @@ def test_a_command_that_apply_refuses_changes_nothing_at_every_replay_and_its_pr
         log = make(consensus)
         first, refused, last = (proposed(log, add("a", d)) for d in (1, -5, 2))
         assert (await first).position == 0
-        with pytest.raises(Conflict) as caught:
+        with pytest.raises(ConflictError) as caught:
             await refused
         assert caught.value.current == 1
         assert (await last).position == 2
@@ -130,14 +138,14 @@ def test_a_check_sees_the_state_just_before_its_command_even_when_others_race() 
 
         def below_ten(balance: State) -> None:
             if balance.get("a", 0) >= 10:
-                raise Invalid("enough")
+                raise InvalidError("enough")
 
         async def add_until_refused(log: StateLog[State]) -> int:
             won = 0
             while True:
                 try:
                     await log.propose(add("a", 1), check=below_ten)
-                except Invalid:
+                except InvalidError:
                     return won
                 won += 1
 
@@ -159,7 +167,7 @@ def test_a_refusal_by_stale_state_does_not_stand() -> None:
 
         def must_exist(balance: State) -> None:
             if "a" not in balance:
-                raise Invalid("missing")
+                raise InvalidError("missing")
 
         assert mine.state == {}
         assert await mine.propose(add("a", 1), check=must_exist) == 1
@@ -200,7 +208,7 @@ def test_a_late_proposal_is_made_when_its_append_is_put_together_and_shares_it()
 
 def test_a_late_proposal_that_withdraws_holds_up_nobody() -> None:
     def withdraw(state: State) -> bytes:
-        raise Invalid("thought better of it")
+        raise InvalidError("thought better of it")
 
     async def body() -> None:
         log = make(MemoryConsensus(SystemClock()))
@@ -210,7 +218,7 @@ def test_a_late_proposal_that_withdraws_holds_up_nobody() -> None:
             proposed(log, add("b", 1)),
         )
         await asyncio.gather(first, last)
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await late
         assert log.state == {"a": 1, "b": 1} and log.position == 2
         await log.aclose()
@@ -267,7 +275,7 @@ def test_an_outcome_that_was_rolled_over_is_unknown_and_never_guessed() -> None:
         await mine.load()
         consensus.lose = ["after"]
         consensus.after_append = theirs.rollup
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await mine.propose(add("a", 1))
         assert mine.state == {"a": 1}
         await mine.propose(add("a", 1))
@@ -281,7 +289,7 @@ def test_unavailable_means_it_did_not_happen_and_the_next_one_goes_on() -> None:
         consensus = Faulty()
         log = make(consensus)
         consensus.lose = ["unavailable"]
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await log.propose(add("a", 1))
         assert await log.propose(add("a", 1)) == 0
         assert log.state == {"a": 1}
@@ -351,7 +359,7 @@ class NoRollups(MemoryConsensus):
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
         if records[0][0] == codec.ROLLUP:
             self.tried += 1
-            raise Invalid("The append is too large.")
+            raise InvalidError("The append is too large.")
         return await super().append(log, term, expected_next, records, nonce)
 
 
@@ -435,9 +443,9 @@ def test_a_new_leader_fences_the_old_one_and_has_everything_it_wrote() -> None:
         await old.lead(1)
         await old.propose(add("a", 1))
         assert await new.lead(2) == {"a": 1}
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await old.propose(add("a", 1))
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await old.lead(1)
         await new.propose(add("a", 1))
         assert await make(MemoryConsensus(SystemClock(), state)).load() == {"a": 2}
@@ -485,11 +493,11 @@ def test_an_apply_that_breaks_stops_the_state_log_and_everybody_hears_it() -> No
         log = make(MemoryConsensus(SystemClock()), apply=broken)
         first, second = proposed(log, add("a", 1)), proposed(log, add("b", 1))
         for future in (first, second):
-            with pytest.raises(Corrupt):
+            with pytest.raises(CorruptError):
                 await future
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             await log.catch_up()
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             await log.propose(add("a", 1))
 
     run(body())
@@ -508,11 +516,11 @@ def test_a_closed_state_log_leaves_nobody_waiting() -> None:
             await asyncio.sleep(0)
         waiting = proposed(log, add("b", 1))
         await log.aclose()
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await under_way
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await waiting
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             proposed(log, add("c", 1))
 
     run(body())
@@ -552,7 +560,7 @@ def test_f515_a_proposal_cancelled_while_its_refusal_is_read_leaves_the_log_usab
         await log.propose(add("a", 1))
 
         def refuses(_: State) -> None:
-            raise Conflict("withdrawn")
+            raise ConflictError("withdrawn")
 
         consensus.gate = asyncio.Event()
         refused = asyncio.ensure_future(log.propose(add("a", 1), check=refuses))
@@ -584,9 +592,9 @@ def test_f515_a_fault_of_any_type_in_an_append_fails_that_append_and_the_log_goe
         await log.propose(add("a", 1))
         consensus.broken = True
         first, waiting = proposed(log, add("a", 1)), asyncio.ensure_future(log.propose_from(lambda _: add("a", 1)))
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await first
-        with pytest.raises(Unavailable, match="ZeroDivisionError"):
+        with pytest.raises(UnavailableError, match="ZeroDivisionError"):
             await waiting
         consensus.broken = False
         await log.propose(add("a", 1))
@@ -626,7 +634,7 @@ def test_f515_cancellation_at_any_await_leaves_the_log_usable_and_counts_nothing
         log, other = make(consensus), make(MemoryConsensus(SystemClock(), state), seed=2)
 
         def refuses(_: State) -> None:
-            raise Conflict("withdrawn")
+            raise ConflictError("withdrawn")
 
         def start(number: int, kind: str) -> asyncio.Future[Any]:
             command = add(f"k{number}", 1)

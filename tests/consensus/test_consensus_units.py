@@ -17,7 +17,7 @@ import pytest
 from contracts.consensus import run
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.postgres.client import PostgresConsensus
@@ -119,7 +119,7 @@ def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on(
     async def body() -> None:
         monkeypatch.setattr(group_commit, "commit", sometimes)
         one = await open_consensus(postgres_dsn, SystemClock(), Rand())
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await one.append("log", 0, 0, [b"x"], "n0")
         assert "ZeroDivisionError" in one.trouble()
         assert await one.head("key") is None  # the other lanes work
@@ -205,7 +205,7 @@ def test_f503_a_bad_answer_fails_its_calls_at_once_and_the_client_connects_again
             while not fake.connections:
                 await asyncio.sleep(0.01)
             async with asyncio.timeout(DEADLINE_S):
-                with pytest.raises(Unknown):
+                with pytest.raises(UnknownOutcomeError):
                     await one.append("log", 0, 1, [b"y"], "n1")
             knocks = fake.connections
             await asyncio.sleep(0.5)
@@ -235,7 +235,7 @@ def test_f503_a_silent_sequencer_ends_a_read_at_its_deadline_and_says_so_before(
             async with asyncio.timeout(DEADLINE_S):
                 while "slow to answer" not in one.trouble():
                     await asyncio.sleep(0.05)
-                with pytest.raises(Unavailable, match="does not answer"):
+                with pytest.raises(UnavailableError, match="does not answer"):
                     await reading
         elsewhere.clear()
         assert await one.head("key") is None
@@ -279,8 +279,8 @@ def test_f504_a_request_that_breaks_the_engine_fails_alone_and_its_neighbours_co
             return_exceptions=True,
         )
         assert getattr(before, "next", before) == 1 and getattr(after, "next", after) == 1
-        assert isinstance(poison, Unavailable) and "OverflowError" in str(poison)
-        assert isinstance(read, Unavailable) and fine is None
+        assert isinstance(poison, UnavailableError) and "OverflowError" in str(poison)
+        assert isinstance(read, UnavailableError) and fine is None
         assert (await one.log_head("b")).next == 0
         assert len(opened) == 1
         await one.aclose()
@@ -293,11 +293,11 @@ def test_f504_a_name_that_cannot_travel_is_refused_before_it_meets_its_neighbour
     async def body() -> None:
         one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
         for ask in (one.head, one.scan, one.log_head, one.leases):
-            with pytest.raises(Invalid):
+            with pytest.raises(InvalidError):
                 await ask(name)
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await one.read("log", 1 << 63)
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await one.wait(name, 0, 1)
         assert await one.head("fine") is None
         await one.aclose()
@@ -363,14 +363,14 @@ def test_f505_the_sequencer_survives_a_process_without_descriptors_and_takes_cli
 
 
 def test_f505_a_database_is_opened_again_from_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tidemill.consensus.sqlite.engine import Doubtful
+    from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError
 
     commit, doubtful = Engine.commit, [False]
 
     def failing(self: Engine, ops: Any) -> Any:
         if doubtful[0]:
             doubtful[0] = False
-            raise Doubtful("disk I/O error")
+            raise CommitOutcomeUnknownError("disk I/O error")
         return commit(self, ops)
 
     monkeypatch.setattr(Engine, "commit", failing)
@@ -380,7 +380,7 @@ def test_f505_a_database_is_opened_again_from_the_reserve(tmp_path: Path, monkey
         await one.append("log", 0, 0, [b"x"], "n0")
         with no_descriptors_left() as hoard:
             doubtful[0] = True
-            with pytest.raises(Unknown):
+            with pytest.raises(UnknownOutcomeError):
                 await one.append("log", 0, 1, [b"y"], "n1")
 
             async def again() -> LogHead:
@@ -486,7 +486,7 @@ def test_f517_a_sequencer_thread_that_dies_of_anything_is_replaced_and_the_clien
         for number in range(5):
             head = await one.log_head("log")
             dies[0] = 1
-            with contextlib.suppress(Unknown):
+            with contextlib.suppress(UnknownOutcomeError):
                 await one.append("log", 0, head.next, [b"x"], f"n{number}")
             async with asyncio.timeout(DEADLINE_S):
                 while dies[0]:
@@ -597,14 +597,14 @@ def test_a_process_that_is_frozen_while_it_sends_a_group_keeps_no_log_or_registe
                 try:
                     await other.append("log", 0, (await other.log_head("log")).next, [b"third"], f"a{number}")
                     break
-                except Conflict:
+                except ConflictError:
                     continue
             for number in range(3):
                 try:
                     key = await other.head("key")
                     await other.cas("key", key.seq if key is not None else 0, b"third", f"k{number}")
                     break
-                except Conflict:
+                except ConflictError:
                     continue
         found = await other.head("key")
         assert found is not None and found.data == b"third"

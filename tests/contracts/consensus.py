@@ -14,7 +14,14 @@ from typing import Any, cast
 import pytest
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Missing, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    FencedError,
+    InvalidError,
+    MissingError,
+    UnknownOutcomeError,
+)
 from tidemill.base.limits import LOG_RECORD_BYTES, REGISTER_BYTES
 from tidemill.consensus.api import Consensus, Lease, LogHead, Versioned, changes, resolve_append, resolve_cas
 from tidemill.consensus.change_journal import PAGE
@@ -69,12 +76,12 @@ class ConsensusContract:
         async def body() -> None:
             async with clients(open_client, 2) as (one, two):
                 key = unique()
-                with pytest.raises(Conflict) as absent:
+                with pytest.raises(ConflictError) as absent:
                     await one.cas(key, 3, b"x", "n0")
                 assert absent.value.current is None
                 await one.cas(key, 0, b"a", "n1")
                 for expected in (0, 2, 7):
-                    with pytest.raises(Conflict) as caught:
+                    with pytest.raises(ConflictError) as caught:
                         await two.cas(key, expected, b"b", "n2")
                     assert caught.value.current == Versioned(1, b"a", "n1")
                 assert await one.head(key) == Versioned(1, b"a", "n1")
@@ -95,7 +102,7 @@ class ConsensusContract:
                         try:
                             version = await client.cas(key, seq, nonce.encode(), nonce)
                             won.append((version.seq, nonce))
-                        except Conflict as lost:
+                        except ConflictError as lost:
                             version = cast(Versioned, lost.current)
                             losers.append((version.nonce, nonce))
                         seq = version.seq
@@ -130,22 +137,22 @@ class ConsensusContract:
         async def body() -> None:
             async with clients(open_client, 2) as (one, two):
                 key, other = unique(), unique()
-                with pytest.raises(Conflict) as absent:
+                with pytest.raises(ConflictError) as absent:
                     await one.drop(key, 1)
                 assert absent.value.current is None
                 await one.cas(key, 0, b"a", "n1")
                 await one.cas(key, 1, b"b", "n2")
                 await one.cas(other, 0, b"stays", "n")
                 for expected in (1, 3):
-                    with pytest.raises(Conflict) as caught:
+                    with pytest.raises(ConflictError) as caught:
                         await two.drop(key, expected)
                     assert caught.value.current == Versioned(2, b"b", "n2")
-                with pytest.raises(Invalid):
+                with pytest.raises(InvalidError):
                     await two.drop(key, 0)
                 await two.drop(key, 2)
                 assert await one.head(key) is None and await two.head(key) is None
                 assert await one.scan(key) == []
-                with pytest.raises(Conflict) as gone:
+                with pytest.raises(ConflictError) as gone:
                     await one.cas(key, 2, b"c", "n3")
                 assert gone.value.current is None
                 assert await one.cas(key, 0, b"c", "n3") == Versioned(1, b"c", "n3")
@@ -166,7 +173,7 @@ class ConsensusContract:
                         opened[3].cas(key, 1, b"c", "n3"),
                         return_exceptions=True,
                     )
-                    won = [outcome for outcome in ended if not isinstance(outcome, Conflict)]
+                    won = [outcome for outcome in ended if not isinstance(outcome, ConflictError)]
                     assert len(won) == 1
                     assert await opened[0].head(key) == won[0]
 
@@ -180,7 +187,7 @@ class ConsensusContract:
                 await one.cas(key, 0, largest, "n")
                 version = await one.head(key)
                 assert version is not None and version.data == largest
-                with pytest.raises(Invalid):
+                with pytest.raises(InvalidError):
                     await one.cas(key, 1, largest + b"x", "n")
                 assert (await one.head(key)) == version
 
@@ -198,7 +205,7 @@ class ConsensusContract:
                     one.acquire(name, "h", 1000),
                     one.acquire(unique(), name, 1000),
                 ):
-                    with pytest.raises(Invalid):
+                    with pytest.raises(InvalidError):
                         await attempt
 
         run(body())
@@ -237,7 +244,7 @@ class ConsensusContract:
                 log = unique()
                 await one.append(log, 0, 0, [b"a"], "n1")
                 for expected in (0, 2, 9):
-                    with pytest.raises(Conflict) as caught:
+                    with pytest.raises(ConflictError) as caught:
                         await one.append(log, 5, expected, [b"b", b"c"], "n2")
                     assert caught.value.current == LogHead(0, 0, 1)
                 assert await one.log_head(log) == LogHead(0, 0, 1)
@@ -251,12 +258,12 @@ class ConsensusContract:
                 log = unique()
                 await old.append(log, 1, 0, [b"a"], "n1")
                 assert await new.fence(log, 2) == LogHead(2, 0, 1)
-                with pytest.raises(Fenced) as caught:
+                with pytest.raises(FencedError) as caught:
                     await old.append(log, 1, 1, [b"b"], "n2")
                 assert caught.value.current == LogHead(2, 0, 1)
-                with pytest.raises(Fenced):
+                with pytest.raises(FencedError):
                     await old.append(log, 1, 0, [b"b"], "n2")
-                with pytest.raises(Fenced) as caught:
+                with pytest.raises(FencedError) as caught:
                     await old.fence(log, 1)
                 assert caught.value.current == LogHead(2, 0, 1)
                 assert await new.fence(log, 2) == LogHead(2, 0, 1)
@@ -270,10 +277,10 @@ class ConsensusContract:
             async with clients(open_client, 1) as (one,):
                 log = unique()
                 assert await one.fence(log, 4) == LogHead(4, 0, 0)
-                with pytest.raises(Fenced):
+                with pytest.raises(FencedError):
                     await one.append(log, 3, 0, [b"a"], "n")
                 assert await one.append(log, 5, 0, [b"a"], "n") == LogHead(5, 0, 1)
-                with pytest.raises(Fenced):
+                with pytest.raises(FencedError):
                     await one.fence(log, 4)
 
         run(body())
@@ -291,7 +298,7 @@ class ConsensusContract:
                         while True:
                             try:
                                 head = await client.append(log, 0, at, [nonce.encode()], nonce)
-                            except Conflict as lost:
+                            except ConflictError as lost:
                                 at = cast(LogHead, lost.current).next
                             else:
                                 won.append((at, nonce))
@@ -330,7 +337,7 @@ class ConsensusContract:
                     one.append(log, 0, 2, [b"next"], "n2"),
                     return_exceptions=True,
                 )
-                assert isinstance(outcomes[0], Conflict)
+                assert isinstance(outcomes[0], ConflictError)
                 assert outcomes[1:] == [LogHead(0, 0, 2), LogHead(0, 0, 3)]
                 assert [r.data for r in (await one.read(log, 0)).records] == [b"other", b"right", b"next"]
 
@@ -350,7 +357,7 @@ class ConsensusContract:
                     attempts.append(one.truncate(f"{root}-fenced", 1))
                 outcomes = await asyncio.gather(*attempts, return_exceptions=True)
                 kinds = [type(outcome) for outcome in outcomes]
-                assert kinds == [LogHead, Fenced, Versioned, Conflict, Invalid] * 30
+                assert kinds == [LogHead, FencedError, Versioned, ConflictError, InvalidError] * 30
 
         run(body())
 
@@ -377,14 +384,14 @@ class ConsensusContract:
                 assert await one.truncate(log, 4) == LogHead(2, 4, 10)
                 assert await two.truncate(log, 2) == LogHead(2, 4, 10)
                 assert await two.log_head(log) == LogHead(2, 4, 10)
-                with pytest.raises(Missing):
+                with pytest.raises(MissingError):
                     await two.read(log, 3)
                 assert [r.position for r in (await two.read(log, 4)).records] == list(range(4, 10))
-                with pytest.raises(Invalid):
+                with pytest.raises(InvalidError):
                     await one.truncate(log, 11)
                 assert await one.truncate(log, 10) == LogHead(2, 10, 10)
                 assert (await two.read(log, 10)).records == ()
-                with pytest.raises(Conflict):
+                with pytest.raises(ConflictError):
                     await one.append(log, 2, 0, [b"again"], "n")
                 assert await one.append(log, 2, 10, [b"on"], "n") == LogHead(2, 10, 11)
 
@@ -398,10 +405,10 @@ class ConsensusContract:
                 await one.append(log, 0, 0, [largest, b"small"], "n")
                 assert [len(r.data) for r in (await one.read(log, 0)).records] == [LOG_RECORD_BYTES]
                 for records in ([], [largest + b"x"], [largest] * 9):
-                    with pytest.raises(Invalid):
+                    with pytest.raises(InvalidError):
                         await one.append(log, 0, 2, records, "n")
                 for wrong in (one.append(log, -1, 2, [b"x"], "n"), one.append(log, 0, -1, [b"x"], "n")):
-                    with pytest.raises(Invalid):
+                    with pytest.raises(InvalidError):
                         await wrong
                 assert await one.log_head(log) == LogHead(0, 0, 2)
 
@@ -467,7 +474,7 @@ class ConsensusContract:
                         f"{prefix}/d": LogHead(2, 0, 0),
                     }.items()
                 )
-                with pytest.raises(Fenced):
+                with pytest.raises(FencedError):
                     await two.append(f"{prefix}/c", 1, 1, [b"late"], rand.nonce())
                 assert await changes(one, f"{prefix}/zz") == ({}, (await changes(one, f"{prefix}/zz"))[1])
                 found, _ = await changes(one, prefix, token)
@@ -509,7 +516,7 @@ class ConsensusContract:
                 first = await one.acquire(name, "h1", 60_000, b"addr")
                 assert (first.term, first.holder, first.info, first.live) == (1, "h1", b"addr", True)
                 assert 0 < first.remaining_ms <= 60_000
-                with pytest.raises(Conflict) as caught:
+                with pytest.raises(ConflictError) as caught:
                     await two.acquire(name, "h2", 60_000)
                 current = caught.value.current
                 assert isinstance(current, Lease) and current.live
@@ -529,12 +536,12 @@ class ConsensusContract:
                     try:
                         taken = await two.acquire(name, "h2", 60_000)
                         break
-                    except Conflict:
+                    except ConflictError:
                         conflicts += 1
                         await asyncio.sleep(0.005)
                 assert conflicts > 0
                 assert (taken.holder, taken.term, taken.info) == ("h2", 2, b"")
-                with pytest.raises(Conflict):
+                with pytest.raises(ConflictError):
                     await one.acquire(name, "h1", 60_000)
                 await one.release(name, "h1", 1)
                 assert (await one.leases(name))[0].holder == "h2"
@@ -571,7 +578,7 @@ class ConsensusContract:
                     while held < 5:
                         try:
                             lease = await client.acquire(name, holder, 60_000)
-                        except Conflict:
+                        except ConflictError:
                             await asyncio.sleep(0.001)
                             continue
                         terms.append(lease.term)
@@ -601,7 +608,7 @@ class ConsensusContract:
                 # Nobody came in between: still the same term.
                 assert (await one.acquire(f"{root}/c", "h", 60_000)).term == 1
                 for ttl_ms in (0, -5):
-                    with pytest.raises(Invalid):
+                    with pytest.raises(InvalidError):
                         await one.acquire(root, "h", ttl_ms)
 
         run(body())
@@ -622,7 +629,7 @@ class ConsensusContract:
                 assert await resolve_cas(one, key, 0, "mine") == Versioned(1, b"x", "mine")
                 assert await resolve_cas(one, key, 0, "theirs") is None
                 await one.cas(key, 1, b"y", "theirs")
-                with pytest.raises(Unknown):
+                with pytest.raises(UnknownOutcomeError):
                     await resolve_cas(one, key, 0, "mine")
 
         run(body())
@@ -634,10 +641,10 @@ class ConsensusContract:
                 waiting = asyncio.ensure_future(one.wait(log, 0, 50))
                 await asyncio.sleep(0.05)
                 await one.aclose()
-                with pytest.raises(Closed):
+                with pytest.raises(ClosedError):
                     await waiting
                 for attempt in (one.head(log), one.append(log, 0, 0, [b"x"], "n"), one.wait(log, 0, 1)):
-                    with pytest.raises(Closed):
+                    with pytest.raises(ClosedError):
                         await attempt
                 await one.aclose()
                 assert await two.append(log, 0, 0, [b"x"], "n") == LogHead(0, 0, 1)
@@ -654,7 +661,10 @@ class ConsensusContract:
                 await one.aclose()
                 outcomes = await asyncio.gather(*attempts, return_exceptions=True)
                 acknowledged = sum(isinstance(outcome, LogHead) for outcome in outcomes[:20])
-                assert all(isinstance(outcome, (LogHead, Unknown, Closed, Conflict)) for outcome in outcomes)
+                assert all(
+                    isinstance(outcome, (LogHead, UnknownOutcomeError, ClosedError, ConflictError))
+                    for outcome in outcomes
+                )
                 assert acknowledged <= (await two.log_head(log)).next <= 20
 
         run(body())

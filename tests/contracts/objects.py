@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from tidemill.base.errors import Closed, Conflict, Invalid, Missing
+from tidemill.base.errors import ClosedError, ConflictError, InvalidError, MissingError
 from tidemill.objects import ObjectStore
 
 OpenStore = Callable[[], AbstractAsyncContextManager[ObjectStore]]
@@ -81,7 +81,7 @@ class ObjectsContract:
         async def body(store: ObjectStore) -> None:
             await store.put("once", b"first")
             for other in (b"second", b"first", b""):
-                with pytest.raises(Conflict, match="once"):
+                with pytest.raises(ConflictError, match="once"):
                     await store.put("once", other)
             assert await store.get("once") == b"first"
             assert await keys(store, "") == ["once"]
@@ -96,7 +96,7 @@ class ObjectsContract:
                 await barrier.wait()
                 try:
                     await store.put("race/key", f"writer {writer}".encode())
-                except Conflict:
+                except ConflictError:
                     return None
                 return writer
 
@@ -113,11 +113,11 @@ class ObjectsContract:
         async def body(store: ObjectStore) -> None:
             await store.put("there/leaf", b"x")
             for key in ("nothing", "there", "there/leaf/below", "deep/er/nothing"):
-                with pytest.raises(Missing):
+                with pytest.raises(MissingError):
                     await store.get(key)
-                with pytest.raises(Missing):
+                with pytest.raises(MissingError):
                     await store.get(key, 0, 1)
-                with pytest.raises(Missing):
+                with pytest.raises(MissingError):
                     await store.get_ranges(key, [(0, 1), (0, 0)])
                 assert await store.head(key) is None
 
@@ -127,10 +127,10 @@ class ObjectsContract:
     def test_a_range_past_the_end_is_invalid(self, open_store: OpenStore, start: int, end: int | None) -> None:
         async def body(store: ObjectStore) -> None:
             await store.put("ten", b"0123456789")
-            with pytest.raises(Invalid, match="ten"):
+            with pytest.raises(InvalidError, match="ten"):
                 await store.get("ten", start, end)
             if end is not None:
-                with pytest.raises(Invalid, match="ten"):
+                with pytest.raises(InvalidError, match="ten"):
                     await store.get_ranges("ten", [(0, 1), (start, end)])
 
         with_store(open_store, body)
@@ -209,9 +209,9 @@ class ObjectsContract:
     def test_a_bad_key_is_invalid_everywhere(self, open_store: OpenStore, key: str) -> None:
         async def body(store: ObjectStore) -> None:
             for call in (store.put(key, b""), store.get(key), store.head(key), store.delete(key)):
-                with pytest.raises(Invalid):
+                with pytest.raises(InvalidError):
                     await call
-            with pytest.raises(Invalid):
+            with pytest.raises(InvalidError):
                 await store.get_ranges(key, [(0, 1)])
             assert await keys(store, "") == []
 
@@ -234,9 +234,9 @@ class ObjectsContract:
             await store.aclose()
             await store.aclose()
             for call in (store.put("l", b""), store.get("k"), store.head("k"), store.delete("k")):
-                with pytest.raises(Closed):
+                with pytest.raises(ClosedError):
                     await call
-            with pytest.raises(Closed):
+            with pytest.raises(ClosedError):
                 await keys(store, "")
 
         with_store(open_store, body)

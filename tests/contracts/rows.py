@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from tidemill.base.errors import Conflict, Invalid
+from tidemill.base.errors import ConflictError, InvalidError
 from tidemill.metastore.api import Rows
 
 OpenProcess = Callable[[], Awaitable[Rows]]
@@ -101,7 +101,7 @@ class RowsContract:
             second = await one.commit([(A, b"2")], expects={A: first, B: 0})
             for rows in (one, other):
                 for wrong in ({A: first}, {A: 0}, {A: second, C: 7}):
-                    with pytest.raises(Conflict) as caught:
+                    with pytest.raises(ConflictError) as caught:
                         await rows.commit([(A, b"3"), (B, b"3")], expects=wrong)
                     current = caught.value.current
                     assert isinstance(current, dict)
@@ -121,7 +121,7 @@ class RowsContract:
             await rows.sync()
             assert await rows.get(A) is None
             assert await read(rows.scan(b"\x01")) == [(B, b"2")]
-            with pytest.raises(Conflict):
+            with pytest.raises(ConflictError):
                 await rows.commit([(A, b"back")], expects={A: written})
             found = await rows.get_row(A)
             assert found is None or (found.seqno, found.value) == (deleted, b"")
@@ -156,7 +156,7 @@ class RowsContract:
             async def try_it(rows: Rows, number: int) -> bool:
                 try:
                     await rows.commit([(A, b"%d" % number)], expects={A: 0})
-                except Conflict:
+                except ConflictError:
                     return False
                 return True
 
@@ -169,7 +169,7 @@ class RowsContract:
 
     def test_a_commit_without_rows_is_invalid(self, open_domain: OpenDomain) -> None:
         async def body(process: OpenProcess) -> None:
-            with pytest.raises(Invalid):
+            with pytest.raises(InvalidError):
                 await (await process()).commit([])
 
         on_domain(open_domain, body)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.spark.stores import Urls, open_stores
 
@@ -22,7 +22,7 @@ CUSTOMERS = ShardSchema((Column("id", "int64"), Column("name", "string")), ("id"
 def test_every_example_of_the_page_runs(tmp_path: Path) -> None:
     (tmp_path / "tidemill.toml").write_text(f'[node]\ndata = "{tmp_path}/data"\n')
     (tmp_path / "data").mkdir()
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         portal.call(_fill(tmp_path / "data"))
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     ends = "assert (now.num_rows, one.num_rows, dear.num_rows, paid, copy.num_rows, frame.height) == (8, 1, 2, 1, 8, 8)"

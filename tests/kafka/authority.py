@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tidemill.kafka.net.listener_security import Gate
+from tidemill.kafka.net.listener_security import ListenerSecurity
 from tidemill.security.principals import principal_rules
 from tidemill.security.tls import Certificates, TlsSettings
 
@@ -79,5 +79,7 @@ class Authority:
         ca = str(self.certificate) if client_auth != "none" else ""
         return TlsSettings(*self.server(), ca, client_auth, min_version)
 
-    def gate(self, client_auth: str = "none", *rules: str, min_version: str = "1.2") -> Gate:
-        return Gate(Certificates(self.tls(client_auth, min_version)), principal_rules(rules or ("DEFAULT",)))
+    def gate(self, client_auth: str = "none", *rules: str, min_version: str = "1.2") -> ListenerSecurity:
+        return ListenerSecurity(
+            Certificates(self.tls(client_auth, min_version)), principal_rules(rules or ("DEFAULT",))
+        )

@@ -13,23 +13,23 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import crc32c
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import (
     BatchRef,
     Confirm,
-    CorruptBatch,
+    CorruptBatchError,
     Fetched,
     FetchRead,
     Here,
-    InvalidProducerEpoch,
+    InvalidProducerEpochError,
     Marker,
-    OffsetOutOfRange,
-    OutOfOrderSequence,
+    OffsetOutOfRangeError,
+    OutOfOrderSequenceError,
     PartitionOffsets,
     ProduceResult,
     ProducerStatus,
-    Within,
+    ProduceTransaction,
 )
 from tidemill.topics.fetch.timestamp_lookup import first_at
 
@@ -99,7 +99,13 @@ class FakeTopicLog:
         self._arrived = asyncio.Event()
 
     def produce_nowait(
-        self, topic_id: str, partition: int, batch: Buffer, *, sender: object = None, within: Within | None = None
+        self,
+        topic_id: str,
+        partition: int,
+        batch: Buffer,
+        *,
+        sender: object = None,
+        within: ProduceTransaction | None = None,
     ) -> asyncio.Future[ProduceResult]:
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         data = bytes(batch)
@@ -110,7 +116,7 @@ class FakeTopicLog:
                 return
             try:
                 result = self._store(topic_id, partition, data)
-            except Invalid as error:
+            except InvalidError as error:
                 future.set_exception(error)
             except Exception as error:
                 future.set_exception(error)
@@ -122,7 +128,7 @@ class FakeTopicLog:
 
     def _store(self, topic_id: str, partition: int, data: bytes) -> ProduceResult:
         if crc32c.crc32c(data[21:]) != struct.unpack_from(">I", data, 17)[0]:
-            raise CorruptBatch("bad crc.")
+            raise CorruptBatchError("bad crc.")
         error = self.faults(topic_id, partition, data, False) if self.faults else None
         if error is not None:
             raise error
@@ -135,15 +141,15 @@ class FakeTopicLog:
             if known is not None:
                 known_epoch, known_last, window = known
                 if epoch < known_epoch:
-                    raise InvalidProducerEpoch("old epoch.")
+                    raise InvalidProducerEpochError("old epoch.")
                 if epoch == known_epoch:
                     for seen_first, seen_last, base in window:
                         if (seen_first, seen_last) == (first, last):
                             return ProduceResult(base, base + count - 1, 0, duplicate=True)
                     if first != (known_last + 1) & 0x7FFFFFFF:
-                        raise OutOfOrderSequence("gap.")
+                        raise OutOfOrderSequenceError("gap.")
                 elif first != 0:
-                    raise OutOfOrderSequence("new epoch must start at 0.")
+                    raise OutOfOrderSequenceError("new epoch must start at 0.")
                 else:
                     window.clear()
             window = known[2] if known else deque(maxlen=5)
@@ -191,7 +197,7 @@ class FakeTopicLog:
         for read in reads:
             log = self.partitions[read.topic_id, read.partition]
             if not 0 <= read.offset <= log.next:
-                answers.append(Fetched(log.next, 0, [], OffsetOutOfRange("out of range.")))
+                answers.append(Fetched(log.next, 0, [], OffsetOutOfRangeError("out of range.")))
                 continue
             batches: list[Buffer] = []
             room = min(read.max_bytes, max_bytes)
@@ -240,7 +246,7 @@ class FakeTopicLog:
         end = self.partitions[topic_id, partition].next
         wanted = end if before_offset == -1 else before_offset
         if not 0 <= wanted <= end:
-            raise OffsetOutOfRange("out of range.")
+            raise OffsetOutOfRangeError("out of range.")
         return wanted
 
     async def refresh(self) -> None: ...

@@ -19,7 +19,7 @@ from tidemill.kafka.groups.classic_state import (
     Sync,
     SyncAnswer,
 )
-from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup, Topic
+from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, Topic
 from tidemill.kafka.groups.group_records import classic_rows, consumer_rows, emptied, gone_rows, group_from, head_row
 from tidemill.kafka.groups.protocol_dispatch import AnyGroup
 from tidemill.kafka.groups.subscriptions import assigned_in, encode_assignment, subscription_of
@@ -67,7 +67,7 @@ class World:
         protocol_dispatch.sync(self.group, self.now, ask, waiter)
         self.deliver(self.group)
 
-    def beat(self, waiter: Any, ask: Beat) -> None:
+    def beat(self, waiter: Any, ask: HeartbeatRequest) -> None:
         if ask.epoch == 0:
             self.turn("consumer")
         self.group = protocol_dispatch.beat(self.group, self.now, ask, waiter, self.seen)
@@ -269,7 +269,7 @@ class ModernMember(Member):
             owned = {TOPIC_ID: self.uses} if self.uses else {}
             self.world.beat(
                 self.waits,
-                Beat(
+                HeartbeatRequest(
                     self.member_id, self.generation, self.instance, rebalance_ms=REBALANCE_MS,
                     topics=frozenset({TOPIC}), owned=owned,
                 ),

@@ -10,22 +10,22 @@ from fake_topics import FakeTopicLog
 from patience import eventually as eventually
 from patience import run as run
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Unavailable
-from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.base.status.status import Tracker
+from tidemill.base.errors import UnavailableError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.status.status import StatusTracker
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.kafka import KafkaServer, KafkaSettings
-from tidemill.kafka.net.listener_security import Gate
+from tidemill.kafka.net.listener_security import ListenerSecurity
 from tidemill.kafka.net.listeners import Listener
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore
-from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acl_cache import AclCache
 from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog
 from tidemill.topics.config.settings import TopicSettings
@@ -33,14 +33,14 @@ from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import Alone, Membership, NodeInfo
 
 T = TypeVar("T")
-GateOf = Gate | Callable[[Users], Gate] | None
+GateOf = ListenerSecurity | Callable[[Users], ListenerSecurity] | None
 
 
-def rulebook_of(broker: RealBroker | FakeBroker) -> Rulebook | None:
+def rulebook_of(broker: RealBroker | FakeBroker) -> AclCache | None:
     """One broker's, where it authorizes: `super_users` is not None."""
     if broker.super_users is None:
         return None
-    return Rulebook(broker.metastore, SystemClock(), broker.super_users)
+    return AclCache(broker.metastore, SystemClock(), broker.super_users)
 
 
 class RealBroker:
@@ -65,7 +65,7 @@ class RealBroker:
         self.topic_settings = topic_settings
         self.clock, self.rand = SystemClock(), Rand()
         self.settings = settings or KafkaSettings()
-        self.portal = Portal("kafka-test")
+        self.portal = BlockingPortal("kafka-test")
         self._urls = (objects_url, consensus_url)
         self._wrap = wrap
         self._memory_objects: MemoryObjects | None = None
@@ -203,7 +203,7 @@ class Cluster:
         listeners: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """`listeners`: more of them, by node."""
-        self.portal = Portal("kafka-cluster")
+        self.portal = BlockingPortal("kafka-cluster")
         state, objects = MemoryState(), MemoryObjects(SystemClock())
         self.nodes = [Node(name, state, objects, settings, (listeners or {}).get(name, ())) for name in names]
         self._running: list[Node] = []
@@ -237,7 +237,7 @@ class Outages(MemoryConsensus):
 
     async def _submit(self, op: Any) -> Any:
         if self.down:
-            raise Unavailable("consensus is down.")
+            raise UnavailableError("consensus is down.")
         return await super()._submit(op)
 
 
@@ -256,8 +256,8 @@ class FakeBroker:
         self.host = host
         self.settings = settings or KafkaSettings()
         self.gate = gate
-        self.tracker = Tracker()
-        self.portal = Portal("kafka-test")
+        self.tracker = StatusTracker()
+        self.portal = BlockingPortal("kafka-test")
         self.topics = self.portal.call(self._make_topics(delay_s))
         self.consensus = Outages(SystemClock())
         self.metastore = metastore_on(self.consensus, MemoryObjects(SystemClock()), SystemClock(), Rand())

@@ -290,9 +290,9 @@ def test_rules_written_elsewhere_count_within_seconds_and_outlive_a_restart() ->
     broker = RealBroker(gate=gate(), super_users=())
     add(broker, "alice")
     broker.create_topic("t", 1)
-    from tidemill.security.acl_cache import Rulebook
+    from tidemill.security.acl_cache import AclCache
 
-    other = Rulebook(broker.metastore, broker.clock)
+    other = AclCache(broker.metastore, broker.clock)
     broker.portal.call(other.add([Rule(2, 3, "t", "User:alice", "*", int(Operation.READ), 3)]))
     config = confluent(broker, None, "PLAIN")
     eventually(lambda: list(AdminClient(config).list_topics(timeout=30).topics) == ["t"])

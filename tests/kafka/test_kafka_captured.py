@@ -16,17 +16,17 @@ from msgspec.structs import replace
 
 import kafka
 from tidemill import __version__
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture
 from tidemill.maintenance.checkpoint.restore_horizon import Persisted
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.compaction import TopicCompaction
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.bindings.remap import LogRemap
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 
@@ -64,7 +64,7 @@ class Captured:
             b = self.broker
             self.capture = Capture(
                 self.config, topics=b.topics, catalogue=b.catalogue, remap=self.remap, clock=b.clock, rand=b.rand,
-                tracker=Tracker(), schemas=self.schemas,
+                tracker=StatusTracker(), schemas=self.schemas,
             )  # fmt: skip
             return asyncio.create_task(self.capture.run())
 
@@ -266,7 +266,7 @@ def compact(broker: RealBroker) -> None:
         topic = await broker.catalogue.get(TopicRow, TOPIC)
         assert topic is not None and topic.config["cleanup.policy"] == "compact"
         topics, metastore, clock, rand = broker.topics, broker.metastore, broker.clock, broker.rand
-        rows = L1Rows(metastore, clock, rand)
+        rows = ExtentStore(metastore, clock, rand)
         reconciler = Reconciler(
             rows, broker.objects, topics._cache, topics._shared, clock, rand, topics._settings, topics._led
         )
@@ -277,7 +277,7 @@ def compact(broker: RealBroker) -> None:
                 await metastore.commit(group)
         assert (await reconciler.round(topic.topic_id, range(topic.partitions))).failed is None
         await topics._commits.drain(30)
-        grounds = Grounds(broker.consensus, broker.objects, metastore, clock, rand, Retention(collect_after_s=0))
+        grounds = JobContext(broker.consensus, broker.objects, metastore, clock, rand, Retention(collect_after_s=0))
         holds = PipelineHolds(broker.consensus, broker.catalogue, Persisted(metastore), clock, rand)
         job = TopicCompaction(grounds, holds)
         eager = {"min.cleanable.dirty.ratio": "0"}

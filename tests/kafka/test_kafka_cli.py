@@ -17,7 +17,7 @@ from harness import RealBroker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.topic.line_format import JsonLines, Lines, as_json_line, as_line
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow, TopicRow
 
@@ -203,7 +203,7 @@ def test_a_record_is_the_same_after_json(
 @given(st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode()))
 def test_any_line_is_a_record_or_refused(line: bytes) -> None:
     for reading in (JsonLines(), Lines("=", (), tombstones=True)):
-        with suppress(Invalid):
+        with suppress(InvalidError):
             assert reading.read(line).headers is not None
 
 

@@ -16,9 +16,9 @@ from harness import FakeBroker, RealBroker
 from processes import Process
 
 from patience import DEADLINE_S
-from tidemill.base.errors import Closed, Unavailable, Unknown
+from tidemill.base.errors import ClosedError, UnavailableError, UnknownOutcomeError
 from tidemill.objects.store import Buffer
-from tidemill.topics.api import NotLeader, ProduceResult, TopicLog
+from tidemill.topics.api import NotLeaderError, ProduceResult, TopicLog
 
 PARTITIONS = 2
 
@@ -78,11 +78,11 @@ def stored(address: str, topic: str, expected: int) -> dict[int, list[bytes]]:
 
 
 FAULTS: dict[str, tuple[Callable[[], Exception], bool]] = {
-    "not leader, not stored": (lambda: NotLeader("moved."), False),
-    "unavailable, not stored": (lambda: Unavailable("busy."), False),
-    "closed, not stored": (lambda: Closed("closing."), False),
-    "unknown, stored": (lambda: Unknown("the answer was lost."), True),
-    "unknown, not stored": (lambda: Unknown("the answer was lost."), False),
+    "not leader, not stored": (lambda: NotLeaderError("moved."), False),
+    "unavailable, not stored": (lambda: UnavailableError("busy."), False),
+    "closed, not stored": (lambda: ClosedError("closing."), False),
+    "unknown, stored": (lambda: UnknownOutcomeError("the answer was lost."), True),
+    "unknown, not stored": (lambda: UnknownOutcomeError("the answer was lost."), False),
     "a bug of ours, stored": (lambda: RuntimeError("bug"), True),
 }
 
@@ -123,7 +123,7 @@ class Faulty:
         self._calls += 1
         if self._calls % 11 == 5:
             refused: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
-            refused.set_exception(NotLeader("moved."))
+            refused.set_exception(NotLeaderError("moved."))
             return refused
         future = self._inner.produce_nowait(topic_id, partition, batch, **said)
         if self._calls % 11 != 9:
@@ -132,7 +132,7 @@ class Faulty:
 
         def lose(done: asyncio.Future[ProduceResult]) -> None:
             done.exception()
-            lost.set_exception(Unknown("the answer was lost."))
+            lost.set_exception(UnknownOutcomeError("the answer was lost."))
 
         future.add_done_callback(lose)
         return lost

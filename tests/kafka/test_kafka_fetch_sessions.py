@@ -14,7 +14,7 @@ from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.fetch_sessions import sessions as sessions_module
 from tidemill.kafka.handlers import APIS
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.api import NotLeader
+from tidemill.topics.api import NotLeaderError
 
 VERSIONS = range(7, APIS[1].max_version + 1)
 
@@ -203,7 +203,7 @@ def test_a_partition_that_is_led_anew_is_followed_on(shared: RealBroker) -> None
         assert reader.fetch({}, session_id=session_id, epoch=1).told == {}
 
         async def moved() -> None:
-            shared.topics._led[world.row.topic_id, 0].close(NotLeader("moved by this test."))
+            shared.topics._led[world.row.topic_id, 0].close(NotLeaderError("moved by this test."))
 
         shared.portal.call(moved())
         assert reader.fetch({}, session_id=session_id, epoch=2).told == {}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tidemill.kafka.net.buffer_pool import LARGEST_BYTES, SMALLEST_BYTES, BufferPool
 from tidemill.kafka.net.framing import FIRST_BYTES, HEAD_BYTES, Frame, FrameReader
-from tidemill.kafka.schema.primitives import BadFrame
+from tidemill.kafka.schema.primitives import MalformedFrameError
 
 LIMIT = 32 << 20
 
@@ -88,7 +88,7 @@ def test_two_connections_share_the_scratch_buffer_without_mixing() -> None:
 
 @pytest.mark.parametrize("size", [0, -1, LIMIT + 1, 0x16030100, -(1 << 31)])
 def test_a_size_out_of_bounds_is_a_bad_frame(size: int) -> None:
-    with pytest.raises(BadFrame, match="out of bounds"):
+    with pytest.raises(MalformedFrameError, match="out of bounds"):
         feed(FrameReader(BufferPool(), LIMIT, lambda _: None), struct.pack(">i", size) + b"x")
 
 

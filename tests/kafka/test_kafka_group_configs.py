@@ -17,7 +17,7 @@ from test_kafka_configs import alter, described
 from test_kafka_groups_consumer import beat
 from test_kafka_sasl import add, gate
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups.classic_state import GroupLimits
 from tidemill.kafka.groups.config_cache import GroupConfigs
@@ -67,7 +67,7 @@ def test_what_is_taken_holds_exactly_and_whatever_stands_is_within_bounds(
         assert held.consumer_heartbeat_ms < held.consumer_session_ms
     try:
         refuse_change(limits, before, after)
-    except Invalid:
+    except InvalidError:
         assert before != after
         return
     held = limited(limits, after)

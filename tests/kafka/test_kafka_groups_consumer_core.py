@@ -13,7 +13,7 @@ from tidemill.kafka import error_codes
 from tidemill.kafka.groups import consumer
 from tidemill.kafka.groups.assignors import Partitions
 from tidemill.kafka.groups.classic_state import BeatAnswer, Group, GroupLimits, Phase
-from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup, Topic, minus, places
+from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, Topic, minus, places
 from tidemill.kafka.groups.group_records import consumer_rows, emptied, gone_rows, group_from, head_row
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
 
@@ -51,7 +51,7 @@ class World:
     def ask(self, member_id: str, epoch: int, **more: Any) -> BeatAnswer:
         """Answered as if every write were quick."""
         values: dict[str, Any] = {"client_id": "c", "client_host": "/h", **more}
-        said = consumer.heartbeat(self.group, self.now, Beat(member_id, epoch, **values), self.seen)
+        said = consumer.heartbeat(self.group, self.now, HeartbeatRequest(member_id, epoch, **values), self.seen)
         self.store()
         return said
 
@@ -228,11 +228,13 @@ def test_an_answer_waits_until_all_that_it_tells_of_is_durable() -> None:
 
     def ask(waiter: str, **more: Any) -> None:
         values: dict[str, Any] = {"topics": frozenset("a"), "owned": {}, **more}
-        consumer.answer(group, waiter, consumer.heartbeat(group, 0, Beat("m1", more.pop("epoch", 0), **values), seen))
+        consumer.answer(
+            group, waiter, consumer.heartbeat(group, 0, HeartbeatRequest("m1", more.pop("epoch", 0), **values), seen)
+        )
 
     ask("first", rebalance_ms=5)
     storing = world.write()
-    said = consumer.heartbeat(group, 0, Beat("m1", 1, topics=frozenset("a"), owned={}), seen)
+    said = consumer.heartbeat(group, 0, HeartbeatRequest("m1", 1, topics=frozenset("a"), owned={}), seen)
     assert said.assignment == of(0, 1, 2, 3, 4) and not group.unstored, "the same again, by who lost the answer"
     consumer.answer(group, "again", said)
     assert not group.outbox, "it is still being written"
@@ -250,7 +252,7 @@ def test_who_waits_for_a_slow_write_is_not_late_and_its_times_begin_when_it_is_t
     world.join("m1")
     world.join("m2")
     storing = world.write()
-    said = consumer.heartbeat(group, 0, Beat("m1", 1), seen)
+    said = consumer.heartbeat(group, 0, HeartbeatRequest("m1", 1), seen)
     assert said.assignment == of(0, 1, 2)
     consumer.answer(group, "w", said)
     assert consumer.due(group) == LIMITS.consumer_session_ms, "m2 can be late"
@@ -267,9 +269,11 @@ def test_epochs_go_on_where_a_group_changes_its_protocol() -> None:
     classic.generation = 7
     group = emptied(classic, "consumer")
     assert isinstance(group, ConsumerGroup)
-    said = consumer.heartbeat(group, 0, Beat("m", 0, rebalance_ms=1, topics=frozenset("a"), owned={}), See(TOPICS))
+    said = consumer.heartbeat(
+        group, 0, HeartbeatRequest("m", 0, rebalance_ms=1, topics=frozenset("a"), owned={}), See(TOPICS)
+    )
     assert said.epoch == group.epoch > 7
-    consumer.heartbeat(group, 0, Beat("m", -1), See(TOPICS))
+    consumer.heartbeat(group, 0, HeartbeatRequest("m", -1), See(TOPICS))
     back = emptied(group, "classic")
     assert isinstance(back, Group) and back.generation == group.epoch
 
@@ -318,7 +322,7 @@ class Groups(RuleBasedStateMachine):
             return
         joins = client.epoch == 0
         group = self.world.group
-        ask = Beat(
+        ask = HeartbeatRequest(
             client.name, client.epoch, client.instance, rebalance_ms=700 if joins else -1,
             topics=client.topics if joins or whole else None, owned=dict(client.uses),
         )  # fmt: skip
@@ -372,14 +376,14 @@ class Groups(RuleBasedStateMachine):
     def leave(self, client: Client) -> None:
         if client.epoch and client.waits is None:
             consumer.heartbeat(
-                self.world.group, self.world.now, Beat(client.name, -1, client.instance), self.world.seen
+                self.world.group, self.world.now, HeartbeatRequest(client.name, -1, client.instance), self.world.seen
             )
         client.forget()
 
     @rule(client=clients)
     def leave_for_a_while(self, client: Client) -> None:
         if client.epoch and client.waits is None and client.instance:
-            ask = Beat(client.name, -2, client.instance)
+            ask = HeartbeatRequest(client.name, -2, client.instance)
             consumer.heartbeat(self.world.group, self.world.now, ask, self.world.seen)
             client.forget()
 

@@ -31,9 +31,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import protocol_dispatch
 from tidemill.kafka.groups.classic_state import BeatAnswer, Group, GroupLimits, Join, Phase, Sync
-from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup, places
+from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, places
 from tidemill.kafka.groups.subscriptions import assignment_of, encode_assignment, subscription_of
-from tidemill.kafka.schema.primitives import I32, BadFrame
+from tidemill.kafka.schema.primitives import I32, MalformedFrameError
 
 
 # one thing at a time -------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_a_group_goes_over_and_back_as_its_members_change_one_after_the_other(pr
     settled(world, [*old, *new])
     assert shared([*old, *new]) == ALL and all(member.uses for member in (*old, *new))
     for member in new:
-        world.beat("leaves", Beat(member.name, -1))
+        world.beat("leaves", HeartbeatRequest(member.name, -1))
     world.settle()
     assert isinstance(world.answers["leaves"], BeatAnswer) and world.answers["leaves"].error == 0
     assert isinstance(world.group, Group) and world.group.phase is Phase.PREPARING
@@ -84,7 +84,7 @@ def test_who_is_up_to_date_commits_on_the_way_back_into_the_classic_protocol() -
     new = ModernMember(world, "m")
     settled(world, [old, new])
     generation, used = old.generation, old.uses
-    world.beat("leaves", Beat(new.member_id, -1))
+    world.beat("leaves", HeartbeatRequest(new.member_id, -1))
     world.settle()
     assert isinstance(world.group, Group) and world.group.generation == generation
     assert protocol_dispatch.commit_refusal(world.group, world.now, old.member_id, None, generation) == 0
@@ -99,7 +99,7 @@ def test_a_rebalance_that_is_owed_is_not_forgotten_with_its_coordinator() -> Non
     members = [ClassicMember(world, "c", EAGER), ModernMember(world, "m")]
     settled(world, members[:1])
     settled(world, list(members))
-    world.beat("leaves", Beat(members[1].name, -1))
+    world.beat("leaves", HeartbeatRequest(members[1].name, -1))
     world.settle()
     world.take_over()
     assert isinstance(world.group, Group) and world.group.phase is Phase.PREPARING
@@ -112,7 +112,7 @@ def test_a_group_that_might_not_go_back_does_when_its_next_coordinator_allows_it
     members = [ClassicMember(world, "c", EAGER), ModernMember(world, "m")]
     settled(world, members[:1])
     settled(world, list(members))
-    world.beat("leaves", Beat(members[1].name, -1))
+    world.beat("leaves", HeartbeatRequest(members[1].name, -1))
     settled(world, members[:1])
     assert isinstance(world.group, ConsumerGroup) and shared(members[:1]) == ALL
     world.limits = LIMITS
@@ -142,7 +142,7 @@ def test_static_members_change_the_protocol_under_their_instance() -> None:
     settled(world, [stays, back])
     assert isinstance(world.group, Group) and world.group.phase is Phase.STABLE
     assert set(world.group.members) == {stays.member_id, back.member_id} and shared([stays, back]) == ALL
-    world.beat("old", Beat(new.member_id, new.generation, "i"))
+    world.beat("old", HeartbeatRequest(new.member_id, new.generation, "i"))
     assert isinstance(world.answers["old"], BeatAnswer) and world.answers["old"].error == error_codes.UNKNOWN_MEMBER_ID
 
 
@@ -174,7 +174,7 @@ def test_a_group_that_cannot_go_over_says_so_and_stays_as_it_is(changed: dict[st
     group.protocol_type = changed.get("protocol_type", group.protocol_type)
     group.unstored = changed.get("unstored", False)
     group.phase = changed.get("phase", group.phase)
-    world.beat("w", Beat("m", 0, rebalance_ms=1, topics=frozenset({TOPIC}), owned={}))
+    world.beat("w", HeartbeatRequest("m", 0, rebalance_ms=1, topics=frozenset({TOPIC}), owned={}))
     said = world.answers["w"]
     assert isinstance(said, BeatAnswer) and said.error == code and said.message
     assert world.group is group and set(group.members) == {m.member_id for m in members}  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ def test_what_is_no_request_of_a_classic_member_in_such_a_group_is_refused() -> 
         == error_codes.STALE_MEMBER_EPOCH
     )
     for epoch in (generation, -1):
-        world.beat("b", Beat(old.member_id, epoch))
+        world.beat("b", HeartbeatRequest(old.member_id, epoch))
         assert world.answers.pop("b").error == error_codes.UNKNOWN_MEMBER_ID, "it speaks the other protocol"
     assert world.rows == before and not group.unstored
 
@@ -292,7 +292,7 @@ def test_whatever_is_no_subscription_or_assignment_is_a_bad_frame(data: bytes) -
     for read in (subscription_of, assignment_of):
         try:
             read(data)  # type: ignore[operator]
-        except BadFrame:
+        except MalformedFrameError:
             continue
 
 
@@ -359,7 +359,9 @@ class Groups(RuleBasedStateMachine):
                 self.world.leave(member.member_id)
                 self.world.deliver(self.world.group)
         elif isinstance(member, ModernMember) and member.generation:
-            self.world.beat(object(), Beat(member.member_id, -2 if member.instance else -1, member.instance))
+            self.world.beat(
+                object(), HeartbeatRequest(member.member_id, -2 if member.instance else -1, member.instance)
+            )
         member.lose()
 
     @rule(member=members, politely=st.booleans())

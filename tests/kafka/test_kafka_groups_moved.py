@@ -10,16 +10,16 @@ import msgspec
 import pytest
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import METASTORE_BATCH_BYTES
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import group_runner as led_module
 from tidemill.kafka.groups.classic_state import GroupLimits, Join, Phase, Sync, SyncAnswer
-from tidemill.kafka.groups.consumer_state import Beat, Topic
-from tidemill.kafka.groups.coordinator import Coordinator, Refused
-from tidemill.kafka.groups.group_runner import LedGroup
+from tidemill.kafka.groups.consumer_state import HeartbeatRequest, Topic
+from tidemill.kafka.groups.coordinator import Coordinator, GroupUnavailableError
+from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.registers import carry_over
 from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.metastore import Metastore
@@ -37,7 +37,7 @@ class World:
         self.clock, self.rand = SystemClock(), Rand(7)
         self.consensus = MemoryConsensus(self.clock)
         self.metastore: Metastore = metastore_on(self.consensus, MemoryObjects(self.clock), self.clock, self.rand)
-        self.tracker = Tracker()
+        self.tracker = StatusTracker()
         self.nodes: list[Coordinator] = []
 
     def node(self, is_own: Callable[[str], bool] = lambda _: True, **limits: int) -> Coordinator:
@@ -80,7 +80,7 @@ def ask(member_id: str = "", new_id: str = "m1", **more: Any) -> Join:
     return Join(member_id, new_id, **{**values, **more})
 
 
-async def stable(led: LedGroup, member_id: str = "", new_id: str = "m1") -> str:
+async def stable(led: GroupRunner, member_id: str = "", new_id: str = "m1") -> str:
     """One member with an assignment."""
     answer = await led.join(ask(member_id, new_id))
     assert answer.error == 0
@@ -99,9 +99,9 @@ class OneTopic:
         return frozenset()
 
 
-def joins(member_id: str, **more: Any) -> Beat:
+def joins(member_id: str, **more: Any) -> HeartbeatRequest:
     values: dict[str, Any] = {"rebalance_ms": 1_000, "topics": frozenset("t"), "owned": {}, **more}
-    return Beat(member_id, 0, **values)
+    return HeartbeatRequest(member_id, 0, **values)
 
 
 def committed(offset: int) -> list[tuple[bytes, bytes]]:
@@ -147,19 +147,19 @@ def test_the_next_coordinator_finds_the_members_of_the_consumer_protocol_and_the
         told = await old.beat(joins("m1"), seen)
         assert (told.epoch, told.assignment) == (1, {"t": frozenset({0, 1})})
         new = await world.node().get("g")
-        assert (await new.beat(Beat("m1", 1), seen)).assignment is None, "nothing is told anew"
+        assert (await new.beat(HeartbeatRequest("m1", 1), seen)).assignment is None, "nothing is told anew"
         assert new.group.phase is Phase.STABLE
         assert new.commit_refusal("m1", None, 1) == 0
         assert (await old.beat(joins("m2"), seen)).error == error_codes.NOT_COORDINATOR
-        assert old.is_over and (await old.beat(Beat("m1", 1), seen)).error == error_codes.NOT_COORDINATOR
+        assert old.is_over and (await old.beat(HeartbeatRequest("m1", 1), seen)).error == error_codes.NOT_COORDINATOR
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == ["m1"]
         assert await new.delete(nothing) == error_codes.NON_EMPTY_GROUP
         assert (await new.join(ask())).error == error_codes.REBALANCE_IN_PROGRESS, "who sees no topics"
         assert (await new.join(ask(), seen)).error == error_codes.INCONSISTENT_GROUP_PROTOCOL, "who is no consumer"
-        assert (await new.beat(Beat("m1", -1), seen)).error == 0
+        assert (await new.beat(HeartbeatRequest("m1", -1), seen)).error == 0
         member = await stable(new)
         assert (await new.beat(joins("m1"), seen)).error == error_codes.GROUP_ID_NOT_FOUND
-        assert (await new.beat(Beat("m1", 1), seen)).error == error_codes.UNKNOWN_MEMBER_ID
+        assert (await new.beat(HeartbeatRequest("m1", 1), seen)).error == error_codes.UNKNOWN_MEMBER_ID
         head = await world.metastore.get(GROUPS, "g")
         assert head is not None and (head.kind, head.generation) == ("classic", 3)
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == [member]
@@ -187,7 +187,7 @@ def test_f231_a_group_of_the_consumer_protocol_that_cannot_be_written_tells_what
             world.metastore.commit = unsure._commit  # type: ignore[method-assign]
             again = await node.get("g")
             assert again is not led and list(again.group.members) == ["m1"]
-            assert (await again.beat(Beat("m1", 1), seen)).error == 0
+            assert (await again.beat(HeartbeatRequest("m1", 1), seen)).error == 0
 
     run(body)
 
@@ -219,20 +219,20 @@ class Unsure:
         if not how:
             return await self._commit(rows, expects=expects)
         if how == "away":
-            raise Unavailable("it did not happen")
+            raise UnavailableError("it did not happen")
         if how == "refused":
-            raise Invalid("it is too large")
+            raise InvalidError("it is too large")
         if how == "broken":
             raise MemoryError("nobody listed this")
         if how == "done":
             await self._commit(rows, expects=expects)
         if how == "late":
             self.late.append((rows, expects))
-        raise Unknown("it may have happened")
+        raise UnknownOutcomeError("it may have happened")
 
     async def arrive(self) -> None:
         for rows, expects in self.late:
-            with pytest.raises(Conflict):
+            with pytest.raises(ConflictError):
                 await self._commit(rows, expects=expects)
 
 
@@ -287,7 +287,7 @@ def noted(partition: int, count: int, letters: int = 4_096) -> list[tuple[bytes,
     return [GROUP_OFFSETS.encode(row) for row in rows]
 
 
-async def syncing(led: LedGroup) -> asyncio.Future[SyncAnswer]:
+async def syncing(led: GroupRunner) -> asyncio.Future[SyncAnswer]:
     """Its membership is about to be written."""
     answer = await led.join(ask())
     return led.sync(Sync(answer.member_id, None, answer.generation, assignments=((answer.member_id, b"a" * 1_000),)))
@@ -361,7 +361,7 @@ def test_a_group_moves_when_nodes_come_and_go_and_members_are_missed_without_bei
         owns["a"] = False
         first.reassigned()
         assert (await waiting).error == error_codes.NOT_COORDINATOR
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(GroupUnavailableError) as refused:
             await first.get("g")
         assert refused.value.code == error_codes.NOT_COORDINATOR
         second.reassigned()
@@ -391,16 +391,16 @@ def test_f232_more_groups_or_bytes_than_the_node_holds_are_refused_and_those_the
     async def body(world: World) -> None:
         node = world.node(groups_max=1, groups_bytes_max=10)
         led = await node.get("g")
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(GroupUnavailableError) as refused:
             await node.get("more")
         assert refused.value.code == error_codes.COORDINATOR_NOT_AVAILABLE
         answer = await led.join(ask(protocols=(("range", b"x" * 20),)))
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(GroupUnavailableError) as refused:
             await node.get("g", growing=True)
         assert refused.value.code == error_codes.GROUP_MAX_SIZE_REACHED
         assert led.heartbeat(answer.member_id, None, 1) == 0
         for name in ("", "x" * 600, "\x00" * 300):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(GroupUnavailableError) as refused:
                 await node.get(name)
             assert refused.value.code == error_codes.INVALID_GROUP_ID
 

@@ -15,7 +15,7 @@ from raw import ZERO, RawClient, batch, decode, encode, example, fetch_body, fie
 
 from patience import DEADLINE_S
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.api import dispatch as request_module
 from tidemill.kafka.handlers import APIS, k01_fetch
@@ -416,7 +416,7 @@ def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_
     whole = fake_broker.catalogue.list
 
     async def away(kind: Any, **more: Any) -> Any:
-        raise Unavailable("the catalogue is away.")
+        raise UnavailableError("the catalogue is away.")
 
     def asked(topic: str, version: int, partition: int, topic_id: str = "") -> bytes:
         schema = load_request_schema(9, version)
@@ -551,22 +551,22 @@ def test_every_kind_of_error_has_a_retriable_or_honest_code() -> None:
     from tidemill.topics import api as front
 
     expected = {
-        kinds.Unavailable: error_codes.KAFKA_STORAGE_ERROR,
-        kinds.Unknown: error_codes.REQUEST_TIMED_OUT,
-        kinds.Fenced: error_codes.NOT_LEADER_OR_FOLLOWER,
-        kinds.Closed: error_codes.NOT_LEADER_OR_FOLLOWER,
-        kinds.Conflict: error_codes.NOT_LEADER_OR_FOLLOWER,
-        kinds.Corrupt: error_codes.KAFKA_STORAGE_ERROR,
-        kinds.Missing: error_codes.UNKNOWN_TOPIC_OR_PARTITION,
-        kinds.Invalid: error_codes.INVALID_REQUEST,
-        front.NotLeader: error_codes.NOT_LEADER_OR_FOLLOWER,
-        front.OutOfOrderSequence: error_codes.OUT_OF_ORDER_SEQUENCE_NUMBER,
-        front.InvalidProducerEpoch: error_codes.INVALID_PRODUCER_EPOCH,
-        front.CorruptBatch: error_codes.CORRUPT_MESSAGE,
-        front.InvalidRecords: error_codes.INVALID_RECORD,
-        front.BatchTooLarge: error_codes.MESSAGE_TOO_LARGE,
-        front.BadBatch: error_codes.KAFKA_STORAGE_ERROR,
-        front.OffsetOutOfRange: error_codes.OFFSET_OUT_OF_RANGE,
+        kinds.UnavailableError: error_codes.KAFKA_STORAGE_ERROR,
+        kinds.UnknownOutcomeError: error_codes.REQUEST_TIMED_OUT,
+        kinds.FencedError: error_codes.NOT_LEADER_OR_FOLLOWER,
+        kinds.ClosedError: error_codes.NOT_LEADER_OR_FOLLOWER,
+        kinds.ConflictError: error_codes.NOT_LEADER_OR_FOLLOWER,
+        kinds.CorruptError: error_codes.KAFKA_STORAGE_ERROR,
+        kinds.MissingError: error_codes.UNKNOWN_TOPIC_OR_PARTITION,
+        kinds.InvalidError: error_codes.INVALID_REQUEST,
+        front.NotLeaderError: error_codes.NOT_LEADER_OR_FOLLOWER,
+        front.OutOfOrderSequenceError: error_codes.OUT_OF_ORDER_SEQUENCE_NUMBER,
+        front.InvalidProducerEpochError: error_codes.INVALID_PRODUCER_EPOCH,
+        front.CorruptBatchError: error_codes.CORRUPT_MESSAGE,
+        front.InvalidRecordsError: error_codes.INVALID_RECORD,
+        front.BatchTooLargeError: error_codes.MESSAGE_TOO_LARGE,
+        front.UnreadableBatchError: error_codes.KAFKA_STORAGE_ERROR,
+        front.OffsetOutOfRangeError: error_codes.OFFSET_OUT_OF_RANGE,
     }
     assert {kind: error_codes.code_of(kind("x")) for kind in expected} == expected
     assert all(issubclass(kind, TidemillError) and error_codes.is_expected(kind("x")) for kind in expected)
@@ -574,17 +574,19 @@ def test_every_kind_of_error_has_a_retriable_or_honest_code() -> None:
 
 def test_a_fault_of_ours_counts_as_an_unknown_outcome() -> None:
     assert (
-        error_codes.code_of(RuntimeError("bug")) == error_codes.code_of(Unknown("x")) == error_codes.REQUEST_TIMED_OUT
+        error_codes.code_of(RuntimeError("bug"))
+        == error_codes.code_of(UnknownOutcomeError("x"))
+        == error_codes.REQUEST_TIMED_OUT
     )
     assert not error_codes.is_expected(RuntimeError("bug"))
-    assert error_codes.code_of(Unavailable("x")) != error_codes.code_of(Invalid("x"))
+    assert error_codes.code_of(UnavailableError("x")) != error_codes.code_of(InvalidError("x"))
 
 
 def test_only_a_batch_that_can_never_be_stored_gets_a_code_that_loses_messages() -> None:
     from tidemill.topics import api as front
 
     losing = {kind for kind, code in error_codes._CODES if code in (-1, 10, 59, 87, 89)}
-    assert losing == {front.InvalidRecords, front.BatchTooLarge}
+    assert losing == {front.InvalidRecordsError, front.BatchTooLargeError}
 
 
 def test_a_hundred_requests_for_all_topics_share_a_few_readings_of_the_catalogue(
@@ -617,13 +619,13 @@ def test_a_reading_of_the_catalogue_that_failed_fails_all_who_shared_it() -> Non
         async def list(self, kind: Any) -> Any:
             self.readings += 1
             await asyncio.sleep(0.01)
-            raise Unavailable("away.")
+            raise UnavailableError("away.")
 
     async def scenario() -> None:
         catalogue = Down()
         cache = TopicCache(catalogue, SystemClock())  # type: ignore[arg-type]
         found = await asyncio.gather(*(cache.refresh() for _ in range(20)), return_exceptions=True)
-        assert all(isinstance(each, Unavailable) for each in found)
+        assert all(isinstance(each, UnavailableError) for each in found)
         assert catalogue.readings <= 2
 
     asyncio.run(scenario())
@@ -656,7 +658,7 @@ def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_w
         left = asyncio.create_task(cache.settled())
         await asyncio.sleep(0)
         left.cancel()  # its client is gone
-        catalogue.error = Unavailable("away.")
+        catalogue.error = UnavailableError("away.")
         catalogue.answer.set()
         await asyncio.sleep(0.1)
         assert not [future for future in cache._looking if not future.done()], "nobody waits"

@@ -10,7 +10,7 @@ import pytest
 from harness import RealBroker, eventually
 from test_kafka_confluent import consumer, produce_all, producer, read_all
 
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.l0_garbage import TopicObjects
 from tidemill.metastore.catalogue import TopicRow
@@ -58,7 +58,7 @@ def moved(broker: RealBroker, topic: TopicRow) -> None:
         return [meta.key async for meta in broker.objects.list("l0/")]
 
     eventually(all_moved)
-    grounds = Grounds(
+    grounds = JobContext(
         broker.consensus, broker.objects, broker.metastore, broker.clock, broker.rand, Retention(collect_after_s=0)
     )
     keeper = TopicObjects(grounds, quiet_s=0)

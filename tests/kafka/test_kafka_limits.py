@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.net.connection_limits import TELL_EVERY_S, Door
+from tidemill.kafka.net.connection_limits import TELL_EVERY_S, ConnectionQuotas
 from tidemill.kafka.net.memory_budget import Budget
 
 
@@ -58,7 +58,7 @@ def test_the_connection_that_has_taken_nothing_for_longest_ends_first() -> None:
 
 
 def test_a_flood_is_told_once_in_a_while_with_the_key_to_change() -> None:
-    door = Door(KafkaSettings(connections_max=3, connections_per_address_max=2))
+    door = ConnectionQuotas(KafkaSettings(connections_max=3, connections_per_address_max=2))
     with structlog.testing.capture_logs() as logs:
         assert [door.enter("a", 0.0) for _ in range(50)].count(True) == 2
         assert door.enter("b", 0.0) and not door.enter("c", 0.0)

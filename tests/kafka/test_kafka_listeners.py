@@ -14,7 +14,7 @@ from raw import RawClient, encode, nested
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import exposed, parse
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaServer
 from tidemill.kafka.net.listeners import Listener
 
@@ -93,7 +93,7 @@ def test_a_listener_that_cannot_be_bound_names_its_key_and_leaves_nothing_open(f
             name="n1",
             listeners=[Listener("out", "127.0.0.1", taken.getsockname()[1], key="kafka.listeners.out.address")],
         )
-        with pytest.raises(Invalid, match=r"kafka\.listeners\.out\.address"):
+        with pytest.raises(InvalidError, match=r"kafka\.listeners\.out\.address"):
             fake_broker.portal.call(server.start())
         assert server.ports == {}
 
@@ -115,5 +115,5 @@ def test_listeners_are_read_from_the_configuration_and_open_ones_are_told() -> N
         {"listeners": {"out": {"address": "h:1", "security": "tls"}}},
         {"listeners": {"out": {"address": "h:1", "security": "ssl"}}},
     ):
-        with pytest.raises(Invalid, match=r"kafka\.|security"):
+        with pytest.raises(InvalidError, match=r"kafka\.|security"):
             parse({"kafka": wrong}, origin="t.toml")

@@ -18,7 +18,7 @@ from tidemill.kafka.fetch_sessions import implicit as repeated_module
 from tidemill.kafka.fetch_sessions.request_diff import Asked
 from tidemill.kafka.handlers import APIS, k01_fetch
 from tidemill.kafka.schema import fetch as schema
-from tidemill.kafka.schema.primitives import BadFrame
+from tidemill.kafka.schema.primitives import MalformedFrameError
 from tidemill.metastore.catalogue import TopicRow
 
 MIN = repeated_module.PARTITIONS_MIN
@@ -190,7 +190,7 @@ def test_what_is_taken_for_a_repetition_is_one(version: int, data: st.DataObject
     def read(body: bytes) -> dict[Place, schema.FetchPartition] | None:
         try:
             topics = schema.decode(memoryview(body), 0, version).topics
-        except BadFrame:
+        except MalformedFrameError:
             return None
         pairs = [((topic.topic, each.partition), each) for topic in topics for each in topic.partitions]
         return dict(pairs) if len(dict(pairs)) == len(pairs) else None

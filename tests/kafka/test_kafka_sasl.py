@@ -35,7 +35,7 @@ from raw import request_frame
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.net.listener_security import UNKNOWN_REQUEST_BYTES, Gate
+from tidemill.kafka.net.listener_security import UNKNOWN_REQUEST_BYTES, ListenerSecurity
 from tidemill.security.auth_throttle import Failures
 from tidemill.security.oauth_tokens import Tokens, TokenSettings
 from tidemill.security.sasl import MECHANISMS, Authenticator
@@ -54,11 +54,11 @@ def token(user: str, lives_s: float = 3600.0) -> str:
 
 def gate(
     authority: Authority | None = None, mechanisms: tuple[str, ...] = MECHANISMS, **more: Any
-) -> Callable[..., Gate]:
+) -> Callable[..., ListenerSecurity]:
     tokens = Tokens(TokenSettings(secret=SECRET), SystemClock())
 
-    def made(users: Users) -> Gate:
-        return Gate(
+    def made(users: Users) -> ListenerSecurity:
+        return ListenerSecurity(
             authority.gate().tls if authority is not None else None,
             authenticator=Authenticator(users, Rand(), tokens),
             mechanisms=mechanisms,
@@ -513,10 +513,10 @@ def test_a_password_that_changed_or_a_user_that_is_gone_counts_at_once(plain: Fa
 def test_f245_while_the_metastore_is_away_nobody_is_told_of_a_wrong_password(
     plain: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tidemill.base.errors import Unavailable
+    from tidemill.base.errors import UnavailableError
 
     async def away(*_: Any, **__: Any) -> None:
-        raise Unavailable("the metastore is away.")
+        raise UnavailableError("the metastore is away.")
 
     async def replace() -> None:
         monkeypatch.setattr(plain.metastore, "get", away)

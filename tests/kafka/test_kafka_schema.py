@@ -19,7 +19,7 @@ from schema_strategies import encoded, entities, plain
 from tidemill.kafka import error_codes
 from tidemill.kafka.handlers import APIS, compile_all
 from tidemill.kafka.schema import codec_compiler, fetch, produce
-from tidemill.kafka.schema.primitives import BadFrame, read_uvarint, skip_tags, write_uvarint
+from tidemill.kafka.schema.primitives import MalformedFrameError, read_uvarint, skip_tags, write_uvarint
 
 HOT = (0, 1)
 COLD_VERSIONS = [
@@ -78,7 +78,7 @@ def with_texts(entity: Any) -> Any:
 @few
 @given(junk=st.binary(max_size=200))
 def test_junk_is_a_bad_frame_and_nothing_else(key: int, version: int, junk: bytes) -> None:
-    with contextlib.suppress(BadFrame):
+    with contextlib.suppress(MalformedFrameError):
         codec_compiler.decode_request(key, version, memoryview(junk), 0)
 
 
@@ -87,7 +87,7 @@ def test_junk_is_a_bad_frame_and_nothing_else(key: int, version: int, junk: byte
 def test_a_truncated_request_is_a_bad_frame(cut: int, data: st.DataObject) -> None:
     raw = encoded(data.draw(entities(load_request_schema(3, 12))))
     short = raw[: min(cut, len(raw) - 1)]
-    with pytest.raises(BadFrame):
+    with pytest.raises(MalformedFrameError):
         codec_compiler.decode_request(3, 12, memoryview(short), 0)
 
 
@@ -100,7 +100,7 @@ def test_unknown_tagged_fields_are_skipped() -> None:
 
 
 def test_null_where_the_schema_has_none_is_a_bad_frame() -> None:
-    with pytest.raises(BadFrame, match="field=topics"):
+    with pytest.raises(MalformedFrameError, match="field=topics"):
         codec_compiler.decode_request(23, 4, memoryview(bytes.fromhex("ffffffff0000")), 0)
 
 
@@ -110,7 +110,7 @@ def test_bytes_after_a_request_are_ignored_as_kafka_does() -> None:
 
 
 def test_a_huge_array_count_is_refused_before_anything_is_built() -> None:
-    with pytest.raises(BadFrame, match="passes the end"):
+    with pytest.raises(MalformedFrameError, match="passes the end"):
         codec_compiler.decode_request(3, 1, memoryview(b"\x7f\xff\xff\xff"), 0)
 
 
@@ -123,7 +123,7 @@ def test_varints_round_trip(value: int) -> None:
 
 
 def test_a_tag_that_passes_the_end_is_a_bad_frame() -> None:
-    with pytest.raises(BadFrame):
+    with pytest.raises(MalformedFrameError):
         skip_tags(memoryview(b"\x01\x00\x7fxx"), 0)
 
 
@@ -241,7 +241,7 @@ def test_kio_reads_our_fetch_responses(version: int, data: st.DataObject) -> Non
 @settings(max_examples=50, deadline=None)
 @given(junk=st.binary(max_size=120))
 def test_junk_in_produce_is_a_bad_frame(version: int, junk: bytes) -> None:
-    with contextlib.suppress(BadFrame):
+    with contextlib.suppress(MalformedFrameError):
         produce.decode(memoryview(junk), 0, version)
 
 
@@ -249,7 +249,7 @@ def test_junk_in_produce_is_a_bad_frame(version: int, junk: bytes) -> None:
 @settings(max_examples=50, deadline=None)
 @given(junk=st.binary(max_size=120))
 def test_junk_in_fetch_is_a_bad_frame(version: int, junk: bytes) -> None:
-    with contextlib.suppress(BadFrame):
+    with contextlib.suppress(MalformedFrameError):
         fetch.decode(memoryview(junk), 0, version)
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
 
 from tidemill.base.clock import ManualClock, SystemClock
-from tidemill.base.errors import Invalid
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import InvalidError
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.api.authorizer import Access
 from tidemill.kafka.api.dispatch import read_request
@@ -29,7 +29,7 @@ from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.objects.store import Buffer
 from tidemill.security.audit import Audit
-from tidemill.topics.api import NotLeader, ProduceResult
+from tidemill.topics.api import NotLeaderError, ProduceResult
 
 API_VERSIONS = 18
 
@@ -85,7 +85,7 @@ def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
         cache = TopicCache(None, None)  # type: ignore[arg-type]
         cache.learn(TopicRow("t", "id", 3))
         # The clock stands still: a long request may otherwise rest between two batches on a busy machine.
-        parts = {"topics": topics, "cache": cache, "pace": Pace(ManualClock())}
+        parts = {"topics": topics, "cache": cache, "pace": CoopBudget(ManualClock())}
         context: Any = type("Context", (), {**parts, "access": Access(None, Audit(SystemClock()))})()
         before = len(asyncio.all_tasks())
         for first in (0, 3):
@@ -396,13 +396,13 @@ def test_a_taken_port_names_the_key_to_change() -> None:
                 self.port = taken.getsockname()[1]
                 super().start()
 
-        with pytest.raises(Invalid, match=r"node\.kafka"):
+        with pytest.raises(InvalidError, match=r"node\.kafka"):
             Taken()
 
 
 def test_not_leader_reaches_the_client_as_code_6(fake_broker: FakeBroker) -> None:
     fake_broker.create_topic("t", 1)
-    fake_broker.topics.faults = lambda *_: NotLeader("elsewhere.", leader="n2")
+    fake_broker.topics.faults = lambda *_: NotLeaderError("elsewhere.", leader="n2")
     with RawClient(fake_broker.port) as client:
         client.ask(3, 1, b"\xff\xff\xff\xff")
         answer = client.ask(0, 3, produce_body("t", [(0, sequence(0))]))

@@ -18,9 +18,9 @@ from harness import FakeBroker, RealBroker, eventually, run
 from raw import request_frame
 
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings
-from tidemill.kafka.net.listener_security import Gate
+from tidemill.kafka.net.listener_security import ListenerSecurity
 
 LARGE = bytes(range(256)) * 12_000
 VALUES = [LARGE, b"", b"small", LARGE[::-1]]
@@ -307,7 +307,7 @@ def test_files_that_cannot_be_used_are_named_with_their_key(authority: Authority
         (TlsSettings(certificate, key, "", "required"), "tls.client_ca"),
         (TlsSettings(certificate, key, key, "required"), "tls.client_ca"),
     ):
-        with pytest.raises(Invalid, match=named):
+        with pytest.raises(InvalidError, match=named):
             Certificates(settings).load()
 
 
@@ -316,7 +316,7 @@ def test_a_gate_in_clear_text_lets_everybody_in_as_nobody(fake_broker: FakeBroke
     assert ask_versions(plain)
     assert principals(fake_broker) == {"User:ANONYMOUS"}
     plain.close()
-    assert Gate().tls is None
+    assert ListenerSecurity().tls is None
 
 
 def test_many_clients_at_once_shake_hands(authority: Authority) -> None:

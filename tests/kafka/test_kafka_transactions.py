@@ -11,7 +11,7 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from harness import Cluster, RealBroker, eventually
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.kafka import error_codes
 from tidemill.kafka.transactions.coordinator import Transactions
 from tidemill.kafka.transactions.state import State, Transaction
@@ -225,7 +225,7 @@ def stuck(broker: RealBroker, monkeypatch: pytest.MonkeyPatch) -> RealBroker:
     broker.create_topic("in", 1)
 
     async def away(*_: object) -> None:
-        raise Unavailable("no marker today.")
+        raise UnavailableError("no marker today.")
 
     monkeypatch.setattr(broker.topics, "mark", away)
     monkeypatch.setattr("tidemill.kafka.transactions.coordinator.ANSWER_WAIT_S", 0.2)

@@ -9,11 +9,11 @@ from typing import Any
 from structlog.testing import capture_logs
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka.transactions.coordinator import Transactions
 from tidemill.kafka.transactions.state import Offsets
-from tidemill.topics.api import Here, Marker, NotLeader
+from tidemill.topics.api import Here, Marker, NotLeaderError
 from tidemill.topics.produce.producer_ids import ProducerIds
 
 
@@ -33,10 +33,10 @@ class Led:
 
     async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None:
         if partition == 1 and "other" not in self.told:
-            raise NotLeader("another node leads.", leader="other")
+            raise NotLeaderError("another node leads.", leader="other")
         if partition == 2 and self._fails:
             self._fails = False
-            raise Unavailable("the store is away.")
+            raise UnavailableError("the store is away.")
         self.marked.append(partition)
 
 

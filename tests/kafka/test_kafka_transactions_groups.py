@@ -15,9 +15,9 @@ from raw import RawClient, encode, fields, nested
 from test_kafka_groups_moved import World, run, stable
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.kafka import KafkaSettings, error_codes
-from tidemill.kafka.groups.offline_admin import Apart
+from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
 from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets, keep
 from tidemill.kafka.transactions.state import GroupOffset, Offsets, State, Transaction
 from tidemill.kafka.transactions.store import (
@@ -60,7 +60,7 @@ def test_who_comes_late_with_a_transactions_offsets_puts_nothing_back() -> None:
         await fast.commit("g", wanting(5))
         await fast.commit("g", wanting(9))  # the next transaction
         go_on.set()
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await late
         assert await world.offsets() == [9]
 
@@ -98,10 +98,10 @@ def test_offsets_of_one_group_take_turns() -> None:
 def test_offsets_wait_for_their_groups_coordinator_and_those_of_no_group_are_refused() -> None:
     async def body(world: World) -> None:
         elsewhere = CoordinatedOffsets(world.node(lambda _: False), lambda _: "n2", world.clock)
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await elsewhere.commit("g", wanting(1))
         assert elsewhere.owner_of("g") == "n2"
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await CoordinatedOffsets(world.node(), lambda _: "", world.clock).commit("", wanting(1))
         assert await world.offsets() == []
 
@@ -293,7 +293,7 @@ def test_what_a_transaction_has_still_to_commit_goes_with_the_offsets_that_are_d
         commits = transactions._groups.commit
 
         async def not_yet(*_: Any) -> None:
-            raise Unavailable("the group takes no offsets now.")
+            raise UnavailableError("the group takes no offsets now.")
 
         if decided:
             monkeypatch.setattr(transactions._groups, "commit", not_yet)
@@ -309,7 +309,7 @@ def test_what_a_transaction_has_still_to_commit_goes_with_the_offsets_that_are_d
         else:
             clock, rand = SystemClock(), Rand()
             forget = partial(let_go, endpoint.consensus, rand, GROUP, None, clock.now_ms())
-            endpoint.portal.call(Apart(endpoint.metastore, clock, rand).delete(GROUP, forget))
+            endpoint.portal.call(OfflineGroupAdmin(endpoint.metastore, clock, rand).delete(GROUP, forget))
         monkeypatch.setattr(transactions._groups, "commit", commits)
         assert decided or mine.end() == 0
         eventually(lambda: ended(endpoint))

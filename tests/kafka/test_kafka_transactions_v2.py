@@ -18,7 +18,7 @@ from tidemill.kafka.transactions.state import EPOCH_LAST, State, key_of
 from tidemill.kafka.transactions.store import change
 from tidemill.kafka.transactions.transitions import Decision
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.api import Marker, Within
+from tidemill.topics.api import Marker, ProduceTransaction
 from tidemill.topics.batch.control_batch import transactional
 
 ID, GROUP = "tx", "g"
@@ -248,7 +248,7 @@ def test_many_partitions_are_added_by_few_writes(topic: RealBroker, client: Clie
     async def together(places: int) -> tuple[list[object], int]:
         before = (await topic.consensus.head(key_of(ID))).seq  # type: ignore[union-attr]
         confirmed = await asyncio.gather(
-            *(transactions.confirm(Within(ID, adds=True), *client.identity, "t", p) for p in range(places))
+            *(transactions.confirm(ProduceTransaction(ID, adds=True), *client.identity, "t", p) for p in range(places))
         )
         return list(confirmed), (await topic.consensus.head(key_of(ID))).seq - before  # type: ignore[union-attr]
 

@@ -20,7 +20,7 @@ from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
-from tidemill.topics.api import BadBatch
+from tidemill.topics.api import UnreadableBatchError
 from tidemill.topics.batch import decode_columns
 from tidemill.topics.batch.compression import compress
 from tidemill.topics.partition_reader import PartitionReaderImpl
@@ -397,7 +397,7 @@ def test_f207_a_stored_batch_that_cannot_be_read_is_lost_alone_and_named_by_its_
         for ref, found in zip(refs, await reader.read(refs), strict=True):
             try:
                 good += decode_columns(found, ref=ref)[1].offsets.tolist()
-            except BadBatch as error:
+            except UnreadableBatchError as error:
                 bad.append((error.base_offset, error.last_offset))
         await metastore.aclose()
         await consensus.aclose()

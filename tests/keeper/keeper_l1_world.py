@@ -5,7 +5,7 @@ from __future__ import annotations
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check.rows import check_rows
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.l1_garbage import TopicL1
 from tidemill.maintenance.topics.l1_merge import TopicL1Levels
@@ -15,7 +15,7 @@ from tidemill.metastore.check.objects import References
 from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.batch import Record, decode_columns, encode_batch
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
@@ -36,7 +36,7 @@ class L1World:
         self.topics = LocalTopics(
             self.consensus, self.objects, self.catalogue, clock=self.clock, rand=self.rand, metastore=self.metastore
         )
-        self.rows = L1Rows(self.metastore, self.clock, self.rand)
+        self.rows = ExtentStore(self.metastore, self.clock, self.rand)
         self.reconciler = Reconciler(
             self.rows,
             self.objects,
@@ -47,7 +47,7 @@ class L1World:
             self.topics._settings,
             self.topics._led,
         )
-        grounds = Grounds(
+        grounds = JobContext(
             self.consensus, self.objects, self.metastore, self.clock, self.rand, Retention(collect_after_s=0)
         )
         self.levels, self.other_levels = TopicL1Levels(grounds), TopicL1Levels(grounds)

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.shards.orphans import Orphans
 from tidemill.maintenance.shards.upkeep import ShardUpkeep
@@ -80,9 +80,9 @@ class World:
         self.durable = MemoryState()
         self.objects = MemoryObjects(self.clock)
         self.rows = Rows()
-        self.tracker = Tracker()
+        self.tracker = StatusTracker()
         metastore: Any = self.rows
-        self.grounds = Grounds(
+        self.grounds = JobContext(
             self.consensus(), self.objects, metastore, self.clock, self.rand, retention or Retention()
         )
         self.upkeep = ShardUpkeep(self.grounds, self.tracker)

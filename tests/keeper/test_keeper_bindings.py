@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keeper_world import KEYS, World, run
 
-from tidemill.base.status.status import Mark, State, derive
+from tidemill.base.status.status import StageStatus, State, derive
 from tidemill.maintenance.context import Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.shards.bindings import BindingsUpkeep
@@ -114,7 +114,7 @@ def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_they_are
         await world.write(shard, KEYS)
         stood_ms = world.clock.now_ms()
 
-        async def told(minutes: int) -> Mark | None:
+        async def told(minutes: int) -> StageStatus | None:
             for _ in range(minutes):
                 await mint_for(world, remap, 60)
                 await world.tend()
@@ -148,7 +148,7 @@ def source_of_pipeline(world: World) -> BindingsUpkeep:
     return BindingsUpkeep(world.grounds, world.tracker)
 
 
-def told_now(world: World) -> Mark | None:
+def told_now(world: World) -> StageStatus | None:
     return world.tracker.mark(f"keeper:bindings:{SOURCE}")
 
 

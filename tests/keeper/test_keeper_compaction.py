@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from keeper_l1_world import L1World
 
-from tidemill.base.errors import Corrupt, TidemillError, Unknown
+from tidemill.base.errors import CorruptError, TidemillError, UnknownOutcomeError
 from tidemill.maintenance.context import Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.compaction import TopicCompaction
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows import ABORTED, L1_CLEANED, L1_EXTENTS, PARTITIONS
-from tidemill.topics.api import FetchRead, InvalidRecords, Marker, Within
+from tidemill.topics.api import FetchRead, InvalidRecordsError, Marker, ProduceTransaction
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.batch.control_batch import commits, transactional
 from tidemill.topics.batch.header import CONTROL, HEADER_BYTES, parse_header
@@ -46,7 +46,7 @@ class World(L1World):
         data = transactional(encode_batch([record], producer_id=producer, producer_epoch=0, base_sequence=sequence))
         self.sequences[producer] = sequence + 1
         topic_id = self.topic.topic_id
-        done = await self.topics.produce_nowait(topic_id, 0, bytearray(data), within=Within("t", 0))
+        done = await self.topics.produce_nowait(topic_id, 0, bytearray(data), within=ProduceTransaction("t", 0))
         await self.topics.mark(topic_id, 0, Marker(producer, 0, commit=commit, coordinator_epoch=0))
         return done.base_offset, record.key, record.value
 
@@ -382,7 +382,7 @@ def test_a_record_without_a_key_is_refused_also_while_its_partition_opens(compre
         for _ in range(2):
             sent = [world.topics.produce_nowait(world.topic.topic_id, 0, bytearray(data)) for data in (good, bad, good)]
             results = await asyncio.gather(*sent, return_exceptions=True)
-            assert isinstance(results[1], InvalidRecords) and [at for at, _ in results[1].record_errors] == [1]
+            assert isinstance(results[1], InvalidRecordsError) and [at for at, _ in results[1].record_errors] == [1]
             assert not isinstance(results[0], BaseException) and not isinstance(results[2], BaseException)
         assert len(await world.read()) == 12
 
@@ -447,7 +447,7 @@ def test_a_pass_cut_off_at_any_commit_is_made_again(nth: int, landed: bool) -> N
             if seen == nth:
                 if landed:
                     await real(rows, expects=dict(expects))
-                raise Unknown("the answer was lost.")
+                raise UnknownOutcomeError("the answer was lost.")
             return await real(rows, expects=dict(expects))
 
         world.metastore.commit = commit  # type: ignore[method-assign]
@@ -473,7 +473,7 @@ def test_a_partition_whose_object_is_gone_is_told_and_keeps_no_other_waiting() -
         [first, *_] = [row for row in await world.metastore.rows(L1_EXTENTS) if row.partition == 0]
         await world.objects.delete(first.object_key)
         for _ in range(2):
-            with pytest.raises(Corrupt, match=first.object_key):
+            with pytest.raises(CorruptError, match=first.object_key):
                 await world.compact()
         assert [row[0] for row in await world.read(partition=1)] == [2, 3]
 

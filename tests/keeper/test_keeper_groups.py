@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.group_offsets import EMPTY_GROUP_MS, GroupOffsets
 from tidemill.metastore.catalogue import Catalogue, TopicRow
@@ -25,7 +25,7 @@ class World:
         consensus, objects = MemoryConsensus(self.clock), MemoryObjects(self.clock)
         self.metastore = metastore_on(consensus, objects, self.clock, rand)
         self.catalogue = Catalogue(self.metastore, self.clock, rand)
-        self.job = GroupOffsets(Grounds(consensus, objects, self.metastore, self.clock, rand, Retention()))
+        self.job = GroupOffsets(JobContext(consensus, objects, self.metastore, self.clock, rand, Retention()))
 
     async def put(self, *rows: GroupOffsetRow | GroupRow) -> None:
         for row in rows:

@@ -8,12 +8,12 @@ import pytest
 
 from patience import until
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.base.runtime import tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus import leader_election
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.maintenance.failure_status import TOLD_AT_ONCE, Told
+from tidemill.maintenance.failure_status import TOLD_AT_ONCE, FailureStatus
 from tidemill.maintenance.scheduler import Budget, Job, Jobs
 
 
@@ -21,7 +21,7 @@ class Panic(BaseException):
     """What a library's native code raises: no Exception."""
 
 
-def jobs_on(state: MemoryState, holder: str, tracker: Tracker, *jobs: Job) -> Jobs:
+def jobs_on(state: MemoryState, holder: str, tracker: StatusTracker, *jobs: Job) -> Jobs:
     clock = SystemClock()
     return Jobs(jobs, MemoryConsensus(clock, state), clock, holder=holder, tracker=tracker)
 
@@ -30,7 +30,7 @@ def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch:
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.01)
 
     async def scenario() -> None:
-        tracker = Tracker()
+        tracker = StatusTracker()
         faults: list[BaseException] = [RecursionError("too deep"), Panic("native code"), ValueError("nobody listed me")]
         steps = {"bad": 0, "good": 0}
         told: list[str] = []
@@ -83,7 +83,7 @@ def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
 
             return Job("job", 0.01, run)
 
-        nodes = [asyncio.create_task(jobs_on(state, holder, Tracker(), job()).run()) for holder in "ab"]
+        nodes = [asyncio.create_task(jobs_on(state, holder, StatusTracker(), job()).run()) for holder in "ab"]
         await until(lambda: len(terms) > 3)
         first = next(i for i, lease in enumerate("ab") if state.leases["keeper"].holder == lease)
         nodes[first].cancel()
@@ -96,10 +96,10 @@ def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
 
 
 def test_however_many_units_fail_only_a_few_dozen_are_told_and_all_are_counted() -> None:
-    tracker, clock = Tracker(), SystemClock()
-    told = Told("keeper:shards", tracker, clock)
+    tracker, clock = StatusTracker(), SystemClock()
+    told = FailureStatus("keeper:shards", tracker, clock)
     for n in range(1000):
-        told.failed(f"s{n}", Corrupt("a record cannot be read."))
+        told.failed(f"s{n}", CorruptError("a record cannot be read."))
     assert told.count == 1000 and len(tracker.report("n", 0).marks) == TOLD_AT_ONCE
     for n in range(10):
         told.healed(f"s{n}")

@@ -10,7 +10,7 @@ import pytest
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.l1_garbage import TopicL1
 from tidemill.metastore.catalogue import Catalogue, TopicRow
@@ -19,7 +19,7 @@ from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TE
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.format import Region
 from tidemill.topics.l1.row_transitions import Add
 
@@ -38,8 +38,10 @@ class World:
         self.metastore = metastore_on(consensus, self.objects, self.clock, rand, settings=settings, holder="n/1")
         self.catalogue = Catalogue(self.metastore, self.clock, rand)
         retention = Retention(collect_after_s=60, orphans_after_s=6000)
-        self.job = TopicL1(Grounds(consensus, self.objects, self.metastore, self.clock, rand, retention), fault=fault)
-        self.rows = L1Rows(self.metastore, self.clock, rand)
+        self.job = TopicL1(
+            JobContext(consensus, self.objects, self.metastore, self.clock, rand, retention), fault=fault
+        )
+        self.rows = ExtentStore(self.metastore, self.clock, rand)
         self.topic: TopicRow
 
     async def __aenter__(self) -> World:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from keeper_l1_world import L1World
 
-from tidemill.base.errors import Unknown
+from tidemill.base.errors import UnknownOutcomeError
 from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS
 
@@ -103,7 +103,7 @@ def test_a_replacement_whose_answer_was_lost_takes_place_once(landed: bool) -> N
                 lost += 1
                 if landed:
                     await real(rows, expects=dict(expects))
-                raise Unknown("the answer was lost.")
+                raise UnknownOutcomeError("the answer was lost.")
             return await real(rows, expects=dict(expects))
 
         world.metastore.commit = commit  # type: ignore[method-assign]

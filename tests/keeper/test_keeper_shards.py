@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 from keeper_world import KEYS, World, contents, run
 
-from tidemill.base.errors import Corrupt, Missing, Unavailable
+from tidemill.base.errors import CorruptError, MissingError, UnavailableError
 from tidemill.maintenance.context import Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.shards.drop import drop_shard
-from tidemill.shards.api import HistoryLost, staged_key
+from tidemill.shards.api import HistoryLostError, staged_key
 from tidemill.shards.handle import LogShard
 from tidemill.shards.read.holds import holding
 from tidemill.shards.state.checkpoint import assemble, decode_header, encode_header
@@ -93,12 +93,12 @@ def test_what_a_reader_chose_under_its_hold_stays_readable_and_without_it_histor
                 found = await shard.reader.read_batches(chosen, 0, as_of + 1)
                 assert found.num_rows == 900
             else:
-                with pytest.raises(HistoryLost, match="merged and collected"):
+                with pytest.raises(HistoryLostError, match="merged and collected"):
                     await shard.read_batch(chosen[0], 0, as_of + 1)
-                with pytest.raises(HistoryLost):
+                with pytest.raises(HistoryLostError):
                     await shard.snapshot(as_of)
         await world.tend_for(200)
-        with pytest.raises(HistoryLost):
+        with pytest.raises(HistoryLostError):
             await shard.snapshot(as_of)
         assert not {part.object_key for batch in chosen for part in batch.parts} & world.stored().keys()
 
@@ -208,7 +208,7 @@ def test_f331_a_damaged_part_stops_the_merges_of_its_table_only_and_its_mark_nam
             await world.tend()
         failure = world.tracker.failure("keeper:shards:bad")
         assert failure is not None and part.object_key in failure.error and "damaged" in failure.error
-        with pytest.raises(Corrupt, match=part.object_key):
+        with pytest.raises(CorruptError, match=part.object_key):
             await bad.snapshot(bad.state.upper - 1)
         await good.frontiers()
         assert len(good.state.batches) < 10 and world.tracker.failure("keeper:shards:good") is None
@@ -235,7 +235,7 @@ def test_orphans_go_by_age_and_a_writer_that_was_paused_meanwhile_writes_its_par
         await world.orphans.run(Budget(world.clock, 1))
         assert part.object_key not in world.stored() and young.object_key in world.stored()
         _, upper = await paused.frontiers()
-        with pytest.raises(Unavailable, match="too old"):
+        with pytest.raises(UnavailableError, match="too old"):
             await paused.compare_and_append(upper, upper + 10, [part], "")
         assert (await shard.snapshot(upper - 1)).num_rows == len(KEYS)
         await shard.compare_and_append(upper, world.clock.now_ms() + 1, [young], "")
@@ -324,7 +324,7 @@ def test_m4405_objects_of_a_dropped_shard_go_when_no_row_mentions_it() -> None:
         await world.orphans.run(Budget(world.clock, 1))
         assert not world.stored(f"shards/{shard.shard_id}/")
         assert world.stored(f"shards/{other.shard_id}/")
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await shard.frontiers()
 
     run(scenario())
@@ -345,7 +345,7 @@ def test_an_object_that_is_lost_is_no_forgotten_history() -> None:
         world.clock.advance(1000)
         await world.write(shard, KEYS)
         await world.objects.delete(next(iter(world.stored())))
-        with pytest.raises(Corrupt, match="is gone"):
+        with pytest.raises(CorruptError, match="is gone"):
             await shard.snapshot(shard.state.upper - 1)
 
     run(scenario())

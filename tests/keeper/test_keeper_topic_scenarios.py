@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_keeper_topics import World, run
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics import l0_garbage
 from tidemill.maintenance.topics.l0_garbage import TopicObjects
@@ -82,7 +82,7 @@ def test_without_a_word_of_its_partition_no_object_goes() -> None:
         async def refused(*_: Any) -> None:
             nonlocal asked
             asked += 1
-            raise Unavailable("not now.")
+            raise UnavailableError("not now.")
 
         (node,) = world.nodes
         (led,) = node._led.values()
@@ -98,7 +98,7 @@ def test_without_a_word_of_its_partition_no_object_goes() -> None:
                 await world.metastore.flush()
                 try:
                     await world.keeper.run(Budget(world.clock, 1))
-                except Unavailable:
+                except UnavailableError:
                     continue
         finally:
             l0_garbage.settle = settle
@@ -186,7 +186,7 @@ def test_collection_that_is_cut_off_in_the_middle_goes_on_where_it_was() -> None
             nonlocal failures
             failures += 1
             if failures % 2:
-                raise asyncio.CancelledError if failures % 3 else Unavailable("the store is away.")
+                raise asyncio.CancelledError if failures % 3 else UnavailableError("the store is away.")
             await delete(key)
 
         world.objects.delete = cut  # type: ignore[method-assign]
@@ -195,7 +195,7 @@ def test_collection_that_is_cut_off_in_the_middle_goes_on_where_it_was() -> None
             await world.metastore.flush()
             try:
                 await world.keeper.run(Budget(world.clock, 1))
-            except (Unavailable, asyncio.CancelledError):
+            except (UnavailableError, asyncio.CancelledError):
                 continue
         assert failures >= 9
         assert world.stored() == stays

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import pytest
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.l0_garbage import TopicObjects
 from tidemill.maintenance.topics.rollups import TopicRollups
@@ -50,7 +50,7 @@ class World:
             self.consensus, self.objects, self.clock, self.rand, settings=settings, holder="n/1"
         )
         self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
-        grounds = Grounds(
+        grounds = JobContext(
             self.consensus, self.objects, self.metastore, self.clock, self.rand, Retention(collect_after_s=60)
         )
         self.keeper = TopicObjects(grounds, quiet_s=0)
@@ -276,7 +276,7 @@ def test_f725_a_partition_that_cannot_be_read_ends_the_round_and_nothing_is_dele
         world.objects._objects[rollup] = (b"damaged" * 20, data[1])
         for _ in range(30):
             world.clock.advance(10_000)
-            with pytest.raises(Corrupt, match="rollup"):
+            with pytest.raises(CorruptError, match="rollup"):
                 await world.keeper.run(Budget(world.clock, 1))
         assert world.stored() == before
         world.objects._objects[rollup] = data
@@ -400,7 +400,7 @@ def test_replaced_rollups_go_and_a_log_whose_truncation_was_cut_off_is_truncated
         assert world.stored("rollup/topic/") == {standing, coming}
 
         async def refuse(*_: Any) -> Any:
-            raise Unavailable("not now.")
+            raise UnavailableError("not now.")
 
         truncate, world.consensus.truncate = world.consensus.truncate, refuse  # type: ignore[method-assign]
         for _ in range(5):

@@ -10,7 +10,7 @@ import pyarrow as pa
 from memory_rows import Shared, opener
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.checkpoint.stages import checkpointer
 from tidemill.metastore.backup.checkpoint import Checkpointer
@@ -54,7 +54,7 @@ class World:
         self.shared = [Shared() for _ in range(domains)]
         self.metastore = self.open()
         self.catalogue: Any = Catalogue(self.metastore, self.clock, self.rand)
-        self.tracker = Tracker()
+        self.tracker = StatusTracker()
         self._settings = settings
         self.topics = self.open_topics()
         self.remap: LogRemap

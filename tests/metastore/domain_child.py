@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Fenced, Unavailable, Unknown
+from tidemill.base.errors import FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.settings import DomainSettings
@@ -43,7 +43,7 @@ async def main(url: str, bucket: str, ttl_ms: str) -> None:
             number += 1
             try:
                 seqno = await domain.commit([(key.encode(), b"x" * 200), (b"last %d" % client, key.encode())])
-            except (Fenced, Unavailable, Unknown):
+            except (FencedError, UnavailableError, UnknownOutcomeError):
                 await asyncio.sleep(0.05)
                 continue
             say(key=key, seqno=seqno)

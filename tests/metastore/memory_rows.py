@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from tidemill.base.errors import Closed, Conflict, Invalid
+from tidemill.base.errors import ClosedError, ConflictError, InvalidError
 from tidemill.metastore.api import Rows
 from tidemill.metastore.cluster import Cluster
 
@@ -37,7 +37,7 @@ class Shared:
     def write(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int]) -> int:
         current = {key: self.rows.get(key) for key in expects}
         if not all(_as_expected(current[key], seqno) for key, seqno in expects.items()):
-            raise Conflict("a row is not as expected.", current=current)
+            raise ConflictError("a row is not as expected.", current=current)
         self.seqno += 1
         for key, value in rows:
             if key not in self.rows:
@@ -102,7 +102,7 @@ class MemoryRows:
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = {}) -> int:
         self._check()
         if not rows:
-            raise Invalid("A write batch needs rows: keys=0.")
+            raise InvalidError("A write batch needs rows: keys=0.")
         await asyncio.sleep(0)
         self._shared.commits += 1
         fault, self._shared.fault = self._shared.fault, None
@@ -127,7 +127,7 @@ class MemoryRows:
 
     def _check(self) -> None:
         if self._closed:
-            raise Closed("the domain was closed.")
+            raise ClosedError("the domain was closed.")
 
 
 def opener(shared: Sequence[Shared]) -> Callable[[Cluster, int], object]:

@@ -10,7 +10,7 @@ import pytest
 from checkpoint_world import Rows, family_rows
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.backup.checkpoint import Unit
 from tidemill.metastore.rows import ABORTED, EXTENTS, PARTITIONS
@@ -61,7 +61,7 @@ class World:
     async def gathered(self) -> Unit:
         """What a keeper that takes over writes."""
         [row] = family_rows(PARTITIONS, self.rows) or [None]
-        follower = PartitionFollower(self.consensus, self.objects, "t", 0, row, Pace(self.clock))
+        follower = PartitionFollower(self.consensus, self.objects, "t", 0, row, CoopBudget(self.clock))
         return await follower.gather(self.scan)
 
     def write(self, unit: Unit) -> None:

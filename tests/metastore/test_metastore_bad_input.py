@@ -14,7 +14,7 @@ import pytest
 from lsm_world import PREFIX, UUID, World, collect, expected, numbered, run
 from lsm_world import objects as objects  # the fixture
 
-from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
+from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.file_store import Files
@@ -109,14 +109,18 @@ async def decreasing_seqno(hurt: Hurt) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Hurt], Awaitable[None]], type[TidemillError], str]] = {
-    "corrupt block": (corrupt_block, Corrupt, r"its checksum is .* file=metastore/.*\.sst section=block offset="),
-    "truncated SST": (truncated_sst, Corrupt, r"shorter than its manifest says: file=metastore/.*\.sst"),
-    "missing object": (missing_object, Missing, r"is not in the bucket: file=metastore/.*\.sst"),
-    "manifest of a newer format": (newer_manifest, Invalid, f"newer version of .* format={FORMAT + 1} .*={FORMAT}"),
-    "wrong uuid": (wrong_uuid, Invalid, f"another domain: domain_uuid={UUID} manifest_domain_uuid=another"),
-    "batch too large": (batch_too_large, Invalid, r"batch is too large: .*rows=\d+ limit_rows=\d+"),
-    "empty rows": (empty_rows, Invalid, r"at least one row: rows=0"),
-    "decreasing seqno": (decreasing_seqno, Invalid, r"must increase from batch to batch: seqno=2 last_seqno=3"),
+    "corrupt block": (corrupt_block, CorruptError, r"its checksum is .* file=metastore/.*\.sst section=block offset="),
+    "truncated SST": (truncated_sst, CorruptError, r"shorter than its manifest says: file=metastore/.*\.sst"),
+    "missing object": (missing_object, MissingError, r"is not in the bucket: file=metastore/.*\.sst"),
+    "manifest of a newer format": (
+        newer_manifest,
+        InvalidError,
+        f"newer version of .* format={FORMAT + 1} .*={FORMAT}",
+    ),
+    "wrong uuid": (wrong_uuid, InvalidError, f"another domain: domain_uuid={UUID} manifest_domain_uuid=another"),
+    "batch too large": (batch_too_large, InvalidError, r"batch is too large: .*rows=\d+ limit_rows=\d+"),
+    "empty rows": (empty_rows, InvalidError, r"at least one row: rows=0"),
+    "decreasing seqno": (decreasing_seqno, InvalidError, r"must increase from batch to batch: seqno=2 last_seqno=3"),
 }
 SPOILS_A_FILE = {"corrupt block", "truncated SST", "missing object"}
 

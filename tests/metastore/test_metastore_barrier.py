@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tidemill.base.errors import Closed
+from tidemill.base.errors import ClosedError
 from tidemill.metastore.domain.read_barrier import Barrier
 
 
@@ -31,7 +31,7 @@ def test_a_broken_round_is_told_to_its_callers_and_to_those_who_joined_the_next(
         going.set()
         async with asyncio.timeout(40):
             for told in (early, late):
-                with pytest.raises(Closed, match="broke"):
+                with pytest.raises(ClosedError, match="broke"):
                     await told
             await barrier.passed()
         assert rounds == 2 and told_owner == ["b: a bug"]

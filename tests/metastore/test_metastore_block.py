@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sst_world import Rows, numbered_rows, row_sets
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.metastore.lsm.block import Block, decode_block, encode_block, seal, shared_bytes, unseal
 
 
@@ -46,7 +46,7 @@ def test_every_flipped_byte_is_found(rows: Rows, data: st.DataObject) -> None:
     flip = data.draw(st.integers(1, 255))
     for at in range(len(good)):
         bad = good[:at] + bytes((good[at] ^ flip,)) + good[at + 1 :]
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             opened(bad, len(rows[0]))
 
 
@@ -54,12 +54,12 @@ def test_every_flipped_byte_is_found(rows: Rows, data: st.DataObject) -> None:
 def test_every_truncation_and_every_addition_is_found(rows: Rows) -> None:
     good = sealed(rows)
     for bad in [good[:end] for end in range(len(good))] + [good + b"\0", b"\0" + good]:
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             opened(bad, len(rows[0]))
 
 
 def test_damage_is_told_with_file_section_and_offset() -> None:
-    with pytest.raises(Corrupt, match=r"file=some\.sst section=block offset=4096"):
+    with pytest.raises(CorruptError, match=r"file=some\.sst section=block offset=4096"):
         opened(b"\1" + sealed(numbered_rows(3))[1:-1] + b"?", 3)
 
 
@@ -74,13 +74,13 @@ def test_damage_is_told_with_file_section_and_offset() -> None:
     ],
 )
 def test_a_whole_section_that_is_not_the_expected_block_is_found(body: bytes, reason: str) -> None:
-    with pytest.raises(Corrupt, match=reason):
+    with pytest.raises(CorruptError, match=reason):
         opened(seal(body), 2)
 
 
 def test_an_unknown_codec_is_told() -> None:
     data = b"\x07" + b"payload"
-    with pytest.raises(Corrupt, match="codec 7 is unknown"):
+    with pytest.raises(CorruptError, match="codec 7 is unknown"):
         unseal(data + crc32c.crc32c(data).to_bytes(4, "little"), "some.sst", "block", 0)
 
 

@@ -12,7 +12,15 @@ from memory_rows import Shared, opener
 from msgspec.structs import replace
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, Missing, Unavailable, Unknown
+from tidemill.base.errors import (
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    MissingError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import (
     CapturedColumn,
@@ -90,7 +98,7 @@ def test_every_kind_of_row_is_put_got_listed_by_name_and_deleted() -> None:
             await other.delete(type(row), row.name)
             assert await one.get(type(row), row.name) is None
             assert await one.list(type(row)) == []
-            with pytest.raises(Missing, match=f"name={row.name}"):
+            with pytest.raises(MissingError, match=f"name={row.name}"):
                 await one.delete(type(row), row.name)
 
     run(body)
@@ -169,7 +177,7 @@ def test_a_topics_rows_by_name_and_by_id_come_and_go_together() -> None:
 )
 def test_a_bad_name_or_count_is_invalid(name: str, partitions: int) -> None:
     async def body(world: World) -> None:
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await world.process().create_topic(name, partitions)
         assert await world.process().list(TopicRow) == []
 
@@ -184,7 +192,7 @@ def test_of_processes_that_create_one_topic_exactly_one_wins_and_the_others_get_
         catalogues = [world.process() for _ in range(6)]
         found = await asyncio.gather(*(c.create_topic("t", 3) for c in catalogues), return_exceptions=True)
         won = [row for row in found if isinstance(row, TopicRow)]
-        lost = [error for error in found if isinstance(error, Conflict)]
+        lost = [error for error in found if isinstance(error, ConflictError)]
         assert (len(won), len(lost)) == (1, 5)
         assert [error.current for error in lost] == won * 5
         assert await both_rows(world) == (["t"], ["t"])
@@ -201,7 +209,9 @@ def test_racing_puts_all_return_and_the_last_one_stands() -> None:
     run(body)
 
 
-def unknown(landed: bool, error: type[Unknown] | type[Fenced] = Unknown) -> Callable[[Callable[[], int]], int]:
+def unknown(
+    landed: bool, error: type[UnknownOutcomeError] | type[FencedError] = UnknownOutcomeError
+) -> Callable[[Callable[[], int]], int]:
     def fault(write: Callable[[], int]) -> int:
         if landed:
             write()
@@ -210,9 +220,11 @@ def unknown(landed: bool, error: type[Unknown] | type[Fenced] = Unknown) -> Call
     return fault
 
 
-@pytest.mark.parametrize(("landed", "error"), [(True, Unknown), (False, Unknown), (False, Fenced)])
+@pytest.mark.parametrize(
+    ("landed", "error"), [(True, UnknownOutcomeError), (False, UnknownOutcomeError), (False, FencedError)]
+)
 def test_a_creation_whose_outcome_is_unknown_returns_the_topic_that_stands(
-    landed: bool, error: type[Unknown] | type[Fenced]
+    landed: bool, error: type[UnknownOutcomeError] | type[FencedError]
 ) -> None:
     async def body(world: World) -> None:
         catalogue = world.process()
@@ -236,7 +248,7 @@ def test_a_creation_that_lands_after_its_retry_began_is_still_ours() -> None:
         def first(write: Callable[[], int]) -> int:
             late.append(write)
             world.shared[0].fault = second
-            raise Unknown("lost")
+            raise UnknownOutcomeError("lost")
 
         def second(write: Callable[[], int]) -> int:
             late[0]()
@@ -283,9 +295,9 @@ def test_a_growth_that_may_not_be_changes_nothing() -> None:
         await catalogue.create_topic("t", 4)
         await catalogue.create_topic("captured", 4, kind="capture")
         for name, count in (("t", 4), ("t", 3), ("t", 0), ("t", 10_001), ("captured", 8)):
-            with pytest.raises(Invalid):
+            with pytest.raises(InvalidError):
                 await catalogue.grow_topic(name, count)
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await catalogue.grow_topic("none", 8)
         assert [row.partitions for row in await catalogue.list(TopicRow)] == [4, 4]
 
@@ -300,12 +312,12 @@ def test_a_put_that_lands_late_does_not_undo_what_was_put_after_it() -> None:
 
         def lost(write: Callable[[], int]) -> int:
             late.append(write)
-            raise Unknown("lost")
+            raise UnknownOutcomeError("lost")
 
         world.shared[0].fault = lost
         await catalogue.put(PipelineRow("p", {"n": "1"}))
         await catalogue.put(PipelineRow("p", {"n": "2"}))
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             late[0]()
         assert await world.process().get(PipelineRow, "p") == PipelineRow("p", {"n": "2"})
 
@@ -332,10 +344,10 @@ def test_a_write_nobody_can_tell_the_outcome_of_is_unknown_after_its_budget() ->
         def lost(write: Callable[[], int]) -> int:
             world.clock.advance(7_000)
             world.shared[0].fault = lost
-            raise Unknown("lost")
+            raise UnknownOutcomeError("lost")
 
         world.shared[0].fault = lost
-        with pytest.raises(Unknown, match="Look at it again"):
+        with pytest.raises(UnknownOutcomeError, match="Look at it again"):
             await catalogue.create_topic("t", 1)
 
     run(body)
@@ -349,12 +361,12 @@ def test_a_creation_that_lands_after_its_topic_was_deleted_does_not_bring_it_bac
 
         def lost(write: Callable[[], int]) -> int:
             late.append(write)
-            raise Unknown("lost")
+            raise UnknownOutcomeError("lost")
 
         world.shared[0].fault = lost
         await catalogue.create_topic("t", 1)
         await catalogue.delete(TopicRow, "t")
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             late[0]()
         assert await both_rows(world) == ([], [])
 
@@ -374,10 +386,10 @@ def test_an_outcome_that_a_later_change_hides_is_told_as_unknown(back: bool) -> 
             write()
             changed = NAMES.encode(NameRow("topic", "t", "another"))
             world.shared[0].write([(TOPICS.key("t"), theirs), changed], {})
-            raise Unknown("lost")
+            raise UnknownOutcomeError("lost")
 
         world.shared[0].fault = hidden
-        with pytest.raises(Unknown, match="A later change hides"):
+        with pytest.raises(UnknownOutcomeError, match="A later change hides"):
             await catalogue.create_topic("t", 1)
 
     run(body)
@@ -391,14 +403,14 @@ def test_a_refusal_after_an_unknown_outcome_is_no_promise_that_nothing_happened(
         def down(write: Callable[[], int]) -> int:
             world.clock.advance(7_000)
             world.shared[0].fault = down
-            raise Unavailable("no engine")
+            raise UnavailableError("no engine")
 
         def lost(write: Callable[[], int]) -> int:
             world.shared[0].fault = down
-            raise Unknown("lost")
+            raise UnknownOutcomeError("lost")
 
         world.shared[0].fault = lost
-        with pytest.raises(Unknown, match="may have been written"):
+        with pytest.raises(UnknownOutcomeError, match="may have been written"):
             await catalogue.create_topic("t", 1)
 
     run(body)
@@ -410,10 +422,10 @@ def test_what_certainly_did_not_happen_is_told_at_once() -> None:
         await catalogue.list(TopicRow)
 
         def down(write: Callable[[], int]) -> int:
-            raise Unavailable("no engine")
+            raise UnavailableError("no engine")
 
         world.shared[0].fault = down
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await catalogue.create_topic("t", 1)
         assert (await catalogue.create_topic("t", 1)).partitions == 1
 
@@ -472,14 +484,14 @@ def test_a_late_importer_does_not_bring_back_what_was_deleted_since() -> None:
 
         def stalled(write: Callable[[], int]) -> int:
             late.append(write)
-            raise Unavailable("stalled")
+            raise UnavailableError("stalled")
 
         world.shared[0].fault = stalled
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await world.process().list(TopicRow)
         catalogue = world.process()
         await catalogue.delete(TopicRow, "a")
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             late[0]()
         assert await catalogue.list(TopicRow) == topics[1:]
 
@@ -511,7 +523,7 @@ def test_an_unreadable_register_is_named_and_nothing_is_imported() -> None:
     async def body(world: World) -> None:
         await old_cluster(world)
         await world.consensus.cas("catalogue/topic/bad", 0, b"\xc1", "n")
-        with pytest.raises(Corrupt, match="register=catalogue/topic/bad"):
+        with pytest.raises(CorruptError, match="register=catalogue/topic/bad"):
             await world.process().list(TopicRow)
         assert world.shared[0].seqno == 0
 

@@ -10,7 +10,7 @@ import pytest
 from checkpoint_world import World, damage, keys, persisted
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check import deep_check as deep_check_module
 from tidemill.maintenance.check.deep_check import Checked, deep_check
@@ -130,7 +130,7 @@ def test_rows_are_walked_again_when_a_file_was_collected_under_the_walk(
             if moves_on:
                 await world.catalogue.create_topic("more", 1)
                 await world.metastore.flush(10)
-            raise Missing("The file was collected.")
+            raise MissingError("The file was collected.")
 
         monkeypatch.setattr(deep_check_module, "check_rows", collected_once)
         found = await lines(world)
@@ -156,7 +156,7 @@ def test_the_bucket_alone_is_walked_where_consensus_is_gone() -> None:
 
 def test_nothing_at_all_is_said_as_such() -> None:
     clock = SystemClock()
-    with pytest.raises(Missing, match="There is no cluster"):
+    with pytest.raises(MissingError, match="There is no cluster"):
         asyncio.run(deep_check(MemoryConsensus(clock), MemoryObjects(clock), clock, Rand()))
 
 

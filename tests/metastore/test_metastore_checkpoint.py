@@ -11,9 +11,9 @@ import pytest
 from checkpoint_world import SCHEMA, Restored, Rows, World, family_rows, rows_of
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
+from tidemill.base.errors import CorruptError, FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import METASTORE_BATCH_ROWS
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.backup import checkpoint
 from tidemill.metastore.backup.checkpoint import Checkpointer, Group, packed, slot_of
@@ -310,7 +310,7 @@ def test_a_replaced_keeper_writes_nothing_any_more() -> None:
         await new.round()
         await world.step()
         seqno = world.shared[0].seqno
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await old.round()
         assert world.shared[0].seqno == seqno
         await new.round()
@@ -327,10 +327,10 @@ def test_a_failed_commit_is_made_good_by_the_next_round() -> None:
         await world.step()
 
         def refuse(_: Callable[[], int]) -> int:
-            raise Unavailable("the domain is away.")
+            raise UnavailableError("the domain is away.")
 
         world.shared[0].fault = refuse
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await keeper.round()
         await keeper.round()
         await check_restored_equals_live(world)
@@ -347,10 +347,10 @@ def test_a_commit_of_unknown_outcome_is_looked_up_and_not_taken_for_another_keep
 
         def unheard(write: Callable[[], int]) -> int:
             write()
-            raise Unknown("the answer was lost.")
+            raise UnknownOutcomeError("the answer was lost.")
 
         world.shared[0].fault = unheard
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await keeper.round()
         await keeper.round()
         await check_restored_equals_live(world)
@@ -363,7 +363,7 @@ def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_log() -
         for _ in range(6):
             await world.produce()
         place = (world.topic.topic_id, 0)
-        follower = PartitionFollower(world.consensus, world.objects, *place, None, Pace(world.clock))
+        follower = PartitionFollower(world.consensus, world.objects, *place, None, CoopBudget(world.clock))
         assert len(await follower.gather(world.metastore.prefix)) > 1
         assert len(follower._state) == 6
         follower.written()
@@ -374,9 +374,9 @@ def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_log() -
         assert EXTENTS.decode(*extent[0]).base_offset == 18
         follower.written()
         empty = PartitionFollower(
-            MemoryConsensus(world.clock), world.objects, *place, PARTITIONS.decode(*row[0]), Pace(world.clock)
+            MemoryConsensus(world.clock), world.objects, *place, PARTITIONS.decode(*row[0]), CoopBudget(world.clock)
         )
-        with pytest.raises(Corrupt, match="holds less than its rows"):
+        with pytest.raises(CorruptError, match="holds less than its rows"):
             await empty.gather(world.metastore.prefix)
 
     run(body)
@@ -397,7 +397,7 @@ def test_a_follower_of_a_long_log_leaves_others_their_turns() -> None:
         for _ in range(100):
             await world.produce()
         place = (world.topic.topic_id, 0)
-        follower = PartitionFollower(world.consensus, world.objects, *place, None, Pace(Ticking(), 0.005))
+        follower = PartitionFollower(world.consensus, world.objects, *place, None, CoopBudget(Ticking(), 0.005))
         turns = 0
 
         async def others() -> None:
@@ -426,7 +426,7 @@ def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -
         for _ in range(3):
             await world.produce()
         row = family_rows(PARTITIONS, rows_of(world.shared[0]))[0]
-        follower = PartitionFollower(world.consensus, world.objects, topic_id, 0, row, Pace(world.clock))
+        follower = PartitionFollower(world.consensus, world.objects, topic_id, 0, row, CoopBudget(world.clock))
         lost = await follower.gather(world.metastore.prefix)
         world.shared[0].write([pair for group in lost[:-1] for pair in group], {})
 
@@ -518,7 +518,7 @@ def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:
         await world.keeper().round()
         world.consensus = MemoryConsensus(world.clock)
         before = rows_of(world.shared[0])
-        with pytest.raises(Corrupt, match="Consensus was replaced"):
+        with pytest.raises(CorruptError, match="Consensus was replaced"):
             await world.keeper().round()
         after = rows_of(world.shared[0])
         key = CHECKPOINTS.key(slot_of(0, 1))
@@ -593,7 +593,7 @@ def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None
         assert isinstance(age_ms, int) and age_ms < 10_000
 
         def refuse(_: Callable[[], int]) -> int:
-            raise Unavailable("the domain is away.")
+            raise UnavailableError("the domain is away.")
 
         await world.step()
         world.shared[0].fault = refuse

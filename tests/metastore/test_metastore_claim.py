@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock
-from tidemill.base.errors import Invalid, MovedBack, Replaced, Unavailable
+from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError, UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.bucket_claim import Ownership, check_unclaimed, claim, claim_key, greatest_claim
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.factory import open_metastore
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.retrying import ResilientObjects
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectMeta
 
 CLOCK = SystemClock()
@@ -39,7 +39,7 @@ class Away(MemoryObjects):
 
     async def head(self, key: str) -> ObjectMeta | None:
         if self.away:
-            raise Unavailable("planted")
+            raise UnavailableError("planted")
         return await super().head(key)
 
 
@@ -49,10 +49,10 @@ async def test_of_many_clusters_that_claim_an_empty_bucket_at_once_one_has_it_an
     names = [f"c{i}" for i in range(16)]
     outcomes = await asyncio.gather(*(claim(objects, CLOCK, cluster(name)) for name in names), return_exceptions=True)
     [winner] = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is None]
-    assert all(isinstance(outcome, Replaced) for outcome in outcomes if outcome is not None)
+    assert all(isinstance(outcome, ClusterReplacedError) for outcome in outcomes if outcome is not None)
     assert f"bucket_cluster={winner}" in str(next(outcome for outcome in outcomes if outcome is not None))
     await claim(objects, CLOCK, cluster(winner))  # at every start of each of its nodes
-    with pytest.raises(Replaced):
+    with pytest.raises(ClusterReplacedError):
         await claim(objects, CLOCK, cluster("a later one"))
 
 
@@ -63,10 +63,10 @@ async def test_a_first_start_that_lost_leaves_its_consensus_as_empty_as_it_was()
     await first.aclose()
     assert await greatest_claim(objects) == 1
     consensus = MemoryConsensus(CLOCK)
-    with pytest.raises(Invalid, match="claimed by one"):
+    with pytest.raises(InvalidError, match="claimed by one"):
         await open_metastore(consensus, objects, CLOCK, Rand())
     assert await consensus.scan("") == []
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         await check_unclaimed(objects)
 
 
@@ -75,18 +75,20 @@ async def test_a_cluster_whose_bucket_was_claimed_by_a_restore_is_told_by_whom_h
     objects = MemoryObjects(CLOCK)
     await claim(objects, CLOCK, cluster("old"))
     await claim(objects, CLOCK, cluster("new", 2))
-    with pytest.raises(Replaced, match=r"cluster=old incarnation=1 bucket_cluster=new bucket_incarnation=2"):
+    with pytest.raises(
+        ClusterReplacedError, match=r"cluster=old incarnation=1 bucket_cluster=new bucket_incarnation=2"
+    ):
         await claim(objects, CLOCK, cluster("old"))
     await objects.delete(claim_key(2))
     await objects.put(claim_key(2), b"not a claim")
-    with pytest.raises(Replaced, match="bucket_cluster=unreadable"):
+    with pytest.raises(ClusterReplacedError, match="bucket_cluster=unreadable"):
         await claim(objects, CLOCK, cluster("old"))
 
 
 @on_a_loop
 async def test_a_process_that_has_not_asked_for_three_intervals_asks_before_it_acknowledges_or_deletes() -> None:
     clock, inner = ManualClock(), Away(CLOCK)
-    objects = ResilientObjects(inner, CLOCK, Rand(), store="memory", budget_s=0.0)
+    objects = RetryingObjects(inner, CLOCK, Rand(), store="memory", budget_s=0.0)
     consensus = MemoryConsensus(CLOCK)
     await claim(objects, clock, cluster("old"))
     await objects.put("l0/1", b"x")
@@ -102,19 +104,19 @@ async def test_a_process_that_has_not_asked_for_three_intervals_asks_before_it_a
     inner.away = True
     clock.advance(31_000)
     await consensus.append("log", 0, 1, [b"2"], "n2")
-    with pytest.raises(Unavailable, match="does not say"):
+    with pytest.raises(UnavailableError, match="does not say"):
         await objects.delete("l0/1")
     assert owner.trouble()
 
     inner.away = False
     clock.advance(31_000)
     await claim(objects, clock, cluster("new", 2))
-    with pytest.raises(Replaced):
+    with pytest.raises(ClusterReplacedError):
         await consensus.append("log", 0, 2, [b"3"], "n3")
-    with pytest.raises(Replaced):
+    with pytest.raises(ClusterReplacedError):
         await objects.delete("l0/1")
-    with pytest.raises(Replaced):
+    with pytest.raises(ClusterReplacedError):
         await consensus.cas("register", 0, b"1", "r1")
     assert "belongs to another cluster" in owner.trouble()
     assert await objects.get("l0/1") == b"x"
-    assert not isinstance(owner.replaced, MovedBack)
+    assert not isinstance(owner.replaced, StoreRolledBackError)

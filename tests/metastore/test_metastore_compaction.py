@@ -13,7 +13,7 @@ import pytest
 from lsm_world import PREFIX, SMALL, Gate, World, collect, eventually, expected, failing, numbered, objects, run
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Corrupt, Fenced, Unavailable, Unknown
+from tidemill.base.errors import CorruptError, FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.lsm.compaction.executor import ChoosingMerger, Progress
 from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger
 from tidemill.metastore.lsm.compaction.picker import Job, pick, target_bytes
@@ -290,7 +290,7 @@ async def fill_level_0(world: World, database: Database) -> None:
         await flushed(world, database, numbered(range(n, 60), f"{n}-"))
 
 
-@pytest.mark.parametrize("error", [Unavailable("refused"), Unknown("lost")])
+@pytest.mark.parametrize("error", [UnavailableError("refused"), UnknownOutcomeError("lost")])
 @pytest.mark.parametrize("stored", [False, True])
 def test_an_output_that_may_not_be_stored_is_made_again_under_a_new_name(error: Exception, stored: bool) -> None:
     async def main() -> None:
@@ -322,7 +322,7 @@ def test_a_refused_manifest_is_tried_again_without_merging_again() -> None:
         database = await world.open()
         await fill_level_0(world, database)
         await database.aclose()
-        world.objects.before_put = failing("manifest/", Unavailable("refused"), times=2)
+        world.objects.before_put = failing("manifest/", UnavailableError("refused"), times=2)
         world.objects.puts.clear()
         database = await world.open(background=True)
         await eventually(lambda: database.stats().merges == 1)
@@ -348,7 +348,7 @@ def test_a_copy_uploaded_in_vain_never_shares_the_number_of_the_manifest_that_co
         async def write(self, manifest: Manifest) -> None:
             await self.upload(manifest)
             if self.log_is_away:
-                raise Unavailable("The log is away.")
+                raise UnavailableError("The log is away.")
             self.counts = manifest
 
     async def main() -> None:
@@ -359,7 +359,7 @@ def test_a_copy_uploaded_in_vain_never_shares_the_number_of_the_manifest_that_co
             for n in range(4):
                 manifests.log_is_away = True
                 world.put(database, numbered(range(n, n + 5)))
-                with pytest.raises(Unavailable):
+                with pytest.raises(UnavailableError):
                     await database.flush()
                 manifests.log_is_away = False
                 await flushed(world, database, numbered(range(n)) or {b"k": b"v"})
@@ -370,8 +370,10 @@ def test_a_copy_uploaded_in_vain_never_shares_the_number_of_the_manifest_that_co
     run(main())
 
 
-@pytest.mark.parametrize("kind", [Unknown, Fenced])
-def test_a_manifest_of_unknown_fate_or_a_newer_epoch_breaks_the_database(kind: type[Unknown] | type[Fenced]) -> None:
+@pytest.mark.parametrize("kind", [UnknownOutcomeError, FencedError])
+def test_a_manifest_of_unknown_fate_or_a_newer_epoch_breaks_the_database(
+    kind: type[UnknownOutcomeError] | type[FencedError],
+) -> None:
     async def main() -> None:
         world = world_in_memory()
         database = await world.open()
@@ -408,7 +410,7 @@ def test_a_damaged_input_is_told_and_heals_when_the_object_is_restored() -> None
         database = await world.open(background=True)
         await eventually(lambda: database.stats().merge_error != "")
         assert key.rpartition("-")[2].removesuffix(".sst") in database.stats().merge_error
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             await database.compact()
         # Other rows can be written and read all the time.
         await flushed(world, database, {b"aside": b"x"})

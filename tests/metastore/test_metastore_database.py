@@ -17,15 +17,15 @@ from lsm_world import SMALL, UUID, Gate, Watched, World, collect, eventually, ex
 from lsm_world import objects as objects  # the fixture
 
 from tidemill.base.errors import (
-    Closed,
-    Conflict,
-    Corrupt,
-    Fenced,
-    Invalid,
-    Missing,
+    ClosedError,
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    MissingError,
     TidemillError,
-    Unavailable,
-    Unknown,
+    UnavailableError,
+    UnknownOutcomeError,
 )
 from tidemill.base.limits import (
     METASTORE_BATCH_BYTES,
@@ -93,8 +93,8 @@ def test_failed_manifest_write(objects: ObjectStore) -> None:
         world = World(objects)
         database = await world.open()
         world.put(database, numbered(range(10)))
-        world.objects.before_put = failing(MANIFEST, Unavailable("no"))
-        with pytest.raises(Unavailable):
+        world.objects.before_put = failing(MANIFEST, UnavailableError("no"))
+        with pytest.raises(UnavailableError):
             await database.flush()
         assert database.max_persisted_seqno == 0 and await world.newest_manifest() is None
         assert await collect(database.scan()) == expected(world.rows)
@@ -152,7 +152,7 @@ def test_read_your_writes_batch(objects: ObjectStore) -> None:
             assert await collect(database.prefix(b"row/", reverse=reverse)) == rows
         with database.snapshot() as snapshot:
             assert await snapshot.get_many([b"row/000001", b"row/000002", b"new"]) == [b"x", None, b"2"]
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             database.apply(3, [b"new", b""], [b"3", b"3"])  # refused: nothing of it is read
         assert await collect(database.scan()) == expected(world.rows)
 
@@ -207,7 +207,7 @@ def test_a_damaged_file_does_not_keep_a_database_from_opening(objects: ObjectSto
         database = await world.open(options=msgspec.structs.replace(SMALL, pre_open=9))
         await eventually(lambda: sum(SST in key for key in world.objects.reads) == 3)
         assert await database.get_many([b"a", b"c"]) == [b"1", b"1"] and database.failure is None
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await database.get(b"b")
         await database.aclose()
 
@@ -222,12 +222,12 @@ def test_read_only_throws(objects: ObjectStore) -> None:
         await writer.flush()
         reader = await world.open(read_only=True)
         assert await collect(reader.scan()) == expected(world.rows)
-        with pytest.raises(Invalid, match="reading only"):
+        with pytest.raises(InvalidError, match="reading only"):
             reader.apply(9, [b"a"], [b"1"])
         for call in (reader.flush, reader.compact, reader.collect_garbage):
-            with pytest.raises(Invalid, match="reading only"):
+            with pytest.raises(InvalidError, match="reading only"):
                 await call()
-        with pytest.raises(Invalid, match="reading only"):
+        with pytest.raises(InvalidError, match="reading only"):
             await reader.commit_edit(Edit())
         await reader.room()
         assert await collect(reader.scan()) == expected(world.rows)
@@ -301,7 +301,7 @@ def test_a_refused_batch_changes_nothing(seqno: int, keys: list[bytes], values: 
         world = World(Watched(memory()))
         database = await world.open()
         database.apply(5, [b"here"], [b"1"])
-        with pytest.raises(Invalid, match=said):
+        with pytest.raises(InvalidError, match=said):
             database.apply(seqno, keys, values)
         assert database.max_applied_seqno == 5
         assert await collect(database.scan()) == [(b"here", b"1")]
@@ -391,7 +391,7 @@ def test_a_failed_flush_is_told_to_those_who_waited_for_it_and_not_to_who_came_l
         database = await world.open()
         world.put(database, numbered(range(10)))
         gate = Gate(SST)
-        fail = failing(SST, Unavailable("no"))
+        fail = failing(SST, UnavailableError("no"))
 
         async def wait_then_fail(key: str) -> None:
             await gate(key)
@@ -404,7 +404,7 @@ def test_a_failed_flush_is_told_to_those_who_waited_for_it_and_not_to_who_came_l
         later = asyncio.create_task(database.flush())
         await asyncio.sleep(0)
         gate.open.set()
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await first
         assert await later == 2
 
@@ -417,7 +417,7 @@ def test_a_flush_past_its_deadline_is_unavailable_and_goes_on() -> None:
         database = await world.open()
         world.put(database, numbered(range(10)))
         gate = world.objects.before_put = Gate(MANIFEST)
-        with pytest.raises(Unavailable, match="goes on in the background"):
+        with pytest.raises(UnavailableError, match="goes on in the background"):
             await database.flush(timeout_s=0.01)
         assert database.max_persisted_seqno == 0
         gate.open.set()
@@ -462,7 +462,7 @@ def test_an_automatic_flush_that_failed_is_tried_again() -> None:
     async def body() -> None:
         world = World(memory(), msgspec.structs.replace(SMALL, write_buffer_bytes=5 * ROW_OVERHEAD_BYTES))
         database = await world.open()
-        world.objects.before_put = failing(SST, Unavailable("no"), times=2)
+        world.objects.before_put = failing(SST, UnavailableError("no"), times=2)
         world.put(database, numbered(range(9)))
         await eventually(lambda: database.stats().flushes == 1)
         assert sum(SST in key for key in world.objects.puts) == 3 and len(await world.sst_keys()) == 1
@@ -472,14 +472,14 @@ def test_an_automatic_flush_that_failed_is_tried_again() -> None:
     run(body())
 
 
-@pytest.mark.parametrize("error", [Unknown("lost"), Conflict("there")])
+@pytest.mark.parametrize("error", [UnknownOutcomeError("lost"), ConflictError("there")])
 def test_a_file_whose_fate_is_unknown_is_written_again_under_another_name(error: TidemillError) -> None:
     async def body() -> None:
         world = World(memory())
         database = await world.open()
         world.put(database, numbered(range(9)))
         world.objects.after_put = failing(SST, error)
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await database.flush()
         await database.flush()
         keys = await world.sst_keys()
@@ -537,13 +537,13 @@ def test_a_manifest_write_with_an_unknown_end_breaks_the_database(objects: Objec
         await database.flush()
         snapshot, scan = database.snapshot(), database.scan()
         world.put(database, numbered(range(5, 20), "w"))
-        world.objects.after_put = failing(MANIFEST, Unknown("lost"))
-        with pytest.raises(Unknown, match="broken"):
+        world.objects.after_put = failing(MANIFEST, UnknownOutcomeError("lost"))
+        with pytest.raises(UnknownOutcomeError, match="broken"):
             await database.flush()
-        await every_call_raises(database, Unknown)
-        with pytest.raises(Unknown):
+        await every_call_raises(database, UnknownOutcomeError)
+        with pytest.raises(UnknownOutcomeError):
             await snapshot.get(b"row/000001")
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await anext(scan)
         snapshot.close()
         await database.aclose()
@@ -562,9 +562,9 @@ def test_a_fenced_database_ends(objects: ObjectStore) -> None:
         world.put(new, {b"a": b"new"})
         await new.flush()
         old.apply(1, [b"a"], [b"old"])
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await old.flush()
-        await every_call_raises(old, Fenced)
+        await every_call_raises(old, FencedError)
         assert await new.get(b"a") == b"new"
         manifest = await world.newest_manifest()
         assert manifest is not None and manifest.epoch == new.epoch
@@ -577,8 +577,8 @@ def test_a_refused_manifest_leaves_the_database_open() -> None:
         world = World(memory())
         database = await world.open()
         world.put(database, numbered(range(5)))
-        world.objects.before_put = failing(MANIFEST, Conflict("no"))
-        with pytest.raises(Conflict):
+        world.objects.before_put = failing(MANIFEST, ConflictError("no"))
+        with pytest.raises(ConflictError):
             await database.flush()
         assert await collect(database.scan()) == expected(world.rows)
         assert await database.flush() == 1
@@ -595,9 +595,9 @@ def test_a_closed_database_raises_closed_and_flushes_nothing(objects: ObjectStor
         flushing = asyncio.create_task(database.flush())
         await eventually(lambda: gate.waiting > 0)
         await database.aclose()
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await flushing
-        await every_call_raises(database, Closed)
+        await every_call_raises(database, ClosedError)
         await database.aclose()
         assert await world.newest_manifest() is None
 
@@ -637,7 +637,7 @@ def test_another_domains_manifest_is_refused(objects: ObjectStore) -> None:
     async def body() -> None:
         world = World(objects)
         await world.manifests.write(Manifest("another", 1, 1, 5, 9, 0, ((),)))
-        with pytest.raises(Invalid, match=f"another domain: domain_uuid={UUID} manifest_domain_uuid=another"):
+        with pytest.raises(InvalidError, match=f"another domain: domain_uuid={UUID} manifest_domain_uuid=another"):
             await world.open()
 
     run(body())
@@ -649,7 +649,7 @@ def test_a_manifest_without_levels_is_an_empty_database() -> None:
         await world.manifests.write(Manifest(UUID, 1, 1, 5, 9, 0, ()))
         database = await world.open()
         assert database.max_applied_seqno == 5 and await collect(database.scan()) == []
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             database.apply(5, [b"a"], [b"1"])
         database.apply(6, [b"a"], [b"1"])
         await database.flush()
@@ -762,13 +762,13 @@ def test_a_damaged_block_is_corrupt_and_other_rows_stay_readable(objects: Object
         victim = meta.last_keys[2]  # separators: this one is at or above the last key of block 2
         hurt = [row for row in world.rows if victim < row <= meta.last_keys[3]]
         for row in hurt:
-            with pytest.raises(Corrupt, match=key.rpartition("/")[2]):
+            with pytest.raises(CorruptError, match=key.rpartition("/")[2]):
                 await database.get(row)
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             await collect(database.scan())
         assert await database.get(b"row/000000") == b"v0" and await database.get(b"row/000199") == b"v199"
         await world.objects.delete(key)
-        with pytest.raises(Missing, match=key.rpartition("/")[2]):
+        with pytest.raises(MissingError, match=key.rpartition("/")[2]):
             await database.get(b"row/000100")
         assert database.versions.pins == 0
 
@@ -848,14 +848,14 @@ def test_what_ended_the_background_work_is_told_to_the_writer_who_waits_for_it()
             nonlocal manifests
             manifests += MANIFEST in key
             if manifests > 1:
-                raise Conflict("refused")
+                raise ConflictError("refused")
 
         world.objects.before_put = refuse_all_but_the_first
         world.put(database, numbered(range(9)))
         await database.flush()  # the second file: now the loop merges, and its manifest is refused
-        with pytest.raises(Unavailable, match="has ended"):
+        with pytest.raises(UnavailableError, match="has ended"):
             await database.room()
-        assert isinstance(database.failure, Conflict)
+        assert isinstance(database.failure, ConflictError)
         await database.aclose()
 
     run(body())
@@ -867,9 +867,9 @@ def test_a_stop_that_lasts_because_flushes_fail_is_told_to_the_writer(monkeypatc
         monkeypatch.setattr(write_stall, "PATIENCE_S", 0.05)
         world = World(memory(), msgspec.structs.replace(SMALL, write_buffer_bytes=10 * ROW_OVERHEAD_BYTES))
         database = await world.open()
-        world.objects.before_put = failing(SST, Unavailable("the bucket is away"), times=1_000)
+        world.objects.before_put = failing(SST, UnavailableError("the bucket is away"), times=1_000)
         world.put(database, numbered(range(30)))
-        with pytest.raises(Unavailable, match=r"keeps failing.*the bucket is away"):
+        with pytest.raises(UnavailableError, match=r"keeps failing.*the bucket is away"):
             await database.room()
         world.objects.before_put = None
         await database.room()  # the next try of the flush makes room
@@ -939,7 +939,7 @@ def test_a_commit_cut_off_by_closing_is_told_as_closed() -> None:
         moving = asyncio.create_task(database.commit_edit(Edit(added=((1, old),), removed=(old,))))
         await eventually(lambda: gate.waiting == 1)
         await database.aclose()
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await moving
 
     run(body())
@@ -953,7 +953,7 @@ def test_an_edit_that_removes_what_is_gone_is_a_conflict() -> None:
         await database.flush()
         old = database.version.levels[0][0]
         await database.compact()
-        with pytest.raises(Conflict, match="not live"):
+        with pytest.raises(ConflictError, match="not live"):
             await database.commit_edit(Edit(removed=(old,)))
         assert await collect(database.scan()) == expected(world.rows)
 

@@ -14,7 +14,7 @@ from lsm_world import Gate, Watched
 from msgspec.structs import replace
 
 from patience import DEADLINE_S
-from tidemill.base.errors import Conflict, Fenced, Invalid, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, FencedError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.domain import replicated_manifest
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.settings import prefix_of
@@ -185,7 +185,7 @@ def test_after_a_reset_with_nothing_the_old_opening_writes_no_more_and_the_reope
         old = domain._leader
         assert old is not None
         await domain.reset("00000000-0000-4000-8000-000000000000", None)
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await old.writing.commit([(b"a", b"1")])
         assert old.ended and not domain.state.volatile
         assert domain.domain_uuid == "00000000-0000-4000-8000-000000000000"
@@ -222,10 +222,12 @@ def test_a_reset_whose_manifest_cannot_be_opened_is_told_as_unknown(
         uuid = "00000000-0000-4000-8000-000000000000"
 
         def newer(state: DomainState, domain_uuid: str, max_epoch: int) -> Manifest | None:
-            raise Invalid("The manifest was written by a newer version of tidemill: format=9 supported=1.")
+            raise InvalidError("The manifest was written by a newer version of tidemill: format=9 supported=1.")
 
         monkeypatch.setattr(replicated_manifest, "read_manifest", newer)
-        with pytest.raises(Unknown, match=r"was reset but could not be opened: .* cause='The manifest was written"):
+        with pytest.raises(
+            UnknownOutcomeError, match=r"was reset but could not be opened: .* cause='The manifest was written"
+        ):
             await domain.reset(uuid, None, timeout_s=0.5)
         monkeypatch.undo()
         await domain.until_leading(20)
@@ -243,11 +245,11 @@ def test_a_domain_with_rows_is_not_reset_before_or_after_a_flush(world: DomainWo
         await domain.commit([(b"a", b"1")])
         offered = Manifest("another", 999, 1, 100, 1, 0, ((),))
         for manifest in (None, offered):
-            with pytest.raises(Conflict, match="not empty"):
+            with pytest.raises(ConflictError, match="not empty"):
                 await domain.reset("another", manifest)
         await domain.flush(20)
         for manifest in (None, offered):
-            with pytest.raises(Conflict, match="not empty"):
+            with pytest.raises(ConflictError, match="not empty"):
                 await domain.reset("another", manifest)
         assert (domain.domain_uuid, domain.term) == (uuid, term) and await rows_of(domain) == {b"a": b"1"}
 
@@ -264,9 +266,9 @@ def test_a_flush_after_the_term_is_over_fails_and_does_not_hang(world: DomainWor
         assert leader is not None
         await world.depose(old)
         new = await world.node()
-        with pytest.raises(Fenced):  # it does not know yet: the log tells it, when the manifest is replicated
+        with pytest.raises(FencedError):  # it does not know yet: the log tells it, when the manifest is replicated
             await leader.flush(20)
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await leader.flush(20)
         assert new.leading and await rows_of(new) == {b"a": b"1"}
 
@@ -286,7 +288,7 @@ def test_a_flush_under_way_ends_with_the_term_though_the_bucket_never_answers(wo
         await world.depose(old)
         new = await world.node()
         await old.sync()  # the log tells it
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             async with asyncio.timeout(60):
                 await flushing
         assert not gate.open.is_set() and new.leading and await rows_of(new) == {b"a": b"1"}
@@ -365,7 +367,7 @@ def test_a_commit_of_a_deposed_leader_is_fenced_and_nothing_of_it_is_ever_seen(w
         old = await world.node()
         await world.depose(old)
         new = await world.node()
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await old.commit([(b"a", b"old")])
         await until(lambda: not old.leading)
         await new.commit([(b"b", b"new")])
@@ -402,7 +404,7 @@ def test_a_domain_that_nobody_ever_led_is_empty_and_says_so(world: DomainWorld) 
         assert follower.domain_uuid == "" and not follower.leading
         assert await rows_of(follower) == {} and await follower.get(b"a") is None
         assert await follower.get_many([b"a", b"b"]) == [None, None]
-        with pytest.raises(Unavailable, match="does not lead"):
+        with pytest.raises(UnavailableError, match="does not lead"):
             await follower.until_leading(0.01)
 
     run(body, world)

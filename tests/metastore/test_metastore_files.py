@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sst_world import PREFIX, numbered_rows, on_memory_and_local, opener, write_sst
 
-from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing
+from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError
 from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.objects.store import ObjectStore
@@ -36,7 +36,7 @@ def test_a_file_is_named_by_epoch_number_and_nonce() -> None:
 
 
 def test_a_prefix_without_its_slash_is_refused() -> None:
-    with pytest.raises(Invalid, match="must end with a slash"):
+    with pytest.raises(InvalidError, match="must end with a slash"):
         Files(None, PREFIX.rstrip("/"))  # type: ignore[arg-type]
 
 
@@ -63,7 +63,7 @@ def test_a_file_is_written_once(kind: str, tmp_path: Path) -> None:
     async def scenario(objects: ObjectStore) -> None:
         files = Files(objects, PREFIX)
         await files.put(file(), DATA)
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await files.put(file(), b"other")
         assert await files.read(file(), 0, len(DATA)) == DATA
         for other in (file(2), file(epoch=2), file(nonce="a2")):
@@ -79,11 +79,11 @@ def test_a_missing_and_a_truncated_file_are_told_apart(kind: str, tmp_path: Path
         files = Files(objects, PREFIX)
         await files.put(file(2), DATA[:-1])
         for gone in (files.read(file(1), 0, 5), files.read_ranges(file(1), [(0, 5), (6, 9)])):
-            with pytest.raises(Missing, match=files.key(file(1))):
+            with pytest.raises(MissingError, match=files.key(file(1))):
                 await gone
         end = len(DATA)
         for cut in (files.read(file(2), 5, end), files.read_ranges(file(2), [(0, 5), (end - 3, end)])):
-            with pytest.raises(Corrupt, match="shorter than its manifest says") as found:
+            with pytest.raises(CorruptError, match="shorter than its manifest says") as found:
                 await cut
             assert files.key(file(2)) in str(found.value)
         assert await files.read(file(2), 0, end - 1) == DATA[:-1]
@@ -102,7 +102,7 @@ def test_a_store_that_answers_with_less_than_asked_is_not_believed() -> None:
     async def scenario() -> None:
         files = Files(Short(), PREFIX)  # type: ignore[arg-type]
         for read in (files.read(file(), 0, 9), files.read_ranges(file(), [(0, 9)])):
-            with pytest.raises(Corrupt, match="start=0 end=9"):
+            with pytest.raises(CorruptError, match="start=0 end=9"):
                 await read
 
     asyncio.run(scenario())

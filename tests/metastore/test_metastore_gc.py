@@ -11,7 +11,7 @@ from lsm_files import PREFIX, in_loop
 from structlog.testing import capture_logs
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Closed, Corrupt, Unavailable, Unknown
+from tidemill.base.errors import ClosedError, CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.gc import FAULT_NEWER_EPOCH, Collected, Collector, Roots, retained_manifests
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
@@ -302,7 +302,7 @@ async def test_a_manifest_that_will_not_go_keeps_its_files() -> None:
 
     class Stubborn(BucketManifests):
         async def delete(self, key: str) -> None:
-            raise Unavailable("no")
+            raise UnavailableError("no")
 
     collector = Collector(bucket.files, Stubborn(bucket.objects, PREFIX, Rand(1)), OPTIONS, bucket.clock)
     await collector.collect(bucket.roots)
@@ -320,7 +320,7 @@ async def test_an_unreadable_retained_manifest_stops_all_deletion() -> None:
     await bucket.objects.delete(key)
     await bucket.objects.put(key, data[:-1])
     for _ in range(2):
-        with pytest.raises(Corrupt, match=key):
+        with pytest.raises(CorruptError, match=key):
             await bucket.collect()
         bucket.clock.advance(DELAY_MS)
     assert await bucket.numbers() == [(2, 1)]
@@ -342,7 +342,7 @@ async def test_a_retained_manifest_pruned_meanwhile_by_another_leader_ends_the_r
             return await super().load(key)
 
     collector = Collector(bucket.files, Racing(bucket.objects, PREFIX, Rand(1)), OPTIONS, bucket.clock)
-    with pytest.raises(Unavailable, match="collects here too"):
+    with pytest.raises(UnavailableError, match="collects here too"):
         await collector.collect(bucket.roots)
     assert await bucket.objects.head(bucket.files.key(dead)) is not None
 
@@ -367,7 +367,7 @@ async def test_a_missing_live_file_is_reported() -> None:
 class Failing(MemoryObjects):
     """Deletes fail, before or after their effect, until told otherwise."""
 
-    fails: type[Unavailable] | type[Unknown] | None = None
+    fails: type[UnavailableError] | type[UnknownOutcomeError] | None = None
     under_way = 0
     most = 0
 
@@ -376,11 +376,11 @@ class Failing(MemoryObjects):
         self.most = max(self.most, self.under_way)
         await asyncio.sleep(0)
         self.under_way -= 1
-        if self.fails is Unavailable:
-            raise Unavailable("refused")
+        if self.fails is UnavailableError:
+            raise UnavailableError("refused")
         await super().delete(key)
-        if self.fails is Unknown:
-            raise Unknown("lost")
+        if self.fails is UnknownOutcomeError:
+            raise UnknownOutcomeError("lost")
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         await super().put(key, data)
@@ -396,9 +396,11 @@ def failing_bucket(files: int) -> tuple[Bucket, Failing]:
     return bucket, objects
 
 
-@pytest.mark.parametrize("kind", [Unavailable, Unknown])
+@pytest.mark.parametrize("kind", [UnavailableError, UnknownOutcomeError])
 @in_loop
-async def test_failed_deletes_are_counted_and_met_again(kind: type[Unavailable] | type[Unknown]) -> None:
+async def test_failed_deletes_are_counted_and_met_again(
+    kind: type[UnavailableError] | type[UnknownOutcomeError],
+) -> None:
     bucket, objects = failing_bucket(3)
     await bucket.manifest(1, [])
     for number in (1, 2, 3):
@@ -409,7 +411,7 @@ async def test_failed_deletes_are_counted_and_met_again(kind: type[Unavailable] 
     objects.fails = None
     done = await bucket.collect()
     assert (done.failed, await bucket.numbers()) == (0, [])
-    assert done.deleted_files == (3 if kind is Unavailable else 0)
+    assert done.deleted_files == (3 if kind is UnavailableError else 0)
 
 
 @in_loop
@@ -430,7 +432,7 @@ async def test_a_database_that_breaks_during_a_round_deletes_nothing_more() -> N
         await bucket.file(number)
     await bucket.collect()
     bucket.clock.advance(DELAY_MS)
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         await bucket.collector.collect(bucket.roots, lambda: False)
     assert len(await bucket.numbers()) == 3
 

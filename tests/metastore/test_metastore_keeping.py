@@ -10,9 +10,9 @@ import pytest
 from checkpoint_world import World, damage, keys, manifest_of, persisted
 
 from patience import until
-from tidemill.base.errors import Invalid, Missing, Replaced
+from tidemill.base.errors import ClusterReplacedError, InvalidError, MissingError
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.maintenance.checkpoint_service import Keeping, check_bucket
+from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket
 from tidemill.maintenance.restore.restore import Restorer
 from tidemill.metastore.cluster_manifest import (
     ALIVE_PREFIX,
@@ -34,8 +34,8 @@ def run(body: Callable[[World], Awaitable[None]], domains: int = 1) -> None:
     asyncio.run(main())
 
 
-def keeping(world: World, metastore: Metastore | None = None, node: str = "n1") -> Keeping:
-    return Keeping(
+def keeping(world: World, metastore: Metastore | None = None, node: str = "n1") -> CheckpointService:
+    return CheckpointService(
         world.consensus, world.objects, metastore or world.metastore, world.clock, world.rand,
         node=node, holder=node, tracker=world.tracker, checkpoint_interval_s=0.05, alive_interval_s=0.05,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def test_a_manifest_that_goes_while_it_is_read_ends_no_node(monkeypatch: pytest.
             nonlocal gone
             if key.startswith(CLUSTER_PREFIX) and gone:
                 gone -= 1
-                raise Missing(f"No such object: key={key}.")
+                raise MissingError(f"No such object: key={key}.")
             return bytes(await get(key, *args))
 
         monkeypatch.setattr(world.objects, "get", get_or_gone)
@@ -175,10 +175,10 @@ def test_a_cluster_that_was_replaced_stops_by_itself() -> None:
         while not restored:
             for key in await keys(world, ALIVE_PREFIX):
                 await world.objects.delete(key)
-            with contextlib.suppress(Invalid):
+            with contextlib.suppress(InvalidError):
                 await restorer.run()
                 restored = True
-        with pytest.raises(Replaced, match="has been replaced"):
+        with pytest.raises(ClusterReplacedError, match="has been replaced"):
             await running
 
     run(body)
@@ -190,12 +190,14 @@ def test_no_process_starts_on_a_bucket_of_another_cluster() -> None:
         await persisted(world, 2)
         await check_bucket(world.consensus, world.objects)
         fresh = MemoryConsensus(world.clock)
-        with pytest.raises(Invalid, match=r"Consensus knows no cluster, but the bucket holds one.*tidemill restore"):
+        with pytest.raises(
+            InvalidError, match=r"Consensus knows no cluster, but the bucket holds one.*tidemill restore"
+        ):
             await check_bucket(fresh, world.objects)
         assert await fresh.scan("") == []
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
         await check_bucket(fresh, world.objects)
-        with pytest.raises(Replaced, match="has been replaced"):
+        with pytest.raises(ClusterReplacedError, match="has been replaced"):
             await check_bucket(world.consensus, world.objects)
 
     run(body)

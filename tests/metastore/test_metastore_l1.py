@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tidemill.base.clock import Rand
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check.deep_check import deep_check
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.restore.restore import Restorer
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.l1_garbage import TopicL1
@@ -23,7 +23,7 @@ from tidemill.metastore.rows import EXTENTS, L1_EXTENTS, L1_OBJECTS, L1_PARTITIO
 from tidemill.topics.batch import decode_columns
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.object_cache import ObjectCache
-from tidemill.topics.l1.extent_store import L1Rows, Place
+from tidemill.topics.l1.extent_store import ExtentStore, Place
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.partition.row_codec import partition_state
@@ -42,7 +42,7 @@ def run(body: Callable[[World], Awaitable[None]], **world: Any) -> None:
 async def moved(world: World, steps: int = 4) -> None:
     """Some steps of the world, all of them in L1, some more that are hot, all of it in the bucket."""
     await persisted(world, steps)
-    rows = L1Rows(world.metastore, world.clock, Rand())
+    rows = ExtentStore(world.metastore, world.clock, Rand())
     reconciler = Reconciler(
         rows, world.objects, ObjectCache(0), world.objects, world.clock, Rand(), TopicSettings(), world.topics._led
     )
@@ -64,7 +64,7 @@ async def forget_l0(world: World) -> int:
 async def everything(world: World, consensus: Any, metastore: Metastore) -> list[list[tuple[int, bytes | None]]]:
     """Offsets and values of both partitions."""
     reader = PartitionReaderImpl(
-        consensus, world.objects, L1Reader(L1Rows(metastore, world.clock, Rand()), world.objects)
+        consensus, world.objects, L1Reader(ExtentStore(metastore, world.clock, Rand()), world.objects)
     )
     found: list[list[tuple[int, bytes | None]]] = []
     for partition in range(2):
@@ -227,7 +227,7 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
             return seqno
 
         shared.write = write  # type: ignore[method-assign]
-        rows = L1Rows(world.metastore, world.clock, Rand())
+        rows = ExtentStore(world.metastore, world.clock, Rand())
         if not bound:
             real_places = rows.places
 
@@ -244,7 +244,7 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
         reconciler = Reconciler(
             rows, world.objects, ObjectCache(0), world.objects, world.clock, Rand(), settings, world.topics._led
         )
-        grounds = Grounds(
+        grounds = JobContext(
             world.consensus, world.objects, world.metastore, world.clock, world.rand, Retention(collect_after_s=0)
         )
         keeper, collecting = world.keeper(), TopicL1(grounds)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from checkpoint_world import Restored, Rows, World, family_rows, rows_of
 
-from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
+from tidemill.base.errors import CorruptError, InvalidError, TidemillError, UnavailableError
 from tidemill.base.limits import METASTORE_VALUE_BYTES
 from tidemill.metastore.backup import checkpoint
 from tidemill.metastore.backup.checkpoint import Checkpointer, Unit
@@ -35,7 +35,7 @@ def run(body: Callable[[World], Awaitable[None]]) -> None:
 class Unreadable:
     """Whoever reads one of these logs is told so."""
 
-    def __init__(self, world: World, error: type[TidemillError] = Corrupt) -> None:
+    def __init__(self, world: World, error: type[TidemillError] = CorruptError) -> None:
         self.logs: set[str] = set()
         read = world.consensus.read
 
@@ -63,7 +63,7 @@ async def everything_moves(world: World) -> None:
     await world.produce(partition=1)
 
 
-@pytest.mark.parametrize("error", [Corrupt, Unavailable])
+@pytest.mark.parametrize("error", [CorruptError, UnavailableError])
 @pytest.mark.parametrize(
     ("what", "late"),
     [
@@ -116,7 +116,7 @@ def test_a_topic_that_feeds_nothing_holds_back_nothing() -> None:
         await everything_moves(world)
         await world.topics.produce_nowait(other.topic_id, 0, encode_batch([Record(None, b"v", (), 1)]))
         unreadable.logs = {partition_log(other.topic_id, 0)}
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             await keeper.round()
         after = stages(world)
         assert not {name for name in after if after[name] <= before.get(name, -1) and name != "partition 0"}, after
@@ -134,7 +134,7 @@ def test_a_shard_of_no_pipeline_waits_since_it_may_be_made_from_anything() -> No
         before = stages(world)
         await everything_moves(world)
         unreadable.logs = {shard_log(world.table.state.shard_id)}
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             await keeper.round()
         assert stages(world)["derived"] == before["derived"]
 
@@ -147,11 +147,11 @@ def test_a_register_of_nodes_that_cannot_be_read_holds_back_the_nodes_alone() ->
         await everything_moves(world)
         found = await world.consensus.head("cluster/nodes")
         await world.consensus.cas("cluster/nodes", found.seq if found else 0, b"\xc1", "n")
-        with pytest.raises(Corrupt, match="cluster/nodes"):
+        with pytest.raises(CorruptError, match="cluster/nodes"):
             await keeper.round()
         assert stages(world)["partition 0"] > 0
         seqno = world.shared[0].seqno
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             await keeper.round()
         assert world.shared[0].seqno == seqno, "what was written is not written again"
 
@@ -214,7 +214,7 @@ def test_a_row_too_large_for_a_commit_stops_nothing_else(monkeypatch: pytest.Mon
             return {"nodes": [[(b"k", b"x" * (METASTORE_VALUE_BYTES + 1))]]}
 
         monkeypatch.setattr(registers, "gather", huge)
-        with pytest.raises(Invalid, match="too large: thing=nodes"):
+        with pytest.raises(InvalidError, match="too large: thing=nodes"):
             await keeper.round()
         after = stages(world)
         assert not {name for name in after if after[name] == before[name]}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sst_world import PREFIX, on_memory_and_local, opener
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, Missing, Unavailable
+from tidemill.base.errors import ConflictError, CorruptError, FencedError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.manifest import FORMAT, FileMeta, Manifest, decode_manifest, encode_manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.store import ObjectStore
@@ -62,7 +62,7 @@ def test_a_manifest_comes_back_as_it_was(wanted: Manifest) -> None:
 def test_every_flipped_byte_is_found(wanted: Manifest, flip: int) -> None:
     good = encode_manifest(wanted)
     for at in range(len(good)):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             decode_manifest(good[:at] + bytes((good[at] ^ flip,)) + good[at + 1 :])
 
 
@@ -71,7 +71,7 @@ def test_every_flipped_byte_is_found(wanted: Manifest, flip: int) -> None:
 def test_every_truncation_and_every_addition_is_found(wanted: Manifest) -> None:
     good = encode_manifest(wanted)
     for bad in [good[:end] for end in range(len(good))] + [good + b"\0", b"\0" + good]:
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             decode_manifest(bad)
 
 
@@ -82,14 +82,16 @@ def resealed(data: bytes) -> bytes:
 def test_a_manifest_of_a_newer_format_is_refused_with_both_numbers() -> None:
     good = encode_manifest(manifest())
     newer = resealed(good[:4] + (FORMAT + 1).to_bytes(2, "little") + good[6:])
-    with pytest.raises(Invalid, match=f"newer version of tidemill: .* format={FORMAT + 1} supported={FORMAT}") as found:
+    with pytest.raises(
+        InvalidError, match=f"newer version of tidemill: .* format={FORMAT + 1} supported={FORMAT}"
+    ) as found:
         decode_manifest(newer, "somewhere")
     assert "manifest=somewhere" in str(found.value) and found.value.fix
 
 
 def test_a_sealed_body_that_is_no_manifest_is_corrupt() -> None:
     good = encode_manifest(manifest())
-    with pytest.raises(Corrupt, match="body does not decode"):
+    with pytest.raises(CorruptError, match="body does not decode"):
         decode_manifest(resealed(good[:6] + msgspec.msgpack.encode({"levels": 5}) + good[-4:]))
 
 
@@ -132,9 +134,9 @@ def test_a_damaged_newest_manifest_is_told_and_never_passed_over(kind: str, tmp_
         older = await bucket.upload(manifest(1))
         bad = f"{PREFIX}manifest/{1:020d}-{2:020d}-abc"
         await objects.put(bad, encode_manifest(manifest(2))[:-1])
-        with pytest.raises(Corrupt, match=bad):
+        with pytest.raises(CorruptError, match=bad):
             await bucket.read(1)
-        with pytest.raises(Corrupt, match=bad):
+        with pytest.raises(CorruptError, match=bad):
             await bucket.write(manifest(3))
         assert await bucket.load(older) == manifest(1)  # an older one is a choice that a restore makes by name
 
@@ -152,7 +154,7 @@ def test_uploads_of_one_manifest_have_names_of_their_own(kind: str, tmp_path: Pa
             await bucket.delete(key)
         (left,) = [name async for name in bucket.list()]
         assert (left.key, left.epoch, left.number) == (keys[2], 1, 1) and left.size_bytes > 0 and left.modified_ms > 0
-        with pytest.raises(Missing, match=keys[0]):
+        with pytest.raises(MissingError, match=keys[0]):
             await bucket.load(keys[0])
 
     on_bucket(kind, tmp_path, scenario)
@@ -161,7 +163,7 @@ def test_uploads_of_one_manifest_have_names_of_their_own(kind: str, tmp_path: Pa
 def test_a_manifest_under_another_ones_name_is_corrupt(tmp_path: Path) -> None:
     async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
         await objects.put(f"{PREFIX}manifest/{5:020d}-{2:020d}-abc", encode_manifest(manifest(1, 5)))
-        with pytest.raises(Corrupt, match="another one's name"):
+        with pytest.raises(CorruptError, match="another one's name"):
             await bucket.read(9)
 
     on_bucket("memory", tmp_path, scenario)
@@ -182,10 +184,10 @@ def test_alone_the_number_the_epoch_and_the_last_seqno_never_go_back(kind: str, 
     async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
         await bucket.write(manifest(5, epoch=3, last_seqno=50))
         for refused in (manifest(5, 3, 50), manifest(4, 3, 60), manifest(5, 4, 60), manifest(6, 3, 49)):
-            with pytest.raises(Conflict) as conflict:
+            with pytest.raises(ConflictError) as conflict:
                 await bucket.write(refused)
             assert conflict.value.current == manifest(5, 3, 50)
-        with pytest.raises(Fenced) as fenced:
+        with pytest.raises(FencedError) as fenced:
             await bucket.write(manifest(6, epoch=2, last_seqno=60))
         assert fenced.value.current == manifest(5, 3, 50)
         assert await bucket.read(9) == manifest(5, 3, 50)
@@ -203,7 +205,7 @@ def test_of_two_who_write_the_same_number_at_once_one_meets_conflict(kind: str, 
         await bucket.write(manifest(1))
         writers = [BucketManifests(objects, PREFIX, Rand(seed)).write(manifest(2)) for seed in range(4)]
         outcomes = await asyncio.gather(*writers, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes].count(Conflict) == 3 and None in outcomes
+        assert [type(outcome) for outcome in outcomes].count(ConflictError) == 3 and None in outcomes
 
     on_bucket(kind, tmp_path, scenario)
 
@@ -212,18 +214,18 @@ def test_a_failing_bucket_is_not_an_empty_one(tmp_path: Path) -> None:
     async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
         class Away:
             async def list(self, prefix: str, start_after: str = ""):  # type: ignore[no-untyped-def]
-                raise Unavailable("The bucket is away.")
+                raise UnavailableError("The bucket is away.")
                 yield
 
         away = BucketManifests(Away(), PREFIX, Rand(1))  # type: ignore[arg-type]
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await away.read(1)
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await away.write(manifest())
 
     on_bucket("memory", tmp_path, scenario)
 
 
 def test_a_prefix_without_its_slash_is_refused() -> None:
-    with pytest.raises(Invalid, match="must end with a slash"):
+    with pytest.raises(InvalidError, match="must end with a slash"):
         BucketManifests(None, PREFIX.rstrip("/"), Rand(1))  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.status.status import Mark, State, Tracker, derive
+from tidemill.base.status.status import StageStatus, State, StatusTracker, derive
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.leader import OVERDUE_S
@@ -17,7 +17,7 @@ INTERVAL_S = 600.0
 
 def test_rows_that_wait_for_their_interval_are_on_time_and_late_ones_are_named() -> None:
     async def main() -> None:
-        clock, tracker = ManualClock(), Tracker()
+        clock, tracker = ManualClock(), StatusTracker()
         settings = DomainSettings(persist_interval_s=INTERVAL_S)
         domain = await Domain.open(
             MemoryConsensus(clock), MemoryObjects(clock), "0", holder="n/1", clock=clock, rand=Rand(1),
@@ -25,7 +25,7 @@ def test_rows_that_wait_for_their_interval_are_on_time_and_late_ones_are_named()
         )  # fmt: skip
         await domain.until_leading(10.0)
 
-        def mark() -> Mark:
+        def mark() -> StageStatus:
             assert domain._leader is not None
             domain._leader.mark()
             [found] = tracker.report("p", clock.now_ms()).marks

@@ -11,7 +11,7 @@ import pytest
 from lsm_files import Shelf, in_loop, meta
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.errors import Corrupt, Invalid, Missing, Unavailable
+from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.compaction import compaction_job as job_module
 from tidemill.metastore.lsm.compaction.compaction_job import Pause, Read, merge_steps, names_needed
 from tidemill.metastore.lsm.compaction.inline_executor import InlineMerger, Throttle
@@ -108,7 +108,7 @@ async def test_when_names_run_out_the_last_file_takes_the_rest() -> None:
 
 @in_loop
 async def test_a_job_without_names_is_refused() -> None:
-    with pytest.raises(Invalid, match="needs names"):
+    with pytest.raises(InvalidError, match="needs names"):
         next(merge_steps(Job(0, 1, ((meta(1, b"a", b"b"),),), ()), SMALL))
 
 
@@ -192,7 +192,7 @@ async def test_damage_and_absence_name_the_file() -> None:
             await shelf.objects.put(key, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         elif harm == "cut":
             await shelf.objects.put(key, data[:-10])
-        with pytest.raises(Missing if harm == "remove" else Corrupt, match=file.nonce):
+        with pytest.raises(MissingError if harm == "remove" else CorruptError, match=file.nonce):
             await shelf.do(job_of(shelf))
 
 
@@ -300,10 +300,10 @@ async def test_a_read_ahead_that_fails_is_told_when_its_bytes_are_needed() -> No
         async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
             self.reads += 1
             if self.reads > 5:
-                raise Unavailable("The store is away.")
+                raise UnavailableError("The store is away.")
             return await shelf.objects.get(key, start, end)
 
-    with pytest.raises(Unavailable, match="store is away"):
+    with pytest.raises(UnavailableError, match="store is away"):
         await InlineMerger(Gone(shelf.clock), options, shelf.clock).merge(shelf.prepared(job_of(shelf)))
 
 

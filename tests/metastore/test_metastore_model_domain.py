@@ -22,10 +22,17 @@ from lsm_world import expected
 from test_metastore_model import batches, bounds, keys, options
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Closed, Conflict, Fenced, Missing, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    FencedError,
+    MissingError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.settings import DomainSettings, Grounds
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.domain.state import check_state
 from tidemill.metastore.lsm.manifest import Manifest, decode_manifest
 from tidemill.metastore.lsm.options import Options
@@ -42,7 +49,7 @@ Batch = list[tuple[bytes, bytes]]
 PATIENCE_S = 120.0
 """Virtual. Two nodes want to lead and nothing fails for good, so everything is done by then."""
 
-OF_CHANGE = (Fenced, Unavailable)
+OF_CHANGE = (FencedError, UnavailableError)
 """It did not happen; whoever wants it asks again."""
 
 slots = st.sampled_from([0, 1, 2])
@@ -194,7 +201,7 @@ class Replicated(RuleBasedStateMachine):
                 await domain.sync()
                 row = await domain.get_row(mark)
                 return row.seqno if row is not None else 0
-            except (*OF_CHANGE, Closed):
+            except (*OF_CHANGE, ClosedError):
                 await asyncio.sleep(0.1)
 
     @rule(slot=slots, rows=batches)
@@ -207,7 +214,7 @@ class Replicated(RuleBasedStateMachine):
                     return await domain.commit(rows)
                 except OF_CHANGE:
                     await asyncio.sleep(0.1)
-                except Unknown:
+                except UnknownOutcomeError:
                     found = await self.fate(domain, mark)
                     if found:
                         return found
@@ -227,11 +234,11 @@ class Replicated(RuleBasedStateMachine):
                     return await domain.commit(rows, expects=expects), None
                 except OF_CHANGE:
                     await asyncio.sleep(0.1)
-                except Unknown:
+                except UnknownOutcomeError:
                     found = await self.fate(domain, mark)
                     if found:
                         return found, None
-                except Conflict as conflict:
+                except ConflictError as conflict:
                     return 0, conflict.current
 
         seqno, current = self.run(self.node(slot), work)
@@ -261,7 +268,7 @@ class Replicated(RuleBasedStateMachine):
                 told[mark] = await leader.domain.commit(rows)
             except OF_CHANGE:
                 told[mark] = 0
-            except Unknown:
+            except UnknownOutcomeError:
                 pass
 
         tasks = [self.loop.create_task(one(mark, rows), context=leader.context) for mark, rows in marked]
@@ -328,7 +335,7 @@ class Replicated(RuleBasedStateMachine):
         node = self.node(slot)
         try:
             found = dict(self.run(node, lambda domain: pairs(domain.scan(b"\x01"))))
-        except Unavailable:
+        except UnavailableError:
             return
         moments = [at for at in range(node.seen, len(self.history)) if self.history[at][1] == found]
         assert moments, "a stale read is no moment of the past, or went back"
@@ -360,7 +367,7 @@ class Replicated(RuleBasedStateMachine):
 
         try:
             self.run(node, work)
-        except (Closed, Fenced, Unknown, Missing):
+        except (ClosedError, FencedError, UnknownOutcomeError, MissingError):
             # It ends with the database it is of; and nobody keeps the files of a process that does not lead.
             deposed = self.leader() is not node or node.domain.term != term
             assert term == 0 or deposed, "a leader's snapshot ended before its term"
@@ -377,7 +384,7 @@ class Replicated(RuleBasedStateMachine):
             while True:
                 try:
                     return await domain.flush(20)
-                except (*OF_CHANGE, Unknown, Conflict):
+                except (*OF_CHANGE, UnknownOutcomeError, ConflictError):
                     await asyncio.sleep(0.1)
 
         assert self.run(self.node(slot), work) >= self.history[-1][0]
@@ -395,7 +402,7 @@ class Replicated(RuleBasedStateMachine):
                 await database.compact()
                 for _ in range(2 if collect else 0):  # a file goes when it was seen dead before
                     await database.collect_garbage()
-            except (Fenced, Closed, Unknown, Unavailable, Conflict, Missing):
+            except (FencedError, ClosedError, UnknownOutcomeError, UnavailableError, ConflictError, MissingError):
                 return  # its term is over, which the log told, or a file that the next leader has collected
 
         if leader is not None:
@@ -474,7 +481,7 @@ class Replicated(RuleBasedStateMachine):
 
     async def every_file_is_there(self) -> None:
         domain = self.node(2).domain
-        grounds: Grounds = domain._grounds
+        grounds: DomainContext = domain._grounds
         manifest = domain.state.manifest
         if manifest is not None:
             files = grounds.files(domain.domain_uuid)

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 from domain_world import DomainWorld, rows_of, run
 
-from tidemill.base.errors import MovedBack
+from tidemill.base.errors import StoreRolledBackError
 from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH
 from tidemill.metastore.domain.settings import prefix_of
 from tidemill.metastore.lsm.manifest_store import BucketManifests
@@ -33,7 +33,7 @@ def test_a_leader_after_lost_terms_leads_in_a_term_above_all_that_the_bucket_hol
         lost_term = second.term
         for name in STATE:
             setattr(world.memory, name, standby[name])
-        with pytest.raises(MovedBack):
+        with pytest.raises(StoreRolledBackError):
             await second.sync()
         third = await world.node()
         assert third.term > lost_term

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Conflict, Invalid
+from tidemill.base.errors import ConflictError, InvalidError
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.domain.domain import Domain
@@ -112,7 +112,7 @@ def test_tools_read_and_write_beside_a_node_that_leads(consensus_url: str, tmp_p
             *(catalogue_of(p).create_topic("t", 1) for p in (node, one, other)), return_exceptions=True
         )
         assert sum(isinstance(found, TopicRow) for found in made) == 1
-        assert sum(isinstance(found, Conflict) for found in made) == 2
+        assert sum(isinstance(found, ConflictError) for found in made) == 2
         await catalogue_of(one).put(PipelineRow("p", {"a": "derived"}))
         for process in (node, one, other):
             assert len(await catalogue_of(process).list(TopicRow)) == 1
@@ -125,7 +125,7 @@ def test_tools_read_and_write_beside_a_node_that_leads(consensus_url: str, tmp_p
 def test_another_number_of_domains_is_refused_at_the_first_use(consensus_url: str, tmp_path: Path) -> None:
     async def body(stores: Stores) -> None:
         await catalogue_of(await stores.process()).list(TopicRow)
-        with pytest.raises(Invalid, match=r"metastore\.domains=2 cluster=3"):
+        with pytest.raises(InvalidError, match=r"metastore\.domains=2 cluster=3"):
             await catalogue_of(await stores.process(domains=2)).list(TopicRow)
 
     run(consensus_url, tmp_path, body)

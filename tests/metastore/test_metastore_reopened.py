@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from domain_world import DomainWorld, run
 
-from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.metastore.api import Rows
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.domain.domain import Domain
@@ -71,7 +71,7 @@ def test_f506_a_damaged_record_is_trouble_until_it_is_mended_and_no_longer() -> 
         async with asyncio.timeout(30):
             while "kind" not in metastore.trouble():
                 await asyncio.sleep(0.01)
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             await metastore.get_row(KEY)
         # Mended, as an operator would: one that says what an earlier one says stands in its place.
         damaged = world.memory.records[log][-1]

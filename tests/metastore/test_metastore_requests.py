@@ -13,7 +13,7 @@ from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from msgspec.structs import replace
 
 from patience import DEADLINE_S
-from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead, LogSlice
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.domain import forwarding_client as requests_module
@@ -60,12 +60,12 @@ class Lossy(MemoryConsensus):
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
         how = self.lose.pop(0) if log == self.log and self.lose else ""
         if how == "before":
-            raise Unknown("lost before")
+            raise UnknownOutcomeError("lost before")
         if how == "unavailable":
-            raise Unavailable("not sent")
+            raise UnavailableError("not sent")
         head = await super().append(log, term, expected_next, records, nonce)
         if how == "after":
-            raise Unknown("lost after")
+            raise UnknownOutcomeError("lost after")
         return head
 
 
@@ -86,13 +86,13 @@ def test_a_refusal_comes_back_with_the_current_rows(world: DomainWorld) -> None:
     async def body(world: DomainWorld) -> None:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         seqno = await leader.commit([(b"a", b"1")])
-        with pytest.raises(Conflict) as caught:
+        with pytest.raises(ConflictError) as caught:
             await follower.commit([(b"a", b"2")], expects={b"a": 0, b"none": 3})
         current = caught.value.current
         assert isinstance(current, dict) and current[b"none"] is None
         assert (current[b"a"].seqno, current[b"a"].value) == (seqno, b"1")
         await follower.commit([(b"a", b"2")], expects={b"a": seqno, b"none": 0})
-        with pytest.raises(Invalid, match="key is not empty"):
+        with pytest.raises(InvalidError, match="key is not empty"):
             await follower.commit([(b"", b"x")])
         assert await rows_of(leader) == {b"a": b"2"}
 
@@ -113,7 +113,7 @@ def test_many_at_once_from_several_processes_are_executed_once_each(world: Domai
                 try:
                     await tool.commit([(b"n", b"%d" % (int(row.value) + 1))], expects={b"n": row.seqno})
                     return
-                except Conflict:
+                except ConflictError:
                     continue
 
         blind = [tool.commit([(b"%d-%d" % (i, k), b"v")]) for i, tool in enumerate(tools) for k in range(50)]
@@ -218,7 +218,7 @@ def test_what_is_wrong_in_itself_is_refused_before_it_is_sent(world: DomainWorld
         await world.node()
         follower, client = await world.node(FOLLOWS), await world.client()
         for rows, words in (([], "at least one row"), ([(b"%d" % i, b"x" * 200_000) for i in range(30)], "too large")):
-            with pytest.raises(Invalid, match=words):
+            with pytest.raises(InvalidError, match=words):
                 await follower.commit(rows)
         assert (await client.log_head(REQUESTS)).next == 0
 
@@ -231,7 +231,7 @@ def test_large_requests_and_large_conflicts_pass_in_parts_or_without_their_rows(
         rows = [(b"%d" % i, b"x" * 200_000) for i in range(15)]
         await asyncio.gather(*[follower.commit([(b"%d-" % n + key, value) for key, value in rows]) for n in range(6)])
         everything = [b"%d-%d" % (n, i) for n in range(6) for i in range(15)]
-        with pytest.raises(Conflict) as caught:
+        with pytest.raises(ConflictError) as caught:
             await follower.commit([(b"a", b"1")], expects={key: 1 for key in everything})
         assert caught.value.current is None and leader.term == 1
         assert len(await rows_of(follower)) == 90
@@ -292,7 +292,7 @@ def test_the_next_leader_says_unknown_at_once_of_what_the_last_one_executed_and_
         await consensus.asked.wait()
         await world.depose(old)
         new = await world.node()
-        with pytest.raises(Unknown, match="executed this request ended"):
+        with pytest.raises(UnknownOutcomeError, match="executed this request ended"):
             async with asyncio.timeout(20):
                 await waiting
         assert await rows_of(new) == ({b"a": b"1"} if what == "commit" else {})
@@ -347,7 +347,7 @@ def test_unknown_is_said_once_consensus_is_back() -> None:
         await consensus.asked.wait()
         await world.depose(old)
         await world.node(consensus=Lossy(world, *["unavailable"] * (ANSWER_ATTEMPTS + 1), log=REPLIES))
-        with pytest.raises(Unknown, match="executed this request ended"):
+        with pytest.raises(UnknownOutcomeError, match="executed this request ended"):
             async with asyncio.timeout(20):
                 await waiting
 
@@ -384,7 +384,7 @@ def test_what_was_answered_with_unavailable_is_not_executed_by_anybody_later() -
         old, follower = await world.node(consensus=consensus), await world.node(FOLLOWS)
         await old.commit([(b"first", b"1")])
         consensus.lose = ["unavailable"]
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await follower.commit([(b"a", b"1")])
         await world.depose(old)
         new = await world.node()
@@ -399,7 +399,7 @@ def test_a_refused_request_stays_refused_under_the_next_leader() -> None:
 
     async def body(world: DomainWorld) -> None:
         old, follower = await world.node(), await world.node(FOLLOWS)
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await follower.commit([(b"a", b"1")], expects={b"a": 7})
         assert old.state.volatile[-1].keys == [POSITION_KEY]
         await world.depose(old)
@@ -413,7 +413,7 @@ def test_a_refused_request_stays_refused_under_the_next_leader() -> None:
 def test_without_a_leader_the_answer_is_unknown_in_time_and_never_a_guess() -> None:
     async def body(world: DomainWorld) -> None:
         follower = await world.node(replace(FOLLOWS, request_timeout_s=0.2))
-        with pytest.raises(Unknown, match="No leader answered"):
+        with pytest.raises(UnknownOutcomeError, match="No leader answered"):
             await follower.commit([(b"a", b"1")])
         node = await world.node()
         await until(lambda: world.memory.heads[REQUESTS].start == 1)
@@ -429,7 +429,7 @@ def test_nobody_adds_to_a_backlog_that_nobody_works_off(monkeypatch: pytest.Monk
         client = await world.client()
         await client.append(REQUESTS, 0, 0, [b"x"] * 6, "n")
         follower = await world.node(replace(FOLLOWS, request_timeout_s=5))
-        with pytest.raises(Unavailable, match="Too many requests"):
+        with pytest.raises(UnavailableError, match="Too many requests"):
             await follower.commit([(b"a", b"1")])
         assert world.memory.heads[REQUESTS].next == 6
 
@@ -448,7 +448,7 @@ def test_a_backlog_is_noticed_by_who_never_stops_asking(monkeypatch: pytest.Monk
             await until(lambda: not follower._requester._sending and not follower._requester._unsent)
         assert world.memory.heads[REQUESTS].next == 6
         for late in asked[6:]:
-            with pytest.raises(Unavailable, match="Too many requests"):
+            with pytest.raises(UnavailableError, match="Too many requests"):
                 await late
         node = await world.node()
         await asyncio.gather(*asked[:6])
@@ -466,13 +466,13 @@ def test_answers_are_heard_though_consensus_was_away_when_the_log_was_found_cut(
         async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
             if log == REPLIES and not self.told:
                 self.told = 1
-                raise Missing("truncated")
+                raise MissingError("truncated")
             return await super().wait(log, beyond, timeout_s)
 
         async def log_head(self, log: str) -> LogHead:
             if log == REPLIES and self.told == 1:
                 self.told = 2
-                raise Unavailable("away")
+                raise UnavailableError("away")
             return await super().log_head(log)
 
     async def body(world: DomainWorld) -> None:
@@ -519,7 +519,7 @@ def test_a_leader_that_begins_while_the_bucket_is_away_leads_and_answers_later(
 
         def _there(self, key: str) -> str:
             if self.away and "/sst/" in key:
-                raise Unavailable("the bucket is away")
+                raise UnavailableError("the bucket is away")
             return key
 
     async def body(world: DomainWorld) -> None:
@@ -550,7 +550,7 @@ def test_closing_leaves_nobody_waiting() -> None:
         waiting = asyncio.ensure_future(follower.commit([(b"a", b"1")]))
         await until(lambda: REQUESTS in world.memory.heads)
         await follower.aclose()
-        with pytest.raises(Unknown, match="closed"):
+        with pytest.raises(UnknownOutcomeError, match="closed"):
             await waiting
 
     run(body, DomainWorld())
@@ -571,14 +571,14 @@ def test_layouts_are_the_ones_drawn() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), strict=False) == fields
     older = decode_request(msgspec.msgpack.encode(fields[:4]))
     assert older is not None and not older.hears_unknown
-    conflict = Conflict("stale", current={b"k": None})
+    conflict = ConflictError("stale", current={b"k": None})
     reply = refusal("n", conflict)
     assert msgspec.to_builtins(reply, builtin_types=(bytes,)) == ["n", 1, 0, [(b"k", -1, b"")], "stale"]
     again = outcome(reply)
-    assert isinstance(again, Conflict) and again.current == {b"k": None}
+    assert isinstance(again, ConflictError) and again.current == {b"k": None}
     assert outcome(Reply("n", 0, 12)) == 12
-    assert isinstance(outcome(refusal("n", Unavailable("no room"))), Unavailable)
-    assert isinstance(outcome(refusal("n", Invalid("empty"))), Invalid)
+    assert isinstance(outcome(refusal("n", UnavailableError("no room"))), UnavailableError)
+    assert isinstance(outcome(refusal("n", InvalidError("empty"))), InvalidError)
 
 
 def test_a_flush_that_finds_no_room_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,7 +593,7 @@ def test_a_flush_that_finds_no_room_is_begun_once(monkeypatch: pytest.MonkeyPatc
             nonlocal refused
             refused -= 1
             if refused >= 0:
-                raise Unavailable("There is no room.")
+                raise UnavailableError("There is no room.")
             return await admit(*args)
 
         async def counted(timeout_s: float | None = None) -> int:
@@ -634,7 +634,7 @@ def test_f516_a_request_that_nobody_executed_in_time_is_refused_by_the_leader_th
             while len(await replies()) < 3:
                 await asyncio.sleep(0.02)
         told = await replies()
-        assert isinstance(outcome(told["old"]), Unavailable) and "not be" in told["old"].text
+        assert isinstance(outcome(told["old"]), UnavailableError) and "not be" in told["old"].text
         assert isinstance(outcome(told["young"]), int) and isinstance(outcome(told["ageless"]), int)
         assert "flush" not in told
         assert await rows_of(leader) == {b"b": b"young", b"c": b"ageless"}
@@ -659,7 +659,7 @@ def test_requests_that_cannot_be_sent_are_bounded_and_one_more_is_refused(monkey
         tool = await world.node(FOLLOWS, consensus=Away(world.clock, world.memory))
         asking = [asyncio.ensure_future(tool.commit([(b"k%d" % n, b"v")])) for n in range(50)]
         done, waiting = await asyncio.wait(asking, timeout=1)
-        assert done and all(isinstance(task.exception(), Unavailable) for task in done)
+        assert done and all(isinstance(task.exception(), UnavailableError) for task in done)
         assert len(waiting) <= 20 + requests_module.APPEND_REQUESTS
         for task in asking:
             task.cancel()

@@ -14,7 +14,7 @@ import pytest
 from checkpoint_world import World, damage, keys, manifest_of, persisted
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Corrupt, Invalid, Missing, Replaced, Unknown
+from tidemill.base.errors import ClusterReplacedError, CorruptError, InvalidError, MissingError, UnknownOutcomeError
 from tidemill.consensus import leader_election
 from tidemill.consensus.api import LogHead, Versioned
 from tidemill.consensus.factory import open_consensus
@@ -34,7 +34,7 @@ from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.registry import open_remap, open_shard
-from tidemill.topics.api import FetchRead, InvalidProducerEpoch, OutOfOrderSequence
+from tidemill.topics.api import FetchRead, InvalidProducerEpochError, OutOfOrderSequenceError
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import Membership, NodeInfo
@@ -245,7 +245,7 @@ def test_nodes_cannot_open_a_cluster_whose_restore_has_not_finished() -> None:
         with pytest.raises(Killed):
             await restorer.run()
         metastore = Metastore(fresh, world.open_domain, world.clock, world.rand)
-        with pytest.raises(Invalid, match="has not finished"):
+        with pytest.raises(InvalidError, match="has not finished"):
             await metastore.start()
         await metastore.aclose()
         done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
@@ -258,11 +258,11 @@ def test_nodes_cannot_open_a_cluster_whose_restore_has_not_finished() -> None:
 def test_consensus_that_is_not_empty_is_refused_and_named() -> None:
     async def body(world: World) -> None:
         await persisted(world, 3)
-        with pytest.raises(Invalid, match=r"not empty.*metastore/cluster"):
+        with pytest.raises(InvalidError, match=r"not empty.*metastore/cluster"):
             await Restorer(world.consensus, world.objects, world.clock, world.rand).run()
         other = MemoryConsensus(world.clock)
         await other.cas("something/else", 0, b"x", "n")
-        with pytest.raises(Invalid, match="something/else"):
+        with pytest.raises(InvalidError, match="something/else"):
             await Restorer(other, world.objects, world.clock, world.rand).run()
 
     run(body)
@@ -294,7 +294,7 @@ def test_f520_a_restore_beside_a_live_cluster_is_refused_whatever_the_clocks_of_
 
         fresh = MemoryConsensus(world.clock)
         living = asyncio.ensure_future(live())
-        with pytest.raises(Invalid, match=r"cluster is alive: it wrote a sign of life.*node=n1.*Stop every node"):
+        with pytest.raises(InvalidError, match=r"cluster is alive: it wrote a sign of life.*node=n1.*Stop every node"):
             await Restorer(fresh, world.objects, world.clock, world.rand).run()
         living.cancel()
         await asyncio.gather(living, return_exceptions=True)
@@ -314,12 +314,12 @@ def test_of_two_restores_of_one_bucket_one_wins_and_the_other_writes_nothing_int
         await persisted(world, 3)
         uuid = (await manifest_of(world)).domains[0]
         one, two = MemoryConsensus(world.clock), MemoryConsensus(world.clock)
-        lost: list[Replaced] = []
+        lost: list[ClusterReplacedError] = []
 
         async def restore(into: MemoryConsensus) -> None:
             try:
                 await Restorer(into, world.objects, world.clock, world.rand).run()
-            except Replaced as error:
+            except ClusterReplacedError as error:
                 lost.append(error)
 
         await asyncio.gather(restore(one), restore(two))
@@ -329,7 +329,7 @@ def test_of_two_restores_of_one_bucket_one_wins_and_the_other_writes_nothing_int
         manifests = await keys(world, f"metastore/{uuid}/manifest/")
         found = {each: await read_cluster(each) for each in (one, two)}
         [loser] = [each for each, cluster in found.items() if cluster is None or cluster[0].restoring]
-        with pytest.raises(Replaced):
+        with pytest.raises(ClusterReplacedError):
             await Restorer(loser, world.objects, world.clock, world.rand).run()
         assert await keys(world, f"metastore/{uuid}/manifest/") == manifests
 
@@ -341,7 +341,7 @@ def test_the_old_cluster_finds_that_it_was_replaced() -> None:
         await persisted(world, 3)
         mine = await manifest_of(world)
         await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
-        with pytest.raises(Replaced, match=r"has been replaced.*incarnation=1.*bucket_incarnation=2"):
+        with pytest.raises(ClusterReplacedError, match=r"has been replaced.*incarnation=1.*bucket_incarnation=2"):
             await Presence(world.objects, world.clock, world.rand, "n1").round(mine)
 
     run(body)
@@ -350,7 +350,7 @@ def test_the_old_cluster_finds_that_it_was_replaced() -> None:
 def test_an_empty_bucket_has_nothing_to_restore() -> None:
     async def main() -> None:
         clock = SystemClock()
-        with pytest.raises(Missing, match="holds no cluster"):
+        with pytest.raises(MissingError, match="holds no cluster"):
             await Restorer(MemoryConsensus(clock), MemoryObjects(clock), clock, Rand()).run()
 
     asyncio.run(main())
@@ -367,11 +367,11 @@ def test_a_damaged_newest_manifest_is_named_and_an_older_one_can_be_chosen() -> 
         assert newest != older
         await damage(world, newest)
         fresh = MemoryConsensus(world.clock)
-        with pytest.raises(Corrupt, match=newest):
+        with pytest.raises(CorruptError, match=newest):
             await Restorer(fresh, world.objects, world.clock, world.rand).run()
         assert await fresh.scan("") == []
         for wrong in ("metastore/nobody/manifest/1", "l0/1/x"):
-            with pytest.raises(Invalid, match="Not a manifest of this cluster"):
+            with pytest.raises(InvalidError, match="Not a manifest of this cluster"):
                 await Restorer(fresh, world.objects, world.clock, world.rand).run([wrong])
         await Restorer(fresh, world.objects, world.clock, world.rand).run([older])
         shard = await open_shard(fresh, world.objects, world.clock, world.rand, "table")
@@ -394,7 +394,7 @@ def test_a_damaged_cluster_object_is_named(prefix: str) -> None:
         await Presence(world.objects, world.clock, world.rand, "n1").round(await manifest_of(world))
         key = (await keys(world, prefix))[-1]
         await damage(world, key)
-        with pytest.raises(Corrupt, match=key):
+        with pytest.raises(CorruptError, match=key):
             await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
 
     run(body)
@@ -558,16 +558,16 @@ def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
         async with restored_world(world, fresh) as (_, _, topics):
             assert await produce(topics, 1) == kept
-            with pytest.raises(OutOfOrderSequence):
+            with pytest.raises(OutOfOrderSequenceError):
                 await produce(topics, 5)
             assert (await topics.offsets(topic_id, 0)).high_watermark == end, "nothing of it was taken"
             assert await produce(topics, 2) == end
             assert await produce(topics, 3) == end + 1
-            with pytest.raises(OutOfOrderSequence):
+            with pytest.raises(OutOfOrderSequenceError):
                 await produce(topics, 5)
             assert await produce(topics, 0, epoch=1) == end + 2
             assert await produce(topics, 1, epoch=1) == end + 3
-            with pytest.raises(InvalidProducerEpoch):
+            with pytest.raises(InvalidProducerEpochError):
                 await produce(topics, 4)
 
     run(body)
@@ -595,7 +595,7 @@ class Loses(MemoryConsensus):
             await write
         else:
             write.close()  # type: ignore[attr-defined]
-        raise Unknown(f"The answer was lost: name={name}.")
+        raise UnknownOutcomeError(f"The answer was lost: name={name}.")
 
 
 @pytest.mark.parametrize("landed", [False, True])
@@ -652,7 +652,7 @@ def test_an_object_of_a_newer_format_is_told_from_a_damaged_one() -> None:
         data = data[:4] + (9).to_bytes(2, "little") + data[6:]
         await world.objects.delete(key)
         await world.objects.put(key, data + int(crc32c.crc32c(data)).to_bytes(4, "little"))
-        with pytest.raises(Invalid, match=f"newer version.*object={key} format=9 known=1"):
+        with pytest.raises(InvalidError, match=f"newer version.*object={key} format=9 known=1"):
             await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
 
     run(body)
@@ -665,7 +665,7 @@ def test_the_register_of_an_unfinished_restore_says_where_from() -> None:
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
         found = await read_cluster(fresh)
         assert found is not None and found[0].label == (await world.metastore.cluster()).uuid
-        with pytest.raises(Invalid, match="not empty"):
+        with pytest.raises(InvalidError, match="not empty"):
             await Restorer(fresh, world.objects, world.clock, world.rand).run()
 
     run(body)

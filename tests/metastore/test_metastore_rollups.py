@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.state_log import codec as staterecords
@@ -64,7 +64,7 @@ def test_a_full_buffer_is_encoded_and_decoded_in_slices() -> None:
 
 def test_a_damaged_batch_within_a_rollup_is_corrupt() -> None:
     data = encode_state(state_of(2)).replace(b"000002-1", b"\xc1" * 8).replace(b"\xc4\x08\xc1", b"\xc1\x08\xc1")
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode_state(data)
 
 
@@ -74,7 +74,7 @@ class NoRollups(MemoryConsensus):
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
         if log == "metastore/0" and records[0][0] == staterecords.ROLLUP:
             self.tried += 1
-            raise Invalid("The append is too large.")
+            raise InvalidError("The append is too large.")
         return await super().append(log, term, expected_next, records, nonce)
 
 

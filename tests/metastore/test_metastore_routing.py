@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from memory_rows import Shared, opener
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Closed, Corrupt, Invalid, Unknown
+from tidemill.base.errors import ClosedError, CorruptError, InvalidError, UnknownOutcomeError
 from tidemill.consensus.api import Versioned
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore import cluster as clusters
@@ -70,7 +70,7 @@ def test_entities_spread_over_the_domains() -> None:
 
 
 def test_bytes_that_are_no_key_are_not_routed() -> None:
-    with pytest.raises(Corrupt, match="no entity"):
+    with pytest.raises(CorruptError, match="no entity"):
         domain_of(b"\x10abc", 3)
 
 
@@ -97,7 +97,7 @@ def test_without_a_number_a_new_cluster_has_one_domain() -> None:
 def test_another_number_of_domains_is_refused_naming_both() -> None:
     async def body(consensus: MemoryConsensus, clock: ManualClock, rand: Rand) -> None:
         await open_cluster(consensus, clock, rand, 3)
-        with pytest.raises(Invalid, match=r"metastore\.domains=2 cluster=3\. Set metastore\.domains = 3"):
+        with pytest.raises(InvalidError, match=r"metastore\.domains=2 cluster=3\. Set metastore\.domains = 3"):
             await open_cluster(consensus, clock, rand, 2)
 
     run(body)
@@ -106,7 +106,7 @@ def test_another_number_of_domains_is_refused_naming_both() -> None:
 @pytest.mark.parametrize("domains", [-1, 65])
 def test_a_number_of_domains_out_of_range_is_refused(domains: int) -> None:
     async def body(consensus: MemoryConsensus, clock: ManualClock, rand: Rand) -> None:
-        with pytest.raises(Invalid, match="1 to 64"):
+        with pytest.raises(InvalidError, match="1 to 64"):
             await open_cluster(consensus, clock, rand, domains)
         assert await consensus.head(clusters.REGISTER) is None
 
@@ -131,7 +131,7 @@ def test_a_lost_acknowledgement_at_creation_is_decided_by_what_stands(landed: bo
                 self.lost = 1
                 if landed:
                     await super().cas(key, expected_seq, data, nonce)
-                raise Unknown("lost")
+                raise UnknownOutcomeError("lost")
             return await super().cas(key, expected_seq, data, nonce)
 
     async def main() -> None:
@@ -148,10 +148,10 @@ def test_a_register_of_a_newer_format_is_refused_and_damage_is_corrupt() -> None
         cluster = await open_cluster(consensus, clock, rand)
         newer = clusters.msgspec.structs.replace(cluster, format=2)
         await clusters.write_cluster(consensus, rand, newer, 1)
-        with pytest.raises(Invalid, match="format=2 known=1"):
+        with pytest.raises(InvalidError, match="format=2 known=1"):
             await open_cluster(consensus, clock, rand)
         await consensus.cas(clusters.REGISTER, 2, b"\xc1", "n")
-        with pytest.raises(Corrupt, match="metastore/cluster"):
+        with pytest.raises(CorruptError, match="metastore/cluster"):
             await open_cluster(consensus, clock, rand)
 
     run(body)
@@ -215,9 +215,9 @@ def test_a_batch_over_two_domains_is_refused_and_writes_nothing() -> None:
         shared = [Shared(), Shared(), Shared()]
         metastore = Metastore(consensus, opener(shared), clock, rand, domains=3)
         batch = [GROUP_OFFSETS.encode(GroupOffsetRow(group, "t", 0, 1)) for group in ("a", "b")]
-        with pytest.raises(Invalid, match=r"within one domain: rows=2 domains=\[0, 2\]"):
+        with pytest.raises(InvalidError, match=r"within one domain: rows=2 domains=\[0, 2\]"):
             await metastore.commit(batch)
-        with pytest.raises(Invalid, match="within one domain"):
+        with pytest.raises(InvalidError, match="within one domain"):
             await metastore.commit(batch[:1], expects={batch[1][0]: 0})
         assert not any(s.rows for s in shared)
 
@@ -280,7 +280,7 @@ def test_a_closed_metastore_says_so_and_opens_no_domain() -> None:
         await metastore.start()
         await metastore.aclose()
         await metastore.aclose()
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await metastore.rows(TOPICS)
 
     run(body)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.metastore import rows
 from tidemill.metastore.rows.key_encoding import Column, Kind, entity_of, names_entity
 from tidemill.metastore.rows.pipelines import PipelineRow
@@ -130,19 +130,19 @@ def test_a_row_written_before_a_field_existed_gets_its_default_and_a_newer_ones_
 
 
 def test_a_value_of_a_newer_format_names_both_and_says_to_upgrade() -> None:
-    with pytest.raises(Invalid, match=r"format=09 known=1.*Upgrade"):
+    with pytest.raises(InvalidError, match=r"format=09 known=1.*Upgrade"):
         TOPICS.decode(TOPICS.key("t"), b"\x09\x90")
 
 
 @pytest.mark.parametrize("value", [b"\x01", b"\x01\xc1", b"\x01" + msgspec.msgpack.encode(["id", "three"])])
 def test_a_damaged_value_is_corrupt_and_named(value: bytes) -> None:
-    with pytest.raises(Corrupt, match="family=topic"):
+    with pytest.raises(CorruptError, match="family=topic"):
         TOPICS.decode(TOPICS.key("t"), value)
 
 
 @pytest.mark.parametrize("key", [b"\x01", b"\x01\x00\x01abc", b"\x01\x00\x01a\x00\x01more", b"\x10abc\x00\x01\x00\x00"])
 def test_a_damaged_key_is_corrupt(key: bytes) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         rows.BY_TAG[key[0]].decode_key(key)
 
 
@@ -158,12 +158,12 @@ def test_a_damaged_key_is_corrupt(key: bytes) -> None:
     ],
 )
 def test_a_value_that_does_not_fit_a_key_is_invalid(family: Family[Any], parts: tuple[Any, ...]) -> None:
-    with pytest.raises(Invalid, match="A key cannot hold this value"):
+    with pytest.raises(InvalidError, match="A key cannot hold this value"):
         family.key(*parts)
 
 
 def test_a_key_needs_all_its_columns() -> None:
-    with pytest.raises(Invalid, match="has 3 columns: given=2"):
+    with pytest.raises(InvalidError, match="has 3 columns: given=2"):
         rows.EXTENTS.key("t", 0)
 
 

@@ -14,7 +14,7 @@ from lsm_world import SMALL, Gate, World, collect, eventually, expected, failing
 from lsm_world import objects as objects  # the fixture
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.memtable import SORT_ROWS
 from tidemill.metastore.lsm.merge_iterator import READ_BLOCKS, READ_BYTES
@@ -354,9 +354,9 @@ def test_a_failed_read_ends_the_scan_and_its_pins() -> None:
         database = await world.open()
         world.put(database, numbered(range(90)))
         await database.flush()
-        world.objects.before_read = failing("/sst/", Unavailable("no"))
+        world.objects.before_read = failing("/sst/", UnavailableError("no"))
         scan = database.scan()
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await anext(scan)
         assert database.versions.pins == 0 and await collect(scan) == []
         assert await collect(database.scan()) == expected(world.rows)

@@ -15,7 +15,7 @@ import pytest
 from lsm_world import SMALL, World, collect, expected
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.metastore.lsm.database import Database
 from tidemill.objects.memory import MemoryObjects
@@ -47,7 +47,7 @@ class Life:
     async def slowly(self, key: str) -> None:
         await asyncio.sleep(self.source.uniform(0, 0.05))
         if self.source.random() < self.failures:
-            raise Unavailable("The bucket is busy: planted.")
+            raise UnavailableError("The bucket is busy: planted.")
 
     async def write(self) -> None:
         world, source = self.world, self.source
@@ -87,7 +87,7 @@ class Life:
             if database is not None:
                 try:
                     await self.read_once(database)
-                except Unavailable:
+                except UnavailableError:
                     pass
                 except Exception:
                     if database is self.database:  # else it was closed beneath the reader
@@ -132,7 +132,7 @@ async def patiently(call: Any) -> Any:
     while True:
         try:
             return await call()
-        except Unavailable:
+        except UnavailableError:
             await asyncio.sleep(0.05)
 
 

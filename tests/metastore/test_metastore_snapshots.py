@@ -18,7 +18,7 @@ from lsm_world import SMALL, UUID, Gate, World, collect, eventually, expected, n
 from lsm_world import objects as objects  # the fixture
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Closed, Invalid
+from tidemill.base.errors import ClosedError, InvalidError
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore
@@ -159,7 +159,7 @@ def test_a_snapshots_files_stay_until_it_is_closed(objects: ObjectStore) -> None
         snapshot.close()  # idempotent
         await database.collect_garbage()
         assert not old & set(await world.sst_keys())
-        with pytest.raises(Closed, match="snapshot was closed"):
+        with pytest.raises(ClosedError, match="snapshot was closed"):
             await snapshot.get(b"a")
 
     run(body())
@@ -348,14 +348,14 @@ def test_refresh_rejects_a_lower_seqno(objects: ObjectStore) -> None:
             (msgspec.structs.replace(older, number=99, epoch=0, last_seqno=9), "older than the one in use"),
             (msgspec.structs.replace(older, domain_uuid="another", last_seqno=9), "another domain"),
         ):
-            with pytest.raises(Invalid, match=said):
+            with pytest.raises(InvalidError, match=said):
                 reader.refresh_to(manifest)
             assert reader.max_applied_seqno == reader.max_persisted_seqno == 2
         assert await collect(reader.scan()) == expected(world.rows)
         newest = await world.manifests.newest(10**9)
         assert newest is not None
         await world.manifests.delete(newest.key)
-        with pytest.raises(Invalid, match="older than the one in use"):
+        with pytest.raises(InvalidError, match="older than the one in use"):
             await reader.refresh()
 
     run(body())
@@ -365,9 +365,9 @@ def test_refresh_is_forbidden_when_writable(objects: ObjectStore) -> None:
     async def body() -> None:
         world = World(objects)
         writer = await world.open()
-        with pytest.raises(Invalid, match="writable database"):
+        with pytest.raises(InvalidError, match="writable database"):
             await writer.refresh()
-        with pytest.raises(Invalid, match="writable database"):
+        with pytest.raises(InvalidError, match="writable database"):
             writer.refresh_to(Manifest(UUID, 9, 9, 9, 9, 0, ((),)))
 
     run(body())
@@ -412,9 +412,9 @@ def test_a_follower_takes_batches_on_top_of_its_files_and_flushes_nothing(object
             await follower.room()
         assert await collect(follower.scan()) == expected(world.rows)
         assert await follower.get(b"row/000000") is None
-        with pytest.raises(Invalid, match="reading only"):
+        with pytest.raises(InvalidError, match="reading only"):
             await follower.flush()
-        with pytest.raises(Invalid, match="increase"):
+        with pytest.raises(InvalidError, match="increase"):
             follower.apply(world.seqno, [b"a"], [b"1"])
 
     run(body())

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sst_world import Rows, numbered_rows, read_sst, row_sets, write_sst
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.metastore.lsm import bloom
 from tidemill.metastore.lsm.block import decode_block
 from tidemill.metastore.lsm.footer import FORMAT
@@ -141,14 +141,14 @@ def test_disordered_and_ragged_rows_are_refused(chunks: list[Rows]) -> None:
     writer = SstWriter(Options())
     for chunk in chunks[:-1]:
         writer.add(*chunk)
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         writer.add(*chunks[-1])
 
 
 def test_a_file_without_rows_is_refused() -> None:
     writer = SstWriter(Options())
     writer.add([], [], [])
-    with pytest.raises(Invalid, match="at least one row"):
+    with pytest.raises(InvalidError, match="at least one row"):
         writer.finish()
 
 
@@ -158,7 +158,7 @@ def test_the_empty_key_is_a_key_like_any_other() -> None:
     assert read_sst(data, summary.named(1, 2, "n")) == rows and summary.smallest == b""
     writer = SstWriter(Options())
     writer.add([b""], [b"zero"], [3])
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         writer.add([b""], [b"again"], [4])
 
 
@@ -169,7 +169,7 @@ def test_every_flipped_byte_of_filter_index_and_footer_is_found(rows: Rows, flip
     file = summary.named(1, 2, "n")
     tail = data[file.meta_start :]
     for at in range(len(tail)):
-        with pytest.raises(Corrupt, match=r"file=f section=(filter|index|footer) offset=\d+"):
+        with pytest.raises(CorruptError, match=r"file=f section=(filter|index|footer) offset=\d+"):
             decode_meta(tail[:at] + bytes((tail[at] ^ flip,)) + tail[at + 1 :], file, "f")
 
 
@@ -180,7 +180,7 @@ def test_every_truncation_of_filter_index_and_footer_is_found(rows: Rows) -> Non
     file = summary.named(1, 2, "n")
     tail = data[file.meta_start :]
     for bad in [tail[:end] for end in range(len(tail))] + [tail[start:] for start in range(1, len(tail) + 1)]:
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             decode_meta(bad, file, "f")
 
 
@@ -254,7 +254,7 @@ def test_damage_is_told_with_its_section_and_offset() -> None:
     file = summary.named(1, 2, "n")
     tail = bytearray(data[file.meta_start :])
     tail[3] ^= 1
-    with pytest.raises(Corrupt, match=f"file=some.sst section=filter offset={file.meta_start}"):
+    with pytest.raises(CorruptError, match=f"file=some.sst section=filter offset={file.meta_start}"):
         decode_meta(bytes(tail), file, "some.sst")
 
 
@@ -262,7 +262,7 @@ def test_another_file_under_this_name_is_found() -> None:
     mine = write_sst(numbered_rows(100, seqno=1))[1].named(1, 2, "n")
     others, summary = write_sst(numbered_rows(100, seqno=2))
     assert summary.size_bytes == mine.size_bytes
-    with pytest.raises(Corrupt, match="not the one that the manifest describes"):
+    with pytest.raises(CorruptError, match="not the one that the manifest describes"):
         decode_meta(others[mine.meta_start :], mine, "f")
 
 
@@ -271,7 +271,7 @@ def test_another_file_of_the_same_counts_is_found_by_its_largest_key() -> None:
     others, summary = write_sst(numbered_rows(100, first=300, seqno=400))
     assert (summary.size_bytes, summary.meta_start) == (mine.size_bytes, mine.meta_start)
     assert (summary.min_seqno, summary.max_seqno) == (mine.min_seqno, mine.max_seqno)
-    with pytest.raises(Corrupt, match="section=index"):
+    with pytest.raises(CorruptError, match="section=index"):
         decode_meta(others[mine.meta_start :], mine, "f")
 
 
@@ -282,7 +282,9 @@ def test_a_file_of_a_newer_format_is_refused_with_both_numbers() -> None:
     struct.pack_into("<H", newer, len(data) - 14, FORMAT + 1)
     struct.pack_into("<I", newer, len(data) - 4, crc32c.crc32c(bytes(newer[-footer_bytes:-4])))
     file = summary.named(1, 2, "n")
-    with pytest.raises(Invalid, match=f"newer version of tidemill: file=f format={FORMAT + 1} supported={FORMAT}") as e:
+    with pytest.raises(
+        InvalidError, match=f"newer version of tidemill: file=f format={FORMAT + 1} supported={FORMAT}"
+    ) as e:
         decode_meta(bytes(newer[file.meta_start :]), file, "f")
     assert e.value.fix
 

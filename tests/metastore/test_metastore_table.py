@@ -10,7 +10,7 @@ import pytest
 from sst_world import PREFIX, Rows, Watched, numbered_rows, on_memory_and_local, opener, write_sst
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.errors import Corrupt, Invalid, Missing, Unavailable
+from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.footer import FORMAT
@@ -145,12 +145,12 @@ def test_a_failed_read_reaches_all_who_wait_and_is_not_kept(what: str) -> None:
         if what == "block":
             await world.tables.meta(file)
         world.store.gate = asyncio.Event()
-        world.store.failure = Unavailable("The bucket is away.")
+        world.store.failure = UnavailableError("The bucket is away.")
         read = (lambda: world.tables.meta(file)) if what == "meta" else (lambda: world.tables.block(file, 2))
         readers = [asyncio.ensure_future(read()) for _ in range(4)]
         await world.settle()
         world.store.gate.set()
-        assert all(isinstance(r, Unavailable) for r in await asyncio.gather(*readers, return_exceptions=True))
+        assert all(isinstance(r, UnavailableError) for r in await asyncio.gather(*readers, return_exceptions=True))
         reads = len(world.store.reads)
         world.store.failure = None
         assert await read() is not None
@@ -305,11 +305,11 @@ class TestDamage:
             meta = await world.tables.meta(file)
             bad = next(index for index, start in enumerate(meta.starts) if start > 20_000) - 1
             for _ in range(2):
-                with pytest.raises(Corrupt, match=f"section=block offset={meta.starts[bad]}") as found:
+                with pytest.raises(CorruptError, match=f"section=block offset={meta.starts[bad]}") as found:
                     await world.tables.block(file, bad)
                 assert world.files.key(file) in str(found.value)
             assert (await world.tables.block(file, bad - 1)).keys and (await world.tables.block(file, bad + 1)).keys
-            with pytest.raises(Corrupt):
+            with pytest.raises(CorruptError):
                 await world.tables.blocks(file, bad - 1, 3)
 
         asyncio.run(scenario())
@@ -318,7 +318,7 @@ class TestDamage:
     def test_truncated_sst(self, left: int) -> None:
         async def scenario() -> None:
             world, file = await self._world(lambda data, _: data[:left])
-            with pytest.raises(Corrupt, match="shorter than its manifest says") as found:
+            with pytest.raises(CorruptError, match="shorter than its manifest says") as found:
                 await world.tables.meta(file)
             assert world.files.key(file) in str(found.value)
 
@@ -327,7 +327,7 @@ class TestDamage:
     def test_missing_object(self) -> None:
         async def scenario() -> None:
             world, file = await self._world(lambda data, _: None)
-            with pytest.raises(Missing, match="manifest names is not in the bucket") as found:
+            with pytest.raises(MissingError, match="manifest names is not in the bucket") as found:
                 await world.tables.meta(file)
             assert world.files.key(file) in str(found.value)
 
@@ -338,7 +338,7 @@ class TestDamage:
             world, file = await self._world(lambda data, _: data)
             kept = await world.tables.block(file, 0)
             await world.files.delete(FileName(1, 1, "n"))
-            with pytest.raises(Missing):
+            with pytest.raises(MissingError):
                 await world.tables.blocks(file, 1, 2)
             assert await world.tables.block(file, 0) is kept
 
@@ -355,8 +355,8 @@ class TestDamage:
 
         async def scenario() -> None:
             world, file = await self._world(spoil)
-            with pytest.raises(Invalid, match=f"format={FORMAT + 1} supported={FORMAT}") as found:
+            with pytest.raises(InvalidError, match=f"format={FORMAT + 1} supported={FORMAT}") as found:
                 await world.tables.meta(file)
-            assert not isinstance(found.value, Missing)
+            assert not isinstance(found.value, MissingError)
 
         asyncio.run(scenario())

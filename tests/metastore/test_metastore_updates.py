@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Conflict, Corrupt, Invalid, TidemillError
+from tidemill.base.errors import ConflictError, CorruptError, InvalidError, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_BYTES, METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.state_log.state_log import StateLog
-from tidemill.metastore.domain.apply import UnreadableRecord, apply
+from tidemill.metastore.domain.apply import UnreadableRecordError, apply
 from tidemill.metastore.domain.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.metastore.domain.commands import Command, PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
 from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch, batch_bytes, check_state
@@ -70,10 +70,10 @@ def test_a_domain_uuid_is_set_once() -> None:
     """[uuid once]"""
     state = named()
     assert state.domain_uuid == UUID
-    with pytest.raises(Conflict, match="has its uuid") as caught:
+    with pytest.raises(ConflictError, match="has its uuid") as caught:
         do(state, SetDomainUuid("other"), 1)
     assert caught.value.current == UUID
-    with pytest.raises(Invalid, match="cannot be empty"):
+    with pytest.raises(InvalidError, match="cannot be empty"):
         do(DomainState(), SetDomainUuid(""), 0)
 
 
@@ -91,26 +91,26 @@ def test_all_rows_of_a_write_have_the_seqno_of_their_record() -> None:
 
 def test_a_write_with_another_uuid_or_before_any_is_refused() -> None:
     """[write: wrong uuid]"""
-    with pytest.raises(Conflict, match="another domain: uuid='old'"):
+    with pytest.raises(ConflictError, match="another domain: uuid='old'"):
         do(named(), write((b"a", b"1"), uuid="old"), 10)
-    with pytest.raises(Conflict, match="another domain"):
+    with pytest.raises(ConflictError, match="another domain"):
         do(DomainState(), write((b"a", b"1")), 10)
-    with pytest.raises(Conflict, match="another domain"):
+    with pytest.raises(ConflictError, match="another domain"):
         do(DomainState(), write((b"a", b"1"), uuid=""), 10)
 
 
 def test_a_write_without_rows_is_refused() -> None:
     """[write: empty rows]"""
-    with pytest.raises(Invalid, match="needs rows"):
+    with pytest.raises(InvalidError, match="needs rows"):
         do(named(), write(), 10)
-    with pytest.raises(Invalid, match="keys=1 values=0"):
+    with pytest.raises(InvalidError, match="keys=1 values=0"):
         do(named(), WriteBatch(UUID, [b"a"], []), 10)
 
 
 @pytest.mark.parametrize("position", [9, 10])
 def test_a_seqno_that_does_not_exceed_the_newest_volatile_one_is_refused(position: int) -> None:
     state = written(10)
-    with pytest.raises(Conflict, match=f"would decrease: seqno={position} newest_seqno=10"):
+    with pytest.raises(ConflictError, match=f"would decrease: seqno={position} newest_seqno=10"):
         do(state, write((b"a", b"1")), position)
 
 
@@ -118,22 +118,22 @@ def test_a_seqno_that_does_not_exceed_the_persisted_one_is_refused() -> None:
     state = written(10)
     do(state, PersistManifest(UUID, manifest(10)), 11)
     assert not state.volatile
-    with pytest.raises(Conflict, match="would decrease"):
+    with pytest.raises(ConflictError, match="would decrease"):
         do(state, write((b"a", b"1")), 10)
     do(state, write((b"a", b"1")), 12)
 
 
 def test_a_batch_that_the_database_would_refuse_is_refused_before_it_is_proposed() -> None:
-    with pytest.raises(Invalid, match="at least one row"):
+    with pytest.raises(InvalidError, match="at least one row"):
         measured([])
-    with pytest.raises(Invalid, match="key is not empty"):
+    with pytest.raises(InvalidError, match="key is not empty"):
         measured([(b"", b"x")])
-    with pytest.raises(Invalid, match="key is too long"):
+    with pytest.raises(InvalidError, match="key is too long"):
         measured([(b"k" * (METASTORE_KEY_BYTES + 1), b"x")])
-    with pytest.raises(Invalid, match="value is too large"):
+    with pytest.raises(InvalidError, match="value is too large"):
         measured([(b"k", b"x" * (METASTORE_VALUE_BYTES + 1))])
     value = b"x" * METASTORE_VALUE_BYTES
-    with pytest.raises(Invalid, match="batch is too large"):
+    with pytest.raises(InvalidError, match="batch is too large"):
         measured([(b"%d" % i, value) for i in range(METASTORE_BATCH_BYTES // METASTORE_VALUE_BYTES + 1)])
 
 
@@ -150,7 +150,7 @@ def test_a_manifest_trims_what_it_covers_and_nothing_else() -> None:
 
 def test_a_manifest_of_another_uuid_is_refused() -> None:
     """[manifest: wrong uuid]"""
-    with pytest.raises(Conflict, match="another domain"):
+    with pytest.raises(ConflictError, match="another domain"):
         do(written(10), PersistManifest("old", manifest(10)), 11)
 
 
@@ -158,10 +158,10 @@ def test_a_manifest_of_a_lower_seqno_or_epoch_is_refused() -> None:
     """[manifest: lower seqno/epoch rejected]"""
     state = written(10, 20)
     do(state, PersistManifest(UUID, manifest(20, epoch=2)), 21, term=2)
-    with pytest.raises(Conflict, match="newer manifest is persisted") as caught:
+    with pytest.raises(ConflictError, match="newer manifest is persisted") as caught:
         do(state, PersistManifest(UUID, manifest(10, epoch=2)), 22, term=2)
     assert caught.value.current == manifest(20, epoch=2)
-    with pytest.raises(Conflict, match="newer manifest is persisted"):
+    with pytest.raises(ConflictError, match="newer manifest is persisted"):
         do(state, PersistManifest(UUID, manifest(20, epoch=1)), 23, term=1)
 
 
@@ -179,7 +179,7 @@ def test_an_elder_manifest_of_the_same_seqno_and_epoch_is_refused() -> None:
     state = written(10)
     newer, elder = PersistedManifest(b"after a merge", 10, 1, 7), PersistedManifest(b"before it", 10, 1, 6)
     do(state, PersistManifest(UUID, newer), 11)
-    with pytest.raises(Conflict, match=r"number=6 .* stored_number=7"):
+    with pytest.raises(ConflictError, match=r"number=6 .* stored_number=7"):
         do(state, PersistManifest(UUID, elder), 12)
     assert state.manifest == newer
 
@@ -187,16 +187,16 @@ def test_an_elder_manifest_of_the_same_seqno_and_epoch_is_refused() -> None:
 def test_a_manifest_cannot_claim_what_was_never_written() -> None:
     """[F22]"""
     state = written(10)
-    with pytest.raises(Invalid, match="never written: last_seqno=11 newest_seqno=10"):
+    with pytest.raises(InvalidError, match="never written: last_seqno=11 newest_seqno=10"):
         do(state, PersistManifest(UUID, manifest(11)), 11)
     do(state, PersistManifest(UUID, manifest(10)), 12)
-    with pytest.raises(Invalid, match="never written"):
+    with pytest.raises(InvalidError, match="never written"):
         do(state, PersistManifest(UUID, manifest(11)), 13)
 
 
 @pytest.mark.parametrize(("epoch", "term"), [(1, 2), (3, 2)])
 def test_a_manifest_is_accepted_in_its_own_term_only(epoch: int, term: int) -> None:
-    with pytest.raises(Conflict, match="in its own term only"):
+    with pytest.raises(ConflictError, match="in its own term only"):
         do(written(10), PersistManifest(UUID, manifest(10, epoch)), 11, term=term)
 
 
@@ -225,7 +225,7 @@ def test_a_reset_with_nothing_begins_at_one() -> None:
 
 def test_a_reset_needs_an_empty_buffer() -> None:
     """[reset: non-empty buffer]"""
-    with pytest.raises(Conflict, match="not empty"):
+    with pytest.raises(ConflictError, match="not empty"):
         do(written(10), ResetManifest("restored", manifest(1000)), 11)
 
 
@@ -233,7 +233,7 @@ def test_a_reset_needs_no_manifest_or_one_of_seqno_zero() -> None:
     """[reset: existing data]"""
     state = written(10)
     do(state, PersistManifest(UUID, manifest(10)), 11)
-    with pytest.raises(Conflict, match="not empty"):
+    with pytest.raises(ConflictError, match="not empty"):
         do(state, ResetManifest("restored", manifest(1000)), 12)
     state = named()
     do(state, PersistManifest(UUID, manifest(0)), 1)
@@ -242,9 +242,9 @@ def test_a_reset_needs_no_manifest_or_one_of_seqno_zero() -> None:
 
 
 def test_a_reset_with_bad_numbers_or_no_name_is_refused() -> None:
-    with pytest.raises(Invalid, match="counts from 0"):
+    with pytest.raises(InvalidError, match="counts from 0"):
         do(named(), ResetManifest("restored", manifest(-1)), 1)
-    with pytest.raises(Invalid, match="cannot be empty"):
+    with pytest.raises(InvalidError, match="cannot be empty"):
         do(named(), ResetManifest("", None), 1)
 
 
@@ -288,17 +288,17 @@ def test_a_rollup_holds_the_whole_state() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode([9, "x"]), msgspec.msgpack.encode([2, "x"])])
 def test_a_record_that_cannot_be_read_is_no_refusal(data: bytes) -> None:
-    with pytest.raises(Corrupt, match="cannot be read"):
+    with pytest.raises(CorruptError, match="cannot be read"):
         decode_command(data)
-    with pytest.raises(UnreadableRecord):
+    with pytest.raises(UnreadableRecordError):
         apply(named(), data, 1, 1)
 
 
 def test_a_rollup_of_another_format_names_both() -> None:
-    with pytest.raises(Corrupt, match="format=2 known=1"):
+    with pytest.raises(CorruptError, match="format=2 known=1"):
         decode_state(msgspec.msgpack.encode([2, "another layout"]))
     for data in (b"", msgspec.msgpack.encode([]), msgspec.msgpack.encode([1, "x"])):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             decode_state(data)
 
 
@@ -328,7 +328,7 @@ def test_a_refused_update_is_a_no_op_everywhere_and_its_proposer_is_told() -> No
         ours = proposed(leader, encode_command(write((b"a", b"1"))))
         stale = proposed(leader, encode_command(write((b"a", b"2"), uuid="old")))
         assert (await ours).position == 1
-        with pytest.raises(Conflict, match="another domain"):
+        with pytest.raises(ConflictError, match="another domain"):
             await stale
         await follower.catch_up()
         assert encode_state(follower.state) == encode_state(leader.state)
@@ -423,5 +423,5 @@ _Check = Callable[[DomainState], None]
     ],
 )
 def test_the_same_rules_refuse_an_update_when_it_is_built(check: _Check, state: DomainState) -> None:
-    with pytest.raises((Conflict, Invalid)):
+    with pytest.raises((ConflictError, InvalidError)):
         check(state)

@@ -16,7 +16,7 @@ import pytest
 
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Conflict, Invalid, TidemillError
+from tidemill.base.errors import ConflictError, InvalidError, TidemillError
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.state_log.state_log import StateLog
@@ -68,7 +68,7 @@ class Machine:
         refused = encode_command(write((b"x", b"x"), uuid="nobody"))
         futures = [proposed(self.leader, refused) for _ in range(position - self.leader.position)]
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
-        assert all(isinstance(outcome, Conflict) for outcome in outcomes) and self.leader.position == position
+        assert all(isinstance(outcome, ConflictError) for outcome in outcomes) and self.leader.position == position
 
     async def do(self, command: Command) -> int:
         """Accepted: its position. Both replicas have the same state after it."""
@@ -149,9 +149,11 @@ def test_write_with_a_wrong_uuid_on_a_log(url: str) -> None:
     """[write: wrong uuid]"""
 
     async def body(machine: Machine) -> None:
-        await machine.refused(write((b"a", b"1")), Conflict, "another domain")
+        await machine.refused(write((b"a", b"1")), ConflictError, "another domain")
         await machine.do(SetDomainUuid(UUID))
-        await machine.refused(write((b"a", b"1"), uuid="old"), Conflict, "another domain: uuid='old' current='6a4b'")
+        await machine.refused(
+            write((b"a", b"1"), uuid="old"), ConflictError, "another domain: uuid='old' current='6a4b'"
+        )
 
     on_a_log(url, body)
 
@@ -161,7 +163,7 @@ def test_write_of_empty_rows_on_a_log(url: str) -> None:
 
     async def body(machine: Machine) -> None:
         await machine.do(SetDomainUuid(UUID))
-        await machine.refused(write(), Invalid, "needs rows")
+        await machine.refused(write(), InvalidError, "needs rows")
 
     on_a_log(url, body)
 
@@ -189,7 +191,7 @@ def test_a_manifest_of_a_wrong_uuid_on_a_log(url: str) -> None:
 
     async def body(machine: Machine) -> None:
         await written(machine, 10)
-        await machine.refused(PersistManifest("old", manifest(10)), Conflict, "another domain")
+        await machine.refused(PersistManifest("old", manifest(10)), ConflictError, "another domain")
 
     on_a_log(url, body)
 
@@ -201,8 +203,12 @@ def test_a_manifest_of_a_lower_seqno_or_epoch_on_a_log(url: str) -> None:
         await written(machine, 10, 20)
         await machine.lead(4)
         await machine.do(PersistManifest(UUID, manifest(20, epoch=4)))
-        await machine.refused(PersistManifest(UUID, manifest(19, epoch=4)), Conflict, "newer manifest is persisted")
-        await machine.refused(PersistManifest(UUID, manifest(20, epoch=3)), Conflict, "newer manifest is persisted")
+        await machine.refused(
+            PersistManifest(UUID, manifest(19, epoch=4)), ConflictError, "newer manifest is persisted"
+        )
+        await machine.refused(
+            PersistManifest(UUID, manifest(20, epoch=3)), ConflictError, "newer manifest is persisted"
+        )
 
     on_a_log(url, body)
 
@@ -225,7 +231,7 @@ def test_a_uuid_is_set_once_on_a_log(url: str) -> None:
 
     async def body(machine: Machine) -> None:
         await machine.do(SetDomainUuid(UUID))
-        await machine.refused(SetDomainUuid("other"), Conflict, "has its uuid")
+        await machine.refused(SetDomainUuid("other"), ConflictError, "has its uuid")
         assert machine.state.domain_uuid == UUID
 
     on_a_log(url, body)
@@ -268,7 +274,7 @@ def test_reset_of_a_non_empty_buffer_on_a_log(url: str) -> None:
 
     async def body(machine: Machine) -> None:
         await written(machine, 10)
-        await machine.refused(ResetManifest("restored", manifest(1000)), Conflict, "not empty")
+        await machine.refused(ResetManifest("restored", manifest(1000)), ConflictError, "not empty")
 
     on_a_log(url, body)
 
@@ -280,6 +286,6 @@ def test_reset_of_existing_data_on_a_log(url: str) -> None:
         await written(machine, 10)
         await machine.do(PersistManifest(UUID, manifest(10)))
         assert not machine.state.volatile
-        await machine.refused(ResetManifest("restored", manifest(1000)), Conflict, "not empty")
+        await machine.refused(ResetManifest("restored", manifest(1000)), ConflictError, "not empty")
 
     on_a_log(url, body)

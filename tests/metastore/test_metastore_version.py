@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lsm_files import meta
 
-from tidemill.base.errors import Conflict, Invalid
+from tidemill.base.errors import ConflictError, InvalidError
 from tidemill.metastore.lsm.version import EMPTY, Edit, Version
 
 N1, N2 = meta(1, b"c", b"g"), meta(2, b"a", b"e")
@@ -80,7 +80,7 @@ def test_an_edit_removes_then_adds_and_leaves_the_old_version_as_it_was() -> Non
 
 
 def test_an_edit_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(Conflict, match="not live: files=1-7"):
+    with pytest.raises(ConflictError, match="not live: files=1-7"):
         VERSION.edited(Edit(removed=(meta(7, b"a", b"b"),)))
-    with pytest.raises(Invalid, match="overlap: level=1 left=1-3 right=1-7"):
+    with pytest.raises(InvalidError, match="overlap: level=1 left=1-3 right=1-7"):
         VERSION.edited(Edit(added=((1, meta(7, b"d", b"e")),)))

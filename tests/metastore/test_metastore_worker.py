@@ -16,7 +16,7 @@ from lsm_files import Shelf, in_loop
 
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Closed, Invalid, Missing, Unavailable
+from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.compaction.executor import DEATHS_TOLERATED, ChoosingMerger, Progress
 from tidemill.metastore.lsm.compaction.picker import Job, settle
 from tidemill.metastore.lsm.compaction.worker.client import WorkerMerger
@@ -96,7 +96,7 @@ async def test_one_process_does_many_jobs_and_ends_with_the_merger(tmp_path: Pat
     assert worker.pid == pid
     await worker.aclose()
     assert not alive(pid)
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         await worker.merge(job_of(shelf))
 
 
@@ -113,7 +113,7 @@ async def test_a_killed_worker_is_unavailable_once_and_the_next_job_has_a_new_on
                 await asyncio.sleep(0.01)
         pid = worker.pid
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(Unavailable, match="returncode=-9 deaths_in_a_row=1"):
+        with pytest.raises(UnavailableError, match="returncode=-9 deaths_in_a_row=1"):
             await merging
         assert worker.deaths == 1 and worker.pid is None
     finally:
@@ -125,7 +125,7 @@ async def test_a_killed_worker_is_unavailable_once_and_the_next_job_has_a_new_on
         assert old is not None
         os.kill(old, signal.SIGKILL)
         await until_dead(old)
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(UnavailableError):
             await again.merge(job_of(shelf))
         assert await again.merge(job_of(shelf)) and again.pid != old and again.deaths == 0
     finally:
@@ -164,7 +164,7 @@ async def test_closing_during_a_merge_ends_it_with_closed(tmp_path: Path) -> Non
             await asyncio.sleep(0.01)
     pid = worker.pid
     await worker.aclose()
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         await merging
     assert not alive(pid)
 
@@ -177,7 +177,7 @@ async def test_errors_of_the_store_come_back_as_they_are(tmp_path: Path) -> None
     await shelf.files.delete(gone)
     worker = WorkerMerger(str(tmp_path), OPTIONS)
     try:
-        with pytest.raises(Missing, match=gone.nonce) as caught:
+        with pytest.raises(MissingError, match=gone.nonce) as caught:
             await worker.merge(job_of(shelf))
         assert caught.value.fix and worker.deaths == 0 and worker.pid is not None
     finally:
@@ -232,7 +232,7 @@ async def test_the_worker_does_not_outlive_a_killed_database(tmp_path: Path) -> 
 
 
 def test_memory_objects_have_no_worker() -> None:
-    with pytest.raises(Invalid, match="another process's memory"):
+    with pytest.raises(InvalidError, match="another process's memory"):
         WorkerMerger("memory:", OPTIONS)
 
 

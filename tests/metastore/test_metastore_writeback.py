@@ -10,7 +10,7 @@ import pytest
 from checkpoint_world import Restored, World, rows_of
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid, Unknown
+from tidemill.base.errors import InvalidError, UnknownOutcomeError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.shards.bindings.remap import encode_binding
 from tidemill.shards.registry import open_remap, open_shard
@@ -172,7 +172,7 @@ def test_lost_answers_are_resolved_by_what_stands_there() -> None:
             nonlocal lost
             await append(*args)
             lost += 1
-            raise Unknown("the answer was lost.")
+            raise UnknownOutcomeError("the answer was lost.")
 
         fresh.append = unheard  # type: ignore[method-assign]
         await write_back(world, fresh)
@@ -187,9 +187,9 @@ def test_what_another_attempt_or_a_live_cluster_wrote_is_not_overwritten() -> No
         fresh = MemoryConsensus(world.clock)
         await write_back(world, fresh)
         before = {log: head for log, head in fresh.state.heads.items()}
-        with pytest.raises(Invalid, match="log already"):
+        with pytest.raises(InvalidError, match="log already"):
             await write_back(world, fresh, "a2")
-        with pytest.raises(Invalid, match="exists already"):
+        with pytest.raises(InvalidError, match="exists already"):
             await restore_bindings(fresh, "topic/clicks", [b"x"] * 9, "a2")
         assert fresh.state.heads == before
 

@@ -10,10 +10,18 @@ import pytest
 from domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run, until
 from msgspec.structs import replace
 
-from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.base.limits import MIB
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.state_log.state_log import StateLog
@@ -66,14 +74,14 @@ class Trouble(MemoryConsensus):
         self.appends += 1
         how = self.lose.pop(0) if self.lose else ""
         if how == "unavailable":
-            raise Unavailable("not sent")
+            raise UnavailableError("not sent")
         if how == "before":
-            raise Unknown("lost before")
+            raise UnknownOutcomeError("lost before")
         head = await super().append(log, term, expected_next, records, nonce)
         if self.hold_answer is not None:
             await self.hold_answer.wait()
         if how == "after":
-            raise Unknown("lost after")
+            raise UnknownOutcomeError("lost after")
         return head
 
 
@@ -85,7 +93,7 @@ class Bucket(MemoryObjects):
         self.down = asyncio.Event()
         self.only = ""
         """Fails keys that hold this."""
-        self.error: type[TidemillError] = Unavailable
+        self.error: type[TidemillError] = UnavailableError
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         if self.down.is_set() and self.only in key:
@@ -180,7 +188,7 @@ def test_bad_batches_are_refused_each_in_its_own_words_and_disturb_nobody() -> N
             ([(b"k", b"x" * MIB)], "value is too large"),
             ([(b"%d" % i, b"x" * 200_000) for i in range(30)], "batch is too large"),
         ):
-            with pytest.raises(Invalid, match=words):
+            with pytest.raises(InvalidError, match=words):
                 await leader.commit(rows)
         await fine
         assert leader.leading and await rows_of(leader) == {b"fine": b"1"}
@@ -197,7 +205,7 @@ def test_an_expected_seqno_holds_or_the_commit_conflicts_with_the_current_rows()
         first = await leader.commit([(b"a", b"1")], expects={b"a": 0, b"b": 0})
         second = await leader.commit([(b"a", b"2")], expects={b"a": first})
         for stale in ({b"a": first}, {b"a": 0}, {b"a": second, b"b": 7}):
-            with pytest.raises(Conflict) as caught:
+            with pytest.raises(ConflictError) as caught:
                 await leader.commit([(b"a", b"3")], expects=stale)
             assert isinstance(caught.value.current, dict)
             row = caught.value.current[b"a"]
@@ -222,7 +230,7 @@ def test_racing_increments_of_a_counter_lose_none() -> None:
                 try:
                     await leader.commit([(b"n", b"%d" % (int(row.value) + 1))], expects={b"n": row.seqno})
                     times -= 1
-                except Conflict:
+                except ConflictError:
                     continue
 
         await asyncio.gather(*[increment(10) for _ in range(8)])
@@ -244,7 +252,7 @@ def test_an_expectation_waits_for_the_commit_that_is_writing_its_key() -> None:
         assert not expecting.done()  # by the memtable alone it would hold
         consensus.hold.set()
         await writing
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await expecting
         assert await leader.get(b"a") == b"2"
 
@@ -260,7 +268,7 @@ def test_nobody_overtakes_a_commit_in_line_and_it_is_not_starved() -> None:
         async def commit(name: str, expects: dict[bytes, int] | None = None) -> None:
             try:
                 await leader.commit([(b"a", name.encode())], expects=expects or {})
-            except Conflict:
+            except ConflictError:
                 name += " refused"
             order.append(name)
 
@@ -380,7 +388,7 @@ def test_unavailable_means_that_it_did_not_happen_and_the_leader_goes_on() -> No
     async def body(world: DomainWorld) -> None:
         leader, consensus = await held(world)
         consensus.lose = ["unavailable"]
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await leader.commit([(b"a", b"1")])
         assert leader.leading and await leader.get(b"a") is None
         await leader.commit([(b"a", b"2")], expects={b"a": 0})
@@ -402,10 +410,10 @@ def test_a_batch_made_in_one_term_is_not_appended_in_the_next_one_of_the_same_pr
             await asyncio.sleep(0)
         queued = asyncio.ensure_future(leader.commit([(b"b", b"1")], expects={b"b": 0}))
         await asyncio.sleep(0)
-        first.step_down(Unavailable("for the test"))
+        first.step_down(UnavailableError("for the test"))
         consensus.hold.set()
         await under_way  # its append was on its way: it landed, and its client is told so
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await queued
         await leader.until_leading(10)
         assert leader._leader is not first
@@ -420,7 +428,7 @@ def test_a_group_is_made_only_in_the_term_it_was_opened_in() -> None:
         first = leader._leader
         assert first is not None
         leader._log.term += 1
-        with pytest.raises(Fenced, match="term is over"):
+        with pytest.raises(FencedError, match="term is over"):
             await first.writing.commit([(b"a", b"1")])
         assert first.ended and not leader.state.volatile
 
@@ -455,7 +463,7 @@ def test_a_refused_batch_changes_nothing_and_its_client_and_leader_are_told() ->
         old = leader._leader
         assert old is not None
         reset = proposed(leader._log, encode_command(ResetManifest("renamed", None)))
-        with pytest.raises(Fenced, match=r"refused|not lead"):
+        with pytest.raises(FencedError, match=r"refused|not lead"):
             await leader.commit([(b"a", b"1")])
         await reset
         await until(lambda: old.ended)
@@ -693,10 +701,10 @@ def test_a_manifest_upload_without_known_outcome_is_tried_again() -> None:
     async def body(world: DomainWorld) -> None:
         bucket = Bucket(world)
         leader = await world.node(objects=bucket)
-        bucket.error, bucket.only = Unknown, "/manifest/"
+        bucket.error, bucket.only = UnknownOutcomeError, "/manifest/"
         seqno = await leader.commit([(b"a", b"1")])
         bucket.down.set()
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await leader.flush(10)
         bucket.down.clear()
         assert await leader.flush(10) == seqno and leader.leading
@@ -714,11 +722,11 @@ def test_a_manifest_whose_append_has_no_known_outcome_ends_the_term_and_loses_no
         log_head, read = consensus.log_head, consensus.read
 
         async def silent(*args: Any, **kwargs: Any) -> Any:
-            raise Unavailable("nobody answers")
+            raise UnavailableError("nobody answers")
 
         consensus.lose = ["after"]
         consensus.read = silent  # type: ignore[method-assign]
-        with pytest.raises((Unknown, Fenced)):
+        with pytest.raises((UnknownOutcomeError, FencedError)):
             await leader.flush(30)
         consensus.read, consensus.log_head = read, log_head  # type: ignore[method-assign]
         await leader.until_leading(20)
@@ -743,7 +751,7 @@ def test_a_manifest_of_a_newer_format_is_named_and_the_domain_not_led() -> None:
         other = await Domain.open(
             await world.client(), world.objects(), "main", holder="x", clock=world.clock, rand=world.rand
         )
-        with pytest.raises(Unavailable, match="newer version of tidemill"):
+        with pytest.raises(UnavailableError, match="newer version of tidemill"):
             await other.until_leading(1)
         await other.aclose()
 
@@ -758,7 +766,7 @@ def test_a_manifest_of_another_domain_is_refused() -> None:
         assert one.state.manifest is not None
         from tidemill.metastore.lsm.manifest import decode_manifest
 
-        with pytest.raises(Invalid, match="another domain"):
+        with pytest.raises(InvalidError, match="another domain"):
             await one.reset("other", decode_manifest(one.state.manifest.data))
         other = DomainWorld()
         stray = await other.node()
@@ -773,7 +781,7 @@ def test_a_manifest_of_another_domain_is_refused() -> None:
             rand=world.rand,
             settings=FOLLOWS,
         )
-        with pytest.raises(Corrupt, match="another domain"):
+        with pytest.raises(CorruptError, match="another domain"):
             await follower.sync()
         await follower.aclose()
         await other.aclose()
@@ -783,7 +791,7 @@ def test_a_manifest_of_another_domain_is_refused() -> None:
 
 def test_marks_say_how_far_the_bucket_is() -> None:
     async def body(world: DomainWorld) -> None:
-        tracker = Tracker()
+        tracker = StatusTracker()
         leader = await world.node(tracker=tracker)
         seqno = await leader.commit([(b"a", b"1")])
         assert leader._leader is not None

@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 
 from tidemill.consensus.api import Lease
-from tidemill.node.captures.backoff import FIRST_S, LONGEST_S, LOST_S, NEVER_S, Backoff
-from tidemill.node.captures.balancer import UNEVEN_S, Spread, View
+from tidemill.node.captures.backoff import FIRST_S, LONGEST_S, LOST_S, NEVER_S, CaptureBackoff
+from tidemill.node.captures.balancer import UNEVEN_S, CaptureBalancer, View
 from tidemill.node.captures.placement import Placement
 
 LEASE = Lease("capture/x", "n1/1", 1, 1, 60_000, True)
@@ -33,7 +33,7 @@ class Game:
         self.held_s: dict[tuple[str, str], int] = {}
         self._ticked = asyncio.Event()
         self._view: View = ({}, {})
-        self.spreads = {node: Spread(f"{node}/1", self._look, self, self._telling(node)) for node in nodes}  # type: ignore[arg-type]
+        self.spreads = {node: CaptureBalancer(f"{node}/1", self._look, self, self._telling(node)) for node in nodes}  # type: ignore[arg-type]
         self._tasks = [asyncio.ensure_future(self._share(node, each)) for node in nodes for each in captures]
 
     def monotonic_s(self) -> float:
@@ -142,7 +142,7 @@ def test_s2_a_node_that_gave_up_takes_what_nobody_else_runs_and_never_moves_what
     game = play(["x"], lambda *_: False, 3600, nodes=("n1",))
     assert [each[1:] for each in game.moves] == [("x", "n1")] and game.spreads["n1"].facts() == {"given_up": {}}
 
-    backoff = Backoff("n1")
+    backoff = CaptureBackoff("n1")
     backoff.feels("x", "it is away", 0)
     backoff.feels("x", "it is away", NEVER_S)
     backoff.give_up("x", NEVER_S)
@@ -154,7 +154,7 @@ def test_s2_a_node_that_gave_up_takes_what_nobody_else_runs_and_never_moves_what
 
 
 def test_pauses_are_bounded_and_forgotten_once_it_works() -> None:
-    backoff, now_s = Backoff("n1"), 0.0
+    backoff, now_s = CaptureBackoff("n1"), 0.0
     for _ in range(30):
         backoff.feels("x", "it is away", now_s)
         now_s += NEVER_S
@@ -172,7 +172,7 @@ def test_pauses_are_bounded_and_forgotten_once_it_works() -> None:
 
 @pytest.mark.parametrize("withheld_before", [False, True])
 def test_y2_a_pause_ends_where_who_took_over_failed_and_then_works(withheld_before: bool) -> None:
-    backoff = Backoff("n1")
+    backoff = CaptureBackoff("n1")
     backoff.feels("x", "it is away", 0)
     backoff.give_up("x", NEVER_S)
     backoff.ended("x")

@@ -13,16 +13,16 @@ import pytest
 
 from patience import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime import tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.node.topic_binder import Binder
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import Binding
 from tidemill.shards.bindings.remap import LogRemap
-from tidemill.topics.api import Marker, Within
+from tidemill.topics.api import Marker, ProduceTransaction
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.control_batch import transactional
 from tidemill.topics.config.settings import TopicSettings
@@ -59,7 +59,7 @@ class Elsewhere:
     async def last_stable(self, topic_id: str, partition: int) -> int:
         self.reads[topic_id] += 1
         if topic_id in self.broken:
-            raise Corrupt("a record cannot be read.")
+            raise CorruptError("a record cannot be read.")
         return self.ends.get((topic_id, partition), 0)
 
 
@@ -67,7 +67,7 @@ class World:
     def __init__(self) -> None:
         self.clock = SystemClock()
         self.state = MemoryState()
-        self.tracker = Tracker()
+        self.tracker = StatusTracker()
         self.elsewhere = Elsewhere()
 
     def binder(self, led: Any) -> Binder:
@@ -198,7 +198,7 @@ def test_a_topic_that_is_gone_is_bound_no_longer_and_one_made_anew_is() -> None:
 def test_f703_a_topic_whose_bindings_fail_is_told_and_heals_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(tasks, "LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr(tasks.Restarts.__init__, "__defaults__", (0.01, 0.02, 20.0))
+    monkeypatch.setattr(tasks.Backoff.__init__, "__defaults__", (0.01, 0.02, 20.0))
 
     async def scenario() -> None:
         world, led = World(), Led()
@@ -230,7 +230,7 @@ class Counting(MemoryConsensus):
         if log.startswith(("remap/", "partition/")):
             self.asked += 1
             if self.away and log.startswith("remap/") and type(op).__name__ == "Append":
-                raise Unavailable("consensus is away.")
+                raise UnavailableError("consensus is away.")
         return await super()._submit(op)
 
 
@@ -314,7 +314,7 @@ def test_no_time_covers_a_transaction_before_it_has_ended() -> None:
         await topics.produce_nowait("id", 0, batch)
         await until_bound(1)
         mine = transactional(encode_batch([Record(None, b"v")], producer_id=1, producer_epoch=0, base_sequence=0))
-        await topics.produce_nowait("id", 0, mine, within=Within("tx"))
+        await topics.produce_nowait("id", 0, mine, within=ProduceTransaction("tx"))
         await topics.produce_nowait("id", 0, batch)
         binder.look_at_all()
         other = Binder(Led(), lambda: PartitionReaderImpl(consensus, objects), remap, world.clock, world.tracker)

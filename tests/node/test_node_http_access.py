@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.factory import metastore_on
 from tidemill.node.http.auth import Guard, Need, Parties, needs
@@ -30,7 +30,7 @@ from tidemill.node.http.server import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http.requests import subject_of
 from tidemill.registry.http.routes import Rest
-from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, Authorizer, Operation, Resource, Rule
 from tidemill.security.oauth_tokens import Tokens, TokenSettings
 from tidemill.security.sasl import Authenticator
@@ -89,12 +89,12 @@ async def topics_of(table: str) -> list[str]:
     return [f"shop.{table}"]
 
 
-def world(scenario: Callable[[Guard, Users, Rulebook], Coroutine[Any, Any, None]], *, within_tls: bool = True) -> None:
+def world(scenario: Callable[[Guard, Users, AclCache], Coroutine[Any, Any, None]], *, within_tls: bool = True) -> None:
     async def run() -> None:
         clock, rand = SystemClock(), Rand()
         consensus = MemoryConsensus(clock)
         metastore = metastore_on(consensus, MemoryObjects(clock), clock, rand)
-        users, rulebook = Users(metastore, clock), Rulebook(metastore, clock, ["User:root"])
+        users, rulebook = Users(metastore, clock), AclCache(metastore, clock, ["User:root"])
         for mechanism in NAMES:
             await users.put(made_of("alice", mechanism, "pässword", b"salt" * 6))
         guard = Guard(app, clock, within_tls=within_tls)
@@ -112,7 +112,7 @@ def world(scenario: Callable[[Guard, Users, Rulebook], Coroutine[Any, Any, None]
 
 
 def test_who_proves_nothing_sees_only_whether_the_node_lives() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
         for path in ("/healthz", "/readyz", "/v1/health"):
             assert (await ask(guard, scope_of(path)))[0] == 200
         assert (await ask(guard, scope_of("/v1/shape", method="OPTIONS")))[0] == 200
@@ -124,7 +124,7 @@ def test_who_proves_nothing_sees_only_whether_the_node_lives() -> None:
 
 
 def test_f248_what_proves_nothing_is_turned_away() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
         for proof in (
             "Bearer a.b.c",
             bearer("alice", -600),
@@ -146,7 +146,7 @@ def test_f248_what_proves_nothing_is_turned_away() -> None:
 
 
 def test_a_principal_may_what_the_rules_of_kafka_allow() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
         rule = Rule(int(R.TOPIC), 3, "shop.public.orders", "User:alice", "*", int(OP.READ), 3)
         await rulebook.add([rule])
         for proof in (bearer("alice"), basic("alice", "pässword")):
@@ -164,7 +164,7 @@ def test_a_principal_may_what_the_rules_of_kafka_allow() -> None:
 
 
 def test_a_password_outside_of_tls_counts_only_from_this_machine() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
         await rulebook.add([Rule(int(R.CLUSTER), 3, CLUSTER_NAME, "User:alice", "*", int(OP.DESCRIBE), 3)])
         proof = basic("alice", "pässword")
         assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 401
@@ -177,7 +177,7 @@ def test_a_password_outside_of_tls_counts_only_from_this_machine() -> None:
 def test_a_proof_from_this_machine_does_not_serve_another() -> None:
     """What counted from the loopback is known for a while, and not for who sends the same from elsewhere."""
 
-    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
         proof = basic("alice", "pässword")
         assert (await ask(guard, scope_of("/metrics", authorization=proof, host="127.0.0.1")))[0] == 403
         assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 401
@@ -186,7 +186,7 @@ def test_a_proof_from_this_machine_does_not_serve_another() -> None:
 
 
 def test_answers_are_kept_by_no_cache_that_serves_others() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
         _, headers = await ask(guard, scope_of("/metrics", authorization=bearer("root")))
         assert headers[b"cache-control"] == b"private, max-age=5" and headers[b"vary"] == b"authorization"
         _, headers = await ask(guard, scope_of("/healthz"))
@@ -196,14 +196,14 @@ def test_answers_are_kept_by_no_cache_that_serves_others() -> None:
 
 
 def test_before_the_node_can_tell_and_while_it_cannot_everything_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
         parties, guard.parties = guard.parties, None
         assert (await ask(guard, scope_of("/metrics", authorization=bearer("root"))))[0] == 503
         assert (await ask(guard, scope_of("/readyz")))[0] == 200
         guard.parties = parties
 
         async def away(*_: Any) -> None:
-            raise Unavailable("the metastore is away.")
+            raise UnavailableError("the metastore is away.")
 
         monkeypatch.setattr(users, "credential", away)
         assert (await ask(guard, scope_of("/metrics", authorization=basic("alice", "pässword"))))[0] == 503
@@ -212,7 +212,7 @@ def test_before_the_node_can_tell_and_while_it_cannot_everything_waits(monkeypat
 
 
 def test_what_is_known_of_proofs_is_bounded() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
         assert guard.parties is not None
         guard.parties = guard.parties._replace(rulebook=None)
         for i in range(1_100):
@@ -289,7 +289,7 @@ def test_who_ends_a_shape_by_its_handle_alone_may_change_the_cluster() -> None:
 
 
 def test_a_path_that_a_router_would_take_for_another_is_none() -> None:
-    async def scenario(guard: Guard, users: Users, rulebook: Rulebook) -> None:
+    async def scenario(guard: Guard, users: Users, rulebook: AclCache) -> None:
         for path in ("/v1/shape\n", "/metrics\n", "/healthz\n"):
             status, _ = await ask(guard, scope_of(path, query="table=a", authorization=bearer("root")))
             assert status == 404

@@ -207,7 +207,7 @@ def test_f109_readers_that_never_read_cost_no_copy_of_their_answer_and_are_cut_o
         assert (await ask(port)).endswith(b"hello")
         while len(ended) < 20:
             await asyncio.sleep(0.05)
-        assert all(isinstance(error, streaming.StalledReader) for error in ended)
+        assert all(isinstance(error, streaming.StalledReaderError) for error in ended)
         while server.bounded.under_way:
             await asyncio.sleep(0.05)
         reader, writer = stuck[0]

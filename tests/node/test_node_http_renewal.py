@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.node.http import server as http_module
 from tidemill.node.http.connection_limits import close_copies
 from tidemill.node.http.server import HttpServer
@@ -59,7 +59,7 @@ class World:
         while True:
             try:
                 await self.server.follow_certificates(works)
-            except Invalid as error:
+            except InvalidError as error:
                 self.told.append(error)
                 await asyncio.sleep(0.02)
 

@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from patience import eventually
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.node.http.server import HttpServer
 
 
@@ -84,14 +84,14 @@ def test_a_taken_port_is_invalid_and_names_the_key() -> None:
     async def main() -> None:
         first = HttpServer(app(), on_failure=broke)
         port = await first.start()
-        with pytest.raises(Invalid, match=r"key=node\.http"):
+        with pytest.raises(InvalidError, match=r"key=node\.http"):
             await HttpServer(app(), port=port, on_failure=broke).start()
         assert (await fetch(port)).endswith(b"hello")
         await first.aclose()
         with socket.socket() as foreign:
             foreign.bind(("127.0.0.1", 0))
             foreign.listen()
-            with pytest.raises(Invalid, match="Set node"):
+            with pytest.raises(InvalidError, match="Set node"):
                 await HttpServer(app(), port=foreign.getsockname()[1], on_failure=broke).start()
 
     run(main())

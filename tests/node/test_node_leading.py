@@ -9,9 +9,9 @@ import pytest
 
 from patience import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Lease
 from tidemill.consensus.leader_election import lead
 from tidemill.consensus.memory import MemoryConsensus
@@ -81,9 +81,9 @@ def test_an_error_of_the_body_is_raised_and_the_lease_is_given_back() -> None:
         consensus = MemoryConsensus(SystemClock())
 
         async def run(_: Lease) -> None:
-            raise Invalid("wrong dsn.")
+            raise InvalidError("wrong dsn.")
 
-        with pytest.raises(Invalid, match="wrong dsn"):
+        with pytest.raises(InvalidError, match="wrong dsn"):
             await lead(consensus, "x", "a/1", b"", run, ttl_ms=60_000)
         assert not (await consensus.leases("x"))[0].live
 
@@ -123,19 +123,19 @@ class Unreleasing(MemoryConsensus):
     async def release(self, name: str, holder: str, term: int) -> None:
         self.releases += 1
         if self.releases <= self.failing:
-            raise Unavailable("the engine cannot be reached.")
+            raise UnavailableError("the engine cannot be reached.")
         await super().release(name, holder, term)
 
 
 def test_a_release_that_fails_does_not_hide_how_the_body_ended() -> None:
     async def scenario() -> None:
         async def wrong(_: Lease) -> None:
-            raise Invalid("wrong dsn.")
+            raise InvalidError("wrong dsn.")
 
         async def done(_: Lease) -> None:
             return
 
-        with pytest.raises(Invalid, match="wrong dsn"):
+        with pytest.raises(InvalidError, match="wrong dsn"):
             await lead(Unreleasing(9), "x", "a/1", b"", wrong, ttl_ms=60_000)
         await lead(Unreleasing(9), "x", "a/1", b"", done, ttl_ms=60_000)
 
@@ -193,7 +193,7 @@ def test_a_captured_table_is_led_by_the_node_that_captures_it() -> None:
         row = (await catalogue.list(TopicRow))[0]
         membership = Membership(consensus, "node-a", NodeInfo("h", 1, "http://a"), SystemClock(), Rand(2))
         await membership.start()
-        assignment = CaptureFirst(membership, consensus, catalogue, Tracker(), SystemClock())
+        assignment = CaptureFirst(membership, consensus, catalogue, StatusTracker(), SystemClock())
         await assignment.start()
         assert assignment.leader_of(row.topic_id, 0) == "node-b"
         assert assignment.leader_of("another-topic", 0) == "node-a"

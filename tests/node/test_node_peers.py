@@ -10,7 +10,7 @@ import pytest
 from contracts.consensus import run
 from patience import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.limits import NODE_BLIND_AFTER_MS
 from tidemill.base.status.status import Report
 from tidemill.consensus.api import Versioned
@@ -30,7 +30,7 @@ class Counting(MemoryConsensus):
     async def head(self, key: str) -> Versioned | None:
         self.heads += 1
         if self.away:
-            raise Unavailable("away")
+            raise UnavailableError("away")
         return await super().head(key)
 
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import pytest
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import Lease
 from tidemill.metastore.catalogue import CaptureTableRow
 from tidemill.node.shape_routing import ShapeRouting
@@ -30,7 +30,7 @@ class Cluster:
         self.looks += 1
         await self.slow.wait()
         if self.away:
-            raise Unavailable("consensus does not answer.")
+            raise UnavailableError("consensus does not answer.")
         held = {"shop": ("b/1", b"http://b"), "crm": ("c/1", b"http://c")}
         return [Lease(f"capture/{n}", holder, 1, 1, 1, True, info) for n, (holder, info) in held.items()]
 

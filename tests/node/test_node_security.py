@@ -17,13 +17,13 @@ from confluent_kafka.admin import AdminClient
 from typer.testing import CliRunner
 
 from tidemill.base.config.config import Config, authorizes, exposed, parse
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.context import stores
 from tidemill.cli.demo.ports import free_address
 from tidemill.cli.main import app as cli
 from tidemill.console.app import console_routes
 from tidemill.node.node import Node
-from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, Operation, Resource, Rule
 from tidemill.security.scram import NAMES, made_of
 from tidemill.security.users import Users
@@ -68,7 +68,7 @@ keys = {{ k1 = "{KEY}" }}
 def users_and_rules(path: Path) -> None:
     """As the command line writes them, before any node runs."""
     with stores(path) as opened:
-        users, rulebook = Users(opened.metastore, opened.clock), Rulebook(opened.metastore, opened.clock)
+        users, rulebook = Users(opened.metastore, opened.clock), AclCache(opened.metastore, opened.clock)
         for user in ("root", "alice"):
             for mechanism in NAMES:
                 opened.portal.call(users.put(made_of(user, mechanism, PASSWORD, b"salt" * 6)))
@@ -173,7 +173,7 @@ def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Pa
     ],
 )
 def test_what_does_not_fit_together_is_named(values: dict[str, Any], named: str) -> None:
-    with pytest.raises(Invalid, match=named):
+    with pytest.raises(InvalidError, match=named):
         parse(values, origin="tidemill.toml")
 
 

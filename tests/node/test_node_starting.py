@@ -13,8 +13,8 @@ import tidemill.node.node as assembly
 from patience import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
-from tidemill.base.errors import Unavailable
-from tidemill.base.status.status import Mark
+from tidemill.base.errors import UnavailableError
+from tidemill.base.status.status import StageStatus
 from tidemill.cli.demo.ports import free_address
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.consensus.status.board import Board
@@ -43,7 +43,7 @@ class GoesAway:
 
         async def call(key: str, *more: Any, **named: Any) -> Any:
             if self.away and not key.startswith("board/"):
-                raise Unavailable(WHY)
+                raise UnavailableError(WHY)
             return await found(key, *more, **named)
 
         return call
@@ -91,7 +91,7 @@ def test_f612_consensus_that_goes_away_between_two_steps_of_the_start_is_waited_
         running = asyncio.ensure_future(node.run(stop))
         board = Board(consensus, Rand())  # type: ignore[arg-type]
 
-        async def told() -> Mark | None:
+        async def told() -> StageStatus | None:
             return next((m for r in await board.reports() for m in r.marks if m.name == "node:n1" and m.error), None)
 
         await until(lambda: running.done() or (len(tries) >= 2 and "cannot start" in node.trouble()))

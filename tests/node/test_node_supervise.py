@@ -13,7 +13,7 @@ import pytest
 
 from patience import DEADLINE_S, until
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Invalid, Replaced
+from tidemill.base.errors import ClusterReplacedError, InvalidError
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
 from tidemill.base.status.status import Report, State, derive, derive_all
 from tidemill.node.supervise.supervisor import ChildSpec, Supervisor, launched
@@ -55,7 +55,7 @@ def test_a_node_whose_cluster_was_replaced_ends_everything_also_after_it_ran_ste
         child = supervisor.add(ChildSpec("node", [sys.executable, "-c", said], vital=True))
         child._steady = True
         await until(lambda: failures)
-        assert isinstance(failures[0], Replaced)
+        assert isinstance(failures[0], ClusterReplacedError)
         assert "The bucket belongs to another cluster" in str(failures[0])
         await supervisor.stop()
 
@@ -83,7 +83,7 @@ def test_a_node_that_refuses_its_configuration_at_once_ends_everything_with_its_
         supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
         child = supervisor.add(ChildSpec("refuses", REFUSES, vital=True))
         await until(lambda: failures)
-        assert isinstance(failures[0], Invalid)
+        assert isinstance(failures[0], InvalidError)
         assert "node.http is taken." in str(failures[0])
         assert child.restarts == 0
         await supervisor.stop()
@@ -283,5 +283,5 @@ def test_an_unwritable_data_directory_is_refused_by_name(tmp_path: Path) -> None
 
     (tmp_path / "file").write_text("")
     config = parse({"node": {"data": str(tmp_path / "file" / "data")}}, origin="")
-    with pytest.raises(Invalid, match=r"node\.data"):
+    with pytest.raises(InvalidError, match=r"node\.data"):
         start_all(config, SystemClock(), print)

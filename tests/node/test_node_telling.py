@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Unavailable, Unknown
+from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import MARK_BLIND_AFTER_MS
-from tidemill.base.status.status import Report, Tracker, this_process
+from tidemill.base.status.status import Report, StatusTracker, this_process
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import Board
 from tidemill.node.supervise.driver_instances import DRIVER_MODULE
-from tidemill.node.supervise.status import Telling
+from tidemill.node.supervise.status import SupervisorStatus
 
 
-def failing(tracker: Tracker, now_ms: int, error: str) -> None:
+def failing(tracker: StatusTracker, now_ms: int, error: str) -> None:
     tracker.set("pipeline:shop", 0, 1, now_ms=now_ms)
     tracker.fail("pipeline:shop", error, now_ms=now_ms)
 
@@ -40,8 +40,8 @@ def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_
         board = Board(consensus, rand)
         since: list[int] = []
         for life, now_ms in enumerate((1_000, 50_000)):
-            tracker = Tracker()
-            telling = Telling("n1", url, tracker, clock, rand, lambda _: None)
+            tracker = StatusTracker()
+            telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None)
             await telling.adopt()
             if life == 0:
                 await telling._publish()
@@ -67,10 +67,10 @@ def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_
 
 def test_each_error_of_a_driver_is_printed_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
     said: list[str] = []
-    telling = Telling("n1", f"sqlite://{tmp_path}/c.db", Tracker(), SystemClock(), Rand(), said.append)
-    tracker = Tracker()
+    telling = SupervisorStatus("n1", f"sqlite://{tmp_path}/c.db", StatusTracker(), SystemClock(), Rand(), said.append)
+    tracker = StatusTracker()
     tracker.fail("shard:orders", "other columns.", now_ms=1)
-    broken, whole = tracker.report("pipeline:shop", 5), Tracker().report("pipeline:shop", 5)
+    broken, whole = tracker.report("pipeline:shop", 5), StatusTracker().report("pipeline:shop", 5)
     for reports in ([broken], [broken], [whole], [broken]):
         telling._print(reports)
     telling._print([Report("node:n1", 5, broken.marks)])
@@ -81,7 +81,9 @@ def test_an_empty_report_of_an_earlier_life_is_taken_away(tmp_path: Path) -> Non
     clock, rand = SystemClock(), Rand()
 
     async def scenario() -> None:
-        telling = Telling("n1", f"sqlite://{tmp_path}/consensus.db", Tracker(), clock, rand, lambda _: None)
+        telling = SupervisorStatus(
+            "n1", f"sqlite://{tmp_path}/consensus.db", StatusTracker(), clock, rand, lambda _: None
+        )
         board = await telling._board()
         await board.publish(Report("up:n1", 1, ()))
         await telling.adopt()
@@ -101,20 +103,20 @@ def test_what_may_have_been_told_is_taken_away_though_nobody_knows_that_it_was(
 
     async def publishes_unknown(self: Board, report: Report) -> None:
         await publish(self, report)
-        raise Unknown("no answer came.")
+        raise UnknownOutcomeError("no answer came.")
 
     async def away(self: Board) -> list[Report]:
-        raise Unavailable("consensus is away.")
+        raise UnavailableError("consensus is away.")
 
     async def scenario(found: str) -> None:
-        tracker = Tracker()
-        telling = Telling("n1", f"sqlite://{tmp_path}/{found}.db", tracker, clock, rand, lambda _: None)
+        tracker = StatusTracker()
+        telling = SupervisorStatus("n1", f"sqlite://{tmp_path}/{found}.db", tracker, clock, rand, lambda _: None)
         board = await telling._board()
         if found == "publish":
             failing(tracker, 1_000, "the bucket is away.")
             with monkeypatch.context() as patch:
                 patch.setattr(Board, "publish", publishes_unknown)
-                with pytest.raises(Unknown):
+                with pytest.raises(UnknownOutcomeError):
                     await telling._publish()
             tracker.heal("pipeline:shop")
             tracker.remove("pipeline:shop")
@@ -148,9 +150,9 @@ def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind
             ("pipeline:dead", now_ms), ("pipeline:dead:b", silent_ms),
         ):  # fmt: skip
             await board.publish(Report(process, at_ms, ()))
-        tracker = Tracker()
+        tracker = StatusTracker()
         tracker.fail("pipeline:two:2", "killed by SIGKILL.", now_ms=now_ms)
-        telling = Telling("n1", url, tracker, clock, rand, lambda _: None)
+        telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None)
         await telling._publish()
         assert await told(board, "up:n1") is not None
         await telling.retire(["pipeline:two:2", "pipeline:one", "pipeline:dead", "node:n1"])
@@ -171,7 +173,9 @@ def test_drivers_that_are_not_started_any_more_are_forgotten_once_they_are_dead(
     argv = [sys.executable, "-c", "input()", DRIVER_MODULE]
 
     async def scenario(frozen_pid: int, dead_pid: int) -> None:
-        telling = Telling("n1", f"sqlite://{tmp_path}/c.db", Tracker(), clock, rand, lambda _: None, pipelines=["shop"])
+        telling = SupervisorStatus(
+            "n1", f"sqlite://{tmp_path}/c.db", StatusTracker(), clock, rand, lambda _: None, pipelines=["shop"]
+        )
         board = await telling._board()
         host, now_ms = this_process()[1], clock.now_ms()
         silent_ms = now_ms - 2 * MARK_BLIND_AFTER_MS

@@ -19,14 +19,14 @@ from moto_access import CREDENTIALS
 
 from patience import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
-from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable, Unknown
-from tidemill.base.runtime.retry_open import patiently
+from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.retry_open import open_with_retry
 from tidemill.cli.demo.ports import free_port
 from tidemill.objects import health, local, retrying
 from tidemill.objects.factory import open_objects
 from tidemill.objects.health import CONFIRM_S, NOTICE_S, Health
 from tidemill.objects.local import CACHED_READ_BYTES, THREADS, LocalObjects
-from tidemill.objects.retrying import ResilientObjects
+from tidemill.objects.retrying import RetryingObjects
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def run(body: Callable[[], Awaitable[None]], timeout_s: float = 60) -> None:
 
 
 def waited(opening: Callable[[], Awaitable[T]], said: list[str]) -> asyncio.Future[T]:
-    return asyncio.ensure_future(patiently(opening, SystemClock(), waiting=said.append))
+    return asyncio.ensure_future(open_with_retry(opening, SystemClock(), waiting=said.append))
 
 
 class Mount:
@@ -140,10 +140,8 @@ def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_heals(
         assert store.trouble() == "" and await store.get("b") == b"2"
         # A writer that gave up leaves its trouble behind; `keep_proving` ends it.
         small.read_only(True)
-        with pytest.raises(Unavailable, match="EROFS"):
-            await ResilientObjects(store.inner, SystemClock(), Rand(), store="l", budget_s=0, patient=True).put(
-                "c", b""
-            )
+        with pytest.raises(UnavailableError, match="EROFS"):
+            await RetryingObjects(store.inner, SystemClock(), Rand(), store="l", budget_s=0, patient=True).put("c", b"")
         giving_up = asyncio.ensure_future(store.put("c", b"3"))
         await until(store.trouble)
         giving_up.cancel()
@@ -165,7 +163,7 @@ def test_f508_a_full_directory_refuses_writes_as_unavailable_serves_reads_and_he
             while True:
                 file.write(b"x" * 65536)
                 file.flush()
-        with pytest.raises(Unavailable, match="space"):
+        with pytest.raises(UnavailableError, match="space"):
             await store.put("b", os.urandom(1 << 20))
         assert "Free space" in store.noticed()
         await until(store.trouble)
@@ -186,7 +184,7 @@ def test_f616_a_file_system_without_inodes_is_told_as_that(small: Mount) -> None
         store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.1)
         puts = (store.put(f"k{number}", b"x") for number in range(20))
         outcomes = await asyncio.gather(*puts, return_exceptions=True)
-        assert any(isinstance(each, Unavailable) and "no free inode" in str(each) for each in outcomes), outcomes
+        assert any(isinstance(each, UnavailableError) and "no free inode" in str(each) for each in outcomes), outcomes
         assert "no free inode" in store.noticed()
         await store.aclose()
 
@@ -200,9 +198,9 @@ def test_f508_a_directory_that_is_gone_proves_nothing_missing(small: Mount) -> N
         (small.at / "bucket").rename(small.at / "elsewhere")
         (small.at / "bucket").mkdir()  # an empty mount point
         for ask in (store.get("a/b"), store.head("a/b"), store.put("a/c", b"2")):
-            with pytest.raises(Unavailable):
+            with pytest.raises(UnavailableError):
                 await ask
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             async for _ in store.list(""):
                 pass
         await until(store.trouble)
@@ -211,7 +209,7 @@ def test_f508_a_directory_that_is_gone_proves_nothing_missing(small: Mount) -> N
         assert await store.get("a/b") == b"1"
         await store.put("a/c", b"2")
         assert store.trouble() == ""
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await store.get("a/none")
         await store.aclose()
 
@@ -222,11 +220,11 @@ def test_f508_a_read_only_directory_is_waited_for_at_the_start(small: Mount) -> 
     async def body() -> None:
         (small.at / "bucket").mkdir()
         small.read_only(True)
-        with pytest.raises(Unavailable, match="EROFS"):
+        with pytest.raises(UnavailableError, match="EROFS"):
             await open_objects(str(small.at / "bucket"), SystemClock(), Rand())
         said: list[str] = []
         opening = asyncio.ensure_future(
-            patiently(
+            open_with_retry(
                 lambda: open_objects(str(small.at / "bucket"), SystemClock(), Rand()),
                 SystemClock(),
                 waiting=said.append,
@@ -249,7 +247,7 @@ def test_a_new_directory_is_private_and_a_link_in_an_objects_place_is_not_follow
         (tmp_path / "secret").write_bytes(b"elsewhere")
         (tmp_path / "bucket" / "link").symlink_to(tmp_path / "secret")
         for ask in (store.get("link"), store.get("link", 0, 3), store.get_ranges("link", [(0, 3)])):
-            with pytest.raises(Unavailable, match="ELOOP"):
+            with pytest.raises(UnavailableError, match="ELOOP"):
                 await ask
         with pytest.raises(Exception, match="exists"):
             await store.put("link", b"new")
@@ -307,7 +305,7 @@ def test_f509_an_s3_endpoint_that_is_down_at_the_start_is_waited_for_and_told(mo
         url = f"s3://away-at-start/p?endpoint={moto.endpoint}"
         said: list[str] = []
         opening = asyncio.ensure_future(
-            patiently(
+            open_with_retry(
                 lambda: open_objects(url, SystemClock(), Rand(), env=CREDENTIALS), SystemClock(), waiting=said.append
             )
         )
@@ -316,7 +314,7 @@ def test_f509_an_s3_endpoint_that_is_down_at_the_start_is_waited_for_and_told(mo
         assert not opening.done()
         await asyncio.to_thread(moto.start)
         # Up, and the bucket is not there: that is for the operator, at once.
-        with pytest.raises(Invalid, match="away-at-start"):
+        with pytest.raises(InvalidError, match="away-at-start"):
             await opening
         await asyncio.to_thread(moto.make_bucket, "away-at-start")
         store = await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS)
@@ -401,7 +399,10 @@ def test_a_request_that_its_caller_gives_up_on_is_evidence_when_it_waited_long()
     assert "does not answer" in store.trouble()
 
 
-@pytest.mark.parametrize("error", [Missing("m."), Invalid("i."), Unknown("u."), Unavailable("n."), ValueError("v")])
+@pytest.mark.parametrize(
+    "error",
+    [MissingError("m."), InvalidError("i."), UnknownOutcomeError("u."), UnavailableError("n."), ValueError("v")],
+)
 def test_a_write_that_was_not_done_is_trouble_whatever_its_error(error: Exception) -> None:
     clock = ManualClock()
     store = Health(clock)
@@ -411,7 +412,7 @@ def test_a_write_that_was_not_done_is_trouble_whatever_its_error(error: Exceptio
         store.ended(store.began("delete"), "delete", None)
         clock.advance(100)
     assert str(error) in store.trouble()
-    store.ended(store.began("write"), "write", Conflict("another was first"))
+    store.ended(store.began("write"), "write", ConflictError("another was first"))
     assert store.trouble() == ""
 
 
@@ -419,7 +420,7 @@ def test_f618_one_failed_write_among_successes_is_a_notice_and_no_trouble() -> N
     clock = ManualClock()
     store = Health(clock)
     for number in range(60):
-        error = Unknown("status=500") if number % 3 == 0 else None
+        error = UnknownOutcomeError("status=500") if number % 3 == 0 else None
         store.ended(store.began("write"), "write", error)
         assert store.trouble() == "" and "status=500" in store.noticed()
         clock.advance(500)

@@ -11,8 +11,8 @@ import pytest
 
 from contracts.consensus import run
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Corrupt, Unavailable
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import CorruptError, UnavailableError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.cluster_manifest import Alive, signs_of_life, write_alive
 from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.file_store import Files
@@ -21,7 +21,7 @@ from tidemill.metastore.lsm.sst import SstWriter
 from tidemill.metastore.lsm.table_cache import Tables
 from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.retrying import ResilientObjects
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectMeta
 from tidemill.objects.verified_read import checked, checked_now
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
@@ -35,15 +35,15 @@ from tidemill.shards.read.verified_file import VerifiedFile
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_f620_a_flipped_answer_is_a_notice_and_a_damaged_object_an_error_and_a_notice(synchronous: bool) -> None:
     clock = ManualClock()
-    objects = ResilientObjects(MemoryObjects(clock), clock, Rand(1), store="s3")
+    objects = RetryingObjects(MemoryObjects(clock), clock, Rand(1), store="s3")
     answers = ["flipped", "right", "flipped", "flipped", "right"]
 
     def read() -> str:
         found = answers.pop(0)
         if found == "away":
-            raise Unavailable("away.")
+            raise UnavailableError("away.")
         if found != "right":
-            raise Corrupt(f"checksum: {found}.")
+            raise CorruptError(f"checksum: {found}.")
         return found
 
     async def ask() -> str:
@@ -58,14 +58,14 @@ def test_f620_a_flipped_answer_is_a_notice_and_a_damaged_object_an_error_and_a_n
         assert "answered a read with damaged bytes, and then with the right ones" in said
         assert "key=l1/x" in said and "checksum: flipped" in said and "store=s3" in said
         assert objects.trouble() == ""
-        with pytest.raises(Corrupt, match="flipped"):
+        with pytest.raises(CorruptError, match="flipped"):
             await ask()
         assert "An object is damaged, or the object store damages its answers: reads=2 key=l1/x" in objects.noticed()
         clock.advance(60_000)
         assert await ask() == "right"
         assert objects.noticed() == ""
         answers.extend(["flipped", "away"])
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await ask()
         assert objects.noticed() == "", "nobody knows what was damaged"
 
@@ -115,7 +115,7 @@ def test_f620_every_reader_of_the_metastores_files_reads_a_flipped_answer_again(
                     "blocks": lambda tables=tables: tables.blocks(file, 0, 3),
                 }[ask]
                 if broken:
-                    with pytest.raises(Corrupt):
+                    with pytest.raises(CorruptError):
                         await asked()
                 else:
                     await asked()
@@ -128,7 +128,7 @@ def test_f620_every_reader_of_the_metastores_files_reads_a_flipped_answer_again(
         objects.flips = 1
         assert [alive.at_ms async for alive, _ in signs_of_life(objects)] == [5]
         objects.flips = 2
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             _ = [alive async for alive, _ in signs_of_life(objects)]
         assert len(objects.notices) == 2
 
@@ -141,7 +141,7 @@ def test_f620_every_reader_of_a_part_reads_a_flipped_answer_again() -> None:
     encoded = encode_part(schema, rows)
     data, part = encoded.data.to_pybytes(), encoded.part(0, "shards/x/y.parquet")
     objects = Flipping()
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         portal.call(objects.put(part.object_key, data))
 
         def by_file() -> object:
@@ -165,7 +165,7 @@ def test_f620_every_reader_of_a_part_reads_a_flipped_answer_again() -> None:
                 objects.notices.clear()
                 objects.flips, left_flips[0] = (flips, 0) if read is not by_an_engine else (0, flips)
                 if flips == 2:
-                    with pytest.raises((Corrupt, pa.ArrowException, OSError)):
+                    with pytest.raises((CorruptError, pa.ArrowException, OSError)):
                         read()
                 else:
                     assert read() == 50
@@ -182,7 +182,7 @@ def test_a_listing_that_is_cancelled_or_left_is_no_request_without_an_answer() -
 
     async def body() -> None:
         clock = ManualClock()
-        objects = ResilientObjects(Hanging(clock), clock, Rand(1), store="s3")
+        objects = RetryingObjects(Hanging(clock), clock, Rand(1), store="s3")
 
         async def read() -> None:
             async for _ in objects.list(""):

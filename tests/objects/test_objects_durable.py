@@ -18,11 +18,11 @@ import pytest
 from crash_model import Recorder, crash
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock
-from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.objects.durable_create import RealSyscalls
 from tidemill.objects.local import TEMPORARY_AGE_MS, LocalObjects
-from tidemill.objects.retrying import ResilientObjects
-from tidemill.objects.store import Misconfigured
+from tidemill.objects.retrying import RetryingObjects
+from tidemill.objects.store import MisconfiguredError
 
 KEYS = [f"{first}/{second}/{leaf}" for first in "ab" for second in ("x", "y/z") for leaf in range(4)] + ["top", "a/1"]
 
@@ -41,7 +41,7 @@ def record(root: Path, skip: frozenset[str] = frozenset()) -> Recorder:
         async def write(key: str) -> None:
             try:
                 await store.put(key, [content(key)[:7], content(key)[7:]])
-            except Conflict:
+            except ConflictError:
                 assert await store.get(key) == content(key)
             # A loser that saw the winner's object relies on it as much as the winner does.
             recorder.acknowledged(key)
@@ -230,13 +230,13 @@ class Failing(RealSyscalls):
 @pytest.mark.parametrize(
     ("call", "code", "kind", "word"),
     [
-        ("write", errno.ENOSPC, Unavailable, "Free space"),
-        ("fdatasync", errno.EIO, Unavailable, "Check the disk"),
-        ("create", errno.EROFS, Misconfigured, "writable"),
-        ("create", errno.EMFILE, Unavailable, "EMFILE"),
-        ("link", errno.EPERM, Misconfigured, "writable"),
-        ("link", errno.EOPNOTSUPP, Invalid, "hard links"),
-        ("fsync_directory", errno.EIO, Unknown, "making it safe failed"),
+        ("write", errno.ENOSPC, UnavailableError, "Free space"),
+        ("fdatasync", errno.EIO, UnavailableError, "Check the disk"),
+        ("create", errno.EROFS, MisconfiguredError, "writable"),
+        ("create", errno.EMFILE, UnavailableError, "EMFILE"),
+        ("link", errno.EPERM, MisconfiguredError, "writable"),
+        ("link", errno.EOPNOTSUPP, InvalidError, "hard links"),
+        ("fsync_directory", errno.EIO, UnknownOutcomeError, "making it safe failed"),
     ],
 )
 def test_each_failure_of_the_disk_has_its_kind(
@@ -248,7 +248,7 @@ def test_each_failure_of_the_disk_has_its_kind(
             await store.put("sub/key", b"data")
         assert type(raised.value) is kind
         assert os.listdir(tmp_path / ".tmp") == []
-        assert (await store.head("sub/key") is None) == (kind is not Unknown)
+        assert (await store.head("sub/key") is None) == (kind is not UnknownOutcomeError)
         await store.aclose()
 
     asyncio.run(main())
@@ -277,12 +277,12 @@ def test_an_object_that_can_be_seen_but_was_never_made_safe_is_not_acknowledged(
         for times in (2, 1_000):
             calls = DirectorySyncFails(times)
             local = LocalObjects.open(tmp_path / str(times), SystemClock(), Rand(), calls)
-            store = ResilientObjects(local, SystemClock(), Rand(1), store="local", budget_s=0.5)
+            store = RetryingObjects(local, SystemClock(), Rand(1), store="local", budget_s=0.5)
             if times == 2:
                 await store.put("sub/key", b"data")
                 assert calls.synced == 1
             else:
-                with pytest.raises(Unknown):
+                with pytest.raises(UnknownOutcomeError):
                     await store.put("sub/key", b"data")
             assert await store.get("sub/key") == b"data"
             await store.aclose()
@@ -293,7 +293,7 @@ def test_an_object_that_can_be_seen_but_was_never_made_safe_is_not_acknowledged(
 def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for root in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(Invalid, match="directory"):
+        with pytest.raises(InvalidError, match="directory"):
             LocalObjects.open(root, SystemClock(), Rand())
     assert (tmp_path / "file").read_bytes() == b""
 
@@ -302,10 +302,10 @@ def test_a_key_below_an_object_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         store = LocalObjects.open(tmp_path, SystemClock(), Rand())
         await store.put("a", b"object")
-        with pytest.raises(Invalid, match="directory of another key"):
+        with pytest.raises(InvalidError, match="directory of another key"):
             await store.put("a/b", b"below")
         await store.put("c/d", b"object")
-        with pytest.raises(Invalid, match="directory of"):
+        with pytest.raises(InvalidError, match="directory of"):
             await store.put("c", b"above")
         await store.aclose()
 
@@ -330,7 +330,7 @@ def test_a_read_only_directory_is_refused_at_open(tmp_path: Path) -> None:
         try:
             LocalObjects.open(root, SystemClock(), Rand())
             os.write(writer, b"opened")
-        except Invalid as error:
+        except InvalidError as error:
             os.write(writer, str(error).encode())
         finally:
             os._exit(0)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Missing
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import MissingError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.memory import MemoryObjects
 
@@ -28,7 +28,7 @@ class Noted(MemoryObjects):
 
 @given(st.binary(max_size=50), st.lists(st.tuples(st.integers(0, 60), st.integers(-1, 60)), max_size=8))
 def test_it_reads_as_a_file_of_the_same_bytes(data: bytes, reads: list[tuple[int, int]]) -> None:
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         objects = MemoryObjects(SystemClock())
         portal.call(objects.put("k", data))
         found, want = ObjectFile(portal, objects, "k", len(data)), io.BytesIO(data)
@@ -44,7 +44,7 @@ def test_of_a_parquet_file_only_the_footer_and_the_wanted_columns_are_fetched() 
     table = pa.table({"wide": [f"{n:>200}" for n in range(2_000)], "narrow": list(range(2_000))})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, use_dictionary=False, compression="none")
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         objects = Noted(SystemClock())
         portal.call(objects.put("k", sink.getvalue().to_pybytes()))
         file = pq.ParquetFile(ObjectFile(portal, objects, "k", sink.getvalue().size))
@@ -53,5 +53,5 @@ def test_of_a_parquet_file_only_the_footer_and_the_wanted_columns_are_fetched() 
 
 
 def test_an_object_that_is_gone_says_so_through_arrow() -> None:
-    with Portal() as portal, pytest.raises(Missing):
+    with BlockingPortal() as portal, pytest.raises(MissingError):
         pq.ParquetFile(ObjectFile(portal, MemoryObjects(SystemClock()), "k", 1_000))

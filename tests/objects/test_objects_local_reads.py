@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.objects import local
 from tidemill.objects.local import CACHED_READ_BYTES, INLINE_READ_BYTES, LocalObjects
 
@@ -88,11 +88,11 @@ def test_a_medium_read_of_a_cached_file_needs_no_thread(tmp_path: Path, monkeypa
 def test_a_range_past_the_end_and_a_directory_are_refused_and_leave_no_file_open(size: int, tmp_path: Path) -> None:
     async def body(store: LocalObjects) -> None:
         before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-        with pytest.raises(Invalid, match="outside the object"):
+        with pytest.raises(InvalidError, match="outside the object"):
             await store.get("a/b", len(CONTENT) - size + 1, len(CONTENT) + 1)
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await store.get("a", 0, size)
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await store.get_ranges("a", [(0, size)])
         assert (len(os.listdir("/proc/self/fd")) if before else 0) == before
 

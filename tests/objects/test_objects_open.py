@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moto_access import CREDENTIALS
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.objects import MemoryObjects, open_objects
 from tidemill.objects.coalesce import cut, plan_reads
 from tidemill.objects.factory import parse_s3, redact
@@ -51,7 +51,7 @@ def test_each_form_of_the_url_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_a_wrong_url_is_refused_with_its_fix(url: str, word: str) -> None:
     async def main() -> None:
-        with pytest.raises(Invalid, match=word) as raised:
+        with pytest.raises(InvalidError, match=word) as raised:
             await open_objects(url, SystemClock(), Rand(), env={})
         assert raised.value.fix
 
@@ -61,7 +61,7 @@ def test_a_wrong_url_is_refused_with_its_fix(url: str, word: str) -> None:
 def test_secrets_never_reach_a_message() -> None:
     url = "s3://b/p?access_key_id=AKIA&secret_access_key=hush&session_token=psst&region=eu-west-1&bad=1"
     assert redact(url) == "s3://b/p?access_key_id=***&secret_access_key=***&session_token=***&region=eu-west-1&bad=1"
-    with pytest.raises(Invalid) as raised:
+    with pytest.raises(InvalidError) as raised:
         parse_s3(url, {})
     assert "hush" not in str(raised.value) and "psst" not in str(raised.value)
 
@@ -78,9 +78,9 @@ def test_credentials_come_from_the_query_before_the_environment() -> None:
 
 def test_a_bucket_that_is_not_there_is_named_at_open(s3_endpoint: str) -> None:
     async def main() -> None:
-        with pytest.raises(Invalid, match="no-such-bucket"):
+        with pytest.raises(InvalidError, match="no-such-bucket"):
             await open_objects(f"s3://no-such-bucket?endpoint={s3_endpoint}", SystemClock(), Rand(), env=CREDENTIALS)
-        with pytest.raises(Unavailable, match="endpoint"):
+        with pytest.raises(UnavailableError, match="endpoint"):
             await open_objects("s3://b?endpoint=http://127.0.0.1:1", SystemClock(), Rand(), env=CREDENTIALS)
 
     asyncio.run(main())
@@ -124,7 +124,7 @@ class ChecksThenWrites(MemoryObjects):
 
 class ReadOnly(MemoryObjects):
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        raise Invalid("No right.", fix="Grant s3:PutObject.")
+        raise InvalidError("No right.", fix="Grant s3:PutObject.")
 
 
 @pytest.mark.parametrize(

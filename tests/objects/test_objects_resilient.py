@@ -12,12 +12,20 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.cli.demo.ports import free_address
 from tidemill.objects import MemoryObjects, ObjectMeta
-from tidemill.objects.retrying import ResilientObjects
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.s3 import S3Objects
-from tidemill.objects.store import Buffer, Misconfigured
+from tidemill.objects.store import Buffer, MisconfiguredError
 
 Script = list[tuple[bool, type[TidemillError] | None]]
 """One entry a call: does it take effect, and what is the caller told (None = the truth)."""
@@ -76,20 +84,20 @@ class Scripted(MemoryObjects):
             raise told("scripted.")
 
 
-def resilient(inner: MemoryObjects, budget_s: float = 5.0, **options: bool | int) -> ResilientObjects:
-    return ResilientObjects(inner, SystemClock(), Rand(1), store="scripted", budget_s=budget_s, **options)  # type: ignore[arg-type]
+def resilient(inner: MemoryObjects, budget_s: float = 5.0, **options: bool | int) -> RetryingObjects:
+    return RetryingObjects(inner, SystemClock(), Rand(1), store="scripted", budget_s=budget_s, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "script",
     [
-        [(False, Unavailable), (False, Unavailable)],
-        [(False, Unknown)],
-        [(True, Unknown)],
-        [(False, Unknown), (False, Unavailable), (True, Unknown)],
-        [(False, Unavailable), (True, Unknown)],
+        [(False, UnavailableError), (False, UnavailableError)],
+        [(False, UnknownOutcomeError)],
+        [(True, UnknownOutcomeError)],
+        [(False, UnknownOutcomeError), (False, UnavailableError), (True, UnknownOutcomeError)],
+        [(False, UnavailableError), (True, UnknownOutcomeError)],
         # The store repeats the lost request by itself and reports our own object as a conflict.
-        [(False, Unknown), (True, Conflict)],
+        [(False, UnknownOutcomeError), (True, ConflictError)],
     ],
 )
 def test_a_put_in_trouble_ends_as_the_success_it_is(script: Script) -> None:
@@ -103,7 +111,7 @@ def test_a_put_in_trouble_ends_as_the_success_it_is(script: Script) -> None:
 
 def test_a_late_duplicate_of_our_own_put_is_not_a_conflict() -> None:
     async def main() -> None:
-        inner = Scripted([(False, Unknown)])
+        inner = Scripted([(False, UnknownOutcomeError)])
         first_head = inner.head
 
         async def head_then_late_arrival(key: str) -> ObjectMeta | None:
@@ -123,7 +131,7 @@ def test_our_own_object_that_a_sweep_took_before_it_was_read_back_is_no_conflict
     """The put was so long under way that its object was old: nobody else wrote it, so nobody may be blamed."""
 
     async def main() -> None:
-        inner = Scripted([(True, Unknown), (False, Conflict)])
+        inner = Scripted([(True, UnknownOutcomeError), (False, ConflictError)])
         first_head = inner.head
 
         async def swept_then_head(key: str) -> ObjectMeta | None:
@@ -131,19 +139,19 @@ def test_our_own_object_that_a_sweep_took_before_it_was_read_back_is_no_conflict
             return await first_head(key)
 
         inner.head = swept_then_head  # type: ignore[method-assign]
-        with pytest.raises(Unknown, match="deleted before"):
+        with pytest.raises(UnknownOutcomeError, match="deleted before"):
             await resilient(inner).put("k", b"ours")
         assert inner.calls == 2, "its key is never used again"
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("script", [[], [(False, Unavailable)], [(False, Unknown)]])
+@pytest.mark.parametrize("script", [[], [(False, UnavailableError)], [(False, UnknownOutcomeError)]])
 def test_another_writers_object_is_a_conflict(script: Script) -> None:
     async def main() -> None:
         inner = Scripted([(True, None), *script])
         await inner.put("k", b"theirs")
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await resilient(inner).put("k", b"ours!!")
         assert await MemoryObjects.get(inner, "k") == b"theirs"
 
@@ -152,17 +160,19 @@ def test_another_writers_object_is_a_conflict(script: Script) -> None:
 
 def test_when_the_budget_ends_the_caller_hears_the_truth() -> None:
     async def main() -> None:
-        with pytest.raises(Unavailable):
-            await resilient(Scripted([(False, Unavailable)] * 100), 0.2).put("k", b"x")
-        with pytest.raises(Unknown):
-            await resilient(Scripted([(False, Unknown)] + [(False, Unavailable)] * 100), 0.2).put("k", b"x")
-        with pytest.raises(Unknown):  # it cannot be read back
-            await resilient(Scripted([(True, Unknown)], [Unavailable] * 100), 0.2).put("k", b"x")
+        with pytest.raises(UnavailableError):
+            await resilient(Scripted([(False, UnavailableError)] * 100), 0.2).put("k", b"x")
+        with pytest.raises(UnknownOutcomeError):
+            await resilient(Scripted([(False, UnknownOutcomeError)] + [(False, UnavailableError)] * 100), 0.2).put(
+                "k", b"x"
+            )
+        with pytest.raises(UnknownOutcomeError):  # it cannot be read back
+            await resilient(Scripted([(True, UnknownOutcomeError)], [UnavailableError] * 100), 0.2).put("k", b"x")
 
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("kind", [Invalid, Missing, Corrupt])
+@pytest.mark.parametrize("kind", [InvalidError, MissingError, CorruptError])
 def test_what_a_retry_cannot_mend_is_not_retried(kind: type[TidemillError]) -> None:
     async def main() -> None:
         inner = Scripted([(False, kind)])
@@ -175,16 +185,16 @@ def test_what_a_retry_cannot_mend_is_not_retried(kind: type[TidemillError]) -> N
 
 def test_reads_lists_and_deletes_retry_too() -> None:
     async def main() -> None:
-        inner = Scripted([], [Unavailable, Unavailable, None, Unavailable])
+        inner = Scripted([], [UnavailableError, UnavailableError, None, UnavailableError])
         for i in range(5):
             await MemoryObjects.put(inner, f"k{i}", b"x")
         store = resilient(inner)
         assert await store.get("k0") == b"x"
-        inner.reads = [Unavailable]
+        inner.reads = [UnavailableError]
         assert await store.head("k0") is not None
-        inner.reads = [Unavailable, None]
+        inner.reads = [UnavailableError, None]
         assert [meta.key async for meta in store.list("k")] == [f"k{i}" for i in range(5)]
-        inner.script = [(True, Unknown), (False, Unavailable)]
+        inner.script = [(True, UnknownOutcomeError), (False, UnavailableError)]
         await store.delete("k0")
         assert await store.head("k0") is None
 
@@ -202,9 +212,9 @@ def test_concurrency_is_bounded_and_ranges_are_merged() -> None:
         assert inner.most == 3
         await asyncio.gather(*(store.get("k") for _ in range(20)))
         assert inner.most == 3
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await store.get_ranges("k", [(0, 1), (500_000, len(data) + 1)])
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await store.get_ranges("absent", [(0, 1), (500_000, 500_001)])
 
     asyncio.run(main())
@@ -255,11 +265,11 @@ def test_metrics_count_calls_bytes_retries_and_what_reading_back_showed() -> Non
         return REGISTRY.get_sample_value(metric, labels) or 0.0
 
     async def main() -> None:
-        inner = Scripted([(False, Unavailable), (True, Unknown)])
-        store = ResilientObjects(inner, SystemClock(), Rand(1), store="metered")
+        inner = Scripted([(False, UnavailableError), (True, UnknownOutcomeError)])
+        store = RetryingObjects(inner, SystemClock(), Rand(1), store="metered")
         await store.put("k", [b"abc", b"de"])
         await store.get("k", 1, 3)
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await store.get("nothing")
 
     asyncio.run(main())
@@ -325,18 +335,18 @@ def code(name: str) -> bytes:
 @pytest.mark.parametrize(
     ("status", "body", "on_put", "on_get"),
     [
-        (500, code("InternalError"), Unknown, Unavailable),
-        (503, code("SlowDown"), Unavailable, Unavailable),
-        (503, b"", Unknown, Unavailable),
-        (429, b"", Unavailable, Unavailable),
-        (403, code("AccessDenied"), Misconfigured, Misconfigured),
-        (403, code("SignatureDoesNotMatch"), Misconfigured, Misconfigured),
-        (404, code("NoSuchBucket"), Misconfigured, Misconfigured),
-        (400, code("RequestTimeout"), Unknown, Unavailable),
-        (404, code("NoSuchKey"), Unknown, Missing),
-        (404, b"", Unknown, Missing),
-        (400, code("EntityTooLarge"), Invalid, Invalid),
-        (0, b"", Unknown, Unavailable),
+        (500, code("InternalError"), UnknownOutcomeError, UnavailableError),
+        (503, code("SlowDown"), UnavailableError, UnavailableError),
+        (503, b"", UnknownOutcomeError, UnavailableError),
+        (429, b"", UnavailableError, UnavailableError),
+        (403, code("AccessDenied"), MisconfiguredError, MisconfiguredError),
+        (403, code("SignatureDoesNotMatch"), MisconfiguredError, MisconfiguredError),
+        (404, code("NoSuchBucket"), MisconfiguredError, MisconfiguredError),
+        (400, code("RequestTimeout"), UnknownOutcomeError, UnavailableError),
+        (404, code("NoSuchKey"), UnknownOutcomeError, MissingError),
+        (404, b"", UnknownOutcomeError, MissingError),
+        (400, code("EntityTooLarge"), InvalidError, InvalidError),
+        (0, b"", UnknownOutcomeError, UnavailableError),
     ],
 )
 def test_every_answer_of_s3_has_its_kind(
@@ -350,7 +360,7 @@ def test_every_answer_of_s3_has_its_kind(
         with pytest.raises(TidemillError) as raised:
             await s3(server.endpoint).get("503-connect-error/k")
         assert type(raised.value) is on_get
-        if status in (403, 404) and on_put is Misconfigured:
+        if status in (403, 404) and on_put is MisconfiguredError:
             assert raised.value.fix
 
     asyncio.run(main())
@@ -359,9 +369,9 @@ def test_every_answer_of_s3_has_its_kind(
 def test_a_cut_connection_is_unknown_and_a_refused_one_unavailable(server: Server) -> None:
     async def main() -> None:
         server.cut = True
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await s3(server.endpoint).put("k", b"x")
-        with pytest.raises(Unavailable, match="endpoint"):
+        with pytest.raises(UnavailableError, match="endpoint"):
             await s3(f"http://{free_address()}").put("k", b"x")
 
     asyncio.run(main())
@@ -379,16 +389,16 @@ def test_on_s3_the_nonce_tells_our_object_from_an_equal_one(s3_endpoint: str, ne
                 await super().put_nonced(key, data, nonce)
                 if self.lost < 1:
                     self.lost += 1
-                    raise Unknown("scripted.")
+                    raise UnknownOutcomeError("scripted.")
 
         class NeverSends(S3Objects):
             async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
-                raise Unknown("scripted.")
+                raise UnknownOutcomeError("scripted.")
 
-        ours = ResilientObjects(LosesAcknowledgements(bucket, "", config, Rand(1)), SystemClock(), Rand(2), store="s3")
+        ours = RetryingObjects(LosesAcknowledgements(bucket, "", config, Rand(1)), SystemClock(), Rand(2), store="s3")
         await ours.put("k", b"equal bytes")
-        other = ResilientObjects(NeverSends(bucket, "", config, Rand(3)), SystemClock(), Rand(4), store="s3")
-        with pytest.raises(Conflict):
+        other = RetryingObjects(NeverSends(bucket, "", config, Rand(3)), SystemClock(), Rand(4), store="s3")
+        with pytest.raises(ConflictError):
             await other.put("k", b"equal bytes")
 
     asyncio.run(main())

@@ -11,11 +11,11 @@ import pyarrow as pa
 
 import tidemill
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.shards.garbage import collect
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.retrying import ResilientObjects
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction import compaction
 from tidemill.spark.stores import Stores, Urls
@@ -30,7 +30,7 @@ class World:
 
     def __init__(self, cluster: tidemill.Cluster) -> None:
         self.cluster = cluster
-        self.portal: Portal = cluster._portal
+        self.portal: BlockingPortal = cluster._portal
         self.stores: Stores = cluster._stores
 
     def append(self, upper: int, rows: Sequence[Row], name: str = "orders", schema: ShardSchema = ORDERS) -> None:
@@ -93,9 +93,9 @@ def in_directory(directory: Path, new_bucket: Callable[[], str]) -> tidemill.Clu
 
 
 def in_memory(directory: Path, new_bucket: Callable[[], str]) -> tidemill.Cluster:
-    objects = ResilientObjects(MemoryObjects(SystemClock()), SystemClock(), Rand(), store="memory")
+    objects = RetryingObjects(MemoryObjects(SystemClock()), SystemClock(), Rand(), store="memory")
     stores = Stores(Urls("memory:", "memory:"), objects, MemoryConsensus(SystemClock()), SystemClock(), Rand())
-    return tidemill.Cluster(Portal(), stores)
+    return tidemill.Cluster(BlockingPortal(), stores)
 
 
 def on_s3(directory: Path, new_bucket: Callable[[], str]) -> tidemill.Cluster:
@@ -110,7 +110,7 @@ def make_consensus(url: str) -> None:
     async def run() -> None:
         await (await open_consensus(url, SystemClock(), Rand())).aclose()
 
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         portal.call(run())
 
 

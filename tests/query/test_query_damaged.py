@@ -12,7 +12,7 @@ import pytest
 from query_world import ORDERS, World, rows_of
 from test_query_table import filled
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.query.table import Table
 from tidemill.shards.api import Part
 from tidemill.shards.parts import parts
@@ -77,7 +77,7 @@ def test_a_flipped_bit_of_a_column_is_corrupt_with_the_objects_key(world: World,
     flip(world, largest, in_column("total"))
     with pytest.raises(Exception, match="object=" + largest.object_key) as raised:
         READERS[reader](orders)
-    assert isinstance(raised.value, Corrupt) or "polars" in reader
+    assert isinstance(raised.value, CorruptError) or "polars" in reader
     flip(world, largest, in_column("total"))
     assert rows_of(orders.to_arrow()) == before, "nothing of the damage stays"
 
@@ -86,7 +86,7 @@ def test_changes_that_lie_in_a_damaged_part_are_corrupt(world: World) -> None:
     filled(world)
     newest = stored(world)[-1]
     flip(world, newest, in_column("status"))
-    with pytest.raises(Corrupt, match=newest.object_key):
+    with pytest.raises(CorruptError, match=newest.object_key):
         list(world.cluster.table("orders").changes(19))
 
 
@@ -95,7 +95,7 @@ def test_a_flipped_bit_of_a_footer_is_corrupt_also_for_a_count(world: World) -> 
     largest = max(stored(world), key=lambda p: p.rows)
     flip(world, largest, in_footer)
     for read in (Table.count, total):
-        with pytest.raises(Corrupt, match=largest.object_key):
+        with pytest.raises(CorruptError, match=largest.object_key):
             read(world.cluster.table("orders"))
 
 
@@ -132,7 +132,7 @@ def test_a_merge_refuses_a_damaged_part_and_changes_nothing(world: World) -> Non
     before = stored(world)
     damaged = before[0]
     flip(world, damaged, in_column("status"))
-    with pytest.raises(Corrupt, match=damaged.object_key):
+    with pytest.raises(CorruptError, match=damaged.object_key):
         world.merge(29)
     assert stored(world) == before
 
@@ -143,7 +143,7 @@ def test_a_damaged_inline_part_is_corrupt(world: World, monkeypatch: pytest.Monk
     part = encoded.part()
     damaged = bytearray(part.inline)
     damaged[in_column("total")(part.inline)] ^= 1
-    with pytest.raises(Corrupt, match="object=inline"):
+    with pytest.raises(CorruptError, match="object=inline"):
         parts.decode_part(ORDERS, bytes(damaged), part)
     assert parts.decode_part(ORDERS, part.inline, part).num_rows == 1
 

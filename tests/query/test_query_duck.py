@@ -14,9 +14,9 @@ import pytest
 from query_world import ORDERS, World
 from test_query_table import filled, until_let_go
 
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.query import duckdb_views
-from tidemill.shards.api import Column, HistoryLost, ShardSchema
+from tidemill.shards.api import Column, HistoryLostError, ShardSchema
 from tidemill.shards.parts.schema_evolution import Changes
 
 EVERY = "SELECT count(*), count(DISTINCT id), sum(total), count(*) FILTER (status = 'paid') FROM orders"
@@ -88,10 +88,10 @@ def test_several_tables_are_read_at_the_newest_time_that_all_have(world: World) 
         world.append(40, [(2, "c", 1)], "c")
         world.append(50, [(3, "c", 1)], "c")
         world.merge(49, "c")
-        with pytest.raises(HistoryLost, match=r"no time in common: c is readable from 49 on, a before 20.*why a"):
+        with pytest.raises(HistoryLostError, match=r"no time in common: c is readable from 49 on, a before 20.*why a"):
             world.cluster.to_duckdb(connection, ["a", "c"])
         world.portal.call(_made(world, "new"))
-        with pytest.raises(Unavailable, match="nothing was written yet: shard=new"):
+        with pytest.raises(UnavailableError, match="nothing was written yet: shard=new"):
             world.cluster.to_duckdb(connection, ["a", "new"])
         assert world.cluster.to_duckdb(connection, ["new"]) == -1
         assert connection.sql("SELECT count(*) FROM new").fetchall() == [(0,)]
@@ -117,10 +117,10 @@ def test_names_that_duckdb_cannot_have_are_refused_and_odd_ones_are_not(world: W
         table = world.cluster.table("my-odd.shard")
         assert sorted(table.to_duckdb(connection).fetchall()) == [(1, "x", None), (2, "y", "z")]
         assert connection.sql('SELECT "a.b" FROM "my-odd.shard" WHERE "we""ird" = 2').fetchall() == [("y",)]
-        with pytest.raises(Invalid, match="DuckDB cannot tell two columns apart: table=twice columns=id,ID"):
+        with pytest.raises(InvalidError, match="DuckDB cannot tell two columns apart: table=twice columns=id,ID"):
             world.cluster.table("twice").to_duckdb(connection)
         connection.execute("CREATE TEMP TABLE taken AS SELECT 1 AS a")
-        with pytest.raises(Invalid, match="DuckDB refuses the view: name=taken"):
+        with pytest.raises(InvalidError, match="DuckDB refuses the view: name=taken"):
             table.to_duckdb(connection, "taken")
         assert connection.sql("SELECT a FROM taken").fetchall() == [(1,)]
         assert world.holds("twice") == [] and duckdb_views.quoted('a"b') == '"a""b"'
@@ -192,9 +192,9 @@ def test_names_that_differ_by_case_alone_are_refused(world: World) -> None:
     hidden = ShardSchema((Column("id", "int64"), Column("_TIME", "int64")), ("id",))
     world.portal.call(_hidden(world, hidden))
     with duckdb.connect() as connection:
-        with pytest.raises(Invalid, match="DuckDB cannot tell two tables apart: names=Orders,orders"):
+        with pytest.raises(InvalidError, match="DuckDB cannot tell two tables apart: names=Orders,orders"):
             world.cluster.to_duckdb(connection, ["Orders", "orders"])
-        with pytest.raises(Invalid, match="columns=_TIME,_time"):
+        with pytest.raises(InvalidError, match="columns=_TIME,_time"):
             world.cluster.table("hidden").to_duckdb(connection)
 
 
@@ -212,9 +212,9 @@ def test_a_view_that_cannot_be_replaced_stays_what_it_was(world: World, monkeypa
         for said in ("_create", "plan_parts"):
             with monkeypatch.context() as patched:
                 patched.setattr(
-                    duckdb_views, said, lambda *_: (_ for _ in ()).throw(Unavailable("the bucket is away."))
+                    duckdb_views, said, lambda *_: (_ for _ in ()).throw(UnavailableError("the bucket is away."))
                 )
-                with pytest.raises(Unavailable):
+                with pytest.raises(UnavailableError):
                     orders.to_duckdb(connection)
             assert connection.sql("SELECT * FROM orders ORDER BY id").fetchall() == before
             gc.collect()

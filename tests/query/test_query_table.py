@@ -19,8 +19,8 @@ from query_world import ORDERS, World, make_consensus, rows_of
 
 import tidemill
 from patience import DEADLINE_S
-from tidemill.base.errors import Closed, Invalid, Missing, Unavailable
-from tidemill.shards.api import Column, HistoryLost, ShardSchema
+from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError
+from tidemill.shards.api import Column, HistoryLostError, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema_evolution import Changes
 
@@ -109,7 +109,7 @@ def test_what_a_stream_reads_stays_though_it_is_merged_and_collected_after_each_
     assert orders.count() == 400 - len(written) + 1
     assert everywhere.holds() == []
     everywhere.merge(written[-1] - 1)
-    with pytest.raises(HistoryLost, match="history is lost"):
+    with pytest.raises(HistoryLostError, match="history is lost"):
         orders.to_arrow(as_of=19)
 
 
@@ -161,7 +161,7 @@ def test_changes_that_are_followed_come_as_they_are_written_and_hold_what_is_to_
     following.close()
     assert world.holds() == []
     world.merge(49)
-    with pytest.raises(HistoryLost):
+    with pytest.raises(HistoryLostError):
         next(orders.changes(10))
 
 
@@ -247,7 +247,7 @@ async def _made(world: World, name: str) -> None:
 )
 def test_what_makes_no_sense_is_refused_and_nothing_is_held(world: World, arguments: dict[str, Any], said: str) -> None:
     world.append(10, [(1, "a", 1)])
-    with pytest.raises(Invalid, match=said):
+    with pytest.raises(InvalidError, match=said):
         world.cluster.table("orders").to_batches(**arguments)
     assert world.holds() == []
 
@@ -258,7 +258,7 @@ def test_filters_as_pyarrow_takes_them(world: World) -> None:
     assert orders.count((("id", "=", 1),)) == 1
     assert orders.count(((("id", "=", 1),), (("id", "=", 2),))) == 2  # type: ignore[arg-type]
     assert orders.count([("id", "in", (1, 2, 9))]) == 2
-    with pytest.raises(Invalid, match="as a list"):
+    with pytest.raises(InvalidError, match="as a list"):
         orders.count([("id", "in", (n for n in (1, 2, 9)))])
     assert orders.count(pc.field("status") == 'FieldPath("') == 5
 
@@ -266,7 +266,7 @@ def test_filters_as_pyarrow_takes_them(world: World) -> None:
 def test_a_time_that_is_not_final_is_waited_for_as_long_as_said(world: World) -> None:
     world.append(10, [(1, "a", 1)])
     orders = world.cluster.table("orders")
-    with pytest.raises(Unavailable, match="time is not final yet"):
+    with pytest.raises(UnavailableError, match="time is not final yet"):
         orders.count(as_of=15, wait_s=0)
     reading = world.portal.call(_soon(orders, world))
     assert reading == 1
@@ -283,19 +283,19 @@ async def _soon(orders: tidemill.Table, world: World) -> int:
 
 def test_which_cluster_is_meant_and_what_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Invalid, match="there is no cluster here"):
+    with pytest.raises(InvalidError, match="there is no cluster here"):
         tidemill.connect()
-    with pytest.raises(Invalid, match="no such configuration file"):
+    with pytest.raises(InvalidError, match="no such configuration file"):
         tidemill.connect("nothing.toml")
     (tmp_path / "tidemill.toml").write_text('[node]\ndata = "here"\n')
     make_consensus(f"sqlite://{tmp_path}/here/consensus.db")
     with tidemill.connect() as cluster:
         assert cluster.tables() == []
-        with pytest.raises(Missing, match="no such shard: shard=orders"):
+        with pytest.raises(MissingError, match="no such shard: shard=orders"):
             cluster.table("orders")
-        with pytest.raises(Invalid, match="bad shard name"):
+        with pytest.raises(InvalidError, match="bad shard name"):
             cluster.table("a b")
-    with pytest.raises(Closed):
+    with pytest.raises(ClosedError):
         cluster.tables()
     cluster.close()
     assert "closed" in repr(cluster)
@@ -346,10 +346,10 @@ def test_a_filter_that_cannot_be_evaluated_is_invalid_for_every_reader(world: Wo
     filled(world)
     orders = world.cluster.table("orders")
     for read in (orders.to_arrow, orders.to_polars):
-        with pytest.raises(Invalid, match="the filter cannot be"):
+        with pytest.raises(InvalidError, match="the filter cannot be"):
             read(["id"], where)
-    with pytest.raises(Invalid, match="the filter cannot be"):
+    with pytest.raises(InvalidError, match="the filter cannot be"):
         orders.count(where)
-    with pytest.raises(Invalid, match="the filter cannot be"):
+    with pytest.raises(InvalidError, match="the filter cannot be"):
         orders.to_batches(None, where).read_all()
     assert world.holds() == [] and orders.count() == 300

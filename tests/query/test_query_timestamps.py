@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pytest
 from query_world import World
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 
 SCHEMA = ShardSchema(
@@ -73,5 +73,5 @@ def test_filters_compare_what_is_alike(world: World) -> None:
     for value in (zoned, [midnight, zoned], pa.scalar(zoned)):
         where = [("clock", "in" if isinstance(value, list) else ">", value)]
         for given in (where, [where]):
-            with pytest.raises(Invalid, match="column clock is a time without a zone"):
+            with pytest.raises(InvalidError, match="column clock is a time without a zone"):
                 found(world, given)

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from starlette.applications import Starlette
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
 from tidemill.metastore.factory import NODE, metastore_on
@@ -118,7 +118,7 @@ class Rest:
     """A registry behind the node's own HTTP server; `ask` says (status, decoded body)."""
 
     def __init__(self, settings: RegistrySettings | None = None) -> None:
-        self._portal = Portal("registry-test")
+        self._portal = BlockingPortal("registry-test")
         self.failures: list[BaseException] = []
         self._portal.call(self._up(settings))
 

@@ -14,14 +14,14 @@ from registry_world import record
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.compat_levels import compared_with, problems
-from tidemill.registry.errors import Refused
+from tidemill.registry.errors import RegistryError
 from tidemill.registry.limits import Steps
 from tidemill.registry.parsed_schema import Parsed
-from tidemill.registry.schema_types import Given, understand
+from tidemill.registry.schema_types import SubmittedSchema, understand
 
 
 def avro(text: str) -> Parsed:
-    return understand(Given("AVRO", text), {})
+    return understand(SubmittedSchema("AVRO", text), {})
 
 
 def why(reader: str, writer: str) -> list[str]:
@@ -97,7 +97,7 @@ def test_a_reader_reads_what_the_resolution_rules_say(reader: str, writer: str, 
     ],
 )  # fmt: skip
 def test_what_is_no_schema_is_refused(text: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RegistryError) as refused:
         avro(text)
     assert refused.value.code == 42201
 
@@ -105,7 +105,7 @@ def test_what_is_no_schema_is_refused(text: str) -> None:
 def test_a_comparison_ends_after_so_many_steps() -> None:
     wide = [f'{{"type":"record","name":"R{n}","fields":[{{"name":"a","type":"int"}}]}}' for n in range(600)]
     reader = f"[{','.join(text.replace('int', 'string') for text in wide)}]"
-    with pytest.raises(Refused, match="too many steps"):
+    with pytest.raises(RegistryError, match="too many steps"):
         problems("BACKWARD", avro(reader), avro(f"[{','.join(wide)}]"), Steps(10_000))
 
 
@@ -113,50 +113,50 @@ def test_types_of_other_schemas_are_known_by_their_full_names() -> None:
     inner = SchemaRow(1, "AVRO", record("x:int", name="n.Inner"))
     references = (Reference("n.Inner", "inner", 1),)
     places = {("inner", 1): inner}
-    old = understand(Given("AVRO", record("i:n.Inner", name="n.Outer"), references), places)
+    old = understand(SubmittedSchema("AVRO", record("i:n.Inner", name="n.Outer"), references), places)
     wider = {("inner", 1): SchemaRow(2, "AVRO", record("x:long", name="n.Inner"))}
-    new = understand(Given("AVRO", record("i:Inner", name="n.Outer"), references), wider)
+    new = understand(SubmittedSchema("AVRO", record("i:Inner", name="n.Outer"), references), wider)
     assert problems("BACKWARD", new, old, Steps()) == []
     assert problems("FORWARD", new, old, Steps()) != []
-    with pytest.raises(Refused, match="twice"):
-        understand(Given("AVRO", record("x:int", name="n.Inner"), references), places)
-    with pytest.raises(Refused, match="not Avro"):
-        understand(Given("AVRO", '"int"', references), {("inner", 1): SchemaRow(1, "JSON", "{}")})
+    with pytest.raises(RegistryError, match="twice"):
+        understand(SubmittedSchema("AVRO", record("x:int", name="n.Inner"), references), places)
+    with pytest.raises(RegistryError, match="not Avro"):
+        understand(SubmittedSchema("AVRO", '"int"', references), {("inner", 1): SchemaRow(1, "JSON", "{}")})
 
 
 def test_a_name_that_is_not_in_the_namespace_is_the_one_without_a_namespace_as_in_java() -> None:
     places = {("common", 1): SchemaRow(1, "AVRO", record("x:int", name="Common"))}
     references = (Reference("Common", "common", 1),)
     text = record("c:Common", 'l:{"type":"array","items":"Common"}', 'u:["null","Common"]=null', name="com.x.Order")
-    plain = understand(Given("AVRO", text, references), places)
-    normal = understand(Given("AVRO", text, references, normalize=True), places)
+    plain = understand(SubmittedSchema("AVRO", text, references), places)
+    normal = understand(SubmittedSchema("AVRO", text, references, normalize=True), places)
     assert "com.x.Common" not in normal.text + plain.text
     for found in (plain, normal):
-        again = understand(Given("AVRO", found.text, references, normalize=True), places)
+        again = understand(SubmittedSchema("AVRO", found.text, references, normalize=True), places)
         assert (again.text, again.digest) == (normal.text, normal.digest)
     wider = {("common", 2): SchemaRow(2, "AVRO", record("x:long", name="Common"))}
-    new = understand(Given("AVRO", text, (Reference("Common", "common", 2),)), wider)
+    new = understand(SubmittedSchema("AVRO", text, (Reference("Common", "common", 2),)), wider)
     assert problems("BACKWARD", new, plain, Steps()) == []
     assert problems("FORWARD", new, plain, Steps()) != []
     # Of a schema that refers to this one its own names are known.
     order = SchemaRow(3, "AVRO", text, references=references)
     outer = record("o:Order", "c:Common", name="com.x.Outer")
     places |= {("order", 1): order}
-    understand(Given("AVRO", outer, (*references, Reference("com.x.Order", "order", 1))), places)
-    with pytest.raises(Refused, match="unknown type"):
-        understand(Given("AVRO", text), {})
+    understand(SubmittedSchema("AVRO", outer, (*references, Reference("com.x.Order", "order", 1))), places)
+    with pytest.raises(RegistryError, match="unknown type"):
+        understand(SubmittedSchema("AVRO", text), {})
     # One of the namespace comes first.
     own = record(f"o:{record('y:string', name='Common')}", "c:Common", name="com.x.Order")
-    found = understand(Given("AVRO", own, references, normalize=True), places)
+    found = understand(SubmittedSchema("AVRO", own, references, normalize=True), places)
     assert found.text.count("com.x.Common") == 2
 
 
 def test_a_type_without_a_namespace_keeps_it_in_the_normal_form() -> None:
     bare = '{"type":"record","name":"Common","namespace":"","fields":[{"name":"x","type":"int"}]}'
     text = record(f"a:{bare}", "b:Common", name="com.x.Order")
-    normal = understand(Given("AVRO", text, normalize=True), {})
+    normal = understand(SubmittedSchema("AVRO", text, normalize=True), {})
     assert "com.x.Common" not in normal.text
-    assert understand(Given("AVRO", normal.text, normalize=True), {}).text == normal.text
+    assert understand(SubmittedSchema("AVRO", normal.text, normalize=True), {}).text == normal.text
     assert problems("FULL", avro(text), avro(normal.text), Steps()) == []
 
 

@@ -10,9 +10,9 @@ import pytest
 from registry_world import record
 from typer.testing import CliRunner
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.main import app
-from tidemill.registry.errors import Refused
+from tidemill.registry.errors import RegistryError
 
 
 class Terminal:
@@ -39,7 +39,7 @@ def test_schemas_are_registered_listed_shown_checked_and_deleted(tmp_path: Path)
     assert terminal.run("register", "s", str(old)) == {"subject": "s", "version": 1, "id": 1}
     assert terminal.run("check", "s", str(new))["is_compatible"] is True
     assert terminal.run("check", "s", str(bad), code=1)["messages"]
-    with pytest.raises(Refused, match="incompatible"):
+    with pytest.raises(RegistryError, match="incompatible"):
         terminal.run("register", "s", str(bad))
     assert terminal.run("register", "s", str(new))["version"] == 2
     assert terminal.run("list") == [{"subject": "s", "versions": [1, 2], "ids": [1, 2], "compatibility": "BACKWARD"}]
@@ -65,5 +65,5 @@ def test_schemas_are_registered_listed_shown_checked_and_deleted(tmp_path: Path)
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         Terminal(tmp_path).run(*arguments)

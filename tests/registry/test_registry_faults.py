@@ -11,11 +11,11 @@ import pytest
 from registry_world import Cluster, Faulty, Rest, record, run
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Fenced, Unavailable, Unknown
-from tidemill.registry.errors import Refused
+from tidemill.base.errors import FencedError, UnavailableError, UnknownOutcomeError
+from tidemill.registry.errors import RegistryError
 from tidemill.registry.protobuf import compile as compiler
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import Given, understand
+from tidemill.registry.schema_types import SubmittedSchema, understand
 from tidemill.registry.settings import RegistrySettings
 
 STRINGS = {"type": "string"}
@@ -60,12 +60,12 @@ def test_f802_what_the_thread_does_not_get_through_is_turned_away() -> None:
             return work()
 
         registry = Registry(cluster.metastore(), cluster.clock, Rand(), slow, RegistrySettings(waiting=2))
-        given = [Given("AVRO", record(f"f{n}:int")) for n in range(3)]
+        given = [SubmittedSchema("AVRO", record(f"f{n}:int")) for n in range(3)]
         waiting = [asyncio.ensure_future(registry.register(f"s{n}", given[n])) for n in range(2)]
         async with asyncio.timeout(30):
             while registry.facts()["waiting"] != 2:
                 await asyncio.sleep(0)
-        with pytest.raises(Unavailable, match="Too many"):
+        with pytest.raises(UnavailableError, match="Too many"):
             await registry.register("s2", given[2])
         assert registry.facts()["turned_away"] == 1
         assert await registry.book.all_versions() == [], "what reads no schema goes on"
@@ -82,9 +82,9 @@ TEXT = 'syntax = "proto3"; message Fault { int32 a = 1; }'
 @pytest.mark.parametrize(
     ("child", "error"),
     [
-        ("import time; time.sleep(600)", Unavailable),
-        ("import os; os.abort()", Refused),
-        ("raise SystemExit(3)", Refused),
+        ("import time; time.sleep(600)", UnavailableError),
+        ("import os; os.abort()", RegistryError),
+        ("raise SystemExit(3)", RegistryError),
     ],
 )
 @pytest.mark.processes
@@ -94,30 +94,34 @@ def test_f803_a_compiler_that_hangs_or_crashes_ends_the_request(
     monkeypatch.setattr(compiler, "_LIMITED", child)
     monkeypatch.setattr(compiler, "TIMEOUT_S", 0.5)
     with pytest.raises(error):
-        understand(Given("PROTOBUF", TEXT), {})
+        understand(SubmittedSchema("PROTOBUF", TEXT), {})
     monkeypatch.undo()
-    assert understand(Given("PROTOBUF", TEXT), {}).descriptor
+    assert understand(SubmittedSchema("PROTOBUF", TEXT), {}).descriptor
 
 
 @pytest.mark.processes
 def test_f803_a_compiler_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler.sys, "executable", "/nowhere/python")
-    with pytest.raises(Unavailable, match="protoc"):
-        understand(Given("PROTOBUF", TEXT), {})
+    with pytest.raises(UnavailableError, match="protoc"):
+        understand(SubmittedSchema("PROTOBUF", TEXT), {})
 
 
 def test_f804_a_change_goes_on_over_what_the_metastore_meets() -> None:
     async def body(cluster: Cluster) -> None:
         faulty = Faulty(cluster.metastore())
         node, other = cluster.node(metastore=faulty), cluster.node()
-        faulty.faults = [("before", Fenced("a newer term.")), ("after", Unknown("lost.")), ("before", Unknown("lost."))]
-        assert (await node.register("s", Given("AVRO", record("a:int")))).version.version == 1
-        faulty.faults = [("after", Unknown("lost."))]
+        faulty.faults = [
+            ("before", FencedError("a newer term.")),
+            ("after", UnknownOutcomeError("lost.")),
+            ("before", UnknownOutcomeError("lost.")),
+        ]
+        assert (await node.register("s", SubmittedSchema("AVRO", record("a:int")))).version.version == 1
+        faulty.faults = [("after", UnknownOutcomeError("lost."))]
         assert await node.delete("s", None) == [1]
         assert [row.deleted for row in await other.book.versions("s", fresh=True)] == [True]
-        faulty.faults = [("before", Unavailable("the store is away."))]
-        with pytest.raises(Unavailable):
-            await node.register("s", Given("AVRO", record("b:int")))
+        faulty.faults = [("before", UnavailableError("the store is away."))]
+        with pytest.raises(UnavailableError):
+            await node.register("s", SubmittedSchema("AVRO", record("b:int")))
         assert [row.version for row in await other.book.versions("s", fresh=True)] == [1]
 
     run(body)

@@ -10,7 +10,7 @@ import pytest
 from registry_world import STRING, Rest, record
 
 from patience import DEADLINE_S, eventually
-from tidemill.base.errors import Unavailable, Unknown
+from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.registry.http import requests
 from tidemill.registry.settings import RegistrySettings
 
@@ -262,9 +262,9 @@ def test_what_is_referred_to_stays(rest: Rest) -> None:
 
 
 def test_a_store_that_fails_is_500_with_its_number(rest: Rest) -> None:
-    rest.metastore.faults = [("before", Unavailable("the store is away."))]
+    rest.metastore.faults = [("before", UnavailableError("the store is away."))]
     assert rest.error("POST", "/subjects/s/versions", {"schema": A}) == 50001
-    rest.metastore.faults = [("before", Unknown("nobody knows."))]
+    rest.metastore.faults = [("before", UnknownOutcomeError("nobody knows."))]
     assert rest.ask("POST", "/subjects/s/versions", {"schema": A})[0] == 200, "it is made again"
 
 

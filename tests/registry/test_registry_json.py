@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.compat_levels import problems
-from tidemill.registry.errors import Refused
+from tidemill.registry.errors import RegistryError
 from tidemill.registry.limits import Steps
 from tidemill.registry.parsed_schema import Parsed
-from tidemill.registry.schema_types import Given, understand
+from tidemill.registry.schema_types import SubmittedSchema, understand
 
 
 def parsed(schema: Any) -> Parsed:
-    return understand(Given("JSON", schema if isinstance(schema, str) else json.dumps(schema)), {})
+    return understand(SubmittedSchema("JSON", schema if isinstance(schema, str) else json.dumps(schema)), {})
 
 
 def why(reader: Any, writer: Any) -> list[str]:
@@ -177,7 +177,7 @@ def test_documents_of_one_schema_are_valid_for_another_or_not(reader: Any, write
     ],
 )  # fmt: skip
 def test_what_is_no_schema_or_refers_to_nothing_is_refused(schema: Any) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RegistryError) as refused:
         parsed(schema)
     assert refused.value.code == 42201
 
@@ -210,7 +210,7 @@ def test_references_lead_to_other_schemas_by_name_and_by_their_own_uri() -> None
         {"$ref": "http://x.org/a.json"},
         {"$id": "http://y.org/b.json", "$ref": "a.json"},
     ):
-        found = understand(Given("JSON", json.dumps(obj(v=schema)), references), {("a", 1): other})
+        found = understand(SubmittedSchema("JSON", json.dumps(obj(v=schema)), references), {("a", 1): other})
         assert problems("BACKWARD", found, parsed(obj(v=INT)), Steps()) == []
         assert problems("BACKWARD", found, parsed(obj(v=NUM)), Steps()) != []
 

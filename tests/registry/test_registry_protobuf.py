@@ -6,12 +6,12 @@ import pytest
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.compat_levels import problems
-from tidemill.registry.errors import Refused
+from tidemill.registry.errors import RegistryError
 from tidemill.registry.limits import Steps
 from tidemill.registry.parsed_schema import Parsed
 from tidemill.registry.protobuf import compile as compiler
 from tidemill.registry.protobuf.parse import serialized
-from tidemill.registry.schema_types import Given, given_of, understand
+from tidemill.registry.schema_types import SubmittedSchema, given_of, understand
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +21,7 @@ _kept: dict[str, Parsed] = {}
 def proto(body: str, head: str = 'syntax = "proto3";') -> Parsed:
     text = f"{head} {body}"
     if text not in _kept:
-        _kept[text] = understand(Given("PROTOBUF", text), {})
+        _kept[text] = understand(SubmittedSchema("PROTOBUF", text), {})
     return _kept[text]
 
 
@@ -106,10 +106,10 @@ def test_what_is_stored_is_understood_again_without_its_compiler(monkeypatch: py
 )  # fmt: skip
 def test_what_is_no_file_is_refused_in_the_compilers_words(text: str) -> None:
     if text == "CgNhYmM=":  # a descriptor with a name and nothing else is a file, if an odd one
-        assert understand(Given("PROTOBUF", text), {}).descriptor
+        assert understand(SubmittedSchema("PROTOBUF", text), {}).descriptor
         return
-    with pytest.raises(Refused) as refused:
-        understand(Given("PROTOBUF", text), {})
+    with pytest.raises(RegistryError) as refused:
+        understand(SubmittedSchema("PROTOBUF", text), {})
     assert refused.value.code == 42201
     assert "/tmp" not in refused.value.message
 
@@ -124,11 +124,11 @@ def test_types_of_known_files_stay_what_they_are() -> None:
 def test_a_known_file_may_itself_be_registered_and_referred_to() -> None:
     from google.protobuf import timestamp_pb2
 
-    known = understand(Given("PROTOBUF", serialized(timestamp_pb2.DESCRIPTOR.serialized_pb)), {})
+    known = understand(SubmittedSchema("PROTOBUF", serialized(timestamp_pb2.DESCRIPTOR.serialized_pb)), {})
     row = SchemaRow(1, "PROTOBUF", known.text, (), known.digest, known.descriptor)
     references = (Reference("google/protobuf/timestamp.proto", "known", 1),)
     text = 'syntax = "proto3"; import "google/protobuf/timestamp.proto"; message M { google.protobuf.Timestamp t = 1; }'
-    assert understand(Given("PROTOBUF", text, references), {("known", 1): row}).descriptor
+    assert understand(SubmittedSchema("PROTOBUF", text, references), {("known", 1): row}).descriptor
 
 
 def test_imports_are_references_and_may_be_changed_only_as_messages_may() -> None:
@@ -139,7 +139,7 @@ def test_imports_are_references_and_may_be_changed_only_as_messages_may() -> Non
 
     def importing(of: Parsed) -> Parsed:
         row = SchemaRow(1, "PROTOBUF", of.text, (), of.digest, of.descriptor)
-        return understand(Given("PROTOBUF", text, references), {("line", 1): row})
+        return understand(SubmittedSchema("PROTOBUF", text, references), {("line", 1): row})
 
     assert why(importing(line), importing(line)) == []
     assert importing(line).deep != importing(other).deep

@@ -8,11 +8,11 @@ import random
 
 from registry_world import Cluster, Faulty, record, run
 
-from tidemill.base.errors import Unknown
+from tidemill.base.errors import UnknownOutcomeError
 from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
-from tidemill.registry.errors import Refused
+from tidemill.registry.errors import RegistryError
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import Given
+from tidemill.registry.schema_types import SubmittedSchema
 
 
 async def settled(cluster: Cluster) -> None:
@@ -35,7 +35,7 @@ async def settled(cluster: Cluster) -> None:
 def test_one_schema_registered_by_many_nodes_has_one_id_and_one_version() -> None:
     async def body(cluster: Cluster) -> None:
         nodes = [cluster.node() for _ in range(4)]
-        given = Given("AVRO", record("a:int"))
+        given = SubmittedSchema("AVRO", record("a:int"))
         found = await asyncio.gather(*(node.register("s", given) for node in nodes for _ in range(5)))
         assert {(one.version.id, one.version.version) for one in found} == {(1, 1)}
         assert [row.version for row in await nodes[0].book.versions("s", fresh=True)] == [1]
@@ -50,7 +50,11 @@ def test_different_schemas_of_racing_nodes_get_ids_and_versions_without_gaps() -
         await nodes[0].set_level("", "NONE")
         texts = [record(f"f{n}:int") for n in range(6)]
         found = await asyncio.gather(
-            *(node.register("s", Given("AVRO", text)) for node in nodes for text in random.Random(1).sample(texts, 6))
+            *(
+                node.register("s", SubmittedSchema("AVRO", text))
+                for node in nodes
+                for text in random.Random(1).sample(texts, 6)
+            )
         )
         assert {one.version.id for one in found} == set(range(1, 7))
         assert {one.version.version for one in found} == set(range(1, 7))
@@ -64,9 +68,9 @@ def test_a_registration_of_unknown_outcome_counts_once() -> None:
         for number, faults in enumerate((["after"], ["before"], ["after", "before"], ["before", "after", "after"])):
             faulty = Faulty(cluster.metastore())
             node = cluster.node(metastore=faulty)
-            faulty.faults = [(when, Unknown("nobody knows.")) for when in faults]
+            faulty.faults = [(when, UnknownOutcomeError("nobody knows.")) for when in faults]
             subject = f"s{number}"
-            found = await node.register(subject, Given("AVRO", record(f"a{number}:int")))
+            found = await node.register(subject, SubmittedSchema("AVRO", record(f"a{number}:int")))
             assert (found.version.id, found.version.version) == (number + 1, 1)
             assert [row.version for row in await node.book.versions(subject, fresh=True)] == [1]
         await settled(cluster)
@@ -80,11 +84,11 @@ def test_a_deletion_of_unknown_outcome_is_told_as_done() -> None:
         node = cluster.node(metastore=faulty)
         for permanent in (False, True):
             for version in (1, None):
-                await node.register("s", Given("AVRO", record("a:int")))
+                await node.register("s", SubmittedSchema("AVRO", record("a:int")))
                 number = (await node.find("s", None)).version.version
                 if permanent:
                     await node.delete("s", None)
-                faulty.faults = [("after", Unknown("nobody knows."))]
+                faulty.faults = [("after", UnknownOutcomeError("nobody knows."))]
                 await node.delete("s", number if version else None, permanent=permanent)
                 shown = await node.book.versions("s", fresh=True)
                 assert all(row.deleted for row in shown)
@@ -105,7 +109,7 @@ def test_any_mixture_of_changes_by_many_nodes_with_faults_leaves_whole_rows() ->
                 await nodes[0].set_level("", "NONE")
             for faulty in faulties:
                 outcomes = rand.choices(("before", "after", ""), (1, 1, 4), k=200)
-                faulty.faults = [(when, Unknown("nobody knows.")) for when in outcomes]
+                faulty.faults = [(when, UnknownOutcomeError("nobody knows.")) for when in outcomes]
             await asyncio.gather(*(_work(node, random.Random(seed * 10 + n)) for n, node in enumerate(nodes)))
             await settled(cluster)
 
@@ -123,11 +127,11 @@ async def _work(node: Registry, rand: random.Random) -> None:
         try:
             match rand.randrange(5):
                 case 0 | 1 | 2:
-                    await node.register(subject, Given("AVRO", text))
+                    await node.register(subject, SubmittedSchema("AVRO", text))
                 case 3:
                     await node.delete(subject, None, permanent=rand.random() < 0.5)
                 case 4:
                     await node.delete(subject, rand.randrange(1, 5), permanent=rand.random() < 0.5)
-        except Refused as refused:
+        except RegistryError as refused:
             codes.add(refused.code)
         assert codes <= NOT_THERE

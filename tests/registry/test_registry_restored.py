@@ -12,11 +12,11 @@ from tidemill.maintenance.restore.restore import SCHEMA_IDS_LEFT_OUT, Restorer
 from tidemill.metastore.rows import DIGESTS, REFERRERS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
 from tidemill.metastore.rows.registry import Reference
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import Given
+from tidemill.registry.schema_types import SubmittedSchema
 
-INNER = Given("AVRO", record("x:int", name="n.Inner"))
-OUTER = Given("AVRO", record("i:n.Inner", name="n.Outer"), (Reference("n.Inner", "inner", 1),))
-PROTO = Given("PROTOBUF", 'syntax = "proto3"; message M { int32 a = 1; }')
+INNER = SubmittedSchema("AVRO", record("x:int", name="n.Inner"))
+OUTER = SubmittedSchema("AVRO", record("i:n.Inner", name="n.Outer"), (Reference("n.Inner", "inner", 1),))
+PROTO = SubmittedSchema("PROTOBUF", 'syntax = "proto3"; message M { int32 a = 1; }')
 
 
 async def filled(cluster: Cluster) -> Registry:
@@ -47,7 +47,7 @@ def test_a_bucket_alone_brings_schemas_versions_and_configuration_back() -> None
             assert await after.book.all_versions() == await before.book.all_versions()
             assert await after.level("outer") == "FULL"
             assert (await after.register("outer", OUTER)).version.id == 2
-            found = await after.register("new", Given("AVRO", '"long"'))
+            found = await after.register("new", SubmittedSchema("AVRO", '"long"'))
             assert found.version.id == 4 + SCHEMA_IDS_LEFT_OUT, "lost ids may stand in records, and mean nothing else"
         finally:
             await again.aclose()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tidemill.shards.api import DIFF, TIME, Batch, Delta, HistoryLost, Part, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Batch, Delta, HistoryLostError, Part, ShardSchema
 
 ARROW = {
     "bool": pa.bool_(),
@@ -70,7 +70,7 @@ class FakeShard:
 
     async def snapshot(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
         if not self.since <= as_of < self.upper:
-            raise HistoryLost(f"not readable: as_of={as_of}")
+            raise HistoryLostError(f"not readable: as_of={as_of}")
         counts: Counter[tuple[Any, ...]] = Counter()
         for time, diff, row in self.updates:
             if time <= as_of:

@@ -11,12 +11,12 @@ from joserfc.jwk import OctKey
 from starlette.types import ASGIApp
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.factory import metastore_on
 from tidemill.node.http.auth import Guard, Parties
 from tidemill.objects.memory import MemoryObjects
-from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import Operation, Resource, Rule
 from tidemill.security.oauth_tokens import Tokens, TokenSettings
 from tidemill.security.sasl import Authenticator
@@ -49,7 +49,7 @@ class Guarded:
         rand = Rand()
         self._consensus = MemoryConsensus(self.clock)
         self._metastore = metastore_on(self._consensus, MemoryObjects(self.clock), self.clock, rand)
-        self.rulebook = Rulebook(self._metastore, self.clock, ["User:root"])
+        self.rulebook = AclCache(self._metastore, self.clock, ["User:root"])
         await self.rulebook.add(list(self._rules))
         # No leeway: tokens of these tests end when they say.
         tokens = Tokens(TokenSettings(secret=SECRET, leeway_s=0), self.clock)
@@ -66,7 +66,7 @@ class Guarded:
         """As of a database main with one table."""
         try:
             name = split_table(table)
-        except Invalid:
+        except InvalidError:
             return [table]
         return ["main.public.item"] if name == ("public", "item") else [table]
 

@@ -23,9 +23,9 @@ from patience import run as run
 from patience import until as eventually  # noqa: F401
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Column, Fragment, Relation
-from tidemill.capture.decode.transaction_builder import Converter, RelationSeen
+from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder
 from tidemill.capture.postgres.pgoutput import decode
 from tidemill.node.http.app import application
 from tidemill.node.http.server import HttpServer
@@ -111,7 +111,7 @@ class ShapeWorld:
         self._flowing = asyncio.Event()
         self._tasks = Tasks(print)
         self.delivered: list[Fragment] = []
-        self.tracker = Tracker()
+        self.tracker = StatusTracker()
 
     async def __aenter__(self) -> Self:
         self.db = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
@@ -151,7 +151,7 @@ class ShapeWorld:
     async def _run_pump(self) -> None:
         options = " ".join(f"-c {k}={v.replace(' ', chr(92) + ' ')}" for k, v in SESSION_SETTINGS.items())
         connection = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True, options=options)
-        converter = Converter(self.relations, max_changes=self._fragment_changes)
+        converter = TransactionBuilder(self.relations, max_changes=self._fragment_changes)
         sql = (
             "SELECT data FROM pg_logical_slot_get_binary_changes(%s, NULL, NULL,"
             " 'proto_version', '1', 'publication_names', %s, 'messages', 'true')"

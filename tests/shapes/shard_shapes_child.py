@@ -13,7 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.factory import open_consensus
 from tidemill.node.http.server import HttpServer
 from tidemill.objects.factory import open_objects
@@ -26,7 +26,7 @@ async def main(consensus_url: str, objects_url: str, directory: str, port: int, 
     objects = await open_objects(objects_url, clock, rand)
     consensus = await open_consensus(consensus_url, clock, rand)
     settings = ShapeSettings(long_poll_s=1.0, directory=Path(directory), limits=LogLimits(chunk_bytes=2_000))
-    service = ShapeService(clock, rand, Tracker(), settings)
+    service = ShapeService(clock, rand, StatusTracker(), settings)
 
     async def opener(name: str) -> Any:
         return await open_shard(consensus, objects, clock, rand, name)

@@ -22,7 +22,7 @@ from tidemill.shapes.log.log import MemoryLog
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
-from tidemill.shapes.tables.capture_tap import ROUTED_AT_ONCE, BacklogLimits, ShapeSink
+from tidemill.shapes.tables.capture_tap import ROUTED_AT_ONCE, BacklogLimits, ShapeTap
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Type, compile_where
 
@@ -65,7 +65,7 @@ class Backlog:
     def __init__(self, limits: BacklogLimits, *, restoring: bool = False, where: str = "") -> None:
         """`where`: of the shape of `TABLE`."""
         self.clock = ManualClock()
-        self.sink = ShapeSink(self.clock, LoopShare(self.clock), limits)
+        self.sink = ShapeTap(self.clock, LoopShare(self.clock), limits)
         self.sink.restoring = restoring
         self.sink.carried([TABLE.oid, OTHER.oid])
         self.of_table, self.of_other = self._consumer(TABLE, where), self._consumer(OTHER)

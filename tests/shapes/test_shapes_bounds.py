@@ -9,7 +9,7 @@ import pytest
 from fake_shard import FakeShard
 from shape_world import ShapeWorld, eventually, run
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shapes import LogLimits, ShapeSettings
 from tidemill.shapes.definition.rejection_cache import REFUSED_S, Refusals
 from tidemill.shapes.shape_sizes import SHAPE_BYTES
@@ -348,7 +348,7 @@ def test_a_shard_that_was_dropped_ends_its_shapes_and_its_name_may_mean_another_
         async def listen(self, lower: int) -> Any:
             async for delta in super().listen(lower):
                 if delta.upper >= 2000:
-                    raise Missing("no such shard: it was dropped.")
+                    raise MissingError("no such shard: it was dropped.")
                 yield delta
 
     async def main() -> None:
@@ -422,9 +422,9 @@ def test_refusals_end_and_are_bounded() -> None:
     refusals = Refusals()
     definitions = [ShapeDefinition(Source("table", "m", "s", "t"), f"id = {n}") for n in range(3_000)]
     for definition in definitions:
-        refusals.add(definition, Invalid("no"), 100.0)
+        refusals.add(definition, InvalidError("no"), 100.0)
     refusals.check(definitions[0], 100.0)
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         refusals.check(definitions[-1], 100.0)
     refusals.check(definitions[-1], 100.0 + REFUSED_S)
     refusals.check(definitions[-1], 100.0)

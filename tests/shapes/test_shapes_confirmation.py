@@ -12,7 +12,7 @@ from shape_world import eventually, run
 from test_shapes_rooms import DDL, RealWorld, equal_in_the_end
 
 from tidemill.capture.changes import Fragment
-from tidemill.shapes import ShapeSettings, ShapeSink
+from tidemill.shapes import ShapeSettings, ShapeTap
 
 pytestmark = pytest.mark.postgres
 
@@ -75,9 +75,9 @@ def test_f425_shapes_start_over_when_their_tap_breaks_and_capture_does_not_notic
         async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
             await eventually(lambda: world.capture.streaming)
             client = await world.sync(table="stock", where="w = 1")
-            session, real, breaks = world.capture._session, ShapeSink.take, 3
+            session, real, breaks = world.capture._session, ShapeTap.take, 3
 
-            def take(self: ShapeSink, fragment: Fragment) -> Collection[str]:
+            def take(self: ShapeTap, fragment: Fragment) -> Collection[str]:
                 nonlocal breaks
                 owing = real(self, fragment)
                 if fragment.changes and breaks:
@@ -85,7 +85,7 @@ def test_f425_shapes_start_over_when_their_tap_breaks_and_capture_does_not_notic
                     raise NobodyListed("in the middle")
                 return owing
 
-            monkeypatch.setattr(ShapeSink, "take", take)
+            monkeypatch.setattr(ShapeTap, "take", take)
             for quantity in range(5):
                 await world.db.execute("UPDATE stock SET qty = %s WHERE i < 20", (quantity,))
             await equal_in_the_end(world, client, "w = 1")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Column, Fragment, Op, Relation
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
@@ -18,7 +18,7 @@ from tidemill.shapes.log.log import LogLimits, MemoryLog
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
-from tidemill.shapes.tables.capture_tap import ShapeSink
+from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Type, compile_where
 
@@ -49,7 +49,7 @@ class Bench:
         log_bytes: int = 1 << 20,
         asks: bool = False,
     ) -> None:
-        self.sink = ShapeSink(CLOCK, LoopShare(CLOCK))
+        self.sink = ShapeTap(CLOCK, LoopShare(CLOCK))
         definition = ShapeDefinition(Source("table", "main", "public", "t"), where, replica=replica)
         self.shape = LiveShape("h", definition, b"{}", MemoryLog(LogLimits(log_bytes=log_bytes)))
         self.shape.log.seal_base()
@@ -270,7 +270,7 @@ def test_a_filter_that_fails_on_a_row_ends_the_shape_as_a_bad_request() -> None:
     bench = Bench("10 / id > 1")
     bench.commit(5, ("insert", None, row(0)))
     assert "division by zero" in bench.shape.end_reason
-    assert isinstance(bench.shape.error, Invalid)
+    assert isinstance(bench.shape.error, InvalidError)
     assert bench.sink.router.consumers() == []
 
 

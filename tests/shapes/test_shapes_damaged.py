@@ -13,8 +13,8 @@ from test_shapes_consumer import TABLE
 from test_shapes_restored import INFO, written
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Corrupt
-from tidemill.base.status.status import Tracker
+from tidemill.base.errors import CorruptError
+from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL
 from tidemill.shapes.log.sqlite_file import Flush, Item, ShapeFile
 from tidemill.shapes.service import ShapeService
@@ -55,7 +55,7 @@ def test_f131_what_is_damaged_in_a_shapes_file_ends_that_shape_alone(tmp_path: P
     flip(path, "shapes", "record", RECORD, -1)
 
     async def main() -> None:
-        service = ShapeService(SystemClock(), Rand(7), Tracker(), ShapeSettings(directory=tmp_path))
+        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
         sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
         service._tables._databases["main"].infos[TABLE] = INFO
         sink.claim(["owner"])
@@ -83,7 +83,7 @@ def test_every_flipped_bit_of_a_row_is_corrupt_when_it_is_read(tmp_path: Path) -
         flip(path, "items", "json", WHOLE, at)
         file = ShapeFile(path)
         file.open()
-        with pytest.raises(Corrupt, match="id=4 tx=700 op=2"):
+        with pytest.raises(CorruptError, match="id=4 tx=700 op=2"):
             file.items(WHOLE, (0, 0), (900, 0), 1000)
         assert len(file.items(BASE, (0, 0), (900, 0), 1000)) == 1
         file.release()

@@ -9,11 +9,11 @@ import psycopg
 import pytest
 from shape_world import ShapeWorld, eventually, run
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.capture.changes import Relation
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.tables import remote_evaluation
-from tidemill.shapes.tables.initial_snapshot import LOOKUPS_AT_ONCE, Outdated
+from tidemill.shapes.tables.initial_snapshot import LOOKUPS_AT_ONCE, TableReplacedError
 
 pytestmark = pytest.mark.postgres
 
@@ -175,7 +175,7 @@ def test_a_question_that_the_database_does_not_answer_holds_up_no_other(
     async def picky(connection: Any, question: remote_evaluation.Question) -> list[remote_evaluation.Verdict]:
         if question.where.sql in (blocked or [question.where.sql]):
             blocked.append(question.where.sql)
-            raise Unavailable("it takes too long.")
+            raise UnavailableError("it takes too long.")
         answered.append(question.where.sql)
         return await judge(connection, question)
 
@@ -217,7 +217,7 @@ def test_refusals_that_come_at_once_share_a_look_that_began_after_them(postgres_
             going.set()
             await first
             found = await asyncio.gather(*checks, return_exceptions=True)
-            assert {type(each) for each in found} == {Outdated}
+            assert {type(each) for each in found} == {TableReplacedError}
             assert looks == [4, 5]
 
     run(main())

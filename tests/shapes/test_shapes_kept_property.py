@@ -30,9 +30,9 @@ from hypothesis.stateful import (
 )
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Change, Column, Fragment, Relation
 from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.delivery.taps import Taps
@@ -49,7 +49,7 @@ from tidemill.shapes.log.sqlite_file import ShapeFile
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.memory_budget import Budget
-from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeSink
+from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
 from tidemill.shapes.tables.table_consumer import TableConsumer
 
 TABLES = [
@@ -86,7 +86,7 @@ class Process:
         self.file = ShapeFile(path)
         clock = machine.clock
         self.store = machine.store_kind(
-            self.file, Inline(), self.gate, clock, Rand(life), Tracker(), "disk", LogLimits(chunk_bytes=60),
+            self.file, Inline(), self.gate, clock, Rand(life), StatusTracker(), "disk", LogLimits(chunk_bytes=60),
             Budget(1 << 30), Budget(1 << 30),
         )  # fmt: skip
         self.sink = machine.sink_kind(clock, LoopShare(clock), limits, store=self.store)
@@ -119,7 +119,7 @@ class Session:
 
 class KeptMachine(RuleBasedStateMachine):
     store_kind = ShapeStore
-    sink_kind = ShapeSink
+    sink_kind = ShapeTap
     consumer_kind = TableConsumer
 
     def snapshot_of(self, saved: str) -> PgSnapshot:
@@ -361,11 +361,11 @@ class KeptMachine(RuleBasedStateMachine):
         if told:
             future.set_result(None)
         else:
-            future.set_exception(Unavailable("the disk."))
+            future.set_exception(UnavailableError("the disk."))
         self.turn()
         flush, self.alive.flush = self.alive.flush, None
         assert flush is not None and flush.done()
-        assert flush.exception() is None or isinstance(flush.exception(), Unavailable)
+        assert flush.exception() is None or isinstance(flush.exception(), UnavailableError)
 
     @rule()
     def commit_in_a_flush(self) -> None:
@@ -413,8 +413,8 @@ class KeptMachine(RuleBasedStateMachine):
                 if file.open() not in self.row:
                     continue
                 store = ShapeStore(
-                    file, Inline(), Inline(), self.clock, Rand(1), Tracker(), "disk", LogLimits(), Budget(1 << 30),
-                    Budget(1 << 30),
+                    file, Inline(), Inline(), self.clock, Rand(1), StatusTracker(), "disk", LogLimits(), Budget(1 <<
+                    30), Budget(1 << 30),
                 )  # fmt: skip
                 for saved in file.saved():
                     log = store.old_log(saved)
@@ -481,14 +481,14 @@ class HastyStore(ShapeStore):
         await super().flush()
 
 
-class UnsettledSink(ShapeSink):
+class UnsettledSink(ShapeTap):
     """A flush that brings no news tells nobody of what came meanwhile."""
 
     def _durable(self, position: int) -> None:
         self._hold(position)
 
 
-class DeafSink(ShapeSink):
+class DeafSink(ShapeTap):
     """Owes nothing for a commit that comes while nothing of it is to be written yet."""
 
     @property

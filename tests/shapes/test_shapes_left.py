@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from shape_world import run
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile
 from tidemill.shapes.log.stale_files import take_away
 
@@ -91,9 +91,9 @@ def test_nothing_goes_while_the_row_cannot_be_read(tmp_path: Path) -> None:
         made(tmp_path / "db.db", "a").release()
 
         async def names(_: str) -> Collection[str]:
-            raise Unavailable("no store answers.")
+            raise UnavailableError("no store answers.")
 
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await take_away(tmp_path, names)
         assert (tmp_path / "db.db").exists()
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, Source
 from tidemill.shapes.log.items import KeyWriter, LogItem, marked_last, render, up_to_date
 from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
@@ -45,13 +45,13 @@ def test_offsets_are_written_as_they_are_read(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "1", "_", "1_", "_1", "-2", "-1_0", "1_-1", "a_b", "1_2_3", "0_INF", "²_1"])
 def test_malformed_offsets_are_refused(text: str) -> None:
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         LogOffset.parse(text)
 
 
 def test_numbers_that_python_refuses_to_read_are_refused_as_any_other() -> None:
     for text in ("9" * 5_000 + "_0", "0_" + "1" * 5_000):
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             LogOffset.parse(text)
     assert read_number("1" * 5_000) is None and read_number("17") == 17
 
@@ -146,7 +146,7 @@ def test_l2_staged_items_are_seen_by_nobody_until_they_are_published_and_can_be_
 
 def test_a_base_larger_than_its_limit_is_refused_with_what_to_do() -> None:
     log = MemoryLog(LogLimits(base_bytes=100))
-    with pytest.raises(Invalid, match="Narrow it"):
+    with pytest.raises(InvalidError, match="Narrow it"):
         log.add_base([b"x" * 60, b"y" * 60])
 
 

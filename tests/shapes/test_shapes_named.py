@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from shape_world import ShapeWorld, run
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.arrays import read_array
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.definition.permissions import Denied
+from tidemill.shapes.definition.permissions import AccessDeniedError
 from tidemill.shapes.definition.server_defined import FromClaim, FromClient, NamedShape, claim_text
 from tidemill.shapes.http.authorization import Grants
 from tidemill.shapes.where import Type, both, compile_where
@@ -242,11 +242,11 @@ def test_a_list_of_a_token_is_an_array_of_exactly_its_values(values: list[str]) 
 def test_a_claim_that_is_no_value_denies() -> None:
     shape = NamedShape("mine", "item", "tenant = $1", (FromClaim("tenant"),))
     for value in (None, {}, {"a": 1}, float("nan"), "zero\0byte", [None], [[1]], [{"a": 1}]):
-        with pytest.raises(Denied) as denied:
+        with pytest.raises(AccessDeniedError) as denied:
             shape.bind({"tenant": value}, ())
         assert denied.value.status == 403
     for claims, status in ((None, 401), ({}, 403)):
-        with pytest.raises(Denied) as denied:
+        with pytest.raises(AccessDeniedError) as denied:
             shape.bind(claims, ())
         assert denied.value.status == status
     for value, text in (("", ""), (7, "7"), (True, "true"), (1.5, "1.5"), ([], "{}"), (["a", 1], '{"a","1"}')):
@@ -266,7 +266,7 @@ def test_a_claim_that_is_no_value_denies() -> None:
     ],
 )
 def test_a_definition_that_could_never_be_served_is_refused_when_the_node_starts(shape: NamedShape, named: str) -> None:
-    with pytest.raises(Invalid, match=named):
+    with pytest.raises(InvalidError, match=named):
         Grants(SystemClock(), [shape])
 
 
@@ -274,9 +274,9 @@ def test_the_whole_query_is_looked_at_once() -> None:
     """A name that is given twice has no order that two readers could take differently."""
     from starlette.datastructures import QueryParams
 
-    from tidemill.shapes.http.params import BadRequest
+    from tidemill.shapes.http.params import BadRequestError
 
     for query in ("shape=narrow&where=true&where=tenant='b'", "shape=narrow&params[1]=a&params[1]=b&where=id=$1"):
-        with pytest.raises(BadRequest):
+        with pytest.raises(BadRequestError):
             grants().right(QueryParams(query), None)
     assert grants().table_of(QueryParams(urlencode({"shape": "kinds", "table": "other"}))) == "public.item"

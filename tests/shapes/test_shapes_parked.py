@@ -12,7 +12,7 @@ from shape_world import Answer, Client, eventually, run
 from test_shapes_node_client import NodeClient
 
 from tidemill.capture.tables import recopy_requests
-from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.tables.initial_snapshot import PostgresSource
 
@@ -200,16 +200,16 @@ def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shapes end, and wake their clients, before the catalogue says that it is parked."""
-    parking, go_on, change = asyncio.Event(), asyncio.Event(), Desk.change
+    parking, go_on, change = asyncio.Event(), asyncio.Event(), TableStates.change
     broken: list[bool] = []
 
-    async def slowly(desk: Desk, name: str, changed: Any) -> Any:
+    async def slowly(desk: TableStates, name: str, changed: Any) -> Any:
         if broken and not go_on.is_set():
             parking.set()
             await go_on.wait()
         return await change(desk, name, changed)
 
-    monkeypatch.setattr(Desk, "change", slowly)
+    monkeypatch.setattr(TableStates, "change", slowly)
 
     async def main() -> None:
         ddl = f"{DDL}; CREATE TABLE other (id int PRIMARY KEY)"

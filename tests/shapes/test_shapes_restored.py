@@ -12,13 +12,13 @@ from test_shapes_consumer import TABLE, row
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Change, Fragment
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
 from tidemill.shapes.log.log_offset import BASE_END
-from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.saved_shape import SavedDefinition
 from tidemill.shapes.log.sqlite_file import Flush, Saved, ShapeFile, Written
 from tidemill.shapes.reporting import LARGEST, LOOKED_AT, Largest
 from tidemill.shapes.service import ShapeService
@@ -42,7 +42,7 @@ def written(key: int) -> Written:
     where = "nope = 1" if key == UNCOMPILABLE else f"id = {key}"
     schema = b"{}" if key == OTHERWISE else INFO.schema_json(())
     definition = ShapeDefinition(Source("table", "main", "public", "t"), where)
-    kept = Kept(ShapeRequest("t", where), definition, schema, TABLE, 1).encode()
+    kept = SavedDefinition(ShapeRequest("t", where), definition, schema, TABLE, 1).encode()
     record = b"\xc1" if key == UNREADABLE else kept
     snapshot = WITHOUT_LSN.get(key, "1:1:@1")
     return Written(key, [(0, b"{}")], [], 0, Saved(key, f"h{key}", record, snapshot, 1, (0, 0), 2, 0))
@@ -55,7 +55,7 @@ def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(
     file.release()
 
     async def main() -> None:
-        service = ShapeService(SystemClock(), Rand(7), Tracker(), ShapeSettings(directory=tmp_path))
+        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
         sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
         service._tables._databases["main"].infos[TABLE] = INFO
         sink.claim(["owner"])
@@ -94,7 +94,7 @@ def test_a_table_that_grows_while_its_shapes_are_compiled_is_not_followed_as_it_
     captured = [TABLE]
 
     async def main() -> None:
-        service = ShapeService(SystemClock(), Rand(7), Tracker(), ShapeSettings(directory=tmp_path))
+        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
         sink = service.add_database("main", "host=/nowhere", lambda: list(captured))
         tables = service._tables
         tables._databases["main"].infos[TABLE] = INFO

@@ -12,7 +12,7 @@ from real_world import RealWorld
 from shape_world import Client, ShapeWorld, eventually, run
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.shapes import ShapeSettings
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.registry import open_shard
@@ -96,7 +96,7 @@ def test_a_shape_over_a_real_shard_follows_its_appends(postgres_dsn: str) -> Non
         async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
             unknown = await world.get(table="shard.sums", offset="-1")
             assert unknown.status == 400
-            with pytest.raises(Missing):
+            with pytest.raises(MissingError):
                 await open_shard(world.consensus, world.objects, SystemClock(), Rand(), "sums")
             shard = await open_shard(world.consensus, world.objects, SystemClock(), Rand(), "sums", schema)
             part = await shard.write_part(rows((1, "a", 10, 1), (2, "b", 10, 1)))

@@ -17,7 +17,7 @@ from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.tables import filter_index as router_module
-from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeSink
+from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Type, compile_where
 
@@ -35,8 +35,8 @@ FILTERS = [
 class Crowd:
     """Many shapes over one table behind one sink."""
 
-    def __init__(self, filters: list[str], limits: BacklogLimits | None = None, sink: ShapeSink | None = None) -> None:
-        self.sink = sink or ShapeSink(CLOCK, LoopShare(CLOCK), limits)
+    def __init__(self, filters: list[str], limits: BacklogLimits | None = None, sink: ShapeTap | None = None) -> None:
+        self.sink = sink or ShapeTap(CLOCK, LoopShare(CLOCK), limits)
         self.shapes: list[LiveShape] = []
         self.consumers: list[TableConsumer] = []
         for number, where in enumerate(filters):

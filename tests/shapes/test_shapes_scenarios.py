@@ -24,7 +24,7 @@ from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
 from tidemill.shapes.log.log_offset import BASE_END, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
-from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeSink
+from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
 from tidemill.shapes.tables.table_consumer import TableConsumer
 
 
@@ -39,7 +39,7 @@ class Durable:
     async def aclose(self) -> None: ...
 
 
-def consumer_of(sink: ShapeSink, handle: str) -> TableConsumer:
+def consumer_of(sink: ShapeTap, handle: str) -> TableConsumer:
     """One more shape of Bench's table, which sees everything from its first fragment on."""
     shape = LiveShape(handle, ShapeDefinition(Source("table", "main", "public", "t"), ""), b"{}", MemoryLog())
     shape.log.seal_base()
@@ -112,10 +112,10 @@ def test_c11_a_replay_past_a_collector_that_knows_nothing_adds_nothing_to_a_shap
     assert bench.operations == ["insert 1", "insert 2", "update 1", "insert 3"]
 
 
-def late_and_young() -> tuple[ManualClock, ShapeSink, TableConsumer, TableConsumer]:
+def late_and_young() -> tuple[ManualClock, ShapeTap, TableConsumer, TableConsumer]:
     """Two shapes with a transaction each that was routed but not evaluated to its end: one 11 s old, one 9 s."""
     clock = ManualClock()
-    sink = ShapeSink(clock, LoopShare(clock), BacklogLimits(age_s=10.0))
+    sink = ShapeTap(clock, LoopShare(clock), BacklogLimits(age_s=10.0))
     wedged = consumer_of(sink, "wedged")
     bench = Bench()
     nothing = Turn(clock, 0.0)

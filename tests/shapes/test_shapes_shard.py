@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shape_world import ShapeWorld, eventually, run
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
@@ -175,7 +175,7 @@ def test_a_shard_is_followed_over_http_and_its_feed_ends_with_the_shape(postgres
 
         async def opener(name: str) -> FakeShard:
             if name != "s":
-                raise Missing(f"no such shard: shard={name}.")
+                raise MissingError(f"no such shard: shard={name}.")
             return shard
 
         async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:

@@ -19,14 +19,14 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from tidemill.base.clock import ManualClock, SystemClock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.main import app as cli
 from tidemill.shapes import ShapeSettings
-from tidemill.shapes.definition.permissions import Denied
+from tidemill.shapes.definition.permissions import AccessDeniedError
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.signed_urls import Signing, canonical, parameters
 from tidemill.shapes.http.authorization import Grants
-from tidemill.shapes.http.params import BadRequest
+from tidemill.shapes.http.params import BadRequestError
 from tidemill.shapes.http.responses import fresh_until
 
 KEYS = {"old": "the former key, of thirty-two bytes or more", "new": "the key in use, of thirty-two bytes or more"}
@@ -48,7 +48,7 @@ def grants(clock: ManualClock | SystemClock, keys: tuple[str, ...] = ("old", "ne
 
 
 def refused(act: Callable[[], object], status: int = 401) -> str:
-    with pytest.raises(Denied) as denied:
+    with pytest.raises(AccessDeniedError) as denied:
         act()
     assert denied.value.status == status
     return str(denied.value)
@@ -167,11 +167,11 @@ def test_what_no_reader_of_a_signed_url_may_add_is_400_and_every_parameter_stand
     signing = grants(ManualClock(NOW_S * 1000))
     items = query_of(REQUEST, NOW_S + 60)
     for more in (("Table", "x"), ("shape", "mine"), ("x", "1"), ("where", "true"), ("offset", "0_0"), ("ｗhere", "x")):
-        with pytest.raises(BadRequest):
+        with pytest.raises(BadRequestError):
             signing.right(QueryParams([*items, ("offset", "-1"), more]), None)
     for broken in ("table", "params[1]", "replica"):
         wrong = [(name, "a.b.c.d" if name == broken == "table" else "%" if name == broken else v) for name, v in items]
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             signing.right(QueryParams(wrong), None)
 
 

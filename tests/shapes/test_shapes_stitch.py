@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from shape_world import ShapeWorld, eventually, run
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.tables.snapshot_filter import SnapshotFilter
 
@@ -46,7 +46,7 @@ def test_a_snapshot_is_read_back_as_it_was_kept_also_from_before_the_lsn_was() -
         assert PgSnapshot.parse(str(snapshot)) == snapshot
     assert PgSnapshot.parse("100:110:101,105") == PgSnapshot(100, 110, frozenset({101, 105}))
     for text in ("100:110", "100:110:@", "100:110:@1@2"):
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             PgSnapshot.parse(text)
 
 

@@ -30,7 +30,7 @@ from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.sqlite_file import Saved
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
-from tidemill.shapes.tables.capture_tap import ShapeSink
+from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Type, compile_where
 
@@ -344,7 +344,7 @@ def test_st9_however_often_a_log_is_restored_and_the_stream_brings_all_of_it_aga
             recorded(store)
             recorded(store)
             await store.flush()
-        sink = ShapeSink(clock, LoopShare(clock))
+        sink = ShapeTap(clock, LoopShare(clock))
         logs = []
         for saved in await store.saved():
             logs.append(store.old_log(saved) if number else store._known[saved.id])

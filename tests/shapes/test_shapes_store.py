@@ -18,9 +18,9 @@ from shape_world import run
 
 from patience import until
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.log import store as store_module
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.items import LogItem, marked_last
@@ -55,7 +55,7 @@ class FaultyFile(ShapeFile):
         if fault != "lost":
             super().flush(flush)
         if fault:
-            raise Unavailable(f"the disk: {fault}")
+            raise UnavailableError(f"the disk: {fault}")
 
 
 def store_of(
@@ -63,7 +63,7 @@ def store_of(
 ) -> tuple[ShapeStore, FaultyFile]:
     file = FaultyFile(path)
     budgets = Budget(1 << 20), Budget(1 << 20)
-    store = ShapeStore(file, Inline(), Inline(), clock, Rand(seed), Tracker(), "shapes:db/disk", limits, *budgets)
+    store = ShapeStore(file, Inline(), Inline(), clock, Rand(seed), StatusTracker(), "shapes:db/disk", limits, *budgets)
     return store, file
 
 
@@ -187,7 +187,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.file.faults = list(faults)
         try:
             self.go(self.store.flush())
-        except Unavailable:
+        except UnavailableError:
             assert faults
         else:
             assert self.confirmed == self.position and self.store.clean
@@ -319,7 +319,7 @@ def test_another_process_may_not_open_the_file_and_one_that_cannot_be_read_is_th
     path.write_bytes(b"no database" * 1000)
     file = ShapeFile(path)
     assert file.open() == "" and file.saved() == []
-    with pytest.raises(Unavailable, match="another process keeps its shapes here"):
+    with pytest.raises(UnavailableError, match="another process keeps its shapes here"):
         ShapeFile(path)
     file.release()
     again = ShapeFile(path)
@@ -393,7 +393,7 @@ def test_q3_a_shape_that_was_dropped_before_a_flush_is_not_there_after_it_and_wh
             stays.stage(LogItem(LogOffset(tx, 0), b"%d" % tx))
             stays.publish()
             if fault:
-                with pytest.raises(Unavailable):
+                with pytest.raises(UnavailableError):
                     await store.flush()
                 assert not store.clean
         await store.flush()
@@ -443,7 +443,7 @@ def test_q3_what_one_part_of_a_flush_wrote_stays_when_a_later_part_of_it_fails(
         for row in (b"1", b"2", b"3"):
             recorded(store, row)
         file.faults = ["", "lost"]
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await store.flush()
         assert not store.clean
         await store.flush()

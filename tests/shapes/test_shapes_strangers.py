@@ -22,9 +22,9 @@ from test_shapes_restored import INFO
 
 from patience import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Relation
 from tidemill.capture.naming import topic_name
 from tidemill.capture.tables.unavailable_tables import Standing
@@ -43,17 +43,17 @@ from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, OP_INFINITY, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
-from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.saved_shape import SavedDefinition
 from tidemill.shapes.log.sqlite_file import Flush, Item, Saved, ShapeFile, Written
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
-from tidemill.shapes.memory_budget import Budget, Full, take_of_all
-from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.memory_budget import Budget, OverBudgetError, take_of_all
+from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.shape_sizes import SHAPE_BYTES, size_of
 from tidemill.shapes.shards.subsets import SubsetRows, _Held
 from tidemill.shapes.tables import table_shapes
 from tidemill.shapes.tables.capture_tap import BacklogLimits
-from tidemill.shapes.tables.table_shapes import NotCaptured, TableShapes
+from tidemill.shapes.tables.table_shapes import NotCapturedError, TableShapes
 from tidemill.shapes.where import Type
 
 DDL = "CREATE TABLE t (id int PRIMARY KEY, v text); INSERT INTO t SELECT n, 'x' FROM generate_series(1, 50) n"
@@ -67,7 +67,7 @@ def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and
         pool, writer = ThreadPoolExecutor(2), ThreadPoolExecutor(1)
         clock, limits = SystemClock(), LogLimits(chunk_bytes=3_900)
         file = ShapeFile(tmp_path / "s.db")
-        store = ShapeStore(file, pool, writer, clock, Rand(1), Tracker(), "disk", limits, memory, disk)
+        store = ShapeStore(file, pool, writer, clock, Rand(1), StatusTracker(), "disk", limits, memory, disk)
         log = store.new_log()
         for n in range(4):
             log.add_base([b"%04d" % n * 999])
@@ -92,7 +92,7 @@ def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and
         assert memory.used_bytes == held + 3_996
         second = await log.fetch(first.end)
         assert memory.used_bytes == held + 2 * 3_996
-        with pytest.raises(Full, match="read from disk for readers"):
+        with pytest.raises(OverBudgetError, match="read from disk for readers"):
             await log.fetch(BASE_END)
         del second
         some = await log.fetch(BASE_END)
@@ -109,7 +109,7 @@ def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and
 
 def test_what_is_taken_of_all_or_of_none() -> None:
     wide, narrow = Budget(100), Budget(50)
-    with pytest.raises(Full):
+    with pytest.raises(OverBudgetError):
         take_of_all(60, wide, narrow)
     assert (wide.used_bytes, narrow.used_bytes) == (0, 0)
     take_of_all(50, wide, narrow)
@@ -123,7 +123,7 @@ def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_an
     """Of a restored shape, whose rows and changes only the file has. Of the changes one at a time may be held."""
     waits = (asked, changes) == ("events", 1)
     big = b'{"key":"k","value":{"id":"%s"},"headers":{"operation":"insert"}}' % (b"1" * 300_000)
-    kept = Kept(
+    kept = SavedDefinition(
         ShapeRequest("t", "id = 1"), ShapeDefinition(Source("table", "main", "public", "t"), "id = 1"),
         INFO.schema_json(()), TABLE, 1,
     ).encode()  # fmt: skip
@@ -138,7 +138,7 @@ def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_an
     async def main() -> None:
         limits = LogLimits(chunk_bytes=100_000)
         settings = ShapeSettings(directory=tmp_path, limits=limits, memory_bytes=6 * len(big))
-        service = ShapeService(SystemClock(), Rand(7), Tracker(), settings)
+        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), settings)
         sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
         service._tables._databases["main"].infos[TABLE] = INFO
         sink.claim(["owner"])
@@ -208,7 +208,7 @@ def test_rows_that_differ_in_the_last_of_many_keys_are_sorted_in_short_steps() -
 
         reading._before = counted  # type: ignore[method-assign]
         budget = Budget(1 << 30)
-        rows, held = HeldRows(budget, Budget(1 << 30), 1 << 30), _Held(budget)
+        rows, held = ResponseMemory(budget, Budget(1 << 30), 1 << 30), _Held(budget)
         for _ in reading._ordered(table, rows, held):
             steps.append(asked)
         found = [int(json.loads(item)["value"]["id"]) for item in split_chunk(rows.pieces)]
@@ -229,8 +229,8 @@ def test_a_refusal_keeps_no_frames_of_what_failed_and_does_not_grow_with_who_ask
     def fails() -> weakref.ref[Rows]:
         rows = Rows()
         try:
-            raise Invalid("division by zero.", fix="Write another clause.")
-        except Invalid as error:
+            raise InvalidError("division by zero.", fix="Write another clause.")
+        except InvalidError as error:
             refusals.add(definition, error, 0.0)
         return weakref.ref(rows)
 
@@ -239,7 +239,7 @@ def test_a_refusal_keeps_no_frames_of_what_failed_and_does_not_grow_with_who_ask
     assert kept() is None
     lengths = set[int]()
     for _ in range(3):
-        with pytest.raises(Invalid, match="division by zero") as caught:
+        with pytest.raises(InvalidError, match="division by zero") as caught:
             refusals.check(definition, 1.0)
         lengths.add(len(caught.traceback))
     assert len(lengths) == 1
@@ -261,7 +261,7 @@ def test_a_log_that_was_dropped_to_make_room_for_itself_takes_nothing(base: bool
 
 @pytest.mark.parametrize("text", [f"1_{OP_INFINITY + 1}", f"{OP_INFINITY + 1}_1", "1_" + "9" * 20])
 def test_an_offset_that_no_log_can_have_is_refused_as_none(text: str) -> None:
-    with pytest.raises(Invalid, match="not an offset"):
+    with pytest.raises(InvalidError, match="not an offset"):
         LogOffset.parse(text)
 
 
@@ -320,8 +320,8 @@ def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_another
         async with asyncio.timeout(DEADLINE_S):
             assert await tables_of(Told(None), Told(True))._sought(["c0", "c1"], "public", "t")
             assert not await tables_of(Told(False), Told(False))._sought(["c0", "c1"], "public", "t")
-            with pytest.raises(Unavailable, match="held"):
-                await tables_of(Told(Unavailable("held.")), Told(False))._sought(["c0", "c1"], "public", "t")
+            with pytest.raises(UnavailableError, match="held"):
+                await tables_of(Told(UnavailableError("held.")), Told(False))._sought(["c0", "c1"], "public", "t")
 
     asyncio.run(main())
 
@@ -355,7 +355,7 @@ def test_a_table_whose_copy_begins_between_the_capture_s_answer_and_the_look_is_
             assert (await tables._found("t", waits=True))[1].oid == 7
         none = Told(False)
         none.settled = True
-        with pytest.raises(NotCaptured):
+        with pytest.raises(NotCapturedError):
             await tables_of(none)._found("t", waits=True)
 
     asyncio.run(main())
@@ -366,12 +366,12 @@ def test_requests_for_unknown_tables_leave_others_their_places_while_a_capture_i
         tables = tables_of(Told(None))
         asking = [asyncio.ensure_future(tables._sought(["c0"], "public", f"t{n}")) for n in range(table_shapes.SEEKING)]
         await asyncio.sleep(0)
-        with pytest.raises(Unavailable, match="as many requests wait for new tables"):
+        with pytest.raises(UnavailableError, match="as many requests wait for new tables"):
             await tables._sought(["c0"], "public", "more")
         for each in asking:
             each.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
-        with pytest.raises((NotCaptured, Unavailable)):
+        with pytest.raises((NotCapturedError, UnavailableError)):
             tables.find("t1")
         assert tables._seeking == 0
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.subset import Subset, subset_sql
 from tidemill.shapes.http.param_values import numbered
 from tidemill.shapes.http.subset_params import decode_body
-from tidemill.shapes.memory_budget import Budget, Full
-from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.memory_budget import Budget, OverBudgetError
+from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.where.compiler import MAX_VALUES_CHARS, compile_where
 from tidemill.shapes.where.types import Type, WhereError
 
@@ -53,15 +53,15 @@ def test_a_zero_byte_in_a_parameter_and_a_body_of_brackets_are_told_of_the_param
 
 def test_all_subsets_together_leave_most_of_the_memory_to_the_shapes() -> None:
     budget, share = Budget(1_000), Budget(250, whose="all subsets together")
-    rows = [HeldRows(budget, share, 200) for _ in range(3)]
+    rows = [ResponseMemory(budget, share, 200) for _ in range(3)]
     rows[0].add([b"x" * 150])
-    with pytest.raises(Full, match="all subsets together"):
+    with pytest.raises(OverBudgetError, match="all subsets together"):
         rows[1].add([b"x" * 150])
     assert (budget.used_bytes, share.used_bytes) == (150, 150)
-    with pytest.raises(Invalid, match="too large"):
+    with pytest.raises(InvalidError, match="too large"):
         rows[0].add([b"x" * 100])
     budget.take(800)
-    with pytest.raises(Full):
+    with pytest.raises(OverBudgetError):
         rows[2].add([b"x" * 90])
     assert share.used_bytes == 150
     rows[0].release()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock
-from tidemill.base.errors import Unavailable, Unknown
+from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.objects.memory import MemoryObjects
@@ -87,11 +87,11 @@ class FlakyConsensus(MemoryConsensus):
         took_effect, told = self.script.pop(0) if self.script else (True, True)
         if not took_effect:
             if told:
-                raise Unavailable("refused on purpose")
-            raise Unknown("lost before it happened")
+                raise UnavailableError("refused on purpose")
+            raise UnknownOutcomeError("lost before it happened")
         head = await super().append(log, term, expected_next, records, nonce)
         if not told:
-            raise Unknown("lost after it happened")
+            raise UnknownOutcomeError("lost after it happened")
         return head
 
 

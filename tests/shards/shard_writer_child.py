@@ -12,7 +12,7 @@ import sys
 from shard_world import SCHEMA, append, updates
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Conflict, Unavailable
+from tidemill.base.errors import ConflictError, UnavailableError
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
 from tidemill.shards.registry import open_shard
@@ -40,9 +40,9 @@ async def main(consensus_url: str, objects_url: str, name: str, until: int, mode
                 await append(shard, at, at + 1, [(at, name, at, 1)])
                 print(f"won {at}", flush=True)
                 at += 1
-            except Conflict as error:
+            except ConflictError as error:
                 at = int(str(error.current))
-            except Unavailable:
+            except UnavailableError:
                 await asyncio.sleep(0.05)
     finally:
         await consensus.aclose()

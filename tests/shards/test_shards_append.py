@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from shard_world import SCHEMA, World, append, contents_of, run, updates
 
-from tidemill.base.errors import Closed, Conflict, Invalid, Missing, Unavailable
+from tidemill.base.errors import ClosedError, ConflictError, InvalidError, MissingError, UnavailableError
 from tidemill.shards.api import Batch, Column, Part, ShardSchema
 from tidemill.shards.state.apply import Reason, Rejected, apply
 from tidemill.shards.state.commands import Append, Create
@@ -32,10 +32,10 @@ def test_a_writer_at_the_wrong_upper_is_told_the_current_one_and_changes_nothing
         one, two = await world.open(), await world.open()
         await append(one, 0, 6, [(1, "a", 5, 1)])
         before = world.durable.heads.copy()
-        with pytest.raises(Conflict) as caught:
+        with pytest.raises(ConflictError) as caught:
             await append(two, 0, 6, [(1, "b", 5, 1)])
         assert caught.value.current == 6
-        with pytest.raises(Conflict) as caught:
+        with pytest.raises(ConflictError) as caught:
             await append(two, 9, 12, [])
         assert caught.value.current == 6
         assert world.durable.heads == before
@@ -82,7 +82,7 @@ def test_m4401_caa_peer_raced_and_ours_had_not_landed_is_a_mismatch() -> None:
         mine, peer = await world.open(consensus=consensus), await world.open()
         await append(peer, 0, 4, [(1, "peer", 2, 1)])
         consensus.script = [(False, False)]
-        with pytest.raises(Conflict) as caught:
+        with pytest.raises(ConflictError) as caught:
             await append(mine, 0, 3, [(1, "mine", 2, 1)], "token")
         assert caught.value.current == 4
         assert contents_of(await mine.snapshot(3)) == {(1, "peer"): 1}
@@ -107,10 +107,10 @@ def test_m4401_caa_old_bounds_without_an_earlier_unknown_are_a_mismatch() -> Non
         world = World()
         mine, peer = await world.open(), await world.open()
         await append(mine, 0, 3, [(1, "a", 2, 1)], "one")
-        with pytest.raises(Conflict) as caught:
+        with pytest.raises(ConflictError) as caught:
             await append(mine, 0, 3, [(1, "a", 2, 1)], "two")
         assert caught.value.current == 3
-        with pytest.raises(Invalid, match="token"):
+        with pytest.raises(InvalidError, match="token"):
             await append(peer, 3, 5, [], "one")
 
     run(scenario())
@@ -122,7 +122,7 @@ def test_unavailable_is_passed_on_and_certain() -> None:
         consensus = world.consensus()
         shard = await world.open(consensus=consensus)
         consensus.script = [(False, True)]
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await append(shard, 0, 3, [(1, "a", 2, 1)], "token")
         assert await shard.frontiers() == (0, 0)
 
@@ -136,9 +136,9 @@ def test_bounds_errors_never_reach_the_network(lower: int, upper: int) -> None:
         consensus = world.consensus()
         shard = await world.open(consensus=consensus)
         requests = consensus.requests
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await shard.compare_and_append(lower, upper, [], "token")
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await shard.compare_and_append(0, 4, [Part(0, 0)], "token")
         assert consensus.requests == requests
 
@@ -180,9 +180,9 @@ def test_m4405_a_closed_shard_refuses_appends_and_stays_readable() -> None:
         await shard.close()
         await shard.close()
         version = shard.state.version
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await append(shard, 3, 4, [])
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await shard.snapshot(9)
         assert (await world.open()).state.version == version
         assert contents_of(await shard.snapshot(2)) == {(1, "a"): 1}
@@ -197,11 +197,11 @@ def test_opening_refuses_another_schema_with_the_difference_and_a_missing_name()
         await world.open()
         await world.open(schema=None)
         other = ShardSchema((Column("k", "int32"), Column("w", "string")), ("k",))
-        with pytest.raises(Invalid, match=r"-v string, \+w string, k int64→int32"):
+        with pytest.raises(InvalidError, match=r"-v string, \+w string, k int64→int32"):
             await world.open(schema=other)
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await world.open(name="absent", schema=None)
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await world.open(name="bad/name")
         assert [key for key in world.durable.registers] == ["shard/t"]
 
@@ -232,7 +232,7 @@ def test_four_racing_writers_write_every_interval_exactly_once() -> None:
                 try:
                     won.append((at, await append(shard, at, at + 1, rows)))
                     at += 1
-                except Conflict as error:
+                except ConflictError as error:
                     at = max(at + 1, int(str(error.current)))
 
         await asyncio.gather(*(race(i) for i in range(4)))

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 )
 from shard_world import World, run
 
-from tidemill.base.errors import Conflict, Corrupt
-from tidemill.shards.api import Binding, HistoryLost
+from tidemill.base.errors import ConflictError, CorruptError
+from tidemill.shards.api import Binding, HistoryLostError
 from tidemill.shards.bindings import remap as remap_module
 from tidemill.shards.bindings.remap import LogRemap, decode_binding, encode_binding, encode_delta
 from tidemill.shards.registry import open_remap
@@ -70,7 +70,7 @@ def test_an_advance_repeats_nothing_and_a_later_binding_comes_after_it() -> None
         await remap.mint(Binding(10, {"t": (3,)}, 5, 9, "tag"))
         assert await other.advance(20) == Binding(20, {"t": (3,)}, 5, 9, "")
         assert await remap.advance(15) == Binding(20, {"t": (3,)}, 5, 9, "")
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await remap.mint(Binding(20, {"t": (4,)}))
         await remap.mint(Binding(21, {"t": (4,)}))
         assert [b.offsets["t"] for b in await other.after(-1)] == [(3,), (3,), (4,)]
@@ -83,7 +83,7 @@ def test_old_records_are_still_read_and_a_delta_alone_is_not() -> None:
     after = Binding(11, {"a": (1, 3), "b": (3,)}, 5, 12, "y")
     data = encode_delta(before, after, 4)
     assert b"b" not in data and decode_binding(data, before) == after
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode_binding(data)
     assert decode_binding(encode_binding(before)) == before
 
@@ -99,7 +99,7 @@ def test_forgotten_bindings_are_said_to_be_forgotten_by_every_handle() -> None:
         assert await remap.forget(2005) > 0
         for handle in (await opened(world), idle):
             for lost in (handle.at(10), handle.after(10)):
-                with pytest.raises(HistoryLost):
+                with pytest.raises(HistoryLostError):
                     await lost
             assert await handle.at(-1) is None
             assert (await handle.at(2005)) == Binding(2000, {"t": (200,)})

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.shards.api import DIFF, TIME, Batch, Column, Part, ShardSchema
 from tidemill.shards.parts.checksums import open_part, sealed, unsealed
 from tidemill.shards.parts.parquet_pages import check_pages
@@ -65,7 +65,7 @@ def test_a_flipped_bit_is_corrupt_or_changes_nothing(read: Any, codec: Codec) ->
         damaged[bit // 8] ^= 1 << bit % 8
         try:
             found = read(part, bytes(damaged))
-        except (Corrupt, pa.ArrowException, OSError):  # the readers of parts make one of the three
+        except (CorruptError, pa.ArrowException, OSError):  # the readers of parts make one of the three
             refused += 1
             continue
         assert found.equals(want), f"bit {bit} of {codec}"
@@ -78,9 +78,9 @@ def test_pages_have_checksums_and_a_damaged_one_is_named() -> None:
     pages = bytearray(data[chunk.data_page_offset : chunk.data_page_offset + chunk.total_compressed_size])
     check_pages(memoryview(pages), "object=x")
     pages[-5] ^= 1
-    with pytest.raises(Corrupt, match="page is damaged: object=x page_byte=0"):
+    with pytest.raises(CorruptError, match="page is damaged: object=x page_byte=0"):
         check_pages(memoryview(pages), "object=x")
-    with pytest.raises(Corrupt, match="unreadable"):
+    with pytest.raises(CorruptError, match="unreadable"):
         check_pages(memoryview(b"\x15"), "object=x")
 
 
@@ -99,8 +99,8 @@ def test_what_is_sealed_opens_unless_a_bit_was_flipped() -> None:
         assert bytes(unsealed(box, "box")) == data
         for at in range(len(box)):
             box[at] ^= 16
-            with pytest.raises(Corrupt, match="box is damaged"):
+            with pytest.raises(CorruptError, match="box is damaged"):
                 unsealed(box, "box")
             box[at] ^= 16
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         unsealed(b"abc", "box")

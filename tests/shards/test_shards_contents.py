@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_world import SCHEMA, Row, contents_of, summed, tuples, updates
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import HASH, Column, Part, ShardSchema
 from tidemill.shards.parts import consolidate
 from tidemill.shards.parts.parts import decode_part, encode_part
@@ -112,9 +112,9 @@ def test_parts_are_sorted_by_hash_time_and_diff_and_carry_their_range() -> None:
 
 def test_damaged_and_exchanged_parts_are_corrupt() -> None:
     encoded = encode_part(SCHEMA, updates([(1, "a", 1, 1)]))
-    with pytest.raises(Corrupt, match="unreadable"):
+    with pytest.raises(CorruptError, match="unreadable"):
         decode_part(SCHEMA, encoded.data.to_pybytes()[:-20], Part(1, 10, object_key="shards/x/y.parquet"))
-    with pytest.raises(Corrupt, match="rows=1 want=2"):
+    with pytest.raises(CorruptError, match="rows=1 want=2"):
         decode_part(SCHEMA, encoded.data, Part(2, 10))
 
 
@@ -126,21 +126,21 @@ def test_a_part_of_an_earlier_version_reads_with_what_it_lacks_filled_in() -> No
     table = decode_part(later, encoded.data, part)
     assert table.schema.equals(part_schema(later))
     assert (table.column("n").to_pylist(), table.column("m").to_pylist()) == ([None], [7])
-    with pytest.raises(Corrupt, match="lack a column: column=n"):
+    with pytest.raises(CorruptError, match="lack a column: column=n"):
         decode_part(ShardSchema((*SCHEMA.columns, Column("n", "int16")), ("k",)), encoded.data, part)
-    with pytest.raises(Corrupt, match="another type: column=k"):
+    with pytest.raises(CorruptError, match="another type: column=k"):
         decode_part(ShardSchema((Column("k", "int32"), Column("v", "string")), ("k",)), encoded.data, part)
 
 
 def test_rows_that_do_not_fit_are_refused_with_the_column() -> None:
-    with pytest.raises(Invalid, match="column=v"):
+    with pytest.raises(InvalidError, match="column=v"):
         encode_part(SCHEMA, updates([(1, "a", 1, 1)]).drop_columns(["v"]))
-    with pytest.raises(Invalid, match="column=k"):
+    with pytest.raises(InvalidError, match="column=k"):
         encode_part(SCHEMA, updates([(1, "a", 1, 1)]).set_column(0, "k", pa.array(["x"])))
-    with pytest.raises(Invalid, match="at least one row"):
+    with pytest.raises(InvalidError, match="at least one row"):
         encode_part(SCHEMA, updates([]))
     small = ShardSchema((Column("k", "int16"), Column("v", "string")), ("k",))
-    with pytest.raises(Invalid, match="column=k"):
+    with pytest.raises(InvalidError, match="column=k"):
         encode_part(small, updates([(70_000, "a", 1, 1)]))
 
 
@@ -149,11 +149,11 @@ def test_type_strings_have_one_spelling_and_one_arrow_type() -> None:
     assert arrow_type("json") == pa.string()
     assert arrow_type("timestamp") == pa.timestamp("us", tz="UTC")
     for bad in ("int8", "decimal(39,0)", "decimal(3,5)", "timestamp(ns)", ""):
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             canonical_type(bad)
-    with pytest.raises(Invalid, match="reserved"):
+    with pytest.raises(InvalidError, match="reserved"):
         checked(ShardSchema((Column("_time", "int64"),), ()))
-    with pytest.raises(Invalid, match="key=z"):
+    with pytest.raises(InvalidError, match="key=z"):
         checked(ShardSchema((Column("a", "int64"),), ("z",)))
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.decimals import of_decimals, of_texts, rescaled
 from tidemill.shards.parts.key_hash import key_hashes
@@ -38,7 +38,7 @@ def test_texts_by_columns_are_the_decimals_that_another_engine_reads(given: list
         column = Column("v", f"decimal({form[0]},{form[1]})")
         try:
             (found,) = parse_column([text], column).to_pylist()
-        except Invalid:
+        except InvalidError:
             with pytest.raises(ValueError):
                 of_decimals([Decimal(text)], kind)
             with pytest.raises(pa.ArrowInvalid):
@@ -51,9 +51,9 @@ def test_texts_by_columns_are_the_decimals_that_another_engine_reads(given: list
 
 @pytest.mark.parametrize("text", [*WRAPS, "1e-2000000000", "1e2000000000", "NaN", "-Infinity", "", "1_0", "٣"])
 def test_what_no_decimal_holds_is_refused_and_named(text: str) -> None:
-    with pytest.raises(Invalid, match="column=v"):
+    with pytest.raises(InvalidError, match="column=v"):
         parse_column(["1", text], Column("v", "decimal(38,18)"))
-    with pytest.raises(Invalid, match="column=v"):
+    with pytest.raises(InvalidError, match="column=v"):
         canonical_default(Column("v", "decimal(38,18)", text))
 
 
@@ -62,7 +62,7 @@ def test_rows_of_another_scale_fit_exactly_or_are_refused(before: pa.DataType) -
     for digits in ("99999999999999999999", "-99999999999999999999", "100000000000000000000", "400000000000000000000"):
         table, target = pa.table({"v": pa.array([Decimal(digits)], before)}), pa.schema([("v", pa.decimal128(38, 18))])
         if len(digits.lstrip("-")) > 20:
-            with pytest.raises(Invalid, match="column=v"):
+            with pytest.raises(InvalidError, match="column=v"):
                 conform(table, target)
         else:
             assert conform(table, target).column("v").to_pylist() == [Decimal(digits)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from shard_world import SCHEMA, World, append, contents_of, run
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.shards.registry import created_shards, read_shards
 
@@ -41,18 +41,18 @@ def test_m4405_every_handle_of_a_dropped_shard_is_refused_and_the_name_gets_a_ne
             lambda: reader.hold("another", 5, 60_000),
             lambda: anext(listener),
         ):
-            with pytest.raises(Missing):
+            with pytest.raises(MissingError):
                 await refused()
         assert await world.consensus().log_head(f"shard/{old}") == log, "what is refused writes nothing"
         assert await created_shards(world.consensus()) == [] == await read_shards(world.consensus())
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await world.open(schema=None)
         again = await world.open()
         assert again.shard_id != old
         assert await again.frontiers() == (0, 0)
         await append(again, 0, 5, [(2, "b", 1, 1)])
         assert contents_of(await again.snapshot(4)) == {(2, "b"): 1}
-        with pytest.raises(Missing):  # DS2
+        with pytest.raises(MissingError):  # DS2
             await dropped(world, shard_id=old)
         assert (await again.frontiers())[1] == 5
 
@@ -69,7 +69,7 @@ def test_a_drop_that_was_cut_off_is_run_again(steps: int) -> None:
         if steps > 1:
             await shard.rollup()
         assert await dropped(world, shard_id=shard.shard_id) == shard.shard_id
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await dropped(world)
         head = await world.consensus().log_head(f"shard/{shard.shard_id}")
         kept = (await world.consensus().read(f"shard/{shard.shard_id}", head.start)).records

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from shard_world import SCHEMA, FlakyConsensus, World, append, run, updates
 
-from tidemill.base.errors import Closed, Invalid, Unknown
-from tidemill.shards.api import Batch, Column, Evolved, Part, ShardSchema
+from tidemill.base.errors import ClosedError, InvalidError, UnknownOutcomeError
+from tidemill.shards.api import Batch, Column, Part, SchemaEvolvedError, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
 from tidemill.shards.parts.schema import hash_columns
@@ -51,7 +51,7 @@ def test_a_type_widens_to_every_one_that_holds_its_values_exactly(name: str, kin
     ],
 )  # fmt: skip
 def test_what_would_not_leave_every_value_as_it_was_is_refused(refused: Changes) -> None:
-    with pytest.raises(Invalid) as error:
+    with pytest.raises(InvalidError) as error:
         evolved(BASE, refused)
     assert (refused.add + refused.widen)[0].name in error.value.message
 
@@ -80,10 +80,10 @@ def test_a_default_is_kept_as_the_text_that_means_the_same_under_every_wider_typ
 
 def test_the_difference_is_told_when_a_schema_cannot_become_another() -> None:
     want = ShardSchema((Column("k", "int32"), Column("s", "string"), Column("n", "bool")), ("k",), 4)
-    with pytest.raises(Invalid, match=r"-f float32, -d decimal\(5,2\), \+n bool, k int16→int32"):
+    with pytest.raises(InvalidError, match=r"-f float32, -d decimal\(5,2\), \+n bool, k int16→int32"):
         changes_to(BASE, want)
     for other in (ShardSchema(BASE.columns, ("k", "s"), 4), ShardSchema(BASE.columns, ("k",), 8)):
-        with pytest.raises(Invalid, match="difference"):
+        with pytest.raises(InvalidError, match="difference"):
             changes_to(BASE, other)
 
 
@@ -119,9 +119,9 @@ def test_a_shard_evolves_and_times_before_and_after_read_exactly() -> None:
         assert by_key(await new.snapshot(4)) == [{"k": 1, "v": "a", "n": 7}, untouched]
         assert by_key(await new.snapshot(8)) == [{"k": 1, "v": "a", "n": 8}, untouched]
         assert by_key(await old.snapshot(4)) == [{"k": 1, "v": "a"}, {"k": 2, "v": "b"}]
-        with pytest.raises(Evolved):
+        with pytest.raises(SchemaEvolvedError):
             await old.snapshot(8)
-        with pytest.raises(Evolved):
+        with pytest.raises(SchemaEvolvedError):
             await anext(old.listen(5))
 
     run(main())
@@ -147,7 +147,7 @@ def test_a_merge_by_a_handle_of_before_keeps_the_new_columns(monkeypatch: pytest
         found = await new.snapshot(6)
         assert sorted(found.column("n").to_pylist()) == [7, 9]
         assert old.state.batches[0].schema_version == 2
-        with pytest.raises(Evolved):
+        with pytest.raises(SchemaEvolvedError):
             await old.snapshot(4)  # merged since under the newest version
 
     run(main())
@@ -161,9 +161,9 @@ def test_a_writer_of_an_older_version_is_fenced_with_rows_and_without() -> None:
         old = await world.open()
         part = await old.write_part(updates([(1, "a", 1, 1)]))
         await (await world.open()).evolve(Changes((N,)))
-        with pytest.raises(Evolved, match="version=2 written=1"):
+        with pytest.raises(SchemaEvolvedError, match="version=2 written=1"):
             await old.compare_and_append(0, 5, [part], "t")
-        with pytest.raises(Evolved, match="version=2 written=1"):
+        with pytest.raises(SchemaEvolvedError, match="version=2 written=1"):
             await old.compare_and_append(0, 3, [], "")
         assert (await old.frontiers())[1] == 0
 
@@ -200,9 +200,11 @@ def test_evolvers_that_race_end_in_one_schema() -> None:
             assert handle.state.schema == schema
             told = handle.state.versions
             assert [v.version for v in told] == list(range(2, schema.version + 1))
-        with pytest.raises(Invalid, match="another default: column=n default='7' wanted='8'"):
+        with pytest.raises(InvalidError, match="another default: column=n default='7' wanted='8'"):
             await handles[0].evolve(Changes((Column("n", "int16", "8"),)))
-        with pytest.raises(Invalid, match="not every value would stay what it is: column=v type=string wanted=bool"):
+        with pytest.raises(
+            InvalidError, match="not every value would stay what it is: column=v type=string wanted=bool"
+        ):
             await handles[0].evolve(Changes(widen=(Column("v", "bool"),)))
 
     run(main())
@@ -216,11 +218,11 @@ def test_an_evolution_of_unknown_outcome_may_be_asked_for_again() -> None:
         consensus.script = [(True, False)]
         try:
             await shard.evolve(Changes((N,)))
-        except Unknown:
+        except UnknownOutcomeError:
             await shard.evolve(Changes((N,)))
         assert (await shard.evolve(Changes((N,)))).version == 2
         await shard.close()
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await shard.evolve(Changes((Column("z", "bool"),)))
 
     run(main())

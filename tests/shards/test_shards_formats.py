@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from shard_world import SCHEMA
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Batch, Column, Part, ShardSchema, part_key, written_ms
 from tidemill.shards.state.apply import apply, collectable
 from tidemill.shards.state.codec import decode_command, decode_state, encode_command, encode_state
@@ -48,7 +48,7 @@ def test_a_rollup_of_format_1_opens_and_is_written_as_format_2() -> None:
     assert (state.since, state.upper, state.version, state.holds) == (4, 10, 7, (Hold("r", 4, 900),))
     assert (state.garbage, state.swept_ms, state.dropped, state.batches[0].summed_to) == ((), 0, False, -1)
     assert decode_state(encode_state(state)) == state
-    with pytest.raises(Corrupt, match="unknown rollup format"):
+    with pytest.raises(CorruptError, match="unknown rollup format"):
         decode_state(encode([5, *old[1:]]))
 
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from shard_world import World, append, contents_of, run, summed
 
 from tidemill.base.clock import ManualClock, SystemClock
-from tidemill.base.errors import Unavailable, Unknown
-from tidemill.shards.api import Batch, HistoryLost, Part
+from tidemill.base.errors import UnavailableError, UnknownOutcomeError
+from tidemill.shards.api import Batch, HistoryLostError, Part
 from tidemill.shards.read import read_handle
 from tidemill.shards.read.holds import MovingHold, holding
 from tidemill.shards.registry import open_shard
@@ -50,7 +50,7 @@ def test_there_are_only_so_many_holds_at_once() -> None:
         await append(shard, 0, 100, [(1, "a", 5, 1)])
         for n in range(HOLDS_KEPT):
             await shard.hold(f"reader-{n}", 10, 60_000)
-        with pytest.raises(Unavailable, match="too many"):
+        with pytest.raises(UnavailableError, match="too many"):
             await shard.hold("one more", 10, 60_000)
         await shard.hold("reader-7", 20, 60_000)  # renewing is no new hold
         await shard.release("reader-3")
@@ -108,9 +108,9 @@ def test_a_kept_hold_is_renewed_where_it_stands_and_at_the_head() -> None:
         chosen_at = shard.state.holds[0].version
         await append(shard, 100, 200, [(2, "a", 150, 1)])
         await shard.downgrade_since("retention", 1, 150)
-        turns_away.append(Unknown("the answer was lost."))
+        turns_away.append(UnknownOutcomeError("the answer was lost."))
         since, error = await turns.get()
-        assert since == 99 and isinstance(error, Unknown)
+        assert since == 99 and isinstance(error, UnknownOutcomeError)
         assert await turns.get() == (99, None), "the next turn"
         assert (await shard.frontiers())[0] == 99
         assert next(h for h in shard.state.holds if h.reader == "stream/1").version == chosen_at
@@ -118,8 +118,8 @@ def test_a_kept_hold_is_renewed_where_it_stands_and_at_the_head() -> None:
         await shard.release("stream/1")  # as if it had lapsed
         await shard.downgrade_since("retention", 1, 160)
         since, error = await turns.get()
-        assert since == 99 and isinstance(error, HistoryLost) and not keeping.done()
-        with pytest.raises(HistoryLost):
+        assert since == 99 and isinstance(error, HistoryLostError) and not keeping.done()
+        with pytest.raises(HistoryLostError):
             await hold.at(99)
         await hold.at(170)
         keeping.cancel()

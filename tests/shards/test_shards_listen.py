@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from shard_world import World, append, contents_of, run, tuples, updates
 
-from tidemill.base.errors import Closed, Corrupt, Missing, Unavailable
+from tidemill.base.errors import ClosedError, CorruptError, MissingError, UnavailableError
 from tidemill.shards import handle as handle_module
 from tidemill.shards.api import Batch, Delta, Part
 from tidemill.shards.compaction.compaction import FAN_IN, choose, compact_once
@@ -128,7 +128,7 @@ def test_m4405_a_closed_shard_is_still_compacted_and_its_history_still_moves_up(
         assert done is not None and done.shown and done.rows_out == 3
         assert len(shard.state.batches) == 1 and shard.state.closed
         assert contents_of(await (await world.open()).snapshot(FAN_IN * 2 - 1)) == newest
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             await append(shard, FAN_IN * 2, FAN_IN * 2 + 1, [])
 
     run(scenario())
@@ -174,7 +174,7 @@ def test_compaction_whose_input_goes_while_it_reads_has_lost_if_it_was_merged_an
 
         monkeypatch.setattr(world.objects, "get", after_the_other)
         if not collected:
-            with pytest.raises(Missing):
+            with pytest.raises(MissingError):
                 await compact_once(slow, world.objects, world.rand)
             return
         done = await compact_once(slow, world.objects, world.rand)
@@ -220,7 +220,7 @@ def test_snapshot_waits_for_its_time_or_says_that_it_is_not_final() -> None:
         world = World()
         backend = world.consensus()
         shard = await world.open(consensus=backend)
-        with pytest.raises(Unavailable, match="not final"):
+        with pytest.raises(UnavailableError, match="not final"):
             await shard.snapshot(5, timeout_s=0.05)
         waiting = asyncio.ensure_future(shard.snapshot(5))
         await asyncio.sleep(0.02)
@@ -234,7 +234,7 @@ def test_a_retraction_of_what_was_never_there_is_corrupt() -> None:
     async def scenario() -> None:
         shard = await World().open()
         await append(shard, 0, 6, [(1, "a", 5, -1)])
-        with pytest.raises(Corrupt, match="k=1"):
+        with pytest.raises(CorruptError, match="k=1"):
             await shard.snapshot(5)
 
     run(scenario())

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from shard_world import SCHEMA, Row, World, append, contents_of, summed, tuples
 
-from tidemill.base.errors import Conflict, Unavailable
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.base.errors import ConflictError, UnavailableError
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.shards.garbage import collect
 from tidemill.maintenance.shards.orphans import Orphans
 from tidemill.shards import handle
-from tidemill.shards.api import Batch, HistoryLost
+from tidemill.shards.api import Batch, HistoryLostError
 from tidemill.shards.compaction import compaction
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.consolidate import contents
@@ -99,7 +99,7 @@ class ShardModel(RuleBasedStateMachine):
             return
         try:
             self.run(append(self.shards[who], lower, self.upper + 1, [(9, "laggard", self.upper, 1)]))
-        except Conflict as error:
+        except ConflictError as error:
             assert error.current == self.upper  # noqa: PT017
         else:
             raise AssertionError("a laggard was let in")
@@ -144,7 +144,7 @@ class ShardModel(RuleBasedStateMachine):
     @rule(who=HANDLES)
     def sweeps(self, who: int) -> None:
         nobody: Any = None
-        grounds = Grounds(
+        grounds = JobContext(
             self.world.consensus(), self.world.objects, nobody, self.world.wall, self.world.rand,
             Retention(orphans_after_s=0),
         )  # fmt: skip
@@ -188,7 +188,7 @@ class ShardModel(RuleBasedStateMachine):
                 break
             try:
                 delta = self.run(anext(listener.deltas))
-            except HistoryLost:
+            except HistoryLostError:
                 # It holds its time, but what it had chosen before its hold moved on may be collected: it chooses again.
                 listener.deltas = self.shards[listener.who].listen(listener.frontier)
                 delta = self.run(anext(listener.deltas))
@@ -226,10 +226,10 @@ class ShardModel(RuleBasedStateMachine):
         for as_of in {*range(self.since, self.upper, step), self.upper - 1}:
             if self.since <= as_of < self.upper:
                 assert contents_of(self.run(self.shards[0].snapshot(as_of))) == summed(self.rows, as_of)
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             self.run(self.shards[0].snapshot(self.upper, timeout_s=0))
         if self.since:
-            with pytest.raises(HistoryLost):
+            with pytest.raises(HistoryLostError):
                 self.run(self.shards[0].snapshot(self.since - 1))
 
     def teardown(self) -> None:

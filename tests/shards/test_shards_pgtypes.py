@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.text import read_bytea
 from tidemill.shards.api import Column
 from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY, cast_text, column_for, parse_column
@@ -112,7 +112,7 @@ def test_scalars() -> None:
     ],
 )
 def test_a_bad_value_is_named_with_its_column(type_name: str, bad: str) -> None:
-    with pytest.raises(Invalid, match="column=c") as caught:
+    with pytest.raises(InvalidError, match="column=c") as caught:
         parse_column([None, bad], Column("c", type_name))
     assert repr(bad) in caught.value.message
 
@@ -136,7 +136,7 @@ def test_binary_by_columns_is_binary_by_values(values: list[str | None], odd: li
     except pa.ArrowInvalid:
         assert odd
     if expected is None:
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             parse_column(values, Column("c", "binary"))
     else:
         assert parse_column(values, Column("c", "binary")).to_pylist() == expected

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_world import SCHEMA, Row, contents_of, summed, updates
 
-from tidemill.shards.api import Batch, Column, Evolved, Part, ShardSchema
+from tidemill.shards.api import Batch, Column, Part, SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts import parts
 from tidemill.shards.parts.parts import encode_part
 from tidemill.shards.parts.row_hash import hash_rows
@@ -182,5 +182,5 @@ def test_what_one_reader_holds_does_not_grow_with_what_is_settled(monkeypatch: p
 
 def test_a_range_with_rows_of_a_newer_schema_is_refused_before_any_is_shown() -> None:
     batch = Batch(0, 5, (part_of(SCHEMA, [(1, "a", 1, 1)]),), schema_version=2)
-    with pytest.raises(Evolved, match="version=2 known=1"):
+    with pytest.raises(SchemaEvolvedError, match="version=2 known=1"):
         read(SCHEMA, [batch], 4)

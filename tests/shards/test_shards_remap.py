@@ -11,8 +11,8 @@ import pytest
 from shard_world import World, run
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Conflict, Invalid, Unavailable
-from tidemill.shards.api import Binding, BindingsPage, HistoryLost
+from tidemill.base.errors import ConflictError, InvalidError, UnavailableError
+from tidemill.shards.api import Binding, BindingsPage, HistoryLostError
 from tidemill.shards.bindings import remap as remap_module
 from tidemill.shards.bindings.minter import Minter
 from tidemill.shards.bindings.reclock import missing
@@ -127,7 +127,7 @@ def test_m4505_what_lies_below_a_forgotten_time_is_an_error_and_the_rest_as_it_w
             assert await handle.at(1000) == at(1000, 5), "offsets 3 and 4 are told from what comes later"
             assert cut(await handle.at(1000), await handle.after(1000), "t", "t") == before
             for lost in (handle.at(0), handle.after(0)):
-                with pytest.raises(HistoryLost):
+                with pytest.raises(HistoryLostError):
                     await lost
 
     run(scenario())
@@ -139,7 +139,7 @@ def test_m4506_two_minters_bind_an_offset_once() -> None:
         a, b = await opened(world), await opened(world)
         await b.latest()
         await a.mint(at(1000, 3))
-        with pytest.raises(Conflict) as caught:
+        with pytest.raises(ConflictError) as caught:
             await b.mint(at(1000, 5))
         winner = caught.value.current
         assert winner == at(1000, 3)
@@ -166,7 +166,7 @@ def test_racing_minters_bind_every_offset_once_and_monotonically() -> None:
                 try:
                     latest = await remaps[number].mint(at(time_ms, done + 1 + number))
                     wins[number] += 1
-                except Conflict:
+                except ConflictError:
                     latest = await remaps[number].latest()
 
         await asyncio.gather(*(minter(i) for i in range(4)))
@@ -185,7 +185,7 @@ def test_nothing_goes_back(worse: Binding) -> None:
     async def scenario() -> None:
         remap = await opened(World())
         await remap.mint(Binding(1000, {"t": (5,)}, lsn=7))
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await remap.mint(worse)
         assert [b.time_ms for b in await remap.after(-1)] == [1000]
 
@@ -197,7 +197,7 @@ def test_a_binding_is_always_whole() -> None:
         remap = await opened(World())
         await remap.mint(Binding(10, {"a": (5,), "b": (1,)}, lsn=7, source_time_ms=3))
         assert await remap.mint(Binding(20, {"b": (2,)})) == Binding(20, {"a": (5,), "b": (2,)}, 7, 3)
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await remap.mint(Binding(30, {"b": ()}))
 
     run(scenario())
@@ -211,7 +211,7 @@ def test_lost_answers_of_a_mint_are_resolved() -> None:
         consensus.script = [(True, False)]
         assert await remap.mint(at(10, 1)) == at(10, 1)
         consensus.script = [(False, False)]
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await remap.mint(at(20, 2))
         assert await remap.mint(at(20, 2)) == at(20, 2)
         assert [b.time_ms for b in await remap.after(-1)] == [10, 20]
@@ -256,7 +256,7 @@ def test_a_page_is_what_after_at_and_latest_say_for_one_round_trip(monkeypatch: 
         await remap.page(991)
         assert consensus.requests == before + 1
         await remap.forget(900)
-        with pytest.raises(HistoryLost):
+        with pytest.raises(HistoryLostError):
             await remap.page(100)
 
     run(scenario())
@@ -286,7 +286,7 @@ def test_a_fresh_name_is_empty() -> None:
         assert await remap.latest() is None
         assert await remap.at(10) is None
         assert await remap.after(-1) == []
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await open_remap(world.consensus(), world.wall, Rand(1), "")
 
     run(scenario())
@@ -299,11 +299,11 @@ def test_an_lsn_goes_back_only_where_a_later_era_begins_and_no_minter_of_an_earl
         await remap.mint(Binding(1000, {"t": (4,)}, 500))
         behind = Minter(other, world.wall, interval_ms=0)
         await behind.open()
-        with pytest.raises(Conflict, match="lsn=300"):
+        with pytest.raises(ConflictError, match="lsn=300"):
             await remap.mint(Binding(1001, {"t": (4,)}, 300))
         began = await remap.mint(Binding(1002, {}, 300, era=1))
         assert (began.lsn, began.era, began.offsets) == (300, 1, {"t": (4,)})
-        with pytest.raises(Unavailable, match="another minter is ahead"):
+        with pytest.raises(UnavailableError, match="another minter is ahead"):
             await behind.mint(Binding(0, {"t": (9,)}, 900))
         await remap.mint(Binding(1003, {"t": (5,)}, 310, era=1))
         idle = await remap.advance(1004)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from shard_world import World, append, run, updates
 
-from tidemill.base.errors import Invalid
-from tidemill.shards.api import Column, Evolved, ShardSchema
+from tidemill.base.errors import InvalidError
+from tidemill.shards.api import Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts.schema_evolution import Changes, changes_to, evolved
 from tidemill.shards.state.checkpoint import assemble, decode_header, encode_header
 from tidemill.shards.state.codec import decode_command, encode_command
@@ -20,9 +20,9 @@ RETIRED = ShardSchema((K, Column("v", "string", retired=2)), ("k",), version=2)
 
 
 def test_a_column_is_retired_once_somebody_has_accepted_it_and_only_that_one() -> None:
-    with pytest.raises(Invalid, match="-v string"):
+    with pytest.raises(InvalidError, match="-v string"):
         changes_to(HAVE, WANT)
-    with pytest.raises(Invalid, match="-v string"):
+    with pytest.raises(InvalidError, match="-v string"):
         changes_to(HAVE, WANT, ("w",))
     changes = changes_to(HAVE, WANT, ("v", "w"))
     assert changes == Changes(retire=("v",)) and "v is null from then on" in str(changes)
@@ -34,7 +34,7 @@ def test_a_column_is_retired_once_somebody_has_accepted_it_and_only_that_one() -
     ("schema", "name"), [(HAVE, "k"), (HAVE, "x"), (ShardSchema((K, V), ()), "v")]
 )  # fmt: skip
 def test_no_column_of_a_rows_hash_is_retired(schema: ShardSchema, name: str) -> None:
-    with pytest.raises(Invalid, match=name):
+    with pytest.raises(InvalidError, match=name):
         evolved(schema, Changes(retire=(name,)))
 
 
@@ -43,7 +43,7 @@ def test_a_column_comes_back_where_the_rows_without_it_hold_null_and_else_not() 
     assert back == Changes(add=(V,))
     assert evolved(RETIRED, back) == ShardSchema((K, V), ("k",), version=3)
     for column, words in ((Column("v", "string", "x"), "hold null"), (Column("v", "int64"), "int64")):
-        with pytest.raises(Invalid, match=words):
+        with pytest.raises(InvalidError, match=words):
             changes_to(RETIRED, ShardSchema((K, column), ("k",)))
 
 
@@ -53,7 +53,7 @@ def test_times_read_as_they_did_and_an_older_writer_is_fenced() -> None:
         old = await world.open()
         await append(old, 0, 5, [(1, "a", 1, 1), (2, "b", 2, 1)])
         await old.evolve(Changes(retire=("v",)))
-        with pytest.raises(Evolved):
+        with pytest.raises(SchemaEvolvedError):
             await append(old, 5, 6, [(3, "c", 5, 1)])
         new = await world.open(schema=None, writer="new")
         rows = updates([(1, "a", 6, -1), (1, None, 6, 1)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from shard_world import SCHEMA, World, append, run
 
-from tidemill.base.errors import Fenced, Invalid
-from tidemill.shards.api import Batch, HistoryLost
+from tidemill.base.errors import FencedError, InvalidError
+from tidemill.shards.api import Batch, HistoryLostError
 from tidemill.shards.state.apply import Rejected, apply
 from tidemill.shards.state.commands import Append, Command, Create, DowngradeSince, ReleaseHold, SetHold
 from tidemill.shards.state.state import ShardState
@@ -59,7 +59,7 @@ def test_a_newer_epoch_takes_a_critical_hold_over_and_fences_the_older() -> None
         await append(old, 0, 100, [(1, "a", 5, 1)])
         assert await old.downgrade_since("pipeline", 1, 10) == 10
         assert await new.downgrade_since("pipeline", 2, 20) == 20
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await old.downgrade_since("pipeline", 1, 30)
         assert await new.frontiers() == (20, 100)
 
@@ -76,11 +76,11 @@ def test_reads_below_since_are_refused_and_a_hold_keeps_them() -> None:
         assert (await shard.snapshot(30)).num_rows == 1
         await shard.release("reader")
         assert await shard.downgrade_since("pipeline", 1, 80) == 80
-        with pytest.raises(Invalid, match="history is lost"):
+        with pytest.raises(InvalidError, match="history is lost"):
             await shard.snapshot(30)
-        with pytest.raises(Invalid, match="history is lost"):
+        with pytest.raises(InvalidError, match="history is lost"):
             await shard.hold("reader", 30, 60_000)
-        with pytest.raises(Invalid, match="history is lost"):
+        with pytest.raises(InvalidError, match="history is lost"):
             async for _ in shard.listen(80):
                 pass
         listener = shard.listen(81)
@@ -98,10 +98,10 @@ def test_batches_are_chosen_only_from_history_that_is_still_told_apart() -> None
         assert len(await shard.batches(0)) == len(await shard.batches(80)) == 1
         assert await shard.downgrade_since("pipeline", 1, 80) == 80
         for lower in (-1, 0, 79, 80):
-            with pytest.raises(HistoryLost):
+            with pytest.raises(HistoryLostError):
                 await shard.batches(lower)
         assert len(await shard.batches(81)) == 1
-        with pytest.raises(HistoryLost):
+        with pytest.raises(HistoryLostError):
             await shard.batches_until(79)
         assert len(await shard.batches_until(80)) == 1
 

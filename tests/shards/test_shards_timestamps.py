@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from shard_world import World, run
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.pg_columns import TIMESTAMP_INFINITY, as_held, cast_text, parse_column
 from tidemill.shards.parts.row_hash import hash_rows
@@ -48,7 +48,7 @@ def test_postgres_text_is_read_as_its_digits(text: str, us: int) -> None:
      "10000-01-01 00:00:00-01", "294276-12-31 23:59:59.999999", "2026-02-30 00:00:00", "tomorrow", ""],
 )  # fmt: skip
 def test_what_has_a_zone_or_is_beyond_the_range_is_none(text: str) -> None:
-    with pytest.raises(Invalid, match="not a timestamp_ntz: column=c"):
+    with pytest.raises(InvalidError, match="not a timestamp_ntz: column=c"):
         parse_column(["2026-11-21 03:43:00", text], Column("c", "timestamp_ntz"))
     with pytest.raises(pa.ArrowInvalid):
         cast_text(pa.array([text]), "timestamp_ntz")
@@ -87,7 +87,7 @@ def test_parts_and_sums_give_back_what_was_written() -> None:
 @pytest.mark.parametrize(("kind", "given"), [("timestamp", CLOCK), ("timestamp_ntz", INSTANT)])
 def test_rows_of_the_one_are_no_rows_of_the_other(kind: str, given: pa.DataType) -> None:
     rows = pa.table({"v": pa.array([0], given)})
-    with pytest.raises(Invalid, match=r"column does not fit: column=v .*only one of the two has a zone"):
+    with pytest.raises(InvalidError, match=r"column does not fit: column=v .*only one of the two has a zone"):
         conform(rows, pa.schema([pa.field("v", arrow_type(kind))]))
     same = pa.table({"v": pa.array([5], pa.timestamp("ms", "Europe/Berlin" if kind == "timestamp" else None))})
     found = conform(same, pa.schema([pa.field("v", arrow_type(kind))]))
@@ -98,9 +98,9 @@ def test_rows_of_the_one_are_no_rows_of_the_other(kind: str, given: pa.DataType)
 def test_neither_becomes_the_other(old: str, new: str) -> None:
     have = schema(old)
     for changes in (Changes(widen=(Column("v", new),)), Changes(add=(Column("v", new),))):
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             evolved(have, changes)
-    with pytest.raises(Invalid, match=f"difference=\\[k {old}→{new}, v {old}→{new}\\]"):
+    with pytest.raises(InvalidError, match=f"difference=\\[k {old}→{new}, v {old}→{new}\\]"):
         changes_to(have, schema(new))
 
 

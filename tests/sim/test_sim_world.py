@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.base.errors import Conflict, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.sim.faults import Fault, FaultyConsensus, FaultyObjects, Rates
 from tidemill.sim.world import Actor, Down, Link, Outcome, World
 
@@ -71,7 +71,7 @@ def test_reads_are_refused_but_never_unknown() -> None:
     async def scenario(world: World) -> None:
         objects = FaultyObjects(world.objects, world.faults, "me")
         for _ in range(100):
-            with pytest.raises(Unavailable):
+            with pytest.raises(UnavailableError):
                 await objects.head("k")
 
     assert World(1, rates=Rates(refused=1.0)).run(scenario).ok
@@ -80,7 +80,7 @@ def test_reads_are_refused_but_never_unknown() -> None:
 def test_healing_ends_every_fault() -> None:
     async def scenario(world: World) -> None:
         objects = FaultyObjects(world.objects, world.faults, "me")
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await objects.put("k", b"")
         await world.heal()
         for number in range(50):
@@ -249,7 +249,7 @@ def failing(error: BaseException) -> Outcome:
 
 
 def test_every_way_to_fail_is_an_outcome() -> None:
-    assert failing(Conflict("x")).error == "Conflict: x"
+    assert failing(ConflictError("x")).error == "Conflict: x"
     assert failing(ExceptionGroup("g", [ValueError("inner")])).error == "ValueError: inner"
 
     async def endless(world: World) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.status.histogram import Stages
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
@@ -25,7 +25,7 @@ SCHEMA = stream_schema("click_id string, product_id long, at timestamp, page str
 
 
 def main(objects: str, consensus: str, scratch: Path) -> None:
-    portal = Portal("child")
+    portal = BlockingPortal("child")
     stores = portal.call(open_stores(Urls(objects, consensus)))
     feed = portal.call(stream_feed_of(stores))
     table = TableWriter(portal, stores, portal.call(stores.shard("clicks", SCHEMA)), scratch / "mirrors/clicks", feed)

@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 from spark_harbour import Harbour
 from test_spark_read_plan import SCHEMA, append, rows
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
 from tidemill.spark import read, register
 
@@ -31,7 +31,7 @@ spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "fals
 def refused(call: Callable[[], Any]) -> list[str]:
     try:
         call()
-    except Invalid as error:
+    except InvalidError as error:
         return ["Invalid", str(error)]
     except Exception as error:
         return [type(error).__name__, str(error)]

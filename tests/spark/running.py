@@ -11,10 +11,10 @@ from typing import Any
 from patience import DEADLINE_S
 from patience import eventually as until  # noqa: F401
 from tidemill.base.clock import Rand
-from tidemill.base.status.status import Mark
+from tidemill.base.status.status import StageStatus
 from tidemill.consensus.status.board import Board
 from tidemill.spark.pipeline.runner import Runner
-from tidemill.spark.settings import Settings
+from tidemill.spark.settings import DriverSettings
 
 
 def started(
@@ -24,7 +24,7 @@ def started(
     file = tmp_path / "pipeline.py"
     file.write_text(text)
     stopping = threading.Event()
-    runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
+    runner = Runner(DriverSettings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
     if not session:
         runner._open_session = lambda: None  # type: ignore[method-assign]  # as if it were still starting
     thread = threading.Thread(target=runner.run)
@@ -44,7 +44,7 @@ def pipeline(harbour: Any, directory: Path, text: str) -> Iterator[Runner]:
     assert not thread.is_alive()
 
 
-def mark(harbour: Any, name: str) -> Mark | None:
+def mark(harbour: Any, name: str) -> StageStatus | None:
     reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
     return next((m for r in reports for m in r.marks if m.name == name), None)
 

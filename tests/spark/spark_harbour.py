@@ -12,8 +12,8 @@ import pyspark.sql  # noqa: F401  (whole, before two threads of a pipeline impor
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Missing
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import MissingError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, TopicRow
 from tidemill.shards.api import Binding
@@ -26,7 +26,7 @@ from tidemill.topics.local_topics import LocalTopics
 class Harbour:
     def __init__(self, root: Path, urls: Urls | None = None) -> None:
         self.urls = urls or Urls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")
-        self.portal = Portal("harbour")
+        self.portal = BlockingPortal("harbour")
         self.stores: Stores = self.portal.call(open_stores(self.urls))
         self.topics: LocalTopics = self.portal.call(self._topics())
         self.heads: dict[str, list[int]] = {}
@@ -83,7 +83,7 @@ class Harbour:
         """The shard's upper; 0 while it does not exist."""
         try:
             return int(self.portal.call(self.shard(name).frontiers())[1])
-        except Missing:
+        except MissingError:
             return 0
 
     def drop_shard(self, name: str) -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from cluster import Cluster, cluster, until
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 pytestmark = pytest.mark.spark
 
@@ -141,7 +141,7 @@ def test_f314_of_two_drivers_one_may_freeze_or_die_the_table_goes_on_and_the_fro
         assert code == 0, told
         ((row,), refused) = command(made, "pipeline", "list")[1], command(made, "pipeline", "delete", "p")[1]
         assert (row["pipeline"], row["running"], row["silent"]) == ("p", 2, 0)
-        assert isinstance(refused, Invalid) and "the pipeline runs" in str(refused)
+        assert isinstance(refused, InvalidError) and "the pipeline runs" in str(refused)
 
         # One more beside `up`, as on another machine: it takes part, and ends with its parent.
         run = [sys.executable, "-m", "tidemill", "pipeline", "run", "p", "--label", "b", "--instances", "1"]

@@ -10,7 +10,7 @@ from captured_under_ddl import Ground
 from msgspec.structs import replace
 from running import error_of, mark, pipeline, until
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.capture.tables.recopy_requests import becoming
 from tidemill.cli.capture import accept
 from tidemill.metastore.catalogue import Accepted
@@ -137,7 +137,7 @@ def test_f468_another_type_and_another_key_are_accepted_and_the_shard_is_made_an
         def made_anew() -> bool:
             try:
                 return bool(harbour.shard("one").shard_id != shard_id)
-            except Missing:
+            except MissingError:
                 return False
 
         code, said = ground.command("capture", "accept", "t", "--json", "--yes")

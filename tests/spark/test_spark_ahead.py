@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from test_spark_sink import clicks_sink, shop_sink
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.spark.ingest import feed_sink, prefetch, step_planner
-from tidemill.spark.ingest.prefetch import Ahead, Prepared
+from tidemill.spark.ingest.prefetch import Prefetcher, Prepared
 
 IDS = range(10, 25)
 
@@ -26,15 +26,15 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """[lower, upper) of every step that was taken as it had been read ahead."""
     found: list[tuple[int, int]] = []
-    take = Ahead.take
+    take = Prefetcher.take
 
-    def noting(self: Ahead) -> Prepared | None:
+    def noting(self: Prefetcher) -> Prepared | None:
         prepared = take(self)
         if prepared is not None:
             found.append((prepared.step.lower, prepared.step.upper))
         return prepared
 
-    monkeypatch.setattr(Ahead, "take", noting)
+    monkeypatch.setattr(Prefetcher, "take", noting)
     return found
 
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_read_ahead_is_read_in_its_turn(
     expected = waiting(harbour)
 
     def away(*_: Any) -> Any:
-        raise Unavailable("the bucket is away.")
+        raise UnavailableError("the bucket is away.")
 
     monkeypatch.setattr(prefetch, "fetch_here", away)
     found = clicks_sink(harbour, tmp_path / "s")

@@ -146,7 +146,7 @@ def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_ap
 ) -> None:
     from test_spark_sink import shop_sink
 
-    from tidemill.base.errors import Corrupt
+    from tidemill.base.errors import CorruptError
     from tidemill.spark.ingest import feed_sink as sink
     from tidemill.spark.ingest import oversized_step, step_planner
 
@@ -163,7 +163,7 @@ def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_ap
         path.write_bytes(bytes(data))
         try:
             resolve(step, bury)
-        except Corrupt as error:
+        except CorruptError as error:
             seen.append(str(error))
             raise
 

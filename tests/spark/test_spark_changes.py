@@ -12,8 +12,8 @@ from pyspark.sql.types import StructType
 from running import until
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Invalid, Missing, Unavailable, Unknown
-from tidemill.shards.api import DIFF, TIME, Column, Evolved, ShardSchema
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError, UnknownOutcomeError
+from tidemill.shards.api import DIFF, TIME, Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts.schema_evolution import Changes
 from tidemill.shards.read.holds import MovingHold
 from tidemill.shards.state.state import Hold
@@ -85,12 +85,12 @@ def test_a_stream_that_comes_back_to_another_shard_of_the_name_is_told_so(harbou
     end = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
     assert latest(reader_of(harbour), end) == {"ts": 200}, "after a restart of its driver"
     harbour.drop_shard("t")
-    with pytest.raises(Missing):
+    with pytest.raises(MissingError):
         latest(reader, end)
     append(harbour, 0, upper, 2)
     back = reader_of(harbour)
     for ask in (lambda: latest(back, end), lambda: back.partitions({"ts": 0}, end)):
-        with pytest.raises(Invalid, match="the shard was dropped, and another has its name: shard=t"):
+        with pytest.raises(InvalidError, match="the shard was dropped, and another has its name: shard=t"):
             ask()
     assert latest(reader_of(harbour), {"ts": 0}) == {"ts": upper}
 
@@ -114,7 +114,9 @@ def test_a_stream_whose_shard_gets_a_column_ends_and_goes_on_from_its_checkpoint
     harbour.portal.call(evolve())
     assert latest(reader, end) == {"ts": 200} == latest(late, {"ts": 0})
     for asked, start in ((reader, 100), (late, 0)):
-        with pytest.raises(Evolved, match=r"schema changed since this query began: shard=t\. Start the query again"):
+        with pytest.raises(
+            SchemaEvolvedError, match=r"schema changed since this query began: shard=t\. Start the query again"
+        ):
             asked.partitions({"ts": start}, {"ts": 200})
     assert read(reader_of(harbour), end, {"ts": 200}) == [(2, 150, 1)]
 
@@ -124,7 +126,7 @@ def test_a_schema_given_by_hand_names_what_the_shard_has(harbour: Any) -> None:
     for column, kind in (("k", "string"), ("x", "long"), (TIME, "timestamp")):
         reader = reader_of(harbour)
         reader._schema = StructType().add(column, kind)
-        with pytest.raises(Invalid, match=f"the shard has another column: shard=t column={column}"):
+        with pytest.raises(InvalidError, match=f"the shard has another column: shard=t column={column}"):
             latest(reader, {"ts": 0})
 
 
@@ -157,7 +159,7 @@ def test_a_planner_that_nobody_asks_keeps_its_place_until_it_is_gone(
     until(lambda: ended)
 
 
-@pytest.mark.parametrize("error", [Unavailable, Unknown])
+@pytest.mark.parametrize("error", [UnavailableError, UnknownOutcomeError])
 def test_storage_that_is_away_is_waited_for_but_is_not_the_end_of_what_is_there_now(
     harbour: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import error_of, mark, pipeline, until
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
 from tidemill.shards.registry import PREFIX
 from tidemill.spark.ingest.table_ownership import granted, refused
@@ -86,7 +86,7 @@ def test_a_table_that_waits_for_the_catalogue_is_held_by_it(
 
     async def refuses(self: Catalogue, row: Any) -> None:
         if away.is_set() and isinstance(row, PipelineRow):
-            raise Unavailable("the catalogue is away.")
+            raise UnavailableError("the catalogue is away.")
         await put(self, row)
 
     monkeypatch.setattr(Catalogue, "put", refuses)

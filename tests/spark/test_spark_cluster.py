@@ -17,7 +17,7 @@ import pytest
 import tidemill
 from patience import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.demo.ports import free_port
 from tidemill.consensus.status.board import Board
 from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
@@ -111,7 +111,7 @@ def test_f313_executors_that_lack_nothing_are_sent_nothing_and_ones_without_a_wa
     before = dict(context.environment)
     try:
         tell(context, Urls("file:///proc/no-such-place", "memory:"))
-        with pytest.raises(Invalid, match=r"executors cannot work: host=.*/proc/no-such-place"):
+        with pytest.raises(InvalidError, match=r"executors cannot work: host=.*/proc/no-such-place"):
             ship(context, tmp_path / "archive")
         tell(context, harbour.urls)
         ship(context, tmp_path / "archive")

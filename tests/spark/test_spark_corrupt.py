@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import TIME, Column, ShardSchema
 from tidemill.spark.decode.dead_letter_rows import Letter, letter_table
 from tidemill.spark.source.corrupt import Corrupted
@@ -62,9 +62,11 @@ def test_the_other_modes_leave_out_or_fail_and_any_else_is_refused() -> None:
     assert (left_out.columns, left_out.rows(commands([1]), dead)) == ((), commands([1]))
     failing = Corrupted.of(Options({"mode": "failfast"}))
     assert failing.rows(commands([1]), dead.slice(0, 0)) == commands([1])
-    with pytest.raises(Invalid, match=r"cannot be read: topic=t partition=2 offset=4 \(no JSON\).*mode=PERMISSIVE"):
+    with pytest.raises(
+        InvalidError, match=r"cannot be read: topic=t partition=2 offset=4 \(no JSON\).*mode=PERMISSIVE"
+    ):
         failing.rows(commands([1]), dead)
-    with pytest.raises(Invalid, match=r"no such mode: mode=strict\. Use one of PERMISSIVE"):
+    with pytest.raises(InvalidError, match=r"no such mode: mode=strict\. Use one of PERMISSIVE"):
         Corrupted.of(Options({"mode": "strict"}))
 
 
@@ -75,7 +77,7 @@ def test_a_reader_gives_what_its_schema_says(harbour: Any) -> None:
     harbour.mint("topic/clicks", 10, topic)
     given = {"source": "topic/clicks", "schema": "k long, _corrupt_record string", "key": "k"}
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
-    with pytest.raises(Invalid, match="the topic has this column itself: column=_corrupt_record"):
+    with pytest.raises(InvalidError, match="the topic has this column itself: column=_corrupt_record"):
         row_columns(Options({**given, **urls}))
     options = Options({**given, **urls, "columnNameOfCorruptRecord": "bad"})
     reader = FeedReader(options)
@@ -95,7 +97,7 @@ def test_an_update_that_leaves_values_out_is_a_row_of_the_declared_schema_that_s
     assert found.schema.names == Corrupted().rows(good, none).schema.names
     assert found.column("_corrupt_record_reason").to_pylist() == [None, "left as they were: v,w"]
     assert Corrupted("DROPMALFORMED").rows(given, none) == good.slice(0, 1)
-    with pytest.raises(Invalid, match=r"columns=v,w partition=0 offset=2\. Capture the table with whole rows"):
+    with pytest.raises(InvalidError, match=r"columns=v,w partition=0 offset=2\. Capture the table with whole rows"):
         Corrupted("FAILFAST").rows(given, none)
     whole = given.set_column(given.num_columns - 2, UNCHANGED, pa.nulls(2, pa.binary()))
     assert Corrupted("FAILFAST").rows(whole, none) == good

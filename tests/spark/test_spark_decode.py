@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Binding, Column, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.ddl import parse_ddl, stream_schema
@@ -207,7 +207,7 @@ def test_a_captured_batch_that_cannot_be_read_stops_the_table() -> None:
 
 @pytest.mark.parametrize("name", ["_time", "_diff", "_hash", "_order", "_partition", "_live"])
 def test_names_that_stand_beside_the_columns_of_a_table_are_refused(name: str) -> None:
-    with pytest.raises(Invalid, match=f"reserved column name: column='{name}'"):
+    with pytest.raises(InvalidError, match=f"reserved column name: column='{name}'"):
         stream_schema(f"k long, {name} long", "k")
 
 
@@ -221,9 +221,9 @@ def test_ddl_is_sparks() -> None:
         ("f", "timestamp_ntz"),
     ]  # fmt: skip
     for wrong in ("a", "a strong", "a string b", "a string,, b long"):
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             parse_ddl(wrong)
-    with pytest.raises(Invalid, match="key column"):
+    with pytest.raises(InvalidError, match="key column"):
         stream_schema("a string", "b")
 
 

@@ -17,9 +17,9 @@ from upsert_world import SCHEMA
 
 from patience import eventually
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import keep_thread
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import DIFF, TIME, Column
 from tidemill.shards.compaction.compaction import compact_once
@@ -133,11 +133,11 @@ def test_a_change_read_before_storage_went_away_is_not_forgotten(harbour: Any, t
         nonlocal calls
         calls += 1
         if calls == 2:
-            raise Unavailable("storage is away.")
+            raise UnavailableError("storage is away.")
         return await read(*given)
 
     shard.read_batch = second_is_away  # type: ignore[method-assign]
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         derived.round()
     assert derived.round()
     assert counts(harbour) == {1: 1, 2: 1}
@@ -209,7 +209,7 @@ def test_f306_a_derived_function_that_raises_is_told_and_tried_again(
 
     derived = derivation(harbour, tmp_path, function)
     clicks.say(("a", 1))
-    ending, tracker = threading.Event(), Tracker()
+    ending, tracker = threading.Event(), StatusTracker()
 
     def body() -> None:
         derived.run(ending, lambda: tracker.heal("shard:counts"))
@@ -249,9 +249,9 @@ def test_an_input_that_does_not_exist_yet_is_waited_for_by_name(harbour: Any, tm
 
 def test_a_result_whose_key_repeats_or_is_null_is_refused(tmp_path: Path) -> None:
     mirror = Mirror(SCHEMA)
-    with pytest.raises(Invalid, match="a key comes twice: k=1"):
+    with pytest.raises(InvalidError, match="a key comes twice: k=1"):
         difference(SCHEMA, pa.table({"k": [1, 1], "v": [1, 2]}), mirror, 5)
-    with pytest.raises(Invalid, match="null"):
+    with pytest.raises(InvalidError, match="null"):
         difference(SCHEMA, pa.table({"k": pa.array([None], pa.int64()), "v": [1]}), mirror, 5)
 
 
@@ -314,7 +314,7 @@ def test_an_input_that_gets_a_column_is_read_with_it_and_the_derived_table_gets_
     clicks = Clicks(harbour, tmp_path)
     clicks.say(("a", 1), ("b", 2))
     copy = derivation(harbour, tmp_path, lambda _, found: found, key="click_id")
-    tracker, stopping = Tracker(1000), threading.Event()
+    tracker, stopping = StatusTracker(1000), threading.Event()
     clock = harbour.stores.clock
     failed: list[Any] = []
     thread = threading.Thread(
@@ -355,7 +355,7 @@ def test_derived_tables_that_would_wait_for_each_other_are_refused(tables: dict[
     p = Pipeline("p")
     for name, inputs in tables.items():
         p.derived(name, key="k", inputs=inputs)(count_by_product)
-    with pytest.raises(Invalid, match="derived tables wait for each other") as refused:
+    with pytest.raises(InvalidError, match="derived tables wait for each other") as refused:
         p.check()
     assert circle in str(refused.value)
 
@@ -366,5 +366,5 @@ def test_inputs_are_named_as_keys_are(inputs: Any, meant: tuple[str, ...]) -> No
     p = Pipeline("p")
     p.derived("t", key="k", inputs=inputs)(count_by_product)
     assert p.inputs() == {"t": dict.fromkeys(meant, ())}
-    with pytest.raises(Invalid, match="needs inputs"):
+    with pytest.raises(InvalidError, match="needs inputs"):
         p.derived("u", key="k", inputs="")

@@ -7,7 +7,7 @@ from typing import Any
 
 from test_spark_sink import clicks_sink
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.metastore.catalogue import PipelineRow
 
@@ -31,7 +31,7 @@ def test_a_dropped_table_is_made_again_from_its_topic(harbour: Any, tmp_path: Pa
     assert done.pipelines == ("p",) and done.rows == 8
     say(40, "after")
     sink.process(sink.latest())
-    assert isinstance(sink.seats.failed["clicks"], Missing) and sink.seats.tables == []
+    assert isinstance(sink.seats.failed["clicks"], MissingError) and sink.seats.tables == []
     remap = call(s.remap("topic/clicks"))
     call(remap.forget(30))  # whatever is forgotten of its bindings: the rest covers all that came before
     again = clicks_sink(harbour, tmp_path / "s")

@@ -18,7 +18,7 @@ from running import pipeline, until
 from tidemill.base.clock import Rand
 from tidemill.base.pgtypes.avro import key_of, layout_of
 from tidemill.base.pgtypes.debezium import form_of
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Column as Described
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig, Envelope
@@ -233,7 +233,7 @@ def test_a_pipeline_over_a_captures_topic_of_events_holds_what_verify_finds_in_p
         config = CaptureConfig(name, postgres_dsn, envelope=envelope, table_poll_s=0.2, binding_interval_ms=10)
         capture = Capture(
             config, topics=harbour.topics, catalogue=s.catalogue, remap=remaps[name], clock=s.clock, rand=Rand(),
-            tracker=Tracker(), schemas=registrar,
+            tracker=StatusTracker(), schemas=registrar,
         )  # fmt: skip
         return capture, asyncio.create_task(capture.run())
 

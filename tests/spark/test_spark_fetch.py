@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.objects.memory import MemoryObjects
 from tidemill.spark.decode.offset_slices import Descriptor, Slice
 from tidemill.spark.ingest.fetch_decode import fetch
@@ -63,6 +63,6 @@ def test_a_table_whose_object_is_gone_fails_alone() -> None:
         await objects.delete("l0/b")
         kept, lost = await fetch(objects, tables)
         assert isinstance(kept, list)
-        assert isinstance(lost, Corrupt)
+        assert isinstance(lost, CorruptError)
 
     asyncio.run(scenario())

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import pytest
 from test_spark_derived import FakeSpark, Frame
 
-from tidemill.base.errors import Invalid
-from tidemill.shards.api import DIFF, TIME, Column, HistoryLost, ShardSchema
+from tidemill.base.errors import InvalidError
+from tidemill.shards.api import DIFF, TIME, Column, HistoryLostError, ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark import Pipeline
 from tidemill.spark.definition import DerivedTable
@@ -212,7 +212,7 @@ def test_an_input_by_group_is_read_a_range_of_keys_at_a_time(
 
 
 def lost(end: int) -> None:
-    raise HistoryLost("history is lost.")
+    raise HistoryLostError("history is lost.")
 
 
 def test_a_function_that_leaves_its_groups_is_refused(harbour: Any, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_function_that_leaves_its_groups_is_refused(harbour: Any, tmp_path: Pa
     shop.clicks.change({("c2",): ("c2", 7)}, 20)
     for table in (shop.lines, shop.names):
         table.change({}, 20)
-    with pytest.raises(Invalid, match="groups that it was given no rows of"):
+    with pytest.raises(InvalidError, match="groups that it was given no rows of"):
         one.round()
 
 
@@ -247,7 +247,7 @@ def test_a_function_that_leaves_its_groups_is_refused(harbour: Any, tmp_path: Pa
 )
 def test_groups_that_cannot_be_are_refused(harbour: Any, tmp_path: Path, by: Any, says: str) -> None:
     Shop(harbour)
-    with pytest.raises(Invalid, match=says):
+    with pytest.raises(InvalidError, match=says):
         derived(harbour, tmp_path, by=by).open()
 
 

@@ -9,7 +9,7 @@ import pytest
 from test_spark_streaming import running, until
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.node.topic_binder import Binder
 from tidemill.shards.registry import open_remap
 from tidemill.topics.partition_reader import PartitionReaderImpl
@@ -36,7 +36,7 @@ def test_the_records_of_partitions_added_while_a_pipeline_runs_reach_its_table(
             lambda: PartitionReaderImpl(stores.consensus, stores.objects),
             lambda name: open_remap(stores.consensus, SystemClock(), Rand(), name),
             SystemClock(),
-            Tracker(),
+            StatusTracker(),
         )
         binder.start()
         return binder

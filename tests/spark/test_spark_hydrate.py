@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from upsert_world import SCHEMA
 
-from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.shards.api import Batch, Part
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.parts import parts
@@ -115,7 +115,7 @@ def test_two_live_rows_of_a_key_are_found_whichever_batches_they_are_in(
     apart = [Batch(0, 1, (part_of([(1, 10, 0, 1), (2, 5, 0, 1)]),)), Batch(1, 2, (part_of([(1, 11, 1, 1)]),))]
     together = [Batch(0, 1, (part_of([(1, 10, 0, 1)]), part_of([(1, 11, 0, 1)])))]
     for batches in (apart, together):
-        with pytest.raises(Corrupt, match="two live rows"):
+        with pytest.raises(CorruptError, match="two live rows"):
             mirror_of(SCHEMA, batches, batches[-1].upper, lambda part: part.inline, tmp_path)
 
 
@@ -163,7 +163,7 @@ def test_a_read_that_is_cut_off_leaves_no_files_however_often_it_is_tried(
 
     async def cut_off(self: Any, part: Part, chosen: Any) -> Any:
         if away[0] and part is chosen[-1].parts[0]:
-            raise Unavailable("the bucket is away.")
+            raise UnavailableError("the bucket is away.")
         return await fetch(self, part, chosen)
 
     monkeypatch.setattr(type(shard), "fetch", cut_off)
@@ -172,7 +172,7 @@ def test_a_read_that_is_cut_off_leaves_no_files_however_often_it_is_tried(
     (directory / "run-0-1-1.arrow").write_bytes(b"of a life that ended before it saved anything")
     table = TableWriter(harbour.portal, s, harbour.shard("t"), directory)
     for _ in range(3):
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             table.hydrate()
         assert len(list(directory.iterdir())) == 2, "what the last try had made, and nothing of those before it"
     away[0] = False
@@ -213,7 +213,7 @@ def test_a_damaged_part_ends_the_hydration_of_its_table_with_the_objects_key_and
         harbour.portal.call(harbour.stores.objects.put(part.object_key, bytes(data)))
 
     flip()
-    with pytest.raises(Corrupt, match=f"part is damaged: object={part.object_key}"):
+    with pytest.raises(CorruptError, match=f"part is damaged: object={part.object_key}"):
         clicks_sink(harbour, tmp_path / "2")
     assert not list((tmp_path / "2").rglob("run-*.arrow"))
     flip()

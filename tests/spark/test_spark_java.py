@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.spark.session import java
 from tidemill.spark.session.java import find_bash, find_java
 
@@ -52,13 +52,13 @@ def test_with_java_hidden_the_wheel_runs_behind_the_launcher(tmp_path: Path) -> 
 
 def test_no_java_at_all_is_one_sentence_with_a_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(java, "_wheel_home", lambda: None)
-    with pytest.raises(Invalid, match="openjdk-17-jre-headless") as error:
+    with pytest.raises(InvalidError, match="openjdk-17-jre-headless") as error:
         find_java({"JAVA_HOME": str(tmp_path), "PATH": "/nonexistent"})
     assert str(tmp_path) in error.value.message
 
 
 def test_no_bash_for_the_scripts_of_spark_is_one_sentence_with_a_fix(tmp_path: Path) -> None:
-    with pytest.raises(Invalid, match="no bash for Spark's start scripts") as error:
+    with pytest.raises(InvalidError, match="no bash for Spark's start scripts") as error:
         find_bash({"PATH": str(tmp_path)})
     assert "bash" in error.value.fix
     bash = tmp_path / "bash"
@@ -71,10 +71,10 @@ def test_a_jvm_that_does_not_start_is_told_in_its_own_words(tmp_path: Path) -> N
     home = runtime(tmp_path / "java", "17.0.1")
     (home / "bin" / "java").write_text("#!/bin/sh\necho \"Unrecognized VM option 'Nope'\" >&2\nexit 1\n")
     program = (
-        "from tidemill.base.errors import Unavailable\n"
+        "from tidemill.base.errors import UnavailableError\n"
         "from tidemill.spark.session.session import build_session\n"
         "try:\n    build_session('none', 'local[1]')\n"
-        "except Unavailable as error:\n    print(error.message)\n"
+        "except UnavailableError as error:\n    print(error.message)\n"
     )
     env = {**os.environ, "JAVA_HOME": str(home), "HOME": str(tmp_path)}
     with (tmp_path / "log").open("wb") as log:

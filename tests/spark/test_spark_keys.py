@@ -16,7 +16,7 @@ from test_spark_derived import derivation
 from test_spark_sink import dead_letters, writer
 from test_spark_write import write
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.status.histogram import Stages
 from tidemill.shards.api import Column
 from tidemill.shards.parts.key_hash import normal_keys, spelled_otherwise
@@ -94,7 +94,7 @@ def test_a_table_with_a_key_that_no_record_spells_any_more_is_refused(
         harbour.mint("topic/ratios", 1_000, topic)
         sink.process(sink.latest())
     assert bits([row["r"] for row in harbour.contents("ratios")]) == bits([-0.0, 2.0])
-    with pytest.raises(Invalid, match=r"an earlier release wrote, .*shard=ratios.*tidemill shard drop ratios"):
+    with pytest.raises(InvalidError, match=r"an earlier release wrote, .*shard=ratios.*tidemill shard drop ratios"):
         ratios_sink(harbour, tmp_path / "now", "r double, v double", "r")
 
 
@@ -139,7 +139,7 @@ def test_a_derived_table_and_a_dataframe_have_one_row_of_a_key(harbour: Any, tmp
     write(harbour, frame, [(0.0, 3), (math.nan, 4)])
     assert sorted(row["n"] for row in harbour.contents("ratios")) == [3, 4]
     assert bits(sorted((row["r"] for row in harbour.contents("ratios")), key=math.isnan)) == [0, ONE_NAN]
-    with pytest.raises(Invalid, match="a key comes twice"):
+    with pytest.raises(InvalidError, match="a key comes twice"):
         write(harbour, frame, [(-0.0, 1), (0.0, 2)])
 
     rows = [(-0.0, 1), (OTHER_NAN, 2)]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tidemill.spark.derived.derivation import Derivation, FunctionRaised
+from tidemill.spark.derived.derivation import Derivation, FunctionFailedError
 from tidemill.spark.pipeline.runner import Runner
-from tidemill.spark.pipeline.streaming_query import SessionLost
-from tidemill.spark.settings import Settings
+from tidemill.spark.pipeline.streaming_query import SparkSessionLostError
+from tidemill.spark.settings import DriverSettings
 
 ALONE = """
 def build(p):
@@ -25,7 +25,7 @@ def build(p):
 def driver(harbour: Any, tmp_path: Path, stopping: threading.Event) -> Runner:
     file = tmp_path / "pipeline.py"
     file.write_text(ALONE)
-    runner = Runner(Settings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
+    runner = Runner(DriverSettings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
     spark: Any = object()
     runner.spark = spark
     runner._open_session = runner.session_ready.set  # type: ignore[method-assign]
@@ -39,12 +39,12 @@ def test_f319_a_driver_of_derived_tables_alone_ends_when_its_session_is_gone(
 
     def raises(*_: Any) -> None:
         tries.append(1)
-        raise FunctionRaised("derived function raised: Connection refused")
+        raise FunctionFailedError("derived function raised: Connection refused")
 
     monkeypatch.setattr(Derivation, "run", raises)
     runner = driver(harbour, tmp_path, stopping)
     monkeypatch.setattr(runner, "session_is_lost", lambda: len(tries) > 1)  # the first time it is the function's own
-    with pytest.raises(SessionLost, match="Connection refused"):
+    with pytest.raises(SparkSessionLostError, match="Connection refused"):
         runner.run()
     assert len(tries) == 2
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from upsert_world import SCHEMA, ModelShard, Writer, oracle
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Column
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema_evolution import Changes, evolved
@@ -87,17 +87,17 @@ def test_a_delta_whose_rows_cancel_at_one_time_changes_nothing() -> None:
 
 def test_a_delta_that_leaves_two_live_rows_of_a_key_is_corrupt() -> None:
     mirror = Mirror(SCHEMA)
-    with pytest.raises(Corrupt, match="two live rows"):
+    with pytest.raises(CorruptError, match="two live rows"):
         mirror.apply(delta((1, 10, 0, 1), (1, 11, 0, 1)), 0, 1)
-    with pytest.raises(Corrupt, match="two live rows"):
+    with pytest.raises(CorruptError, match="two live rows"):
         Mirror.hydrate(SCHEMA, pa.table({"k": [1, 1], "v": [1, 2]}), 1)
 
 
 def test_a_delta_that_does_not_continue_the_mirror_is_refused() -> None:
     mirror = Mirror(SCHEMA, 5)
-    with pytest.raises(Corrupt, match="does not continue"):
+    with pytest.raises(CorruptError, match="does not continue"):
         mirror.apply(delta(), 4, 8)
-    with pytest.raises(Corrupt, match="does not continue"):
+    with pytest.raises(CorruptError, match="does not continue"):
         mirror.apply(delta(), 6, 8)
 
 
@@ -179,7 +179,7 @@ def test_a_merge_of_a_damaged_run_is_corrupt_and_names_the_file(tmp_path: Path) 
     mirror.save("shard-1", "boot-1")
     (run,) = tmp_path.glob("run-*.arrow")
     flipped(run, 2000)
-    with pytest.raises(Corrupt, match=run.name):
+    with pytest.raises(CorruptError, match=run.name):
         until_merged(mirror)
 
 
@@ -196,7 +196,7 @@ def test_f332_a_run_that_rots_after_it_was_opened_is_not_opened_again(tmp_path: 
         data[2000] ^= 4
         data.flush()
     os.utime(run, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(Corrupt, match=run.name):
+    with pytest.raises(CorruptError, match=run.name):
         until_merged(opened)
     assert Mirror.load(tmp_path, SCHEMA, "shard-1", "boot-1") is None, "it is built again from the table"
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pyspark.sql.worker import lookup_data_sources
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.source import TidemillSource
@@ -37,18 +37,18 @@ def test_the_wheel_carries_every_package() -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_name_and_all_of_them() -> None:
-    with pytest.raises(Invalid, match=r"option=shrad.*mean shard\? Known are config, objects,.*as_of"):
+    with pytest.raises(InvalidError, match=r"option=shrad.*mean shard\? Known are config, objects,.*as_of"):
         Options({"shrad": "t"})
-    with pytest.raises(Invalid, match=r"option=zzz. Known are"):
+    with pytest.raises(InvalidError, match=r"option=zzz. Known are"):
         Options({"zzz": "t"})
-    with pytest.raises(Invalid, match="means nothing to a batch read: option=max_rows"):
+    with pytest.raises(InvalidError, match="means nothing to a batch read: option=max_rows"):
         Options({"SHARD": "t", "max_rows": "3"}).only(BATCH, "a batch read")
 
 
 def test_a_shard_is_named_by_option_or_path_but_not_by_two_names() -> None:
     assert Options({"Shard": "t"}).shard == Options({"path": "t"}).shard == "t"
     assert Options({"path": "t", "shard": "t"}).shard == "t"
-    with pytest.raises(Invalid, match="two shards"):
+    with pytest.raises(InvalidError, match="two shards"):
         _ = Options({"path": "t", "shard": "u"}).shard
 
 
@@ -56,7 +56,7 @@ def test_of_the_properties_of_a_table_only_its_options_are_options() -> None:
     properties = {"provider": "tidemill", "owner": "me", "a": "b", "location": "t", "path": "t"}
     options = Options({**properties, "as_of": "11", "option.as_of": "11"})
     assert options.as_text() == {"as_of": "11", "path": "t"}
-    with pytest.raises(Invalid, match="Did you mean shard"):
+    with pytest.raises(InvalidError, match="Did you mean shard"):
         Options({**properties, "option.shrad": "t"})
 
 
@@ -84,7 +84,7 @@ def test_a_time_is_ms_or_iso_text_or_latest(given: str | int | datetime | None, 
 
 @pytest.mark.parametrize("text", ["yesterday", "12.5", "", "2026-13-01", "١٢", pytest.param("9" * 5000, id="long")])
 def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(Invalid, match="as_of is no time"):
+    with pytest.raises(InvalidError, match="as_of is no time"):
         as_of_ms(text)
 
 
@@ -126,9 +126,9 @@ def test_the_nearest_word_about_the_cluster_wins(tmp_path: Path, monkeypatch: py
 
 def test_where_no_cluster_is_reading_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Invalid, match=r"there is no cluster here.*tidemill\.toml"):
+    with pytest.raises(InvalidError, match=r"there is no cluster here.*tidemill\.toml"):
         find_cluster(environ={})
-    with pytest.raises(Invalid, match="no such configuration file"):
+    with pytest.raises(InvalidError, match="no such configuration file"):
         find_cluster(config="elsewhere.toml", environ={})
     assert not list(tmp_path.iterdir())
 

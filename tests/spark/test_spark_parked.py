@@ -11,19 +11,23 @@ from typing import Any
 from running import error_of, mark, until
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid
-from tidemill.base.status.status import Mark, Report, this_process
+from tidemill.base.errors import InvalidError
+from tidemill.base.status.status import Report, StageStatus, this_process
 from tidemill.consensus.status.board import Board
 from tidemill.spark.pipeline.parked import _lives_elsewhere, tell
-from tidemill.spark.settings import Settings
+from tidemill.spark.settings import DriverSettings
 
-FAULT = Invalid("the file does not import.")
+FAULT = InvalidError("the file does not import.")
 
 
 def said(pid: int, at_ms: int) -> Report:
     """By the driver `pid` of this machine."""
     return Report(
-        "pipeline:p", at_ms, (Mark("pipeline:p", 5, 6), Mark("shard:t", 5, 6)), pid=pid, host=this_process()[1]
+        "pipeline:p",
+        at_ms,
+        (StageStatus("pipeline:p", 5, 6), StageStatus("shard:t", 5, 6)),
+        pid=pid,
+        host=this_process()[1],
     )
 
 
@@ -33,7 +37,7 @@ def test_a_pipeline_is_told_though_the_pid_of_its_last_driver_is_somebody_elses_
     last = said(os.getppid(), harbour.stores.clock.now_ms() - 3_600_000)
     harbour.portal.call(Board(harbour.stores.consensus, Rand()).publish(last))
     over = threading.Event()
-    settings = Settings("p", tmp_path / "p.py", harbour.urls, "local[1]", tmp_path / "scratch")
+    settings = DriverSettings("p", tmp_path / "p.py", harbour.urls, "local[1]", tmp_path / "scratch")
     thread = threading.Thread(target=lambda: asyncio.run(tell(settings, FAULT, 0, over.is_set)))
     thread.start()
     try:

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tidemill.base.errors import Corrupt, TidemillError, Unavailable
-from tidemill.shards.api import HistoryLost
+from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
+from tidemill.shards.api import HistoryLostError
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.spark.decode.offset_slices import Descriptor
 from tidemill.spark.source import stream
@@ -63,7 +63,7 @@ def test_a_binding_of_any_source_that_comes_seconds_later_is_the_answer_to_the_s
     async def waited(self: LogRemap, beyond_ms: int, timeout_s: float) -> bool:
         asked.append(self.name)
         if self.name == "topic/a":
-            raise Unavailable("its log cannot be read")
+            raise UnavailableError("its log cannot be read")
         if self.name == "topic/c":
             harbour.produce(topics["c"], [(b"k", b"v")])
             await asyncio.to_thread(harbour.mint, "topic/c", 50, topics["c"])
@@ -87,7 +87,7 @@ def test_bindings_that_cannot_be_read_keep_no_other_source_from_its_time_but_are
 
     async def damaged(self: Bindings, *given: Any) -> int:
         if self.source == "topic/a":
-            raise Corrupt("a binding of it is damaged")
+            raise CorruptError("a binding of it is damaged")
         return await within(self, *given)
 
     reader = times_of(harbour, "topic/a,topic/b", start="7")
@@ -95,7 +95,7 @@ def test_bindings_that_cannot_be_read_keep_no_other_source_from_its_time_but_are
         patched.setattr(Bindings, "within", damaged)
         assert latest_times(reader, {}) == {"topic/a": 7, "topic/b": 51}
         reader.prepareForTriggerAvailableNow()
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             latest_times(reader, {"topic/a": 7, "topic/b": 51})
     assert latest_times(reader, {"topic/a": 7, "topic/b": 51}) == {"topic/a": 51, "topic/b": 51}
     assert latest_times(reader, {"ts": 20}) == {"topic/a": 51, "topic/b": 51}, "a checkpoint of an earlier release"
@@ -109,7 +109,7 @@ def test_a_binding_that_is_there_and_cannot_be_read_is_asked_for_at_the_pace_of_
     harbour.mint("topic/t", 50, topic)
 
     async def away(self: Bindings, *given: Any) -> int:
-        raise Unavailable("the object store is away")
+        raise UnavailableError("the object store is away")
 
     monkeypatch.setattr(Bindings, "within", away)
     reader, start = times_of(harbour, pace_ms="300"), {"topic/t": 7}
@@ -119,7 +119,7 @@ def test_a_binding_that_is_there_and_cannot_be_read_is_asked_for_at_the_pace_of_
 
 
 @pytest.mark.parametrize("method", ["within", "wait"])
-@pytest.mark.parametrize("error", [Corrupt("a binding is damaged"), HistoryLost("older than what is kept")])
+@pytest.mark.parametrize("error", [CorruptError("a binding is damaged"), HistoryLostError("older than what is kept")])
 def test_what_time_does_not_heal_ends_a_stream_of_one_source(
     harbour: Any, monkeypatch: pytest.MonkeyPatch, error: TidemillError, method: str
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 from test_spark_streaming import until
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.spark import read
@@ -162,7 +162,7 @@ def test_where_no_plan_can_be_exact_the_data_source_reads_and_the_log_says_so(
         "it has no key, and updates that are not merged"
     ]
     harbour.portal.call(harbour.shard("u").close())
-    with pytest.raises(Invalid, match="time is not readable"):
+    with pytest.raises(InvalidError, match="time is not readable"):
         read(spark, "u", as_of=99, **changed)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tidemill.shards.api import DIFF, TIME, Column, HistoryLost, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, HistoryLostError, ShardSchema
 from tidemill.spark.source.batch import ShardReader
 from tidemill.spark.source.options import Options
 from tidemill.spark.types import spark_schema
@@ -154,7 +154,7 @@ def test_a_frame_says_so_when_what_it_planned_was_let_go(harbour: Any) -> None:
                 await harbour.stores.objects.delete(part.object_key)
 
     harbour.portal.call(let_go())
-    with pytest.raises(HistoryLost, match="what this frame read at its first query"):
+    with pytest.raises(HistoryLostError, match="what this frame read at its first query"):
         list(reader.read(partition))
 
 

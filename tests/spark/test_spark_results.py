@@ -15,11 +15,11 @@ from test_spark_derived import Clicks, FakeSpark, Frame, count_by_product, count
 from test_spark_whole import Clicks as Numbers
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.runtime.tasks import keep_thread
 from tidemill.base.status.freshness import verdict
-from tidemill.base.status.status import Tracker, derive_all
+from tidemill.base.status.status import StatusTracker, derive_all
 from tidemill.cli.verify.derived import Recomputed
 from tidemill.consensus.status.board import Board
 from tidemill.shards.api import ShardSchema
@@ -53,12 +53,12 @@ def test_every_column_of_real_spark_is_stored_or_refused(harbour: Any, spark: An
 
     found = derived(by_data, "by_data")
     found.open()
-    with pytest.raises(Invalid, match=r"more columns than for empty inputs: table=by_data more=0,1,2,3,4,5\."):
+    with pytest.raises(InvalidError, match=r"more columns than for empty inputs: table=by_data more=0,1,2,3,4,5\."):
         found.round()
     assert harbour.upper("by_data") == 0, "not even the columns that it had for empty inputs"
     writer = found.writer
     assert writer is not None
-    with pytest.raises(Invalid, match="more columns than for empty inputs"):
+    with pytest.raises(InvalidError, match="more columns than for empty inputs"):
         Recomputed(spark, found.table, writer.shard, [numbers.shard])._compute(
             [harbour.portal.call(numbers.shard.snapshot(numbers.upper - 1))]
         )
@@ -74,11 +74,11 @@ def test_every_column_of_real_spark_is_stored_or_refused(harbour: Any, spark: An
     assert sorted(rows) == sorted(con.execute(asked).fetchall())
 
     for value, kind in ((None, "NoneType"), (duckdb.sql("SELECT 1 AS product").df(), "DataFrame"), ([1], "list")):
-        with pytest.raises(Invalid, match=rf"returned no DataFrame: table=other returned=\S+\.{kind}\."):
+        with pytest.raises(InvalidError, match=rf"returned no DataFrame: table=other returned=\S+\.{kind}\."):
             derived(lambda *_, value=value: value, "other").open()
     late = derived(lambda _, clicks: clicks.select("product").distinct() if clicks.isEmpty() else None, "late")
     late.open()
-    with pytest.raises(Invalid, match="returned no DataFrame"):
+    with pytest.raises(InvalidError, match="returned no DataFrame"):
         late.round()
 
 
@@ -156,7 +156,7 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
         """The table fails, leaves its seat and is opened again: no record came meanwhile."""
         (unit,) = runner.feeds[0].units
         before = unit.writer
-        unit._told(Unavailable("The store is away."), True)
+        unit._told(UnavailableError("The store is away."), True)
         until(lambda: unit.writer is not before and unit.seated)
         opened_ms = harbour.stores.clock.now_ms()
         until(lambda: reported_ms() > opened_ms + 1000 * MARK_PUBLISH_INTERVAL_S)  # a whole look later
@@ -215,7 +215,7 @@ def test_f324_inputs_without_a_time_in_common_are_waited_for_and_park_nothing(ha
 
     table = DerivedTable("counts", ("product_id",), ("clicks", "ahead"), 0.05, function)
     derived = Derivation(harbour.portal, harbour.stores, FakeSpark(), table, tmp_path / "counts")  # type: ignore[arg-type]
-    ending, tracker = threading.Event(), Tracker()
+    ending, tracker = threading.Event(), StatusTracker()
     supervised: Any = {"tracker": tracker, "clock": harbour.stores.clock, "ending": ending}
     body = (lambda: derived.run(ending),)
     thread = threading.Thread(target=keep_thread, args=("shard:counts", *body), kwargs=supervised)

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.status.histogram import Stages
-from tidemill.spark.ingest.table_schedule import SLOWEST_RETRY_S, Seat, Seats
+from tidemill.spark.ingest.table_schedule import SLOWEST_RETRY_S, ScheduledTable, TableSchedule
 
 LETS_IN_S = 0.3
 """So long somebody else has a try while one change is under way. One that is kept out by then only comes later."""
 
 
-class Interrupted(dict[str, Seat]):
+class Interrupted(dict[str, ScheduledTable]):
     """The first change that has read it is held up until `other` has run in a thread of its own, or is kept out."""
 
-    def __init__(self, seats: dict[str, Seat], other: Callable[[], None]) -> None:
+    def __init__(self, seats: dict[str, ScheduledTable], other: Callable[[], None]) -> None:
         super().__init__(seats)
         self.thread = threading.Thread(target=other, daemon=True)
 
@@ -53,14 +53,14 @@ def table(name: str) -> Any:
     return SimpleNamespace(name=name)
 
 
-def seats(names: Iterable[str]) -> Seats:
-    found = Seats(SystemClock(), Stages(), 1.0)
+def seats(names: Iterable[str]) -> TableSchedule:
+    found = TableSchedule(SystemClock(), Stages(), 1.0)
     for name in names:
         found.attach(table(name))
     return found
 
 
-def meanwhile(found: Seats, change: Callable[[], None], other: Callable[[], None]) -> str:
+def meanwhile(found: TableSchedule, change: Callable[[], None], other: Callable[[], None]) -> str:
     """Who sits after `change`, in the midst of which another thread does `other`."""
     interrupted = Interrupted(found._seats, other)
     found._seats = interrupted
@@ -94,7 +94,7 @@ def test_a_table_that_leaves_does_not_take_the_seat_that_it_was_given_meanwhile(
         found.detach("a")
         found.attach(table("a"))
 
-    assert meanwhile(found, lambda: found.fault(left, Corrupt("broken.")), anew) == "ab"
+    assert meanwhile(found, lambda: found.fault(left, CorruptError("broken.")), anew) == "ab"
     assert found._seats["a"] is not left
 
 
@@ -109,14 +109,14 @@ class Time:
 
 def test_who_is_due_and_when_is_told_without_looking_again_and_again() -> None:
     clock: Any = Time()
-    found = Seats(clock, Stages(), 1.0)
+    found = TableSchedule(clock, Stages(), 1.0)
     assert found.due_in_s(10) is None and not found.changed.is_set()
     found.attach(SimpleNamespace(name="a", upper=5))  # type: ignore[arg-type]
     assert found.changed.is_set()
     assert (found.due_in_s(5), found.due_in_s(6)) == (None, 0)
     seat = found._seats["a"]
 
-    found.fault(seat, Unavailable("away."))
+    found.fault(seat, UnavailableError("away."))
     pause_s = found.due_in_s(6)
     assert pause_s is not None and 0 < pause_s <= SLOWEST_RETRY_S and found.due(6) == []
     clock.now_s += pause_s

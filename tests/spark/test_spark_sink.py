@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from patience import eventually as until
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.status.histogram import Stages
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import DIFF, TIME, ShardSchema
@@ -94,7 +94,7 @@ def test_a_step_that_failed_and_is_read_again_up_to_less_loses_nothing(
     (table,) = sink.seats.tables
 
     async def away(updates: pa.Table) -> Any:
-        raise Unavailable("The bucket is away.")
+        raise UnavailableError("The bucket is away.")
 
     with monkeypatch.context() as patched:
         patched.setattr(table, "write", away)
@@ -128,8 +128,8 @@ def test_whoever_watches_is_woken_by_a_new_time_by_the_end_of_every_round_and_of
     sink.latest()
     assert not woken(), "nothing new is no news"
     with monkeypatch.context() as patched:
-        patched.setattr(sink, "_round", lambda *_: (_ for _ in ()).throw(Unavailable("consensus is away.")))
-        with pytest.raises(Unavailable):
+        patched.setattr(sink, "_round", lambda *_: (_ for _ in ()).throw(UnavailableError("consensus is away.")))
+        with pytest.raises(UnavailableError):
             sink.process(end)
     assert woken() and sink.due_in_s == 0, "a round that failed is tried again"
     sink.error = "consensus is away."
@@ -318,7 +318,7 @@ def test_a_step_that_cannot_be_appended_is_held_once_however_often_it_is_tried(h
 
     async def refused(*_: Any) -> bool:
         tries.append(table.operator.stashed)
-        raise Unavailable("the bucket takes nothing.")
+        raise UnavailableError("the bucket takes nothing.")
 
     table.append = refused  # type: ignore[method-assign]
     for _ in range(4):

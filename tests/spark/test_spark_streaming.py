@@ -16,8 +16,8 @@ from tidemill.base.clock import Rand
 from tidemill.consensus.status.board import Board
 from tidemill.spark import register
 from tidemill.spark.pipeline.runner import Runner
-from tidemill.spark.session.opener import Opening
-from tidemill.spark.settings import Settings
+from tidemill.spark.session.opener import SessionOpener
+from tidemill.spark.settings import DriverSettings
 
 pytestmark = pytest.mark.spark
 
@@ -59,8 +59,8 @@ def until(check: Callable[[], bool], what: str) -> None:
 @contextmanager
 def running(harbour: Any, spark: Any, scratch: Path, file: Path, name: str = "p") -> Iterator[Runner]:
     stopping = threading.Event()
-    settings = Settings(name, file, harbour.urls, "local[2]", scratch, instance=scratch.name)
-    runner = Runner(settings, stopping, Opening(settings, spark=spark))
+    settings = DriverSettings(name, file, harbour.urls, "local[2]", scratch, instance=scratch.name)
+    runner = Runner(settings, stopping, SessionOpener(settings, spark=spark))
     failures: list[BaseException] = []
 
     def body() -> None:

@@ -12,8 +12,8 @@ import pytest
 from running import mark, started, until
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Corrupt, Unavailable
-from tidemill.base.status.status import LIVES, Mark
+from tidemill.base.errors import CorruptError, UnavailableError
+from tidemill.base.status.status import LIVES, StageStatus
 from tidemill.consensus.status.board import Board
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark.pipeline import runner as runner_module
@@ -27,7 +27,7 @@ TABLES = {"public.orders": [("o_id", "bigint", 0)]}
 BINDINGS = "pipeline:p:capture/shop:bindings"
 
 
-def told(harbour: Any, name: str, process: str) -> Mark | None:
+def told(harbour: Any, name: str, process: str) -> StageStatus | None:
     reports = harbour.portal.call(Board(harbour.stores.consensus, Rand()).reports())
     return next((m for r in reports if r.process == process for m in r.marks if m.name == name), None)
 
@@ -54,7 +54,7 @@ def test_f312_bindings_that_cannot_be_read_are_told_and_the_driver_is_not_blind(
             if fault == "waits":
                 await released.wait()
                 return await works()
-            raise Corrupt("half a record.") if fault == "corrupt" else RecursionError("deep")
+            raise CorruptError("half a record.") if fault == "corrupt" else RecursionError("deep")
 
         sink.remap.latest = latest  # type: ignore[method-assign]
         found = until(lambda: (m := mark(harbour, BINDINGS)) and m.error and m)
@@ -112,7 +112,7 @@ def test_a_driver_tells_how_its_own_stores_are_and_asks_one_that_failed_until_it
         works = inner.put
 
         async def full(key: str, data: Any) -> None:
-            raise Unavailable(f"no space left: key={key}.")
+            raise UnavailableError(f"no space left: key={key}.")
 
         inner.put = full  # type: ignore[method-assign]
         putting = asyncio.run_coroutine_threadsafe(runner.stores.objects.put("x/1", b"x"), runner.portal.loop)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Closed, Unavailable
-from tidemill.base.status.status import Tracker
+from tidemill.base.errors import ClosedError, UnavailableError
+from tidemill.base.status.status import StatusTracker
 from tidemill.spark.ingest import feed as feeding
 from tidemill.spark.ingest.feed import Feed
-from tidemill.spark.pipeline.streaming_query import SessionLost, StreamingQuery, body
+from tidemill.spark.pipeline.streaming_query import SparkSessionLostError, StreamingQuery, body
 
 BOUND_S = 30.0
 
@@ -49,7 +49,7 @@ class Sink:
         self.due_in_s = None
 
     async def arrival(self, timeout_s: float) -> None:
-        raise Closed("nothing is bound in this test")
+        raise ClosedError("nothing is bound in this test")
 
 
 def host(**more: Any) -> Any:
@@ -60,7 +60,7 @@ def host(**more: Any) -> Any:
         stores=SimpleNamespace(clock=SystemClock()),
         spark=SimpleNamespace(sparkContext=None),
         portal=SimpleNamespace(call=asyncio.run),
-        tracker=Tracker(),
+        tracker=StatusTracker(),
         ending=threading.Event(),
         session_ready=ready,
         session_is_lost=lambda: False,
@@ -106,7 +106,7 @@ def test_a_time_that_is_bound_is_taken_with_or_without_spark_and_bindings_that_a
     async def arrival(timeout_s: float) -> None:
         match arrivals.pop(0):
             case "away":
-                raise Unavailable("consensus is away")
+                raise UnavailableError("consensus is away")
             case "bound":
                 sink.due_in_s = 0
                 sink.seats.changed.set()
@@ -115,7 +115,7 @@ def test_a_time_that_is_bound_is_taken_with_or_without_spark_and_bindings_that_a
         if not arrivals:
             found.ending.set()
             sink.seats.changed.set()
-            raise Closed("the process ends")
+            raise ClosedError("the process ends")
 
     sink.seats.changed = threading.Event()
     monkeypatch.setattr(sink, "arrival", arrival)
@@ -181,7 +181,7 @@ def test_a_query_that_ends_with_its_session_ends_the_process(monkeypatch: Any) -
     found.session_is_lost = lambda: True
     watched = StreamingQuery(found, ["topic/t"], lambda _: None)
     monkeypatch.setattr(watched, "_watch", lambda: "connection refused")
-    with pytest.raises(SessionLost, match="connection refused"):
+    with pytest.raises(SparkSessionLostError, match="connection refused"):
         watched.run()
     assert found.tracker.failure(watched.mark) is None
 

@@ -20,7 +20,7 @@ from spark_harbour import Harbour
 from structlog.testing import capture_logs
 from test_spark_sink import clicks_sink
 
-from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, Unavailable
+from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema, staged_key
 from tidemill.shards.parts.schema import arrow_type
@@ -161,7 +161,7 @@ def test_a_flipped_bit_of_what_was_staged_is_corrupt_with_the_objects_key() -> N
     damaged[large.ends[0] - 2000] ^= 1
     memory.objects[large.object_key] = bytes(damaged)
     assert staged_rows(PLAIN, [large], HashRange(1, 4), memory.get).num_rows, "another chunk is whole"
-    with pytest.raises(Corrupt, match="staged chunk: object=o0 is damaged"):
+    with pytest.raises(CorruptError, match="staged chunk: object=o0 is damaged"):
         staged_rows(PLAIN, [large], HashRange(0, 4), memory.get)
 
 
@@ -169,17 +169,17 @@ def test_a_flipped_bit_of_what_was_staged_is_corrupt_with_the_objects_key() -> N
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_key_that_comes_twice_is_refused_and_named(harbour: Any, tasks: Any, overwrite: bool) -> None:
     upper = write(harbour, PLAIN, [(7, "x")])
-    with pytest.raises(Invalid, match=r"a key comes twice: k=1 .*Group by the key"):
+    with pytest.raises(InvalidError, match=r"a key comes twice: k=1 .*Group by the key"):
         write(harbour, replace(PLAIN, overwrite=overwrite), *tasks)
     assert (harbour.contents("t"), harbour.upper("t")) == ([{"k": 7, "v": "x"}], upper)
-    with pytest.raises(Invalid, match="a key comes twice"):
+    with pytest.raises(InvalidError, match="a key comes twice"):
         write(harbour, replace(PLAIN, shard="new", overwrite=overwrite), *tasks)
-    with pytest.raises(Missing):
+    with pytest.raises(MissingError):
         harbour.shard("new")
 
 
 def test_a_null_in_the_key_is_refused(harbour: Any) -> None:
-    with pytest.raises(Invalid, match="a key column is null: shard=t column=k"):
+    with pytest.raises(InvalidError, match="a key column is null: shard=t column=k"):
         write(harbour, PLAIN, [(1, "a"), (None, "b")])
 
 
@@ -251,7 +251,7 @@ def test_a_column_that_came_meanwhile_is_not_passed_over(harbour: Any) -> None:
     commit = Racing(
         harbour, PLAIN, lambda: harbour.portal.call(harbour.shard("t").evolve(Changes((wide.columns[-1],))))
     )
-    with pytest.raises(Invalid, match=r"other columns than the shard: .*-w int64"):
+    with pytest.raises(InvalidError, match=r"other columns than the shard: .*-w int64"):
         commit.run(staged_inline(PLAIN, [(1, "b")]))
     commit = Racing(
         harbour, wide, lambda: harbour.portal.call(harbour.shard("t").evolve(Changes((), (wide.columns[-1],))))
@@ -264,9 +264,9 @@ def test_who_is_overtaken_every_time_says_so_and_has_written_nothing(harbour: An
     upper = write(harbour, PLAIN, [(1, "a")])
 
     def overtaken() -> None:
-        raise Conflict("another was first")
+        raise ConflictError("another was first")
 
-    with pytest.raises(Unavailable, match=r"others were first each time: shard=t attempts=20 rows=1"):
+    with pytest.raises(UnavailableError, match=r"others were first each time: shard=t attempts=20 rows=1"):
         Racing(harbour, PLAIN, *[overtaken] * 20).run(staged_inline(PLAIN, [(1, "b")]))
     assert harbour.upper("t") == upper
 
@@ -302,14 +302,14 @@ def test_what_a_pipeline_keeps_is_refused(harbour: Any) -> None:
     write(harbour, PLAIN, [(1, "a")])
     row = PipelineRow("p", {"t": "topic:clicks"}, "p.dead_letters")
     harbour.portal.call(harbour.stores.catalogue.put(row))
-    with pytest.raises(Invalid, match=r"a pipeline keeps this shard: shard=t pipeline=p.*beside=p"):
+    with pytest.raises(InvalidError, match=r"a pipeline keeps this shard: shard=t pipeline=p.*beside=p"):
         write(harbour, PLAIN, [(1, "b")])
-    with pytest.raises(Invalid, match="only the pipeline writes its dead letters"):
+    with pytest.raises(InvalidError, match="only the pipeline writes its dead letters"):
         write(harbour, replace(PLAIN, shard="p.dead_letters", beside="p"), [(1, "b")])
     for beside in ("q", "P"):
-        with pytest.raises(Invalid, match="a pipeline keeps this shard"):
+        with pytest.raises(InvalidError, match="a pipeline keeps this shard"):
             write(harbour, replace(PLAIN, beside=beside), [(1, "b")])
-    with pytest.raises(Invalid, match="does not keep this shard: shard=other beside=p"):
+    with pytest.raises(InvalidError, match="does not keep this shard: shard=other beside=p"):
         write(harbour, replace(PLAIN, shard="other", beside="p"), [(1, "b")])
 
 
@@ -350,7 +350,7 @@ def _beside(harbour: Harbour, scratch: Path, steps: list[tuple[str, int]]) -> No
             try:
                 upper = write(harbour, replace(frame, overwrite=what == "overwrite"), list(rows.items()))
                 said.append((upper - 1, what, rows))
-            except Unavailable:
+            except UnavailableError:
                 pass  # something is bound to this very time, and nobody writes it
     assert len({time_ms for time_ms, _, _ in said}) == len(said)
     want: dict[str, int] = {}
@@ -364,9 +364,9 @@ def test_a_shard_that_was_dropped_after_the_plan_is_not_made_of_what_was_to_be_a
     frame = planned(replace(PLAIN, key=()), harbour.shard("t").schema)
     write(harbour, frame, [(2, "b")])
     harbour.drop_shard("t")
-    with pytest.raises(Missing, match=r"was dropped meanwhile: shard=t\. Give option key"):
+    with pytest.raises(MissingError, match=r"was dropped meanwhile: shard=t\. Give option key"):
         write(harbour, frame, [(3, "c")])
-    with pytest.raises(Missing):
+    with pytest.raises(MissingError):
         harbour.shard("t")
     write(harbour, PLAIN, [(3, "c")])
     assert harbour.contents("t") == [{"k": 3, "v": "c"}]
@@ -405,7 +405,7 @@ HAVE = ShardSchema((K, V, Column("n", "decimal(5,2)")), ("k",))
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_difference(frame: Frame, have: ShardSchema | None, said: str) -> None:
-    with pytest.raises(Invalid, match=said):
+    with pytest.raises(InvalidError, match=said):
         planned(frame, have)
 
 
@@ -427,7 +427,7 @@ def test_keys_alone_delete_and_nothing_else(harbour: Any) -> None:
     frame = planned(Frame("t", (Column("gone", "bool"), K), (), "gone"), ShardSchema((K, V), ("k",)))
     write(harbour, frame, [(True, 1), (True, 3), (True, 77)])
     assert [row["k"] for row in harbour.contents("t")] == [0, 2, 4]
-    with pytest.raises(Invalid, match="a row that is no deletion lacks columns: shard=t delete=gone"):
+    with pytest.raises(InvalidError, match="a row that is no deletion lacks columns: shard=t delete=gone"):
         write(harbour, frame, [(True, 1), (None, 2)])
 
 
@@ -491,7 +491,7 @@ def test_a_writer_of_sparks_stages_commits_and_leaves_nothing_behind(harbour: An
 def test_what_cannot_be_written_is_refused_before_anything_runs(
     harbour: Any, schema: str, options: dict[str, str], said: str
 ) -> None:
-    with pytest.raises(Invalid, match=said):
+    with pytest.raises(InvalidError, match=said):
         writer_of(harbour, schema, **options)
 
 
@@ -502,6 +502,6 @@ def test_the_options_of_the_table_that_rows_were_read_from_are_not_those_of_the_
     properties = {"provider": "tidemill", **{f"option.{k}": v for k, v in {**urls, "shard": "t"}.items()}}
     read_from = TidemillSource(properties).schema()
     assert "tidemill.options" in read_from.json()
-    with pytest.raises(Invalid, match="no shard is named"):
+    with pytest.raises(InvalidError, match="no shard is named"):
         writer_of(harbour, read_from)
     assert writer_of(harbour, read_from, shard="other", key="k").frame.shard == "other"

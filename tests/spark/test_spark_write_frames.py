@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_spark_reading import rows
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 
 pytestmark = pytest.mark.spark
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_written_makes_no_shard(harbour: Any, spark: Any, config:
         save(frame.selectExpr("k", "1 / (k - 59999) AS v"), config, "t", key="k")
     with pytest.raises(Exception, match=r"a key comes twice: k=77 "):
         save(frame.union(frame.where("k = 77")), config, "t", key="k")
-    with pytest.raises(Missing):
+    with pytest.raises(MissingError):
         harbour.shard("t")
 
 

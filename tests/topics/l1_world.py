@@ -11,7 +11,7 @@ from tidemill.base.clock import Rand
 from tidemill.metastore.rows import L1_OBJECTS
 from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow
 from tidemill.topics.batch_reads import Ranges
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.reconciler import Reconciler, Round
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
@@ -24,7 +24,7 @@ from tidemill.topics.partition_reader import PartitionReaderImpl
 class L1World(World):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.rows = L1Rows(self.metastore, self.clock, Rand(3))
+        self.rows = ExtentStore(self.metastore, self.clock, Rand(3))
         self.l1 = L1Reader(self.rows, self.objects)
         self.reader = PartitionReaderImpl(self.consensus, self.objects, self.l1)
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 
-from tidemill.base.errors import Invalid
-from tidemill.topics.api import BadBatch, CorruptBatch
+from tidemill.base.errors import InvalidError
+from tidemill.topics.api import CorruptBatchError, UnreadableBatchError
 from tidemill.topics.batch import Record, check_batch, decode_batch, decode_columns, encode_batch, patch, split_batches
 from tidemill.topics.batch.header import MAX_SEQUENCE
 
@@ -111,13 +111,13 @@ GOOD = encode_batch([Record(b"k", b"v", (), 3)] * 4, producer_id=5, producer_epo
     ],
 )
 def test_a_malformed_batch_is_refused(bad: bytes) -> None:
-    with pytest.raises(CorruptBatch):
+    with pytest.raises(CorruptBatchError):
         check_batch(bad)
 
 
 @given(st.integers(61, len(GOOD) - 1), st.integers(0, 255))
 def test_damage_inside_the_records_never_escapes_as_another_error(at: int, value: int) -> None:
-    with contextlib.suppress(BadBatch):
+    with contextlib.suppress(UnreadableBatchError):
         decode_batch(_with(GOOD, at, bytes([value])), check_crc=False)
 
 
@@ -127,12 +127,12 @@ def test_random_payload_never_escapes_as_another_error(payload: bytes) -> None:
         head = bytearray(GOOD[:61])
         head[8:12] = (49 + len(payload)).to_bytes(4, "big")
         head[22] = codec
-        with contextlib.suppress(BadBatch):
+        with contextlib.suppress(UnreadableBatchError):
             decode_batch(bytes(head) + payload, check_crc=False)
 
 
 def test_no_records_and_unknown_codecs_are_refused() -> None:
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         encode_batch([])
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         encode_batch([Record(None, None)], compression="brotli")

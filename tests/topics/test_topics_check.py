@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.limits import DECOMPRESSED_BYTES
-from tidemill.topics.api import BadBatch, BatchRef, BatchTooLarge, CorruptBatch, InvalidRecords
+from tidemill.topics.api import (
+    BatchRef,
+    BatchTooLargeError,
+    CorruptBatchError,
+    InvalidRecordsError,
+    UnreadableBatchError,
+)
 from tidemill.topics.batch import Record, check_batch, decode_columns, encode_batch
 from tidemill.topics.batch import validation as module
 from tidemill.topics.batch.compression import CODECS, compress, decompress
@@ -82,22 +88,22 @@ def test_a_forged_batch_under_a_right_checksum_is_refused_with_its_first_bad_rec
     count = struct.unpack_from(">i", batch, 57)[0]
     codec = CODECS[compression]
     batch = sealed(compress(codec, batch[61:]), count, codec=codec)
-    with pytest.raises(InvalidRecords) as caught:
+    with pytest.raises(InvalidRecordsError) as caught:
         check_batch(batch)
     assert [index for index, _ in caught.value.record_errors] == ([bad] if bad >= 0 else [])
 
 
 def test_counts_of_the_header_that_disagree_are_refused() -> None:
-    with pytest.raises(InvalidRecords):
+    with pytest.raises(InvalidRecordsError):
         check_header(sealed(records(), COUNT, last_delta=COUNT))
 
 
 def test_a_wrong_checksum_is_damage_on_the_way_and_may_be_sent_again() -> None:
     batch = bytearray(sealed(records(), COUNT))
     batch[-1] ^= 1
-    with pytest.raises(CorruptBatch) as caught:
+    with pytest.raises(CorruptBatchError) as caught:
         check_batch(batch)
-    assert not isinstance(caught.value, InvalidRecords)
+    assert not isinstance(caught.value, InvalidRecordsError)
 
 
 rows = st.lists(
@@ -131,7 +137,7 @@ def test_columns_and_walk_agree_on_every_batch(rows: list[Record], chunk: int, d
         module.CHUNK_RECORDS = before
     try:
         walked: int | None = module._walk(view, header)
-    except InvalidRecords:
+    except InvalidRecordsError:
         walked = None
     assert by_columns == walked
     assert in_line in (walked, None), "in line nothing is taken that the walk refuses"
@@ -172,7 +178,7 @@ def test_runs_and_walk_agree_on_batches_of_few_shapes(
     header, view = check_header(sealed(bytes(payload), len(rows))), memoryview(payload)
     try:
         walked: int | None = module._walk(view, header)
-    except InvalidRecords:
+    except InvalidRecordsError:
         walked = None
     assert module._by_runs(view, header) in (walked, None)
 
@@ -203,7 +209,7 @@ def test_no_byte_of_a_record_in_a_run_changes_unseen(changed: int) -> None:
         payload[at] ^= changed
         try:
             walked: int | None = module._walk(memoryview(payload), header)
-        except InvalidRecords:
+        except InvalidRecordsError:
             walked = None
             refused += 1
         assert module._by_runs(memoryview(payload), header) in (walked, None), at - last
@@ -237,11 +243,11 @@ def test_no_decode_makes_more_than_the_cap(compression: str) -> None:
     at_most = compress(codec, bytes(DECOMPRESSED_BYTES))
     assert len(decompress(codec, memoryview(at_most))) == DECOMPRESSED_BYTES
     bomb = compress(codec, bytes(DECOMPRESSED_BYTES + 1))
-    with pytest.raises(BatchTooLarge):
+    with pytest.raises(BatchTooLargeError):
         decompress(codec, memoryview(bomb))
-    with pytest.raises(BatchTooLarge):
+    with pytest.raises(BatchTooLargeError):
         check_batch(sealed(bomb, 1, codec=codec))
-    with pytest.raises(BadBatch, match="too large"):
+    with pytest.raises(UnreadableBatchError, match="too large"):
         decode_columns(sealed(bomb, 1, codec=codec))
 
 
@@ -260,7 +266,7 @@ def test_a_stored_batch_that_is_spoilt_is_named_by_the_offsets_of_its_log(how: s
     batch = bytearray(encode_batch([Record(None, b"v") for _ in range(COUNT)], base_offset=500))
     assert decode_columns(batch, ref=REF)[1].offsets.tolist() == list(range(500, 500 + COUNT))
     SPOILT[how](batch)
-    with pytest.raises(BadBatch) as caught:
+    with pytest.raises(UnreadableBatchError) as caught:
         decode_columns(batch, ref=REF)
     assert (caught.value.base_offset, caught.value.last_offset) == (500, 500 + COUNT - 1)
 
@@ -268,5 +274,5 @@ def test_a_stored_batch_that_is_spoilt_is_named_by_the_offsets_of_its_log(how: s
 @pytest.mark.parametrize("name", FORGED)
 def test_what_was_stored_before_it_was_checked_ends_its_reader_with_one_kind_of_error(name: str) -> None:
     batch, _ = FORGED[name]
-    with pytest.raises(BadBatch):
+    with pytest.raises(UnreadableBatchError):
         decode_columns(batch)

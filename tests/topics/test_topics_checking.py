@@ -8,14 +8,14 @@ import threading
 import pytest
 from topics_world import batch, run
 
-from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.errors import ClosedError, TidemillError
 from tidemill.topics.batch.validation import check_header
-from tidemill.topics.produce.validator_pool import THREADS, Checker, Good
+from tidemill.topics.produce.validator_pool import THREADS, BatchValidator, ValidatedBatch
 
 
 def test_who_sends_thousands_of_dear_batches_delays_another_sender_by_one() -> None:
     async def scenario() -> None:
-        checker = Checker()
+        checker = BatchValidator()
         gate = threading.Event()
         done: list[str] = []
 
@@ -38,14 +38,14 @@ def test_who_sends_thousands_of_dear_batches_delays_another_sender_by_one() -> N
 
 def test_a_compressed_batch_is_answered_on_the_loop_and_a_closed_checker_takes_none() -> None:
     async def scenario() -> None:
-        checker = Checker()
+        checker = BatchValidator()
         data = batch("a", compression="zstd")
-        heard: asyncio.Future[Good | TidemillError] = asyncio.get_running_loop().create_future()
+        heard: asyncio.Future[ValidatedBatch | TidemillError] = asyncio.get_running_loop().create_future()
         checker.check(check_header(data), data, 1, heard.set_result)
         assert not heard.done(), "never in the plain call"
-        assert await heard == Good(1000)
+        assert await heard == ValidatedBatch(1000)
         checker.close()
-        with pytest.raises(Closed):
+        with pytest.raises(ClosedError):
             checker.check(check_header(data), data, 1, heard.set_result)
 
     run(scenario())

@@ -8,7 +8,7 @@ import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.topics.api import BadBatch
+from tidemill.topics.api import UnreadableBatchError
 from tidemill.topics.batch import Columns, Record, decode_opened, encode_batch, open_batch
 from tidemill.topics.batch.decode import Opened, _alone, _together
 
@@ -35,7 +35,7 @@ def rows_of(columns: Columns) -> list[tuple[object, ...]]:
 def read_alone(opened: Opened) -> list[tuple[object, ...]] | tuple[int, int]:
     try:
         return rows_of(_alone(opened))
-    except BadBatch as bad:
+    except UnreadableBatchError as bad:
         return bad.base_offset, bad.last_offset
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.topics.api import BatchRef, InvalidRecords, Marker
+from tidemill.topics.api import BatchRef, InvalidRecordsError, Marker
 from tidemill.topics.batch import Record, decode_batch, encode_batch, parse_header
 from tidemill.topics.batch.columns import of_fields
 from tidemill.topics.batch.control_batch import encode_marker, transactional
@@ -207,7 +207,7 @@ def test_a_record_without_a_key_is_named_where_keys_are_asked_for(codec: str) ->
     rows = [Record(b"k" if i % 3 else None, None, (), 1_000) for i in range(7)]
     data = encode_batch(rows, compression=codec)
     assert check_body(parse_header(data), data) == 1_000
-    with pytest.raises(InvalidRecords) as refused:
+    with pytest.raises(InvalidRecordsError) as refused:
         check_body(parse_header(data), data, keyed=True)
     assert [index for index, _ in refused.value.record_errors] == [0, 3, 6]
     good = encode_batch([Record(b"", None, (), 1_000)] * 300, compression=codec)

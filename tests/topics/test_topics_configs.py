@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from topics_world import World, batch, eventually, fetch, run
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.api import BatchTooLarge, InvalidTimestamp
+from tidemill.topics.api import BatchTooLargeError, InvalidTimestampError
 from tidemill.topics.batch import decode_batch
 from tidemill.topics.batch.compression import CODECS, codec_number
 from tidemill.topics.batch.encode import recompressed
@@ -47,7 +47,7 @@ def test_every_config_of_kafka_has_a_meaning_here_and_takes_its_own_default() ->
 def _refused(config: dict[str, str]) -> str:
     try:
         topic_config(config)
-    except Invalid as error:
+    except InvalidError as error:
         return error.message
     return ""
 
@@ -73,7 +73,7 @@ def test_what_would_have_to_be_compacted_before_it_may_be_is_refused(least: int,
     for name, value in lags.items():
         others = {key: text for key, text in lags.items() if key != name}
         if least > most:
-            with pytest.raises(Invalid, match=name):
+            with pytest.raises(InvalidError, match=name):
                 altered(others, [(name, Op.SET, value)])
         else:
             assert altered(others, [(name, Op.SET, value)]) == lags
@@ -92,7 +92,7 @@ def test_what_would_have_to_be_compacted_before_it_may_be_is_refused(least: int,
     ],
 )  # fmt: skip
 def test_a_value_that_is_not_served_is_refused_by_name(name: str, value: str) -> None:
-    with pytest.raises(Invalid, match=name) as refused:
+    with pytest.raises(InvalidError, match=name) as refused:
         topic_config({name: value})
     assert refused.value.fix
     assert len(str(refused.value)) < 2000
@@ -166,7 +166,7 @@ def test_what_a_batch_is_as_it_is_stored_decides_whether_it_is_too_large() -> No
         }
         row = await world.catalogue.create_topic("t", 1, config=config)
         node = world.node()
-        with pytest.raises(BatchTooLarge):
+        with pytest.raises(BatchTooLargeError):
             await node.produce_nowait(row.topic_id, 0, batch("x" * 3000, compression="zstd"))
         result = await node.produce_nowait(row.topic_id, 0, batch("x" * 1000, compression="zstd"))
         (stored,) = (await fetch(node, row.topic_id, 0, 0)).batches
@@ -212,10 +212,10 @@ def test_open_partitions_follow_a_changed_config_without_a_restart() -> None:
             await eventually(lambda: led.config == topic_config(new))
 
         await change(max_message_bytes="2000")
-        with pytest.raises(BatchTooLarge):
+        with pytest.raises(BatchTooLargeError):
             await node.produce_nowait(row.topic_id, 0, batch("x" * 3000))
         await change(message_timestamp_after_max_ms="60000")
-        with pytest.raises(InvalidTimestamp):
+        with pytest.raises(InvalidTimestampError):
             await node.produce_nowait(row.topic_id, 0, batch("later", timestamp_ms=now_ms + 10**9))
         await node.produce_nowait(row.topic_id, 0, batch("soon", timestamp_ms=now_ms + 30_000))
         await change(message_timestamp_type="LogAppendTime")

@@ -9,9 +9,9 @@ import pytest
 from l1_world import L1World, in_world
 from topics_world import World, batch, eventually, fetch, run, values_of
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.api import NotLeader, OffsetOutOfRange, StillRead
+from tidemill.topics.api import NotLeaderError, OffsetOutOfRangeError, RecordsStillNeededError
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.local_topics import LocalTopics
 
@@ -30,7 +30,7 @@ def test_the_start_moves_for_readers_at_once_and_for_whoever_leads_next() -> Non
         node, row = await filled(world)
         assert await node.delete_records(row.topic_id, 0, 2) == 2
         found = await fetch(node, row.topic_id, 0, 1)
-        assert isinstance(found.error, OffsetOutOfRange)
+        assert isinstance(found.error, OffsetOutOfRangeError)
         assert found.log_start_offset == 2
         assert await node.delete_records(row.topic_id, 0, 1) == 2, "never back"
         successor = world.node()
@@ -49,7 +49,7 @@ def test_an_offset_beyond_the_log_is_refused_and_changes_nothing() -> None:
         world = World()
         node, row = await filled(world)
         for offset in (6, -2, 2**62):
-            with pytest.raises(OffsetOutOfRange):
+            with pytest.raises(OffsetOutOfRangeError):
                 await node.delete_records(row.topic_id, 0, offset)
         assert await node.delete_records(row.topic_id, 0, 0) == 0
         await world.aclose()
@@ -65,23 +65,23 @@ def test_what_somebody_has_yet_to_read_stays() -> None:
 
         async def holds(topic: TopicRow) -> Mapping[int, int] | None:
             if held == {}:
-                raise Unavailable("cannot be told")
+                raise UnavailableError("cannot be told")
             return held
 
         node.hold(holds)
-        with pytest.raises(StillRead, match="read_to=3"):
+        with pytest.raises(RecordsStillNeededError, match="read_to=3"):
             await node.delete_records(row.topic_id, 0, -1)
         assert await node.delete_records(row.topic_id, 0, 3) == 3
         held = None
-        with pytest.raises(StillRead, match="read_to=0"):
+        with pytest.raises(RecordsStillNeededError, match="read_to=0"):
             await node.delete_records(row.topic_id, 0, 4)
         held = {}
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await node.delete_records(row.topic_id, 0, 4)
         assert (await node.offsets(row.topic_id, 0)).log_start_offset == 3
         captured = await world.catalogue.create_topic("captured", 1, kind="capture")
         await node.produce_nowait(captured.topic_id, 0, batch("a"))
-        with pytest.raises(StillRead, match="captured"):
+        with pytest.raises(RecordsStillNeededError, match="captured"):
             await node.delete_records(captured.topic_id, 0, -1)
         await world.aclose()
 
@@ -105,8 +105,8 @@ def test_a_reader_that_waits_hears_of_it_and_a_deleter_hears_that_its_leader_is_
         world.consensus.on_append = never  # type: ignore[assignment]
         deleting = asyncio.create_task(node.delete_records(row.topic_id, 0, -1))
         await eventually(lambda: node._led[row.topic_id, 0]._committing)
-        node._led[row.topic_id, 0].close(NotLeader("moved."))
-        with pytest.raises(NotLeader):
+        node._led[row.topic_id, 0].close(NotLeaderError("moved."))
+        with pytest.raises(NotLeaderError):
             await deleting
         world.consensus.on_append = None
         for task in asyncio.all_tasks() - {asyncio.current_task()}:

@@ -17,7 +17,7 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import open_objects
-from tidemill.topics.api import NotLeader
+from tidemill.topics.api import NotLeaderError
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import Membership, NodeInfo
 from tidemill.topics.partition_reader import PartitionReaderImpl
@@ -109,7 +109,7 @@ async def two_nodes(dsn: str, directory: Path) -> None:
                 result = await leader.produce_nowait(row.topic_id, partition, data)
                 assert result.base_offset == number
                 return
-            except NotLeader:
+            except NotLeaderError:
                 await asyncio.sleep(0.01)
 
     async with asyncio.timeout(DEADLINE_S):

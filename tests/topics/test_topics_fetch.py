@@ -7,9 +7,9 @@ import pytest
 from topics_world import World, batch, eventually, fetch, run, values_of
 
 from patience import DEADLINE_S
-from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.base.limits import OBJECT_CONCURRENCY
-from tidemill.topics.api import BatchRef, FetchRead, NotLeader, OffsetOutOfRange
+from tidemill.topics.api import BatchRef, FetchRead, NotLeaderError, OffsetOutOfRangeError
 from tidemill.topics.batch.header import patch
 from tidemill.topics.batch_reads import read_batches
 from tidemill.topics.fetch import fetch_planner
@@ -145,7 +145,7 @@ def test_out_of_range_is_an_error_of_that_partition_alone() -> None:
         topics, topic_id = await filled(world)
         reads = [FetchRead(topic_id, 0, 21, 999), FetchRead(topic_id, 0, 18, 999), FetchRead(topic_id, 0, -1, 999)]
         high, good, low = await topics.fetch(reads, max_wait_s=15.0, min_bytes=1 << 20, max_bytes=1 << 20)
-        assert isinstance(high.error, OffsetOutOfRange) and isinstance(low.error, OffsetOutOfRange)
+        assert isinstance(high.error, OffsetOutOfRangeError) and isinstance(low.error, OffsetOutOfRangeError)
         assert high.high_watermark == 20
         assert good.error is None and len(good.batches) == 1
         unknown, elsewhere = await topics.fetch(
@@ -154,7 +154,7 @@ def test_out_of_range_is_an_error_of_that_partition_alone() -> None:
             min_bytes=1,
             max_bytes=9,
         )
-        assert isinstance(unknown.error, Missing) and isinstance(elsewhere.error, Missing)
+        assert isinstance(unknown.error, MissingError) and isinstance(elsewhere.error, MissingError)
 
     in_world(scenario(), world)
 
@@ -214,7 +214,7 @@ def test_an_object_that_is_gone_fails_its_partition_alone() -> None:
         await world.objects.delete(ref.object_key)
         reads = [FetchRead(row.topic_id, p, 0, 1 << 20) for p in (0, 1)]
         lost, fine = await topics.fetch(reads, max_wait_s=0, min_bytes=1, max_bytes=1 << 20)
-        assert isinstance(lost.error, Corrupt) and lost.batches == []
+        assert isinstance(lost.error, CorruptError) and lost.batches == []
         assert values_of(fine.batches) == [(0, "1")]
 
     in_world(scenario(), world)
@@ -229,10 +229,10 @@ def test_a_fetch_waiting_on_a_lost_partition_is_told() -> None:
         await asyncio.sleep(0.01)
         other = world.node()
         await other.produce_nowait(topic_id, 0, batch("theirs"))
-        with pytest.raises(NotLeader):
+        with pytest.raises(NotLeaderError):
             await topics.produce_nowait(topic_id, 0, batch("ours"))
         found = await waiting
-        assert isinstance(found.error, NotLeader) or values_of(found.batches) == [(2, "theirs")]
+        assert isinstance(found.error, NotLeaderError) or values_of(found.batches) == [(2, "theirs")]
 
     in_world(scenario(), world)
 
@@ -285,7 +285,7 @@ def test_the_reader_plans_whole_batches_that_overlap_the_range() -> None:
         assert await reader.plan(topic_id, 0, 5, 5) == []
         await topics.produce_nowait(topic_id, 0, batch("late"))
         assert [r.base_offset for r in await reader.plan(topic_id, 0, 19, 21)] == [18, 20]
-        with pytest.raises(OffsetOutOfRange):
+        with pytest.raises(OffsetOutOfRangeError):
             await reader.plan(topic_id, 0, 0, 22)
 
     in_world(scenario(), world)
@@ -300,7 +300,7 @@ def test_an_executor_reads_with_nothing_but_the_bucket() -> None:
         executor = PartitionReaderImpl(None, world.objects)
         found = await executor.read(list(reversed(refs)))
         assert [v for _, v in values_of(found)][:2] == ["9a", "9b"]
-        with pytest.raises(Invalid):
+        with pytest.raises(InvalidError):
             await executor.high_watermark(topic_id, 0)
 
     in_world(scenario(), world)
@@ -393,7 +393,7 @@ def test_of_thousands_of_objects_a_few_are_read_side_by_side() -> None:
             await asyncio.sleep(0)
             tasks.append(len(asyncio.all_tasks()))
             if key == "1500":
-                raise Missing("gone.")
+                raise MissingError("gone.")
             return [bytes(data)]
 
     async def scenario() -> None:
@@ -402,7 +402,7 @@ def test_of_thousands_of_objects_a_few_are_read_side_by_side() -> None:
         assert sorted(asked) == sorted(str(n) for n in range(3_000))
         assert max(tasks) <= OBJECT_CONCURRENCY + 2
         assert [n for n, each in enumerate(found) if not isinstance(each, list)] == [1500]
-        assert isinstance(found[1500], Corrupt)
+        assert isinstance(found[1500], CorruptError)
 
     run(scenario())
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from topics_world import World, batch, eventually, run, values_of
 
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.api import Fetched, FetchRead, Marker, NotLeader, Within
+from tidemill.topics.api import Fetched, FetchRead, Marker, NotLeaderError, ProduceTransaction
 from tidemill.topics.batch.control_batch import transactional
 from tidemill.topics.batch.header import parse_header
 from tidemill.topics.fetch.fetch_interest import LocalFollowing
 from tidemill.topics.local_topics import LocalTopics
 
 PARTITIONS = 3
-WITHIN = Within("tx")
+WITHIN = ProduceTransaction("tx")
 
 Step = tuple[str, int]
 steps = st.lists(
@@ -85,7 +85,7 @@ class Model:
     async def anew(self, partition: int) -> None:
         led = self.topics._led.get((self.row.topic_id, partition))
         if led is not None:
-            led.close(NotLeader("moved by this test."))
+            led.close(NotLeaderError("moved by this test."))
 
     async def follow(self, partition: int) -> None:
         self.put(partition, self.at.get(partition, 0))

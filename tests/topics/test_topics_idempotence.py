@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tidemill.topics.batch.header import MAX_SEQUENCE, add_sequence
 from tidemill.topics.partition.producer_state import Producer, Refusal, Remembered, judge, remember
-from tidemill.topics.partition.sequence_gaps import HOLE_EXPIRY_S, HOLES_LIMIT, Holes
+from tidemill.topics.partition.sequence_gaps import HOLE_EXPIRY_S, HOLES_LIMIT, SequenceGaps
 
 
 def after(*batches: tuple[int, int], epoch: int = 0) -> Producer | None:
@@ -86,7 +86,7 @@ def test_any_run_of_batches_is_accepted_in_order_and_its_last_five_are_known(sta
 
 
 def test_a_hole_blocks_what_comes_after_it_until_it_is_filled() -> None:
-    holes = Holes()
+    holes = SequenceGaps()
     holes.failed(1, 0, 10, 0.0)
     assert holes.blocks(1, 0, 20, 1.0)
     assert not holes.blocks(1, 0, 10, 1.0)
@@ -97,7 +97,7 @@ def test_a_hole_blocks_what_comes_after_it_until_it_is_filled() -> None:
 
 
 def test_the_earliest_failed_batch_is_the_hole_in_whatever_order_they_fail() -> None:
-    holes = Holes()
+    holes = SequenceGaps()
     holes.failed(1, 0, 20, 0.0)
     holes.failed(1, 0, 10, 0.0)
     holes.failed(1, 0, 30, 0.0)
@@ -106,7 +106,7 @@ def test_the_earliest_failed_batch_is_the_hole_in_whatever_order_they_fail() -> 
 
 
 def test_a_batch_before_the_hole_does_not_fill_it() -> None:
-    holes = Holes()
+    holes = SequenceGaps()
     holes.failed(1, 0, 20, 0.0)
     holes.filled(1, 0, 10, 10)
     assert holes.blocks(1, 0, 30, 1.0)
@@ -115,7 +115,7 @@ def test_a_batch_before_the_hole_does_not_fill_it() -> None:
 def test_a_batch_that_failed_later_is_missing_still_when_the_earlier_one_has_come() -> None:
     """Found by the simulation, seed 1849 of the topics: the retry of 10 fills its place, that of 20 is still to come,
     and 30, which arrives between, is not out of order."""
-    holes = Holes()
+    holes = SequenceGaps()
     holes.failed(1, 0, 10, 0.0)
     holes.failed(1, 0, 20, 1.0)
     holes.filled(1, 0, 10, 10)
@@ -127,7 +127,7 @@ def test_a_batch_that_failed_later_is_missing_still_when_the_earlier_one_has_com
 
 
 def test_who_comes_again_and_again_does_not_keep_a_hole() -> None:
-    holes = Holes()
+    holes = SequenceGaps()
     holes.failed(1, 0, 10, 0.0)
     holes.failed(1, 0, 20, HOLE_EXPIRY_S - 1)
     assert holes.blocks(1, 0, 20, HOLE_EXPIRY_S - 1)
@@ -135,7 +135,7 @@ def test_who_comes_again_and_again_does_not_keep_a_hole() -> None:
 
 
 def test_a_new_epoch_supersedes_a_hole() -> None:
-    holes = Holes()
+    holes = SequenceGaps()
     holes.failed(1, 0, 10, 0.0)
     assert not holes.blocks(1, 1, 50, 1.0)
     holes.filled(1, 1, 0, 1)
@@ -143,13 +143,13 @@ def test_a_new_epoch_supersedes_a_hole() -> None:
 
 
 def test_a_hole_is_ordered_across_the_wrap() -> None:
-    holes = Holes()
+    holes = SequenceGaps()
     holes.failed(1, 0, MAX_SEQUENCE - 1, 0.0)
     assert holes.blocks(1, 0, 1, 1.0)
 
 
 def test_a_hole_expires_and_their_number_is_bounded() -> None:
-    holes = Holes()
+    holes = SequenceGaps()
     holes.failed(1, 0, 10, 0.0)
     assert not holes.blocks(1, 0, 20, HOLE_EXPIRY_S)
     for producer_id in range(HOLES_LIMIT + 10):

@@ -10,7 +10,7 @@ import pytest
 from topics_world import World, batch, eventually, run
 
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.api import FetchRead, NotLeader
+from tidemill.topics.api import FetchRead, NotLeaderError
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition.state import LED_BYTES
@@ -207,7 +207,7 @@ def test_marks_are_the_sums_of_the_open_partitions_whatever_opened_moved_and_clo
             await topics.produce_nowait(row.topic_id, 0, batch("a", "b"))
         assert position() == 2 * count
         await topics.produce_nowait(rows[0].topic_id, 1, batch("c"))
-        topics._led[rows[1].topic_id, 0].close(NotLeader("moved by this test."))
+        topics._led[rows[1].topic_id, 0].close(NotLeaderError("moved by this test."))
         if count > OWN_MARKS:
             assert position() == 2 * count - 1
         await topics.produce_nowait(rows[1].topic_id, 0, batch("d"))

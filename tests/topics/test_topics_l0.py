@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from topics_world import GatedObjects, eventually, run
 
 from tidemill.base.clock import ManualClock, Rand
-from tidemill.base.errors import Corrupt, TidemillError, Unavailable
+from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.topics.batch_reads import choose
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.format import Region, decode_footer, encode_footer, object_key
@@ -38,7 +38,7 @@ def test_any_damage_to_a_footer_is_noticed(rows: list[Region], data: st.DataObje
     footer = bytearray(encode_footer(rows))
     at = data.draw(st.integers(0, len(footer) - 1))
     footer[at] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode_footer(footer)
 
 
@@ -114,7 +114,7 @@ class Telling:
         return seen
 
 
-@pytest.mark.parametrize("error", [None, Unavailable("gone.")])
+@pytest.mark.parametrize("error", [None, UnavailableError("gone.")])
 def test_members_hear_in_order_and_in_stretches_while_their_object_stays_open(error: TidemillError | None) -> None:
     async def scenario() -> None:
         telling = Telling()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.errors import Missing, TidemillError, Unavailable
+from tidemill.base.errors import MissingError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l0 import shared_reads
@@ -84,7 +84,7 @@ def test_a_read_that_fails_fails_for_all_who_wait_and_for_nobody_after_them() ->
     async def body(objects: Counted, shared: SharedReads) -> None:
         await read(shared, (0, 10))
         objects.gate.clear()
-        objects.error = Unavailable("away.")
+        objects.error = UnavailableError("away.")
         readers = [asyncio.ensure_future(read(shared, (0, 10), (50, 60))) for _ in range(3)]
         await asyncio.sleep(0)
         objects.gate.set()
@@ -94,7 +94,7 @@ def test_a_read_that_fails_fails_for_all_who_wait_and_for_nobody_after_them() ->
         objects.error = None
         await read(shared, (50, 60))
         assert len(objects.asked) == 3 and shared.held_bytes == 10 + 60
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await shared.get_ranges("l0/e/gone", [(0, 1)])
         assert shared.held_bytes == 70
 
@@ -105,7 +105,7 @@ def test_a_fault_that_nobody_foresaw_is_told_to_all_who_wait() -> None:
     async def body(objects: Counted, shared: SharedReads) -> None:
         objects.error = RuntimeError("a bug")
         for _ in range(2):
-            with pytest.raises(Unavailable):
+            with pytest.raises(UnavailableError):
                 await shared.get_ranges(KEY, [(0, 1)])
         assert len(objects.asked) == 2 and shared.held_bytes == 0
 
@@ -153,7 +153,7 @@ def test_nobody_waits_for_what_ended_with_its_node() -> None:
         reader = asyncio.ensure_future(shared.get_ranges(KEY, [(0, 10)]))
         await asyncio.sleep(0)
         await tasks.aclose()
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await reader
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -196,7 +196,7 @@ def test_whatever_readers_ask_for_each_has_its_bytes(
             await objects.put(key, DATA)
         readers = []
         for key, ranges, fails in asked:
-            objects.error = Unavailable("away.") if fails else None
+            objects.error = UnavailableError("away.") if fails else None
             readers.append(asyncio.ensure_future(read(shared, *ranges, key=key)))
             await asyncio.sleep(0)
         ended = await asyncio.gather(*readers, return_exceptions=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.clock import ManualClock
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l1.read_ahead import ReadAhead
@@ -103,7 +103,7 @@ def test_a_reader_that_comes_before_its_span_waits_for_it_and_reads_once() -> No
 
 def test_a_span_that_cannot_be_read_is_forgotten_and_its_reader_reads_for_itself() -> None:
     async def body(objects: Counted, ahead: ReadAhead) -> None:
-        objects.error = Unavailable("away.")
+        objects.error = UnavailableError("away.")
         for begin in range(0, 500, 100):
             await read(ahead, begin, begin + 100)
             await asyncio.sleep(0)

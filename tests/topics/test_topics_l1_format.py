@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from topics_world import batch
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.metastore.rows.l1 import NO_TIMESTAMP, l1_key
 from tidemill.topics.batch import parse_header, patch, split_batches
 from tidemill.topics.l1 import builder, format
@@ -74,9 +74,9 @@ def test_any_damage_to_an_index_is_noticed(batches: list[tuple[int, int, int, in
     stored = bytearray(encode_index(batches))
     at = data.draw(st.integers(0, len(stored) - 1))
     stored[at] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode_index(stored, region_of(batches))
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode_index(encode_index(batches)[:-1], region_of(batches))
 
 
@@ -92,13 +92,13 @@ def test_any_damage_to_an_index_is_noticed(batches: list[tuple[int, int, int, in
 def test_an_index_of_another_region_is_refused(region: Region) -> None:
     data = encode_index([(5, 10, 150, 0)])
     assert len(decode_index(data, Region(0, 0, 150, 5, 9, 0, 1, 150, 0))) == 1
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode_index(data, region)
 
 
 @pytest.mark.parametrize("bad", [[(5, 5, 9, 0)], [(5, 7, 9, 0), (6, 9, 9, 0)], [(5, 7, 0, 0), (7, 9, 18, 0)]])
 def test_an_index_whose_batches_do_not_ascend_is_corrupt(bad: list[tuple[int, int, int, int]]) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         decode_index(encode_index(bad), region_of(bad))
 
 
@@ -107,7 +107,7 @@ def test_a_compressed_index_of_another_length_than_its_count_is_corrupt(count: i
     batches = [(i, i + 1, 100, i) for i in range(count)]
     body = bytearray(encode_index([(i, i + 1, 100, i) for i in range(10)])[:-4])
     body[4:8] = count.to_bytes(4, "little")
-    with pytest.raises(Corrupt, match=r"cause=|payload_bytes="):
+    with pytest.raises(CorruptError, match=r"cause=|payload_bytes="):
         decode_index(body + crc32c.crc32c(body).to_bytes(4, "little"), region_of(batches))
 
 
@@ -147,13 +147,13 @@ def test_any_damage_to_a_footer_is_noticed(footer: Footer, data: st.DataObject) 
     whole = bytearray(bytes(1000) + encode_footer(footer))
     at = data.draw(st.integers(1000, len(whole) - 1))
     whole[at] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         parse_tail(whole, len(whole))
 
 
 @pytest.mark.parametrize("tail", [b"", b"123", b"1234", bytes(64), b"\xff" * 64])
 def test_what_is_no_l1_object_is_corrupt(tail: bytes) -> None:
-    with pytest.raises(Corrupt):
+    with pytest.raises(CorruptError):
         parse_tail(tail, len(tail))
 
 
@@ -161,9 +161,9 @@ def test_a_footer_that_names_more_than_the_object_holds_is_corrupt() -> None:
     region = Region(0, 0, 100, 0, 0, 0, 1, 100, 9)
     whole = encode_footer(Footer("t", (region,)))
     assert parse_tail(bytes(109) + whole, 109 + len(whole))
-    with pytest.raises(Corrupt, match="names what is not"):
+    with pytest.raises(CorruptError, match="names what is not"):
         parse_tail(bytes(108) + whole, 108 + len(whole))
-    with pytest.raises(Corrupt, match="names what is not"):
+    with pytest.raises(CorruptError, match="names what is not"):
         parse_tail(bytes(109) + encode_footer(Footer("t", (region, Region(0, 0, 0, 5, 4, 0, 0, 0, 0)))), 300)
 
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.metastore.rows import BY_TAG, L1_OBJECTS
 from tidemill.metastore.rows.l1 import (
     NO_TIMESTAMP,
@@ -21,7 +21,7 @@ from tidemill.metastore.rows.l1 import (
 )
 from tidemill.topics.l1 import row_transitions
 from tidemill.topics.l1.format import Region
-from tidemill.topics.l1.row_transitions import Add, Held, Replace, Written
+from tidemill.topics.l1.row_transitions import Add, ReadRows, Replace, Written
 
 T = "topic"
 
@@ -55,10 +55,10 @@ class Table:
     def object(self, name: str) -> L1ObjectRow:
         return self.held().objects[name]
 
-    def held(self) -> Held:
+    def held(self) -> ReadRows:
         terms = {row.partition: row for row in self.of(L1TermRow)}  # ascending: the newest stays
         partitions = {row.partition: row for row in self.of(L1PartitionRow)}
-        return Held(partitions, terms, {row.object_id: row for row in self.of(L1ObjectRow)})
+        return ReadRows(partitions, terms, {row.object_id: row for row in self.of(L1ObjectRow)})
 
     def register(self, name: str) -> None:
         self.write([L1_OBJECTS.encode(row_transitions.register(T, name, 1))])
@@ -87,14 +87,14 @@ class Table:
 
 
 def test_an_object_that_was_not_registered_cannot_be_added() -> None:
-    with pytest.raises(Invalid, match="not registered"):
+    with pytest.raises(InvalidError, match="not registered"):
         Table().add_registered("o", region(0, 0, 9))
 
 
 def test_an_object_is_added_once() -> None:
     table = Table()
     assert table.add("o", region(0, 0, 9)) == {0: 10}
-    with pytest.raises(Invalid, match="not registered"):
+    with pytest.raises(InvalidError, match="not registered"):
         table.add_registered("o", region(0, 10, 19))
     assert row_transitions.was_added(table.object("o"))
 
@@ -106,7 +106,7 @@ def test_an_object_whose_registration_expired_cannot_be_added_and_is_garbage() -
     expired = row_transitions.expire(table.object("o"), 7)
     assert expired is not None and row_transitions.is_garbage(expired) and not row_transitions.was_added(expired)
     table.write([L1_OBJECTS.encode(expired)])
-    with pytest.raises(Invalid, match="expired=True"):
+    with pytest.raises(InvalidError, match="expired=True"):
         table.add_registered("o", region(0, 0, 9))
     table.add("p", region(0, 0, 9))
     assert row_transitions.expire(table.object("p"), 7) is None
@@ -158,7 +158,7 @@ def test_an_object_of_which_every_extent_was_left_out_is_garbage() -> None:
 def test_a_request_that_contradicts_itself_changes_nothing(regions: tuple[Region, ...]) -> None:
     table = Table()
     table.register("o")
-    with pytest.raises(Invalid):
+    with pytest.raises(InvalidError):
         table.add_registered("o", *regions)
     assert len(table.rows) == 1
 
@@ -177,14 +177,14 @@ def test_a_request_that_contradicts_itself_changes_nothing(regions: tuple[Region
     ids=["none", "empty", "late", "twice", "falling", "one offset", "beyond the extents"],
 )
 def test_terms_must_be_those_of_the_extents(terms: dict[int, list[tuple[int, int]]]) -> None:
-    with pytest.raises(Invalid, match="terms"):
+    with pytest.raises(InvalidError, match="terms"):
         Table().add("o", region(0, 0, 9), terms=terms)
 
 
 def test_terms_follow_the_stored_ones_and_an_equal_one_is_not_written_again() -> None:
     table = Table()
     table.add("o", region(0, 0, 9), terms={0: [(3, 0), (5, 4)]})
-    with pytest.raises(Invalid, match="do not follow"):
+    with pytest.raises(InvalidError, match="do not follow"):
         table.add("p", region(0, 10, 19), terms={0: [(4, 10)]})
     table.add("q", region(0, 10, 19), terms={0: [(5, 10), (6, 15)]})
     assert [(row.term, row.first_offset) for row in table.of(L1TermRow)] == [(3, 0), (5, 4), (6, 15)]
@@ -275,7 +275,7 @@ def test_what_does_not_stand_for_whole_extents_replaces_nothing(base: int, last:
     table = Table()
     table.add("o", region(0, 0, 9), region(0, 10, 19))
     before = dict(table.rows)
-    with pytest.raises(Invalid, match="has changed"):
+    with pytest.raises(InvalidError, match="has changed"):
         replaced(table, "p", region(0, base, last))
     del table.rows[L1_OBJECTS.key(T, "p")]
     assert table.rows == before
@@ -285,7 +285,7 @@ def test_f19_what_was_made_before_another_replacement_or_a_start_that_moved_is_l
     table = Table()
     table.add("o", region(0, 0, 9), region(0, 10, 19), region(1, 0, 9), region(1, 10, 19))
     table.start(1, 12)
-    with pytest.raises(Invalid, match="has changed"):
+    with pytest.raises(InvalidError, match="has changed"):
         replaced(table, "p", region(0, 0, 19), epochs={0: 4})
     assert replaced(table, "q", region(0, 0, 19), region(1, 0, 19)) == (1,)
     assert [e.base_offset for e in table.extents(1)] == [10]

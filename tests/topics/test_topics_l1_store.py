@@ -10,7 +10,7 @@ import pytest
 from topics_world import run
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock
-from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.factory import metastore_on
 from tidemill.metastore.metastore import Metastore
@@ -19,7 +19,7 @@ from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l1 import row_transitions
-from tidemill.topics.l1.extent_store import TRIES, L1Rows
+from tidemill.topics.l1.extent_store import TRIES, ExtentStore
 from tidemill.topics.l1.format import Region
 from tidemill.topics.l1.row_transitions import Add
 
@@ -37,7 +37,7 @@ def add_of(name: str, *spans: tuple[int, int, int], partition: int = 0, max_ms: 
     return Add("t", name, 1000, regions, {partition: [(1, spans[0][0])]})
 
 
-class Faulty(L1Rows):
+class Faulty(ExtentStore):
     """`fault` decides what each commit does: it is given the real one to call or not."""
 
     def __init__(self, metastore: Metastore) -> None:
@@ -65,7 +65,7 @@ async def opened() -> AsyncIterator[Faulty]:
         await metastore.aclose()
 
 
-async def added(rows: L1Rows, request: Add) -> dict[int, int]:
+async def added(rows: ExtentStore, request: Add) -> dict[int, int]:
     await rows.register(request.topic_id, request.object_id)
     return await rows.add(request)
 
@@ -113,7 +113,7 @@ def test_an_add_whose_answer_was_lost_takes_place_once(landed: bool) -> None:
                 rows.fault = None
                 if landed:
                     await real()
-                raise Unknown("the answer was lost.")
+                raise UnknownOutcomeError("the answer was lost.")
 
             rows.fault = lose
             assert await rows.add(add_of("p", (10, 19, 5))) == {0: 20}
@@ -129,10 +129,10 @@ def test_an_add_of_which_nobody_knows_is_unknown_and_the_rows_tell_later() -> No
             await rows.register("t", "o")
 
             async def silent(real: Commit) -> int:
-                raise Unknown("nobody answers.")
+                raise UnknownOutcomeError("nobody answers.")
 
             rows.fault = silent
-            with pytest.raises(Unknown):
+            with pytest.raises(UnknownOutcomeError):
                 await rows.add(add_of("o", (0, 9, 5)))
             rows.fault = None
             assert await rows.partition("t", 0) is None
@@ -147,10 +147,10 @@ def test_an_add_that_did_not_happen_says_so() -> None:
             await rows.register("t", "o")
 
             async def away(real: Commit) -> int:
-                raise Unavailable("consensus is away.")
+                raise UnavailableError("consensus is away.")
 
             rows.fault = away
-            with pytest.raises(Unavailable):
+            with pytest.raises(UnavailableError):
                 await rows.add(add_of("o", (0, 9, 5)))
 
     run(scenario())
@@ -183,7 +183,7 @@ def test_a_registration_that_expires_under_an_add_refuses_it() -> None:
                 return await real()
 
             rows.fault = expire_first
-            with pytest.raises(Invalid, match="expired=True"):
+            with pytest.raises(InvalidError, match="expired=True"):
                 await rows.add(add_of("o", (0, 9, 5)))
             found = await rows._metastore.get_row(key)
             assert found is not None and row_transitions.is_garbage(L1_OBJECTS.decode(key, found.value))
@@ -202,10 +202,10 @@ def test_a_start_removes_any_number_of_extents_and_goes_on_after_a_lost_answer(
             async def lose(real: Commit) -> int:
                 rows.fault = None
                 await real()
-                raise Unknown("the answer was lost.")
+                raise UnknownOutcomeError("the answer was lost.")
 
             rows.fault = lose
-            with pytest.raises(Unknown):
+            with pytest.raises(UnknownOutcomeError):
                 await rows.set_start("t", 0, 9)
             commits = rows.commits
             await rows.set_start("t", 0, 9)
@@ -232,7 +232,7 @@ def test_rows_that_keep_changing_end_as_unavailable() -> None:
                 return await real()
 
             rows.fault = interfere
-            with pytest.raises(Unavailable, match="keep changing"):
+            with pytest.raises(UnavailableError, match="keep changing"):
                 await rows.add(add_of("o", (0, 9, 5)))
             assert turn == TRIES
 

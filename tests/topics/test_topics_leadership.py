@@ -7,11 +7,11 @@ import pytest
 from topics_world import FaultyConsensus, World, batch, eventually, fetch, read_all, run, values_of
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.topics import leader_check
-from tidemill.topics.api import FetchRead, NotLeader
+from tidemill.topics.api import FetchRead, NotLeaderError
 from tidemill.topics.membership import Membership, NodeInfo, rendezvous
 from tidemill.topics.produce.producer_ids import BLOCK, ProducerIds
 
@@ -114,7 +114,7 @@ def test_a_node_that_leaves_leads_nothing_though_its_lease_is_still_there(lost: 
         real = getattr(world.consensus, lost)
 
         async def refused(*_: Any, **__: Any) -> None:
-            raise Unavailable("refused by this test.")
+            raise UnavailableError("refused by this test.")
 
         setattr(world.consensus, lost, refused)
         await a.leave()
@@ -246,7 +246,7 @@ def test_partitions_follow_the_members_and_nothing_acknowledged_is_lost() -> Non
                         await topics.produce_nowait(row.topic_id, partition, data)
                         sent[partition].append(value)
                         return
-                    except NotLeader:
+                    except NotLeaderError:
                         continue
                 await asyncio.sleep(0.005)
 
@@ -262,7 +262,7 @@ def test_partitions_follow_the_members_and_nothing_acknowledged_is_lost() -> Non
         leaders = {topics_b.leader_of(row.topic_id, p) for p in range(16)}
         assert leaders == {"a", "b"}
         theirs = next(p for p in range(16) if b.leader_of(row.topic_id, p) == "b")
-        with pytest.raises(NotLeader) as refused:
+        with pytest.raises(NotLeaderError) as refused:
             await topics_a.produce_nowait(row.topic_id, theirs, batch("x"))
         assert refused.value.leader == "b"
         await topics_a.aclose()
@@ -336,13 +336,13 @@ def test_a_node_whose_lease_ran_out_answers_nothing_before_it_has_asked_who_lead
         [found] = await first.fetch(
             [FetchRead(row.topic_id, mine, 0, 1 << 20)], max_wait_s=0, min_bytes=1, max_bytes=1 << 20
         )
-        assert isinstance(found.error, NotLeader) or values_of(found.batches) == [(0, "v"), (1, "w")]
+        assert isinstance(found.error, NotLeaderError) or values_of(found.batches) == [(0, "v"), (1, "w")]
         halting.goes_on.set()
 
         async def end() -> int:
             try:
                 return (await first.offsets(row.topic_id, mine)).high_watermark
-            except NotLeader:
+            except NotLeaderError:
                 await asyncio.sleep(0.001)
                 return 0
 
@@ -389,7 +389,7 @@ def test_offsets_that_are_to_be_proved_are_of_no_deposed_leader() -> None:
         assert (await first.offsets(row.topic_id, 0, proved=True)).high_watermark == 1
         await second.produce_nowait(row.topic_id, 0, batch("w"))
         assert (await first.offsets(row.topic_id, 0)).high_watermark == 1
-        with pytest.raises(NotLeader):
+        with pytest.raises(NotLeaderError):
             await first.offsets(row.topic_id, 0, proved=True)
         assert (await second.offsets(row.topic_id, 0, proved=True)).high_watermark == 2
         await world.aclose()
@@ -415,12 +415,12 @@ def test_a_leader_that_was_deposed_while_it_opened_hears_of_it() -> None:
         world.consensus.read = late  # type: ignore[method-assign]
         opening = asyncio.create_task(first.offsets(row.topic_id, 0))
         await asked.wait()
-        with pytest.raises(NotLeader):
+        with pytest.raises(NotLeaderError):
             await second.produce_nowait(row.topic_id, 0, batch("w"))
         await second.produce_nowait(row.topic_id, 0, batch("w"))
         await first._heads.look()
         answered.set()
-        with pytest.raises(NotLeader):
+        with pytest.raises(NotLeaderError):
             await opening
         assert (await first.offsets(row.topic_id, 0)).high_watermark == 2
         await world.aclose()

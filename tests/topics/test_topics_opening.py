@@ -9,9 +9,9 @@ import pytest
 import structlog
 from topics_world import World, batch, eventually, read_all, run
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import LogHead
-from tidemill.topics.api import FetchRead, NotLeader
+from tidemill.topics.api import FetchRead, NotLeaderError
 from tidemill.topics.partition import rollup_scheduler
 from tidemill.topics.partition.codec import decode_command
 from tidemill.topics.partition.commands import Rollup
@@ -61,8 +61,8 @@ def test_a_partition_that_moved_while_it_waited_for_its_turn_to_open_fences_nobo
         waiting = asyncio.ensure_future(node.offsets(row.topic_id, 0))
         await eventually(lambda: len(node._led) == 1)
         (led,) = node._led.values()
-        led.close(NotLeader("moved."))
-        with pytest.raises(NotLeader):
+        led.close(NotLeaderError("moved."))
+        with pytest.raises(NotLeaderError):
             await waiting
         node._openings.release()
         await node._openings.acquire()  # it has had its turn
@@ -93,7 +93,7 @@ def test_a_fetch_opens_its_partitions_side_by_side_and_waits_for_all_of_them_onc
         await eventually(lambda: asked == 8)
         found = await fetching
         assert asyncio.get_running_loop().time() - begun_s < 3.0, "one second for all, not for each"
-        assert all(isinstance(each.error, Unavailable) for each in found)
+        assert all(isinstance(each.error, UnavailableError) for each in found)
         gate.set()
         found = await node.fetch(reads, max_wait_s=0.0, min_bytes=0, max_bytes=1)
         assert [each.error for each in found] == [None] * 8
@@ -116,7 +116,7 @@ def test_an_upload_that_breaks_ends_what_waited_for_it_and_frees_its_place() -> 
             await put(*given)
 
         world.objects.put = breaks  # type: ignore[method-assign]
-        with structlog.testing.capture_logs() as logs, pytest.raises(Unavailable, match="a bug"):
+        with structlog.testing.capture_logs() as logs, pytest.raises(UnavailableError, match="a bug"):
             await node.produce_nowait(row.topic_id, 0, batch("a"))
         assert [entry["error"] for entry in logs if entry["log_level"] == "error"] == ["RuntimeError: a bug"]
         assert (await node.produce_nowait(row.topic_id, 0, batch("b"))).base_offset == 0
@@ -146,8 +146,8 @@ def test_f208_a_partition_that_fails_is_told_tried_again_and_heals_by_itself_whi
             return await read(log, *given, **more)
 
         world.consensus.read = panics  # type: ignore[method-assign]
-        node._led[row.topic_id, 0].close(NotLeader("opened anew by this test."))
-        with pytest.raises(Unavailable):
+        node._led[row.topic_id, 0].close(NotLeaderError("opened anew by this test."))
+        with pytest.raises(UnavailableError):
             await node.produce_nowait(row.topic_id, 0, batch("b"))
         for n in range(1, 20):
             assert (await node.produce_nowait(row.topic_id, 1, batch("c"))).base_offset == n

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.base.errors import Corrupt
-from tidemill.topics.api import OffsetOutOfRange
+from tidemill.base.errors import CorruptError
+from tidemill.topics.api import OffsetOutOfRangeError
 from tidemill.topics.partition.apply import Rejected, apply
 from tidemill.topics.partition.codec import decode_command, decode_state, encode_command, encode_state
 from tidemill.topics.partition.commands import Advance, PlaceBatches, Placeholder, Rollup
@@ -56,7 +56,7 @@ def test_an_offset_is_found_in_the_batch_that_holds_it() -> None:
     assert state.ref(1).object_key == "o2"
     assert (state.ref(2).base_offset, state.ref(2).record_count) == (5, 4)
     for bad in (-1, 10):
-        with pytest.raises(OffsetOutOfRange):
+        with pytest.raises(OffsetOutOfRangeError):
             state.first_batch(bad)
 
 
@@ -133,10 +133,10 @@ def test_expired_producers_stay_out_of_the_rollup() -> None:
 def test_damage_is_corrupt_never_state() -> None:
     data = encode_state(PartitionState())
     for bad in (data[:-1], b"X" + data[1:], data[:10] + b"\x00" + data[11:], b""):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             decode_state(bad, "k")
     for bad in (b"", b"\x93\x09\x00\x00", b"\xff"):
-        with pytest.raises(Corrupt):
+        with pytest.raises(CorruptError):
             decode_command(bad)
 
 
@@ -154,7 +154,7 @@ def test_what_lies_in_l1_leaves_the_state_and_never_comes_back() -> None:
         state.first_batch(4)
     assert apply(state, Advance(0, 7, "w", 1), state.applied, 1) is None
     assert (state.hot_start, list(state.bases)) == (7, [5])
-    with pytest.raises(OffsetOutOfRange):
+    with pytest.raises(OffsetOutOfRangeError):
         state.first_batch(6)
     assert apply(state, Advance(0, 0, "w", 1, 9), state.applied, 1) is None
     assert (state.hot_start, len(state), state.first_batch(9)) == (9, 0, 0)

@@ -8,9 +8,15 @@ from collections.abc import Coroutine
 import pytest
 from topics_world import World, batch, eventually, fetch, read_all, run, values_of
 
-from tidemill.base.errors import Missing, Unavailable, Unknown
+from tidemill.base.errors import MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
-from tidemill.topics.api import CorruptBatch, InvalidProducerEpoch, NotLeader, OutOfOrderSequence, ProduceResult
+from tidemill.topics.api import (
+    CorruptBatchError,
+    InvalidProducerEpochError,
+    NotLeaderError,
+    OutOfOrderSequenceError,
+    ProduceResult,
+)
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.l0.format import decode_footer
 
@@ -84,9 +90,9 @@ async def second_upload_first(world: World) -> list[ProduceResult | BaseExceptio
     await world.objects.let_go(0)
     results = await asyncio.gather(first, second, return_exceptions=True)
     world.objects.gated = False
-    if isinstance(results[0], OutOfOrderSequence):
+    if isinstance(results[0], OutOfOrderSequenceError):
         for _ in range(5):
-            with pytest.raises(OutOfOrderSequence):
+            with pytest.raises(OutOfOrderSequenceError):
                 await topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=0))
     return list(results)
 
@@ -110,7 +116,7 @@ def test_seed_000_a_place_reserved_after_the_upload_is_out_of_order_for_ever() -
     async def scenario() -> None:
         first, second = await second_upload_first(world)
         assert isinstance(second, ProduceResult) and second.base_offset == 0
-        assert isinstance(first, OutOfOrderSequence)
+        assert isinstance(first, OutOfOrderSequenceError)
 
     in_world(scenario(), world)
 
@@ -132,13 +138,13 @@ def test_a_failed_upload_poisons_what_its_producer_has_in_line() -> None:
         other = send(row.topic_id, 0, batch("o", pid=8, seq=0))
         await world.objects.let_go(1)
         await asyncio.sleep(0.01)
-        await world.objects.let_go(0, error=Unavailable("503"))
+        await world.objects.let_go(0, error=UnavailableError("503"))
         for future in (first, second):
-            with pytest.raises(Unavailable):
+            with pytest.raises(UnavailableError):
                 await future
         assert (await other).base_offset == 0
         world.objects.gated = False
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await send(row.topic_id, 0, batch("2", pid=9, seq=1))
         assert (await send(row.topic_id, 0, batch("1", pid=9, seq=0))).base_offset == 1
         assert (await send(row.topic_id, 0, batch("2", pid=9, seq=1))).base_offset == 2
@@ -156,11 +162,11 @@ def test_a_batch_that_arrives_after_the_failure_waits_for_the_retry_of_the_faile
         await topics.offsets(row.topic_id, 0)
         world.objects.gated = True
         first = topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=0))
-        await world.objects.let_go(0, error=Unavailable("503"))
-        with pytest.raises(Unavailable):
+        await world.objects.let_go(0, error=UnavailableError("503"))
+        with pytest.raises(UnavailableError):
             await first
         world.objects.gated = False
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await topics.produce_nowait(row.topic_id, 0, batch("2", pid=9, seq=1))
         await topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=0))
         await topics.produce_nowait(row.topic_id, 0, batch("2", pid=9, seq=1))
@@ -241,7 +247,7 @@ def test_a_duplicate_gets_its_original_offsets_also_after_a_restart() -> None:
         topics = world.node()
         again = await topics.produce_nowait(row.topic_id, 0, batch("3", pid=9, seq=3))
         assert (again.base_offset, again.duplicate) == (3, True)
-        with pytest.raises(OutOfOrderSequence):
+        with pytest.raises(OutOfOrderSequenceError):
             await topics.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))
         assert (await topics.offsets(row.topic_id, 0)).high_watermark == 6
 
@@ -289,9 +295,9 @@ def test_a_gap_is_refused_and_an_old_epoch_is_fenced() -> None:
         row = await world.topic()
         topics = world.node()
         await topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, epoch=1, seq=0))
-        with pytest.raises(OutOfOrderSequence):
+        with pytest.raises(OutOfOrderSequenceError):
             await topics.produce_nowait(row.topic_id, 0, batch("3", pid=9, epoch=1, seq=2))
-        with pytest.raises(InvalidProducerEpoch):
+        with pytest.raises(InvalidProducerEpochError):
             await topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, epoch=0, seq=1))
         assert (await topics.produce_nowait(row.topic_id, 0, batch("n", pid=9, epoch=2, seq=0))).base_offset == 1
 
@@ -307,7 +313,7 @@ def test_out_of_order_is_never_said_by_a_leader_that_was_replaced() -> None:
         old, new = world.node(), world.node()
         await old.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))
         await new.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=1))
-        with pytest.raises(NotLeader):
+        with pytest.raises(NotLeaderError):
             await old.produce_nowait(row.topic_id, 0, batch("2", pid=9, seq=2))
 
     in_world(scenario(), world)
@@ -327,7 +333,7 @@ def test_a_lost_acknowledgement_of_the_append_is_resolved(took_effect: bool) -> 
             world.consensus.on_append = None
             if took_effect:
                 await append()
-            raise Unknown("connection lost")
+            raise UnknownOutcomeError("connection lost")
 
         world.consensus.on_append = lose
         assert (await topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=1))).base_offset == 1
@@ -350,7 +356,7 @@ def test_an_append_that_lands_late_is_found_by_its_nonce() -> None:
         async def slow(append) -> LogHead:  # type: ignore[no-untyped-def]
             if not late:
                 late.append(append)
-                raise Unknown("timeout")
+                raise UnknownOutcomeError("timeout")
             world.consensus.on_append = None
             await late[0]()  # type: ignore[operator]
             return await append()  # type: ignore[no-any-return]
@@ -375,7 +381,7 @@ def test_an_append_whose_fate_is_told_late_is_made_again_by_the_same_leader() ->
 
         async def lose(append) -> LogHead:  # type: ignore[no-untyped-def]
             world.consensus.on_append = None
-            raise Unknown("connection lost")
+            raise UnknownOutcomeError("connection lost")
 
         async def late(log: str) -> LogHead:
             await eventually(lambda: world.clock.monotonic_s() > begun_s + 0.03)
@@ -399,10 +405,10 @@ def test_an_append_that_never_lands_is_given_up_though_the_log_is_read() -> None
         await topics.offsets(row.topic_id, 0)
 
         async def lose(append) -> LogHead:  # type: ignore[no-untyped-def]
-            raise Unknown("connection lost")
+            raise UnknownOutcomeError("connection lost")
 
         world.consensus.on_append = lose
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await topics.produce_nowait(row.topic_id, 0, batch("0"))
 
     in_world(scenario(), world)
@@ -420,12 +426,12 @@ def test_an_append_whose_fate_stays_unknown_is_told_as_unknown_and_the_retry_is_
         async def lose(append) -> LogHead:  # type: ignore[no-untyped-def]
             if not landed:
                 landed.append(await append())
-            raise Unknown("connection lost")
+            raise UnknownOutcomeError("connection lost")
 
         world.consensus.on_append = lose
         real_head, world.consensus.log_head = world.consensus.log_head, _unavailable  # type: ignore[method-assign,assignment]
         first = topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=0))
-        with pytest.raises(Unknown):
+        with pytest.raises(UnknownOutcomeError):
             await first
         world.consensus.on_append = None
         world.consensus.log_head = real_head  # type: ignore[method-assign]
@@ -437,7 +443,7 @@ def test_an_append_whose_fate_stays_unknown_is_told_as_unknown_and_the_retry_is_
 
 
 async def _unavailable(log: str) -> LogHead:
-    raise Unavailable("no answer")
+    raise UnavailableError("no answer")
 
 
 def test_an_unavailable_log_is_retried_and_then_given_up_without_guessing() -> None:
@@ -452,12 +458,12 @@ def test_an_unavailable_log_is_retried_and_then_given_up_without_guessing() -> N
         async def refuse(append) -> LogHead:  # type: ignore[no-untyped-def]
             nonlocal refused
             refused += 1
-            raise Unavailable("starting up")
+            raise UnavailableError("starting up")
 
         world.consensus.on_append = refuse
         sent = [topics.produce_nowait(row.topic_id, 0, batch(str(n), pid=9, seq=n)) for n in (1, 2)]
         for future in sent:
-            with pytest.raises(NotLeader):
+            with pytest.raises(NotLeaderError):
                 await future
         assert refused > 1
         world.consensus.on_append = None
@@ -540,7 +546,7 @@ def test_failover_keeps_every_acknowledged_record_and_fences_the_old_leader() ->
             await old.produce_nowait(row.topic_id, 0, batch(str(n), pid=9, seq=n))
         found = await fetch(new, row.topic_id, 0, 0)
         assert [v for _, v in values_of(found.batches)] == ["0", "1", "2", "3", "4"]
-        with pytest.raises(NotLeader):
+        with pytest.raises(NotLeaderError):
             await old.produce_nowait(row.topic_id, 0, batch("5", pid=9, seq=5))
         assert (await new.produce_nowait(row.topic_id, 0, batch("5", pid=9, seq=5))).base_offset == 5
         assert (await new.produce_nowait(row.topic_id, 0, batch("4", pid=9, seq=4))).duplicate
@@ -563,7 +569,7 @@ def test_uploads_under_way_when_leadership_ends_are_not_leader_and_never_placed(
         fast = old.produce_nowait(row.topic_id, 0, batch("x", pid=8, seq=0))
         await world.objects.let_go(1)
         for future in (fast, slow):
-            with pytest.raises(NotLeader):
+            with pytest.raises(NotLeaderError):
                 await future
         await world.objects.let_go(0)
         assert await read_all(world, row.topic_id) == [(0, "0")]
@@ -584,10 +590,10 @@ def test_closing_ends_every_waiting_request() -> None:
         await eventually(lambda: len(world.objects.waiting) >= 1)
         await topics.aclose()
         for future in sent:
-            with pytest.raises(Unavailable):
+            with pytest.raises(UnavailableError):
                 await future
-        assert isinstance((await waiting).error, NotLeader)
-        with pytest.raises(NotLeader):
+        assert isinstance((await waiting).error, NotLeaderError)
+        with pytest.raises(NotLeaderError):
             await topics.produce_nowait(row.topic_id, 0, batch("late"))
 
     in_world(scenario(), world)
@@ -601,15 +607,15 @@ def test_unknown_topics_partitions_and_corrupt_batches_are_refused() -> None:
         row = await world.topic(partitions=1)
         topics = world.node()
         good = batch("v")
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await topics.produce_nowait("00000000-0000-4000-8000-000000000000", 0, good)
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await topics.produce_nowait(row.topic_id, 1, good)
-        with pytest.raises(CorruptBatch):
+        with pytest.raises(CorruptBatchError):
             await topics.produce_nowait(row.topic_id, 0, good[:-1])
         flipped = bytearray(good)
         flipped[-1] ^= 1
-        with pytest.raises(CorruptBatch):
+        with pytest.raises(CorruptBatchError):
             await topics.produce_nowait(row.topic_id, 0, flipped)
         assert world.objects.puts == 0
         assert (await topics.produce_nowait(row.topic_id, 0, good)).base_offset == 0
@@ -626,7 +632,7 @@ def test_a_deleted_topic_is_missing_and_its_successor_starts_at_zero() -> None:
         await topics.produce_nowait(row.topic_id, 0, batch("old"))
         await world.catalogue.delete(type(row), "t")
         await topics.refresh()
-        with pytest.raises(Missing):
+        with pytest.raises(MissingError):
             await topics.produce_nowait(row.topic_id, 0, batch("v"))
         again = await world.topic()
         assert (await topics.produce_nowait(again.topic_id, 0, batch("new"))).base_offset == 0
@@ -645,12 +651,12 @@ def test_too_much_staged_is_unavailable_and_a_stale_batch_never_enters_an_object
         first = topics.produce_nowait(row.topic_id, 0, batch("1"))
         await eventually(lambda: len(world.objects.waiting) >= 1)
         stale = topics.produce_nowait(row.topic_id, 0, batch("2"))
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await topics.produce_nowait(row.topic_id, 0, batch("3" * 300))
         await asyncio.sleep(0.55)
         await world.objects.let_go(0)
         assert (await first).base_offset == 0
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await stale
         assert world.objects.puts == 1
 

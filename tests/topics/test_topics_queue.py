@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from topics_world import run
 
-from tidemill.base.errors import Unavailable
-from tidemill.topics.produce import Line, ProducerQueue, QueueCore, Ticket, TicketState
+from tidemill.base.errors import UnavailableError
+from tidemill.topics.produce import ProducerLine, ProducerQueue, QueueCore, Ticket, TicketState
 
 
 def test_basic_the_first_ticket_redeems_at_once() -> None:
@@ -160,7 +160,7 @@ def test_redeeming_a_poisoned_ticket_raises_and_ends_it() -> None:
         waiting = asyncio.ensure_future(queue.turn(second))
         await asyncio.sleep(0)
         queue.abandon(first)
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await waiting
         assert len(queue) == 0
 
@@ -219,7 +219,7 @@ class QueueModel(RuleBasedStateMachine):
     @initialize()
     def empty(self) -> None:
         self.queue = QueueCore()
-        self.lines: dict[Line, list[Ticket]] = {}
+        self.lines: dict[ProducerLine, list[Ticket]] = {}
         self.placed: set[Ticket] = set()
         self.poisoned: set[Ticket] = set()
 
@@ -227,7 +227,7 @@ class QueueModel(RuleBasedStateMachine):
         return [t for line in self.lines.values() for t in line]
 
     @rule(producer=st.sampled_from([0, 1, ("c", 0), ("c", 1)]))
-    def reserve(self, producer: Line) -> None:
+    def reserve(self, producer: ProducerLine) -> None:
         ticket = self.queue.reserve(producer)
         line = self.lines.setdefault(producer, [])
         if line and line[-1] in self.poisoned:

@@ -13,10 +13,10 @@ from l1_world import L1World, in_world, produced
 from test_topics_transactions import Coordinator, committed, data, open_node, planned, shown
 from topics_world import Append, batch, eventually, fetch, values_of
 
-from tidemill.base.errors import Conflict, Corrupt, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
 from tidemill.objects.store import Buffer
-from tidemill.topics.api import Marker, OffsetOutOfRange, Within
+from tidemill.topics.api import Marker, OffsetOutOfRangeError, ProduceTransaction
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.header import is_intact
 from tidemill.topics.l1.object_planner import ROUND_BATCHES, next_interval_s, part_moved, terms_of
@@ -139,12 +139,12 @@ def test_a_partition_whose_object_cannot_be_read_is_left_out_and_resumes() -> No
 
         async def get_ranges(key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
             if key == broken:
-                raise Unavailable("the store is away.")
+                raise UnavailableError("the store is away.")
             return await real(key, ranges)
 
         world.objects.get_ranges = get_ranges  # type: ignore[method-assign]
         done = await world.move(node, topic_id)
-        assert done.size_bytes and isinstance(done.failed, Unavailable)
+        assert done.size_bytes and isinstance(done.failed, UnavailableError)
         assert world.state(node, topic_id, 0).reconciled == 4
         assert world.state(node, topic_id, 1).reconciled == 0
         world.objects.get_ranges = real  # type: ignore[method-assign]
@@ -200,15 +200,15 @@ def test_f250_what_was_lost_for_good_is_passed_over_once_it_is_let_go_and_not_be
             (2 * n, 2 * n + 2, False) for n in which
         ]
         for _ in range(2):
-            assert isinstance((await world.move(node, topic_id)).failed, Corrupt)
+            assert isinstance((await world.move(node, topic_id)).failed, CorruptError)
         assert state.reconciled == 0 and world.state(node, topic_id, 1).reconciled == 2
-        assert isinstance((await fetch(node, topic_id, 0, 2 * which[0])).error, Corrupt)
+        assert isinstance((await fetch(node, topic_id, 0, 2 * which[0])).error, CorruptError)
         for key in keys[1:]:
             await let_go(world.objects, key)
-        assert isinstance((await world.move(node, topic_id)).failed, Corrupt), "one of them may come back"
+        assert isinstance((await world.move(node, topic_id)).failed, CorruptError), "one of them may come back"
         for key in keys:
             await let_go(world.objects, key)
-        assert isinstance((await fetch(node, topic_id, 0, 2 * which[0])).error, Corrupt), "nothing is read from it"
+        assert isinstance((await fetch(node, topic_id, 0, 2 * which[0])).error, CorruptError), "nothing is read from it"
         assert all(each.let_go for each in await lost_ranges(world.objects, [(0, state)]))
         assert (await world.move(node, topic_id)).failed is None
         assert state.reconciled == 6 and await world.extents(topic_id) == [(0, 5)]
@@ -227,7 +227,7 @@ def test_an_object_that_is_there_is_not_let_go() -> None:
     async def scenario() -> None:
         node, topic_id = await filled(world, 1)
         [key] = world.state(node, topic_id).live_objects()
-        with pytest.raises(Conflict):
+        with pytest.raises(ConflictError):
             await let_go(world.objects, key)
         assert await lost_ranges(world.objects, [(0, world.state(node, topic_id))]) == []
         assert await all_read(world, node, topic_id) == EVERY[:2]
@@ -244,12 +244,12 @@ def test_an_upload_that_fails_moves_nothing_and_a_later_round_does() -> None:
 
         async def put(key: str, data: Buffer | Sequence[Buffer]) -> None:
             if key.startswith("l1/"):
-                raise Unknown("the answer was lost.")
+                raise UnknownOutcomeError("the answer was lost.")
             await real(key, data)
 
         world.objects.put = put  # type: ignore[method-assign]
         done = await world.move(node, topic_id)
-        assert isinstance(done.failed, Unknown) and world.state(node, topic_id).reconciled == 0
+        assert isinstance(done.failed, UnknownOutcomeError) and world.state(node, topic_id).reconciled == 0
         [row] = await world.object_rows(topic_id)
         assert not row.registered, "it expires"
         world.objects.put = real  # type: ignore[method-assign]
@@ -272,10 +272,10 @@ def test_an_add_that_nobody_answers_is_corrected_by_the_next_round(landed: bool)
         async def add(request: object) -> dict[int, int]:
             if landed:
                 await real(request)  # type: ignore[arg-type]
-            raise Unknown("nobody answers.")
+            raise UnknownOutcomeError("nobody answers.")
 
         world.rows.add = add  # type: ignore[method-assign,assignment]
-        assert isinstance((await reconciler.round(topic_id, range(2))).failed, Unknown)
+        assert isinstance((await reconciler.round(topic_id, range(2))).failed, UnknownOutcomeError)
         assert world.state(node, topic_id).reconciled == 0
         world.rows.add = real  # type: ignore[method-assign]
         done = await world.move(node, topic_id)
@@ -296,7 +296,7 @@ def test_a_log_that_is_not_told_is_told_by_the_next_leader() -> None:
         await world.checkpoint()
 
         async def refuse(_: Append) -> LogHead:
-            raise Unavailable("consensus is away.")
+            raise UnavailableError("consensus is away.")
 
         led = node._led[topic_id, 0]
         world.consensus.on_append = refuse
@@ -390,7 +390,7 @@ def test_a_time_asked_for_while_its_records_move_is_told_to_come_again() -> None
             return await get_ranges(key, ranges)
 
         world.objects.get_ranges = late  # type: ignore[method-assign]
-        with pytest.raises(Unavailable):
+        with pytest.raises(UnavailableError):
             await node.offset_for_time(topic_id, 0, 0)
         assert await node.offset_for_time(topic_id, 0, 0) == (0, 1000)
 
@@ -507,7 +507,7 @@ def test_retention_passes_extents_and_what_is_hot_alike() -> None:
         await node._commits.drain(30.0)
         assert world.state(node, row.topic_id).log_start == 8
         assert await all_read(world, node, row.topic_id) == [(8, "ea"), (9, "eb")]
-        assert isinstance((await fetch(node, row.topic_id, 0, 3)).error, OffsetOutOfRange)
+        assert isinstance((await fetch(node, row.topic_id, 0, 3)).error, OffsetOutOfRangeError)
         await world.move(node, row.topic_id)
         assert await world.extents(row.topic_id) == [(8, 9)]
         assert await all_read(world, node, row.topic_id) == [(8, "ea"), (9, "eb")]
@@ -575,13 +575,13 @@ def test_offsets_of_l1_that_no_extent_holds_are_told_and_not_passed_over() -> No
         [extent] = await world.extent_rows(topic_id)
         await world.objects.delete(extent.object_key)
         world.l1._indexes.clear()
-        assert isinstance((await fetch(node, topic_id, 0, 4)).error, Corrupt)
-        with pytest.raises(Corrupt):
+        assert isinstance((await fetch(node, topic_id, 0, 4)).error, CorruptError)
+        with pytest.raises(CorruptError):
             await world.reader.plan(topic_id, 0, 0, 20)
         from tidemill.metastore.rows import L1_EXTENTS
 
         await world.metastore.commit([(L1_EXTENTS.key_of(extent), b"")])
-        assert isinstance((await fetch(node, topic_id, 0, 4)).error, Corrupt)
+        assert isinstance((await fetch(node, topic_id, 0, 4)).error, CorruptError)
 
     in_world(scenario(), world)
 
@@ -607,7 +607,7 @@ def test_a_fetch_under_way_when_its_records_move_is_answered_or_told_to_come_aga
             await world.move(node, topic_id, world.objects)  # a read of the node's is under way
             await world.forget_l0(node)
             gate.set()
-        assert isinstance(under_way.result().error, Unavailable)
+        assert isinstance(under_way.result().error, UnavailableError)
         again = await fetch(node, topic_id, 0, 4)
         assert again.error is None and values_of(again.batches) == EVERY[4:]
 
@@ -696,7 +696,7 @@ def test_committed_readers_of_l1_are_shown_whole_transactions_only_and_open_ones
         coordinator.open = {(1, 0), (2, 0), (3, 0)}
 
         async def produce(*values: str, pid: int) -> None:
-            await node.produce_nowait(row.topic_id, 0, data(*values, pid=pid), within=Within("tx"))
+            await node.produce_nowait(row.topic_id, 0, data(*values, pid=pid), within=ProduceTransaction("tx"))
 
         await produce("good", pid=1)
         await produce("bad", pid=2)

@@ -7,7 +7,7 @@ from topics_world import World, batch, eventually, fetch, read_all, run, values_
 
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.api import OffsetOutOfRange
+from tidemill.topics.api import OffsetOutOfRangeError
 from tidemill.topics.config.configs import TopicConfig
 from tidemill.topics.lifecycle.retention import kept_start
 from tidemill.topics.local_topics import LocalTopics
@@ -103,7 +103,7 @@ def test_the_leader_moves_the_start_and_clients_below_it_are_told() -> None:
         await eventually(lambda: led.state.log_start == 2)
         assert (await node.offsets(row.topic_id, 0)).log_start_offset == 2
         found = await fetch(node, row.topic_id, 0, 1)
-        assert isinstance(found.error, OffsetOutOfRange) and found.log_start_offset == 2
+        assert isinstance(found.error, OffsetOutOfRangeError) and found.log_start_offset == 2
         assert values_of((await fetch(node, row.topic_id, 0, 2)).batches) == [(2, "new")]
         assert await read_all(world, row.topic_id) == [(2, "new")]
         await world.aclose()

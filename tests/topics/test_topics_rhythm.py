@@ -16,19 +16,21 @@ from tidemill.topics.l0.group_commit import (
     GATHER_MOST_S,
     PLACING_MOST_S,
     SPREAD_LEAST_S,
-    Rhythm,
+    GroupCommitPolicy,
 )
 
 SETTINGS = TopicSettings()
 SHORT_S = 0.001
 
 
-def delay(rhythm: Rhythm, now_s: float, size: int = 100, uploads: int = 0, first_s: float | None = None) -> float:
+def delay(
+    rhythm: GroupCommitPolicy, now_s: float, size: int = 100, uploads: int = 0, first_s: float | None = None
+) -> float:
     first_s = now_s if first_s is None else first_s
     return rhythm.delay_s(now_s, waiting_bytes=size, first_s=first_s, uploads=uploads)
 
 
-def answer(rhythm: Rhythm, now_s: float, *lines: Hashable, took_s: float = SHORT_S) -> None:
+def answer(rhythm: GroupCommitPolicy, now_s: float, *lines: Hashable, took_s: float = SHORT_S) -> None:
     rhythm.ended(now_s, took_s, lines)
     for line in lines:
         rhythm.answered(now_s, line)
@@ -44,7 +46,7 @@ def answer(rhythm: Rhythm, now_s: float, *lines: Hashable, took_s: float = SHORT
 def test_an_idle_writer_waits_a_moment_at_most_and_only_for_lines_it_answered(
     events: list[tuple[float, float, set[int], set[int]]], later_s: float
 ) -> None:
-    rhythm = Rhythm(SETTINGS)
+    rhythm = GroupCommitPolicy(SETTINGS)
     now_s, missing = 100.0, set()
     for pause_s, took_s, answered, came in events:
         now_s += pause_s
@@ -60,18 +62,18 @@ def test_an_idle_writer_waits_a_moment_at_most_and_only_for_lines_it_answered(
 
 
 def test_who_was_not_answered_a_moment_ago_is_waited_for_by_nobody() -> None:
-    assert delay(Rhythm(SETTINGS), 1.0) == 0
+    assert delay(GroupCommitPolicy(SETTINGS), 1.0) == 0
 
 
 def test_a_lone_producer_that_sends_again_at_once_waits_for_nobody() -> None:
-    rhythm = Rhythm(SETTINGS)
+    rhythm = GroupCommitPolicy(SETTINGS)
     answer(rhythm, 1.0, "a")
     rhythm.came(1.0005, "a")
     assert delay(rhythm, 1.0005) == 0
 
 
 def test_the_others_of_a_group_are_waited_for_until_they_are_back() -> None:
-    rhythm = Rhythm(SETTINGS)
+    rhythm = GroupCommitPolicy(SETTINGS)
     answer(rhythm, 1.0, "a", "b", "c")
     for line in ("c", "a"):
         rhythm.came(1.0, line)
@@ -83,7 +85,7 @@ def test_the_others_of_a_group_are_waited_for_until_they_are_back() -> None:
 
 
 def test_producers_that_do_not_come_back_at_once_are_soon_not_waited_for() -> None:
-    rhythm = Rhythm(SETTINGS)
+    rhythm = GroupCommitPolicy(SETTINGS)
     now_s = 1.0
     waits = []
     for number in range(60):
@@ -103,7 +105,7 @@ def test_producers_that_do_not_come_back_at_once_are_soon_not_waited_for() -> No
 
 
 def test_who_is_about_to_be_answered_is_waited_for_however_long_the_logs_take() -> None:
-    rhythm = Rhythm(SETTINGS)
+    rhythm = GroupCommitPolicy(SETTINGS)
     rhythm.ended(1.0, SHORT_S, ["a", "b"])
     assert delay(rhythm, 1.1) == pytest.approx(GATHER_MOST_S), "no batch waits longer, whoever is missing"
     assert rhythm.answered(1.101, "a") and rhythm.answered(1.101, "b")
@@ -114,7 +116,7 @@ def test_who_is_about_to_be_answered_is_waited_for_however_long_the_logs_take() 
 
 
 def test_who_is_not_answered_at_all_is_given_up() -> None:
-    rhythm = Rhythm(SETTINGS)
+    rhythm = GroupCommitPolicy(SETTINGS)
     rhythm.ended(1.0, SHORT_S, ["a"])
     assert delay(rhythm, 1.0 + PLACING_MOST_S) == 0
     assert not rhythm.answered(3.0, "a") and not rhythm.answered(3.0, "never uploaded")
@@ -122,7 +124,7 @@ def test_who_is_not_answered_at_all_is_given_up() -> None:
 
 
 def test_nobody_waits_for_long_however_many_are_answered() -> None:
-    rhythm = Rhythm(SETTINGS)
+    rhythm = GroupCommitPolicy(SETTINGS)
     now_s = 1.0
     for number in range(10):
         answer(rhythm, now_s, number, took_s=0.1)
@@ -131,14 +133,14 @@ def test_nobody_waits_for_long_however_many_are_answered() -> None:
 
 
 def test_much_that_waits_waits_for_nobody() -> None:
-    rhythm = Rhythm(SETTINGS)
+    rhythm = GroupCommitPolicy(SETTINGS)
     answer(rhythm, 1.0, "a")
     assert delay(rhythm, 1.0) == pytest.approx(GATHER_LEAST_S)
     assert delay(rhythm, 1.0, size=GATHER_BYTES) == 0
 
 
 def test_short_uploads_are_waited_for_and_long_ones_overlap_evenly() -> None:
-    short, long = Rhythm(SETTINGS), Rhythm(SETTINGS)
+    short, long = GroupCommitPolicy(SETTINGS), GroupCommitPolicy(SETTINGS)
     for _ in range(50):
         short.ended(1.0, SHORT_S, ())
         long.ended(1.0, 0.1, ())
@@ -150,7 +152,7 @@ def test_short_uploads_are_waited_for_and_long_ones_overlap_evenly() -> None:
 
 
 def test_a_timer_replaces_all_of_it() -> None:
-    rhythm = Rhythm(TopicSettings(linger_s=0.25))
+    rhythm = GroupCommitPolicy(TopicSettings(linger_s=0.25))
     answer(rhythm, 1.0, "a")
     assert delay(rhythm, 1.2, size=8 * MIB) == 0
     assert delay(rhythm, 1.2, first_s=1.1, uploads=3) == pytest.approx(0.15)
@@ -163,7 +165,7 @@ def closed_loop(producers: int, upload_s: float, log_s: float, again_s: float, s
     """Batches an object, of producers that keep one batch in flight each: an upload takes about `upload_s`, the logs'
     commit of what was in it `log_s`, and its producers send the next ones about `again_s` after that."""
     chance = random.Random(seed)
-    rhythm = Rhythm(SETTINGS)
+    rhythm = GroupCommitPolicy(SETTINGS)
     events = [(chance.uniform(0, 0.02), LINE, [line]) for line in range(producers)]
     heapq.heapify(events)
     waiting: list[int] = []

@@ -11,16 +11,16 @@ from test_topics_produce import in_world
 from test_topics_transactions import WITHIN, Coordinator, committed, data, open_node, shown
 from topics_world import World, batch, eventually, fetch, read_all, values_of
 
-from tidemill.base.errors import Corrupt, Fenced, Missing
+from tidemill.base.errors import CorruptError, FencedError, MissingError
 from tidemill.consensus.api import LogHead
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import (
     FetchRead,
-    InvalidProducerEpoch,
-    InvalidTransaction,
+    InvalidProducerEpochError,
+    InvalidTransactionError,
     Marker,
-    NotLeader,
-    OutOfOrderSequence,
+    NotLeaderError,
+    OutOfOrderSequenceError,
 )
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition import state as partition_state
@@ -60,9 +60,9 @@ def test_epochs_1_and_2_are_accepted_then_0_is_rejected() -> None:
             node = world.node()
             await node.produce_nowait(row.topic_id, 0, batch(str(term)))
             assert (await world.consensus.log_head(log)).term == term
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await world.consensus.append(log, 1, 2, [b"late"], "n")
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await world.consensus.fence(log, 1)
         assert await read_all(world, row.topic_id) == [(0, "1"), (1, "2")]
 
@@ -82,12 +82,12 @@ def test_a_term_that_was_rejected_is_rejected_still_after_a_roll_up_and_a_restar
         await _started(world, log)
         term = (await world.consensus.log_head(log)).term
         await new.aclose()
-        with pytest.raises(NotLeader):
+        with pytest.raises(NotLeaderError):
             await old.produce_nowait(row.topic_id, 0, batch("late"))
         again = world.node()
         assert (await again.produce_nowait(row.topic_id, 0, batch("9"))).base_offset == 9
         for late in range(1, term + 1):
-            with pytest.raises(Fenced):
+            with pytest.raises(FencedError):
                 await world.consensus.append(log, late, (await world.consensus.log_head(log)).next, [b"x"], "n")
         assert [value for _, value in await read_all(world, row.topic_id)] == [str(n) for n in range(10)]
 
@@ -164,7 +164,7 @@ def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_came_back
         await first.offsets(row.topic_id, 0)  # it leads again
         assert first._led[row.topic_id, 0].is_open
         await world.objects.let_go(0)
-        with pytest.raises(NotLeader):
+        with pytest.raises(NotLeaderError):
             await stale
         world.objects.gated = False
         assert (await first.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=1))).base_offset == 1
@@ -221,7 +221,7 @@ def test_a_producer_whose_transaction_is_open_is_never_evicted(monkeypatch: pyte
         for pid in range(2, 8):
             await node.produce_nowait(row.topic_id, 0, batch("p", pid=pid, seq=0))
         assert set(node._led[row.topic_id, 0].state.producers) == {1, 6, 7}
-        with pytest.raises(OutOfOrderSequence):
+        with pytest.raises(OutOfOrderSequenceError):
             await node.produce_nowait(row.topic_id, 0, data("c", pid=1, seq=5), within=WITHIN)
         await node.produce_nowait(row.topic_id, 0, data("b", pid=1, seq=1), within=WITHIN)
 
@@ -287,7 +287,7 @@ def test_a_transaction_that_expired_without_data_leaves_nothing_and_its_late_bat
         await node.mark(row.topic_id, 0, Marker(1, 0, False))
         offsets = await node.offsets(row.topic_id, 0)
         assert (offsets.high_watermark, offsets.last_stable) == (1, 1)
-        with pytest.raises(InvalidTransaction):
+        with pytest.raises(InvalidTransactionError):
             await node.produce_nowait(row.topic_id, 0, data("late", pid=1), within=WITHIN)
         assert shown(await committed(node, row.topic_id)) == ["plain"]
 
@@ -306,10 +306,10 @@ def test_a_newer_epoch_fences_what_the_older_one_produces_and_begins() -> None:
         await node.produce_nowait(row.topic_id, 0, data("old", pid=1), within=WITHIN)
         await node.mark(row.topic_id, 0, Marker(1, 1, False))  # the coordinator gave the epoch to another
         coordinator.open = {(1, 1)}
-        with pytest.raises((InvalidProducerEpoch, InvalidTransaction)):
+        with pytest.raises((InvalidProducerEpochError, InvalidTransactionError)):
             await node.produce_nowait(row.topic_id, 0, data("late", pid=1, seq=1), within=WITHIN)
         await node.produce_nowait(row.topic_id, 0, data("new", pid=1, epoch=1), within=WITHIN)
-        with pytest.raises((InvalidProducerEpoch, InvalidTransaction)):
+        with pytest.raises((InvalidProducerEpochError, InvalidTransactionError)):
             await node.produce_nowait(row.topic_id, 0, data("later", pid=1, seq=1), within=WITHIN)
         await node.mark(row.topic_id, 0, Marker(1, 0, True))
         assert shown(await committed(node, row.topic_id)) == [], "a late marker ends nothing of a newer epoch"
@@ -336,7 +336,7 @@ def test_an_object_that_is_gone_keeps_its_partition_alone_from_l1_and_nothing_of
         await world.objects.delete(lost)
         for _ in range(2):
             done = await world.move(node, row.topic_id)
-            assert isinstance(done.failed, Corrupt)
+            assert isinstance(done.failed, CorruptError)
             assert world.state(node, row.topic_id, 0).reconciled == 0
             assert world.state(node, row.topic_id, 1).reconciled == 2
         assert values_of((await fetch(node, row.topic_id, 0, 2)).batches) == [(2, "ya"), (3, "yb")]
@@ -364,7 +364,7 @@ def test_a_topic_deleted_under_a_reader_ends_its_fetch_as_missing_and_no_other()
         await world.catalogue.delete(TopicRow, "gone")
         await node.refresh()
         one, other = await waiting
-        assert isinstance(one.error, Missing)
+        assert isinstance(one.error, MissingError)
         assert other.error is None
         assert values_of((await fetch(node, stays.topic_id, 0, 0)).batches) == [(0, "v")]
 

@@ -7,19 +7,19 @@ import asyncio
 from topics_world import eventually, run
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.topics.partition_supervisor import TOGETHER, TOLD_BY_NAME, PartitionKey, Supervision
 
 
 def test_thousands_that_fail_at_once_are_a_few_marks_and_all_heal() -> None:
     async def scenario() -> None:
-        tracker, tasks = Tracker(), Tasks(lambda name, error: None)
+        tracker, tasks = StatusTracker(), Tasks(lambda name, error: None)
         watched = Supervision(SystemClock(), tracker, tasks, lambda key: f"topic:{key[0]}", lambda key: None)
         keys = [(f"t{n}", p) for n in range(2_000) for p in (0, 1)]
         for key in keys:
-            watched.failed(key, Unavailable("the bucket is away."))
+            watched.failed(key, UnavailableError("the bucket is away."))
         assert len(tracker.report("p", 0).marks) == TOLD_BY_NAME + 1
         assert TOGETHER in watched.marks() and "topic:t0" in watched.marks()
         watched.healed(("t0", 0))
@@ -34,22 +34,22 @@ def test_thousands_that_fail_at_once_are_a_few_marks_and_all_heal() -> None:
 
 def test_the_first_try_is_at_once_later_ones_wait_and_what_cannot_be_read_is_parked() -> None:
     async def scenario() -> None:
-        tracker, tasks = Tracker(), Tasks(lambda name, error: None)
+        tracker, tasks = StatusTracker(), Tasks(lambda name, error: None)
         opened: list[PartitionKey] = []
         watched = Supervision(SystemClock(), tracker, tasks, lambda key: "topic:t", opened.append)
-        watched.failed(("t", 0), Unavailable("away."))
+        watched.failed(("t", 0), UnavailableError("away."))
         watched.check(("t", 0))
         await eventually(lambda: len(opened) == 1)
-        watched.failed(("t", 0), Unavailable("away."))
+        watched.failed(("t", 0), UnavailableError("away."))
         refused = False
         try:
             watched.check(("t", 0))
-        except Unavailable as error:
+        except UnavailableError as error:
             refused = "away." in str(error)
         assert refused
         await eventually(lambda: len(opened) == 2)
         since_ms = tracker.failure("topic:t").since_ms  # type: ignore[union-attr]
-        watched.failed(("t", 0), Corrupt("damaged."))
+        watched.failed(("t", 0), CorruptError("damaged."))
         failure = tracker.failure("topic:t")
         assert failure is not None and (failure.tries, failure.parked, failure.since_ms) == (3, True, since_ms)
         await asyncio.sleep(0.3)

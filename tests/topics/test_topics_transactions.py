@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from topics_world import World, batch, eventually, fetch, run, values_of
 
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.metastore.rows.aborted_transactions import AbortedRow
 from tidemill.spark.decode.offset_slices import Slice
 from tidemill.spark.decode.records import blocks_of
 from tidemill.topics.api import (
     Fetched,
     FetchRead,
-    InvalidProducerEpoch,
-    InvalidRecords,
-    InvalidTransaction,
+    InvalidProducerEpochError,
+    InvalidRecordsError,
+    InvalidTransactionError,
     Marker,
-    NotLeader,
-    OffsetOutOfRange,
-    OutOfOrderSequence,
-    Within,
+    NotLeaderError,
+    OffsetOutOfRangeError,
+    OutOfOrderSequenceError,
+    ProduceTransaction,
 )
 from tidemill.topics.batch.control_batch import encode_marker, transactional
 from tidemill.topics.batch.header import CONTROL, parse_header
@@ -41,7 +41,7 @@ from tidemill.topics.partition.row_codec import aborted_rows, extents, partition
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import ABORT, COMMIT, OPEN_LIMIT, PLAIN, TRANSACTIONAL
 
-WITHIN = Within("tx")
+WITHIN = ProduceTransaction("tx")
 
 
 class Coordinator:
@@ -53,7 +53,9 @@ class Coordinator:
         self.gate: asyncio.Event | None = None
         self.error: TidemillError | None = None
 
-    async def confirm(self, within: Within, producer_id: int, epoch: int, topic_id: str, partition: int) -> None:
+    async def confirm(
+        self, within: ProduceTransaction, producer_id: int, epoch: int, topic_id: str, partition: int
+    ) -> None:
         self.asked += 1
         found = (producer_id, epoch) in self.open
         if self.gate is not None:
@@ -61,7 +63,7 @@ class Coordinator:
         if self.error is not None:
             raise self.error
         if not found:
-            raise InvalidTransaction(f"not open: producer_id={producer_id} epoch={epoch}.")
+            raise InvalidTransactionError(f"not open: producer_id={producer_id} epoch={epoch}.")
 
 
 def open_node(world: World, coordinator: Coordinator, *, fault: str = "") -> LocalTopics:
@@ -129,7 +131,7 @@ def test_a_transaction_is_shown_as_a_whole_when_it_is_committed_and_never_when_i
         assert (before.high_watermark, before.last_stable, before.aborted, shown(before)) == (6, 1, (), ["plain"])
         assert (await committed(node, topic_id, 3)).batches == []  # above what is stable, no error
         assert len((await fetch(node, topic_id, 0, 0)).batches) == 5
-        with pytest.raises(OffsetOutOfRange):
+        with pytest.raises(OffsetOutOfRangeError):
             await world.reader.plan(topic_id, 0, 0, 6)
 
         await node.mark(topic_id, 0, Marker(2, 0, False, 7))
@@ -200,17 +202,17 @@ def test_a_batch_of_no_open_transaction_is_refused_and_the_next_one_is_asked_for
         world, coordinator = World(), Coordinator()
         topic_id = (await world.topic()).topic_id
         node = open_node(world, coordinator)
-        with pytest.raises(InvalidTransaction):
+        with pytest.raises(InvalidTransactionError):
             await node.produce_nowait(topic_id, 0, data("x", pid=1), within=WITHIN)
-        with pytest.raises(InvalidRecords):
+        with pytest.raises(InvalidRecordsError):
             await node.produce_nowait(topic_id, 0, data("x", pid=1))
         coordinator.open.add((1, 0))
-        coordinator.error = Unavailable("consensus is away.")
-        with pytest.raises(Unavailable):
+        coordinator.error = UnavailableError("consensus is away.")
+        with pytest.raises(UnavailableError):
             await node.produce_nowait(topic_id, 0, data("x", pid=1), within=WITHIN)
         coordinator.error = None
         await node.produce_nowait(topic_id, 0, data("x", pid=1), within=WITHIN)
-        with pytest.raises(InvalidTransaction):  # beside an open transaction of the same producer
+        with pytest.raises(InvalidTransactionError):  # beside an open transaction of the same producer
             await node.produce_nowait(topic_id, 0, batch("y", pid=1, seq=1), within=WITHIN)
         assert (await node.offsets(topic_id, 0)).high_watermark == 1
         await world.aclose()
@@ -231,7 +233,7 @@ def test_a_marker_overtakes_no_data_that_comes_later_is_taken() -> None:
         await eventually(lambda: coordinator.asked == 1)
         await node.mark(topic_id, 0, Marker(1, 0, False))  # nothing is open here: nothing is written
         coordinator.gate.set()
-        with pytest.raises(InvalidTransaction):
+        with pytest.raises(InvalidTransactionError):
             await late
         offsets = await node.offsets(topic_id, 0)
         assert (offsets.high_watermark, offsets.last_stable) == (0, 0)
@@ -270,7 +272,7 @@ def test_a_deposed_leader_does_not_say_that_a_transaction_is_not_open() -> None:
         coordinator.open |= {(1, 0), (1, 1)}
         await old.produce_nowait(topic_id, 0, data("x", pid=1), within=WITHIN)
         await new.mark(topic_id, 0, Marker(1, 0, True))
-        with pytest.raises(NotLeader):
+        with pytest.raises(NotLeaderError):
             await old.produce_nowait(topic_id, 0, data("y", pid=1, epoch=1), within=WITHIN)
         await new.aclose()
         await old.produce_nowait(topic_id, 0, data("y", pid=1, epoch=1), within=WITHIN)
@@ -288,9 +290,9 @@ def test_marks_are_repeated_without_harm_and_a_newer_epoch_fences_the_producer()
         await node.produce_nowait(topic_id, 0, data("x", pid=1, seq=0), within=WITHIN)
         await asyncio.gather(*(node.mark(topic_id, 0, Marker(1, 1, False)) for _ in range(3)))
         assert (await node.offsets(topic_id, 0)).high_watermark == 2
-        with pytest.raises(InvalidProducerEpoch):
+        with pytest.raises(InvalidProducerEpochError):
             await node.produce_nowait(topic_id, 0, data("zombie", pid=1, seq=1), within=WITHIN)
-        with pytest.raises(OutOfOrderSequence):
+        with pytest.raises(OutOfOrderSequenceError):
             await node.produce_nowait(topic_id, 0, data("gap", pid=1, epoch=1, seq=1), within=WITHIN)
         await node.produce_nowait(topic_id, 0, data("next", pid=1, epoch=1), within=WITHIN)
         await node.mark(topic_id, 0, Marker(1, 0, False))  # of an older epoch: it ends nothing of a newer one
@@ -531,7 +533,7 @@ def test_the_transactions_of_a_partition_are_bounded() -> None:
         coordinator.open |= {(pid, 0) for pid in range(OPEN_LIMIT + 1)}
         sent = [node.produce_nowait(topic_id, 0, data("x", pid=pid), within=WITHIN) for pid in range(OPEN_LIMIT + 1)]
         results = await asyncio.gather(*sent, return_exceptions=True)
-        assert sum(isinstance(result, InvalidTransaction) for result in results) == 1
+        assert sum(isinstance(result, InvalidTransactionError) for result in results) == 1
         row = partition_row(node._led[topic_id, 0].state, topic_id, 0)
         assert len(row.transactions) < 48 << 10
         await world.aclose()
@@ -548,7 +550,7 @@ def test_a_marker_of_a_batch_that_fails_to_upload_is_told_so_and_may_be_sent_aga
         await node.produce_nowait(topic_id, 0, data("x", pid=1), within=WITHIN)
         world.objects.gated = True
         marking = asyncio.ensure_future(node.mark(topic_id, 0, Marker(1, 0, True)))
-        await world.objects.let_go(0, Unavailable("full."))
+        await world.objects.let_go(0, UnavailableError("full."))
         with pytest.raises(TidemillError):
             await marking
         world.objects.gated = False
@@ -578,7 +580,7 @@ def test_a_late_marker_ends_no_later_transaction_of_its_epoch(fault: str, began:
         if fault:
             await node.mark(topic_id, 0, Marker(1, 0, True), slow)
         else:
-            with pytest.raises(Unavailable, match="Look, and send it again"):
+            with pytest.raises(UnavailableError, match="Look, and send it again"):
                 await node.mark(topic_id, 0, Marker(1, 0, True), slow)
         if began:
             assert shown(await committed(node, topic_id)) == (["a", "b"] if fault else ["a"])

@@ -10,7 +10,7 @@ from patience import run as run
 from patience import until as eventually
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.catalogue import Catalogue, TopicRow
@@ -90,7 +90,7 @@ class World:
         self.metastore = metastore_on(quiet, MemoryObjects(self.clock), self.clock, self.rand)
         self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
         self.settings = TopicSettings(**({"retry_pause_s": 0.002} | settings))
-        self.tracker = Tracker()
+        self.tracker = StatusTracker()
         self.nodes: list[LocalTopics] = []
         self.reader = PartitionReaderImpl(self.consensus, self.objects)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 
 class Lsn(msgspec.Struct, frozen=True, order=True):
@@ -14,12 +14,14 @@ class Lsn(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, text: str) -> Lsn:
-        """Read PostgreSQL's `X/Y` notation. Raises Invalid."""
+        """Read PostgreSQL's `X/Y` notation. Raises InvalidError."""
         try:
             high, low = text.split("/")
             return cls((int(high, 16) << 32) | int(low, 16))
         except ValueError as error:
-            raise Invalid(f"not an LSN: lsn={text!r}.", fix="Write it as PostgreSQL does, e.g. 0/16B3748.") from error
+            raise InvalidError(
+                f"not an LSN: lsn={text!r}.", fix="Write it as PostgreSQL does, e.g. 0/16B3748."
+            ) from error
 
     def __str__(self) -> str:
         return f"{self.value >> 32:X}/{self.value & 0xFFFFFFFF:X}"

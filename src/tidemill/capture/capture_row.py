@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 
 NO_ROW = -1
 
 
-class OwnRow:
+class FencedCaptureRow:
     """Raises from every method what the catalogue raises: after Unknown a change may have been made, and may be made
     again."""
 
@@ -48,7 +48,8 @@ class OwnRow:
         return self._row
 
     async def claim(self) -> CaptureRow:
-        """Of a row that was read, and is there (N2). Raises Unavailable when another session has claimed it since."""
+        """Of a row that was read, and is there (N2). Raises UnavailableError when another session has claimed it
+        since."""
         row = await self.change(lambda found: replace(found, epoch=found.epoch + 1))
         self._epoch = row.epoch
         return row
@@ -60,14 +61,14 @@ class OwnRow:
         return row
 
     async def change(self, change: Callable[[CaptureRow], CaptureRow]) -> CaptureRow:
-        """`change` may be called again. Raises Unavailable when another session has claimed the row (N1)."""
+        """`change` may be called again. Raises UnavailableError when another session has claimed the row (N1)."""
         return await self._change(change)  # type: ignore[arg-type]
 
     async def _change(self, change: Callable[[CaptureRow | None], CaptureRow]) -> CaptureRow:
         def mine(found: CaptureRow | None) -> CaptureRow:
             epoch = found.epoch if found is not None else NO_ROW
             if epoch != self._epoch:
-                raise Unavailable(
+                raise UnavailableError(
                     f"another session has taken this capture over, or it was dropped: capture={self._name}"
                     f" epoch={epoch} own={self._epoch}."
                 )

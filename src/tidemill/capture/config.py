@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.naming import topic_name
 
 Envelope = Literal["row", "debezium", "debezium-avro"]
@@ -71,11 +71,13 @@ class CaptureConfig(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name) > NAME_LENGTH or not set(self.name) <= _NAME_CHARS:
-            raise Invalid(f"bad capture name: capture={self.name!r}.", fix=f"Use 1 to {NAME_LENGTH} of a-z 0-9 and _.")
+            raise InvalidError(
+                f"bad capture name: capture={self.name!r}.", fix=f"Use 1 to {NAME_LENGTH} of a-z 0-9 and _."
+            )
         if not self.tables:
-            raise Invalid(f"a capture without tables: capture={self.name}.", fix='Write tables = ["public.*"].')
+            raise InvalidError(f"a capture without tables: capture={self.name}.", fix='Write tables = ["public.*"].')
         if self.envelope != "row" and not self.whole:
-            raise Invalid(
+            raise InvalidError(
                 f"events tell the row before, which the stream says with REPLICA IDENTITY FULL only:"
                 f" capture={self.name} envelope={self.envelope} identity={self.identity}.",
                 fix='Write identity = "full", or envelope = "row".',

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.metastore.catalogue import TOPIC_NAME_CHARS, TOPIC_NAME_LENGTH
 
 _PLAIN = frozenset(TOPIC_NAME_CHARS) - {"."}
@@ -41,7 +41,7 @@ def readable(text: str) -> str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """(schema, table) of what `table_name` gave; the schema public where there is none. Raises Invalid."""
+    """(schema, table) of what `table_name` gave; the schema public where there is none. Raises InvalidError."""
     parts: list[str] = []
     at = 0
     while at <= len(name):
@@ -57,7 +57,7 @@ def split_name(name: str) -> tuple[str, str]:
         if name[at] != ".":
             break
         at += 1
-    raise Invalid(
+    raise InvalidError(
         f"not a table's name: table={name!r}.", fix='Write schema.table; quote a part that holds a dot: "a.b".'
     )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.base.errors import Invalid, Missing, unknown_name
+from tidemill.base.errors import InvalidError, MissingError, unknown_name
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ def add(
     as_json: JsonOption = False,
 ) -> None:
     """Allow somebody something: `tidemill acl add User:alice read,describe topic:orders`."""
-    from tidemill.security.acl_cache import Rulebook
+    from tidemill.security.acl_cache import AclCache
 
     rules = _rules(principal, operations, resource, prefix, host, deny)
     with stores(config) as opened:
-        opened.portal.call(Rulebook(opened.metastore, opened.clock).add(rules))
+        opened.portal.call(AclCache(opened.metastore, opened.clock).add(rules))
     _print(rules, as_json)
 
 
@@ -48,11 +48,11 @@ def list_rules(
     as_json: JsonOption = False,
 ) -> None:
     """List the rules."""
-    from tidemill.security.acl_cache import Rulebook
+    from tidemill.security.acl_cache import AclCache
     from tidemill.security.acls import Filter
 
     with stores(config) as opened:
-        found = opened.portal.call(Rulebook(opened.metastore, opened.clock).find(Filter(principal=principal)))
+        found = opened.portal.call(AclCache(opened.metastore, opened.clock).find(Filter(principal=principal)))
     _print(found, as_json)
 
 
@@ -68,22 +68,22 @@ def delete(
     as_json: JsonOption = False,
 ) -> None:
     """Delete exactly the rules that `acl add` with the same words wrote."""
-    from tidemill.security.acl_cache import Rulebook
+    from tidemill.security.acl_cache import AclCache
     from tidemill.security.acls import Filter
 
     rules = _rules(principal, operations, resource, prefix, host, deny)
     with stores(config) as opened:
-        rulebook = Rulebook(opened.metastore, opened.clock)
+        rulebook = AclCache(opened.metastore, opened.clock)
         known = set(opened.portal.call(rulebook.find(Filter(principal=principal))))
         missing = [rule for rule in rules if rule not in known]
         if missing:
-            raise Missing(f"no such rule: {_sentence(missing[0])}.", fix="List them with: tidemill acl list")
+            raise MissingError(f"no such rule: {_sentence(missing[0])}.", fix="List them with: tidemill acl list")
         opened.portal.call(rulebook.delete(rules))
     _print(rules, as_json)
 
 
 def _rules(principal: str, operations: str, resource: str, prefix: bool, host: str, deny: bool) -> list[Rule]:
-    """Raises Invalid for a word that means nothing."""
+    """Raises InvalidError for a word that means nothing."""
     from tidemill.security.acls import (
         CLUSTER_NAME,
         OPERATIONS,
@@ -98,14 +98,14 @@ def _rules(principal: str, operations: str, resource: str, prefix: bool, host: s
     kind, separator, name = resource.partition(":")
     kinds = {each.name.lower(): each for each in OPERATIONS}
     if kind not in kinds:
-        raise Invalid(f"no such kind of resource: resource={resource!r}.", fix=unknown_name(kind, kinds))
+        raise InvalidError(f"no such kind of resource: resource={resource!r}.", fix=unknown_name(kind, kinds))
     if kind == "cluster" and not separator:
         name = CLUSTER_NAME
     known = {each.name.lower(): each for each in (*OPERATIONS[Resource(kinds[kind])], Operation.ALL)}
     rules = []
     for word in operations.split(","):
         if word.strip().lower() not in known:
-            raise Invalid(f"no such operation on a {kind}: operation={word!r}.", fix=unknown_name(word, known))
+            raise InvalidError(f"no such operation on a {kind}: operation={word!r}.", fix=unknown_name(word, known))
         rule = Rule(
             int(kinds[kind]),
             int(Pattern.PREFIXED if prefix else Pattern.LITERAL),

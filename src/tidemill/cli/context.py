@@ -16,8 +16,8 @@ import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config.config import Config, load
-from tidemill.base.errors import Unavailable
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import UnavailableError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 
 if TYPE_CHECKING:
     from tidemill.consensus.api import Consensus
@@ -34,7 +34,7 @@ class ConsensusOnly:
     """Consensus of a configuration, called synchronously through a portal: enough to ask how things are, also while
     the bucket is away."""
 
-    def __init__(self, config: Config, portal: Portal, consensus: Consensus) -> None:
+    def __init__(self, config: Config, portal: BlockingPortal, consensus: Consensus) -> None:
         self.config = config
         self.portal = portal
         self.consensus = consensus
@@ -45,7 +45,7 @@ class ConsensusOnly:
 class Stores(ConsensusOnly):
     """Consensus and objects."""
 
-    def __init__(self, config: Config, portal: Portal, consensus: Consensus, objects: ObjectStore) -> None:
+    def __init__(self, config: Config, portal: BlockingPortal, consensus: Consensus, objects: ObjectStore) -> None:
         super().__init__(config, portal, consensus)
         self.objects = objects
 
@@ -87,12 +87,12 @@ def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator
 
     configure_logs("warning")  # a command that leads for a moment has nothing to tell about it
     config = load(path)
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         opening = open_consensus(config.consensus_url, SystemClock(), Rand())
         try:
             consensus = portal.call(opening, within_s)
         except TimeoutError as error:
-            raise Unavailable(
+            raise UnavailableError(
                 f"Consensus does not answer: consensus.url={_shown(config.consensus_url)!r} waited_s={within_s:g}"
                 f"{_holder(config.consensus_url)}.",
                 fix="See whether its server runs and can be reached.",

@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from tidemill.base.address import Address
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.context import JsonOption, print_json
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def demo(
     from tidemill.node.supervise.processes import next_port
 
     if seconds is not None and seconds <= 0:
-        raise Invalid(f"--for must be above 0: for={seconds}.", fix="Give seconds, e.g. --for 90.")
+        raise InvalidError(f"--for must be above 0: for={seconds}.", fix="Give seconds, e.g. --for 90.")
     for number in range(nodes):
         check_port(next_port(http, number), "--http")
         check_port(next_port(kafka, number), "--kafka")
@@ -76,19 +76,19 @@ async def _run(runner: Runner, seconds: float | None) -> Report:
 
 
 def check_port(address: str, option: str) -> None:
-    """Raises Invalid when the address cannot be bound, before anything was made."""
+    """Raises InvalidError when the address cannot be bound, before anything was made."""
     import socket
 
     try:
         bound = Address.parse(address)
     except ValueError as error:
-        raise Invalid(f"not an address: {option}={address}.", fix=f"{str(error).capitalize()}.") from error
+        raise InvalidError(f"not an address: {option}={address}.", fix=f"{str(error).capitalize()}.") from error
     with socket.socket(bound.family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(bound)
         except OSError as error:
-            raise Invalid(
+            raise InvalidError(
                 f"cannot listen: {option}={address} error={error}.",
                 fix=f"Stop what uses it, or choose another {option}.",
             ) from error

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.metastore.catalogue import PipelineRow
 
@@ -22,7 +22,7 @@ def dlq(
     with stores(config) as opened:
         rows = [r for r in opened.portal.call(opened.catalogue.list(PipelineRow)) if pipeline in ("", r.name)]
         if pipeline and not rows:
-            raise Missing(f"no such pipeline: pipeline={pipeline}.", fix="Is its driver running?")
+            raise MissingError(f"no such pipeline: pipeline={pipeline}.", fix="Is its driver running?")
         total, letters = 0, list[dict[str, Any]]()
         for row in rows:
             if row.dead_letters:
@@ -50,7 +50,7 @@ def _newest(opened: Stores, name: str, limit: int) -> tuple[int, list[dict[str, 
     try:
         shard = opened.shard(name)
         _, upper = opened.portal.call(shard.frontiers())
-    except Missing:
+    except MissingError:
         return 0, []  # its driver has not run yet
     total, kept = 0, list[dict[str, Any]]()
     for batch in opened.portal.call(shard.batches_until(upper - 1)) if upper else ():

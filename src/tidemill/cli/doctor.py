@@ -18,8 +18,8 @@ import typer
 from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config, exposed, load
-from tidemill.base.errors import Corrupt, TidemillError
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import CorruptError, TidemillError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 from tidemill.metastore.check.findings import Findings
 
@@ -62,7 +62,7 @@ def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
     from tidemill.objects.factory import open_objects
 
     clock, rand = SystemClock(), Rand()
-    with Portal() as portal, Bars() as bars:
+    with BlockingPortal() as portal, Bars() as bars:
         objects = portal.call(open_objects(config.objects_url, clock, rand))
         consensus = portal.call(open_consensus(config.consensus_url, clock, rand))
         try:
@@ -106,7 +106,7 @@ def _mirrors(config: Config, findings: Findings) -> None:
         findings.progress("contents of mirrors", number, len(paths))
         try:
             verify_run(path)
-        except Corrupt as error:
+        except CorruptError as error:
             if path.exists():  # else it was merged into another meanwhile
                 findings.add(f"mirror {path.parent.name}", str(path), error.message.rstrip("."), error.fix)
         findings.walked["mirror files"] += 1
@@ -207,7 +207,7 @@ def _objects(config: Config) -> list[Result]:
     """Each probe of the store is a line of its own."""
     from tidemill.objects.probe import probe_url
 
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         checks = portal.call(probe_url(config.objects_url, SystemClock(), Rand()))
     return [{"check": check.name, "ok": check.ok, "found": check.detail, "fix": check.fix} for check in checks]
 
@@ -215,7 +215,7 @@ def _objects(config: Config) -> list[Result]:
 def _consensus(config: Config) -> str:
     from tidemill.consensus.factory import open_consensus
 
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         consensus = portal.call(open_consensus(config.consensus_url, SystemClock(), Rand()))
         try:
             nodes = portal.call(consensus.leases("node/"))
@@ -229,7 +229,7 @@ def _capture(config: Config, name: str) -> str:
     from tidemill.capture.setup.privileges import check_capture
 
     section = config.capture[name]
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         settings = CaptureConfig(
             name, section.dsn, tuple(section.tables), identity=section.identity, manual=section.manual,
             failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.cli.topic.commands import Set, Unset, changes_of
 
@@ -72,9 +72,9 @@ def alter(
 
     changes = changes_of(settings, unset)
     if not changes:
-        raise Invalid("nothing to change.", fix="Give --set or --unset.")
+        raise InvalidError("nothing to change.", fix="Give --set or --unset.")
     if not is_name(name):
-        raise Invalid(f"bad group name: group={name!r}.")
+        raise InvalidError(f"bad group name: group={name!r}.")
     with stores(config) as opened:
         configs = GroupConfigs(opened.catalogue, kafka_settings(opened.config).group_limits)
         change = configs.change(name, lambda own: altered(own, changes, GROUP, typed=True), validate_only=dry_run)
@@ -102,14 +102,16 @@ def reset(
     as_json: JsonOption = False,
 ) -> None:
     """Move what a group has committed. Nobody may be in it."""
-    from tidemill.kafka.groups.offline_admin import Apart
+    from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
 
     if bool(to) == bool(by) or (to not in ("", "earliest", "latest") and not to.isdecimal()):
-        raise Invalid(f"where to is not said: to={to!r} by={by}.", fix="Use --to earliest, latest or N, or --by N.")
+        raise InvalidError(
+            f"where to is not said: to={to!r} by={by}.", fix="Use --to earliest, latest or N, or --by N."
+        )
     with stores(config) as opened:
         moves = _View(opened).moves(name, to, by, topic or [])
         if not dry_run:
-            apart = Apart(opened.metastore, opened.clock, opened.rand)
+            apart = OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand)
             opened.portal.call(apart.reset(name, [row for _, _, row in moves]))
     rows: list[Row] = [
         {"topic": told, "partition": row.partition, "before": before, "offset": row.offset}
@@ -125,12 +127,12 @@ def reset(
 @app.command("delete")
 def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Delete a group with everything it has committed. Nobody may be in it."""
-    from tidemill.kafka.groups.offline_admin import Apart
+    from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
     from tidemill.kafka.transactions.store import let_go
 
     with stores(config) as opened:
         forget = partial(let_go, opened.consensus, opened.rand, name, None, opened.clock.now_ms())
-        opened.portal.call(Apart(opened.metastore, opened.clock, opened.rand).delete(name, forget))
+        opened.portal.call(OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand).delete(name, forget))
     if as_json:
         print_json({"deleted": name})
     else:
@@ -181,7 +183,7 @@ class _View:
         metastore = self._opened.metastore
         head = self._call(metastore.get(GROUPS, name)) if name else None
         if head is None:
-            raise Missing(f"no such group: group={name}.", fix="List them with: tidemill group list")
+            raise MissingError(f"no such group: group={name}.", fix="List them with: tidemill group list")
         members = self._call(metastore.rows(GROUP_MEMBERS, name))
         holders: dict[tuple[str, int], str] = {}
         for member in members:
@@ -229,7 +231,7 @@ class _View:
         committed = {(row.topic_id, row.partition): row for row in self._offsets(name)}
         places = [place for topic in topics for place in self._named(topic)] if topics else list(committed)
         if not places:
-            raise Missing(f"the group has committed nothing: group={name}.", fix="Name topics with --topic.")
+            raise MissingError(f"the group has committed nothing: group={name}.", fix="Name topics with --topic.")
         moves: list[tuple[str, int | None, GroupOffsetRow]] = []
         for topic_id, partition in dict.fromkeys(places):
             before = committed.get((topic_id, partition))
@@ -248,11 +250,13 @@ class _View:
         name, _, number = topic.partition(":")
         row = self._by_name.get(name)
         if row is None:
-            raise Missing(f"no such topic: topic={name}.", fix="List them with: tidemill topic list")
+            raise MissingError(f"no such topic: topic={name}.", fix="List them with: tidemill topic list")
         if not number:
             return [(row.topic_id, partition) for partition in range(row.partitions)]
         if not number.isdecimal() or int(number) >= row.partitions:
-            raise Invalid(f"no such partition: topic={topic} partitions={row.partitions}.", fix="Use NAME:PARTITION.")
+            raise InvalidError(
+                f"no such partition: topic={topic} partitions={row.partitions}.", fix="Use NAME:PARTITION."
+            )
         return [(row.topic_id, int(number))]
 
     def _offsets(self, group: str) -> list[GroupOffsetRow]:

@@ -9,8 +9,8 @@ import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config.config import load
-from tidemill.base.errors import Invalid
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import InvalidError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.status.logging import configure_logs
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
@@ -48,7 +48,7 @@ def restore(
     loaded = load(config)
     _create_parent(consensus or loaded.consensus_url)
     clock, rand = SystemClock(), Rand()
-    with Portal() as portal, Bars() as bars:
+    with BlockingPortal() as portal, Bars() as bars:
         objects = portal.call(open_objects(source or loaded.objects_url, clock, rand))
         target = portal.call(open_consensus(consensus or loaded.consensus_url, clock, rand))
         try:
@@ -84,7 +84,7 @@ async def _plan(
     refused = ""
     try:
         source = await restorer.source(manifests)
-    except Invalid as error:
+    except InvalidError as error:
         # What the bucket holds is worth knowing although this consensus cannot take it.
         source, refused = await find_source(objects, rand, manifests), str(error)
     return {"dry_run": True, "refused": refused, **await plan_of(objects, source, clock, rand)}

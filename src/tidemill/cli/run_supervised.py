@@ -13,10 +13,10 @@ import typer
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
-from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.node.supervise.processes import make_supervisor
-from tidemill.node.supervise.status import Telling
+from tidemill.node.supervise.status import SupervisorStatus
 from tidemill.node.supervise.supervisor import Supervisor
 
 MasterOption = Annotated[str, typer.Option("--master", help="Spark master, in place of the configuration's.")]
@@ -58,7 +58,7 @@ def run_supervised(
             clock = SystemClock()
             supervisor = make_supervisor(config, clock, fail, _say)
             tracker = supervisor.tracker
-            telling = Telling(
+            telling = SupervisorStatus(
                 name, config.consensus_url, tracker, clock, Rand(), _say, pipelines=pipelines, label=label
             )
             stack.push_async_callback(telling.aclose)
@@ -73,7 +73,7 @@ def run_supervised(
     asyncio.run(run())
 
 
-async def _end(supervisor: Supervisor, telling: Telling) -> None:
+async def _end(supervisor: Supervisor, telling: SupervisorStatus) -> None:
     await supervisor.stop()
     await telling.retire(_marks(supervisor))
 
@@ -96,9 +96,9 @@ async def _host_consensus(config: Config, stack: AsyncExitStack) -> None:
 
     try:
         consensus = await open_consensus(config.consensus_url, SystemClock(), Rand())
-    except Invalid:
+    except InvalidError:
         return  # the node refuses it in a sentence of its own
-    except (Unavailable, Unknown) as error:
+    except (UnavailableError, UnknownOutcomeError) as error:
         print(f"tidemill: {error}", file=sys.stderr)
         return
     stack.push_async_callback(consensus.aclose)

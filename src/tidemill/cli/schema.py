@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 
 if TYPE_CHECKING:
     from tidemill.metastore.rows.registry import Reference
     from tidemill.registry.registry import Registry
-    from tidemill.registry.schema_types import Given
+    from tidemill.registry.schema_types import SubmittedSchema
 
 app = typer.Typer(help="List, show, register, delete and check schemas.", no_args_is_help=True)
 Subject = Annotated[str, typer.Argument(help="Subject; Kafka clients use TOPIC-value and TOPIC-key.")]
@@ -143,20 +143,20 @@ def _named(subject: str) -> str:
     return subject_of(subject)
 
 
-def _given(file: Path, kind: str, references: list[str] | None, normalize: bool) -> Given:
-    from tidemill.registry.schema_types import Given
+def _given(file: Path, kind: str, references: list[str] | None, normalize: bool) -> SubmittedSchema:
+    from tidemill.registry.schema_types import SubmittedSchema
 
     kind = kind.upper() or KINDS.get(file.suffix, "")
     if not kind:
-        raise Invalid(f"the schema's type is not known: file={file}.", fix="Say it: --type AVRO, JSON or PROTOBUF")
+        raise InvalidError(f"the schema's type is not known: file={file}.", fix="Say it: --type AVRO, JSON or PROTOBUF")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise Invalid(
+        raise InvalidError(
             f"the schema cannot be read: file={file} reason={reason}.", fix="Name a readable file."
         ) from error
-    return Given(kind, text, tuple(_reference(one) for one in references or ()), normalize)
+    return SubmittedSchema(kind, text, tuple(_reference(one) for one in references or ()), normalize)
 
 
 def _reference(text: str) -> Reference:
@@ -165,5 +165,5 @@ def _reference(text: str) -> Reference:
     name, _, place = text.partition("=")
     subject, _, version = place.rpartition(":")
     if not name or not subject or not version.isascii() or not version.isdigit():
-        raise Invalid(f"not a reference: reference={text!r}.", fix="Write it as NAME=SUBJECT:VERSION")
+        raise InvalidError(f"not a reference: reference={text!r}.", fix="Write it as NAME=SUBJECT:VERSION")
     return Reference(name, subject, int(version))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tidemill.base.clock import MOVED
 from tidemill.base.config.config import Config
-from tidemill.base.errors import Invalid, MovedBack, Replaced
+from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError
 from tidemill.base.limits import MIB
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import keep_pauses_short
@@ -74,13 +74,13 @@ def main() -> int:
     try:
         with asyncio.Runner(loop_factory=MOVED.loop if MOVED is not None else None) as runner:
             runner.run(_serve(config))
-    except Invalid as error:
+    except InvalidError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         return EXIT_CONFIGURATION
-    except Replaced as error:
+    except ClusterReplacedError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         return EXIT_REPLACED
-    except MovedBack as error:
+    except StoreRolledBackError as error:
         # Another process continues from what exists: nothing in the memory of this one may.
         print(f"tidemill: {error}", file=sys.stderr)
         return 1

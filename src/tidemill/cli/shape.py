@@ -13,7 +13,7 @@ import typer
 
 from tidemill.base.config.config import Config, load
 from tidemill.base.config.shapes import SigningSection
-from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
 TOKEN = "TIDEMILL_TOKEN"
@@ -89,7 +89,7 @@ def sign(
     signing = loaded.security.signing
     key_id = _signing_key(signing, key)
     if expires_s > signing.max_s:
-        raise Invalid(
+        raise InvalidError(
             f"the URL would be for longer than one may be: expires_s={expires_s} limit_s={signing.max_s}.",
             fix="Ask for less, or raise security.signing.max_s.",
         )
@@ -100,11 +100,11 @@ def sign(
     try:
         used = params_of(where) if where else set()
     except WhereError as error:
-        raise Invalid(f"bad value: where: {error.message.rstrip('.')}.", fix="Correct --where.") from error
+        raise InvalidError(f"bad value: where: {error.message.rstrip('.')}.", fix="Correct --where.") from error
     if used != set(range(1, len(values) + 1)):
         errors["params"] = [f"the clause uses {sorted(used)}, and {len(values)} values are given"]
     if errors:
-        raise Invalid(f"bad value: {'; '.join(f'{field}: {said[0]}' for field, said in errors.items())}.")
+        raise InvalidError(f"bad value: {'; '.join(f'{field}: {said[0]}' for field, said in errors.items())}.")
     request, expires = canonical(asked), SystemClock().now_ms() // 1000 + expires_s
     start = url or f"http{'s' if loaded.http.tls else ''}://{loaded.node.http}"
     query = urlencode(parameters(request, expires, key_id, signing.keys[key_id]))
@@ -116,14 +116,14 @@ def sign(
 
 
 def _signing_key(signing: SigningSection, asked: str) -> str:
-    """The id of the key to sign with. Raises Invalid."""
+    """The id of the key to sign with. Raises InvalidError."""
     if not signing.keys:
-        raise Invalid("there is no key to sign with.", fix='Set security.signing.keys, as { k1 = "${NAME}" }.')
+        raise InvalidError("there is no key to sign with.", fix='Set security.signing.keys, as { k1 = "${NAME}" }.')
     key_id = asked or signing.use or (next(iter(signing.keys)) if len(signing.keys) == 1 else "")
     if key_id not in signing.keys:
         known = ", ".join(signing.keys)
         what = f"no such key: key={key_id}." if key_id else "there are several keys to sign with."
-        raise Invalid(what, fix=f"Name one with --key or security.signing.use. Known are {known}.")
+        raise InvalidError(what, fix=f"Name one with --key or security.signing.use. Known are {known}.")
     return key_id
 
 
@@ -131,7 +131,7 @@ def live_shapes(config: Config) -> list[dict[str, Any]]:
     """The shapes of the configured node; none while it is down, for they live in it, and none where it tells nobody."""
     try:
         return list(json.loads(_ask(config, "/api/shapes", {})[1]))
-    except (Unavailable, Invalid):
+    except (UnavailableError, InvalidError):
         return []
 
 
@@ -153,9 +153,9 @@ def _ask(config: Config, path: str, parameters: dict[str, str]) -> tuple[Any, by
     except HTTPError as error:
         message = error.read().decode(errors="replace")
         if error.code == 404:
-            raise Missing(f"the node answered 404: {message}") from error
-        raise Invalid(f"the node answered {error.code}: {message}") from error
+            raise MissingError(f"the node answered 404: {message}") from error
+        raise InvalidError(f"the node answered {error.code}: {message}") from error
     except URLError as error:
-        raise Unavailable(
+        raise UnavailableError(
             f"no node answers: address={address} error={error.reason}.", fix="Start one with: tidemill up"
         ) from error

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.base.config.config import load
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.status.logging import configure_logs
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
@@ -72,12 +72,12 @@ def _run(connection: Any, query: str) -> tuple[list[str], list[Any]]:
         shown = [f"CAST(#{at} AS VARCHAR)" if text else f"#{at}" for at, text in enumerate(texts, 1)]
         return list(result.columns), (result.project(", ".join(shown)) if any(texts) else result).fetchall()
     except duckdb.IOException as error:
-        raise Unavailable(
+        raise UnavailableError(
             f"the query cannot read what it names: {error}.",
             fix="See whether the bucket answers (`tidemill doctor`), or correct the paths in the query.",
         ) from error
     except duckdb.Error as error:
-        raise Invalid(f"the query failed: {error}.", fix="Correct it.") from error
+        raise InvalidError(f"the query failed: {error}.", fix="Correct it.") from error
 
 
 class _NoPandas(MetaPathFinder):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tidemill.base.clock import SystemClock
 from tidemill.base.config.config import CaptureSection, Config, exposed, load
 from tidemill.base.errors import TidemillError
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import sentence
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.run_supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
@@ -68,5 +68,5 @@ def _check(config: Config) -> list[str]:
     async def all_of_them() -> list[str]:
         return await asyncio.gather(*(_checked(name, section) for name, section in config.capture.items()))
 
-    with Portal() as portal:
+    with BlockingPortal() as portal:
         return [said for said in portal.call(all_of_them()) if said]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
 
 app = typer.Typer(help="Add, list and delete users of the Kafka endpoint.", no_args_is_help=True)
@@ -71,7 +71,7 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
         users = Users(opened.metastore, opened.clock)
         have = [each.mechanism for each in opened.portal.call(users.list()) if each.user == name]
         if not have:
-            raise Missing(f"no such user: user={name}.", fix="List them with: tidemill user list")
+            raise MissingError(f"no such user: user={name}.", fix="List them with: tidemill user list")
         opened.portal.call(users.delete(name, list(NAMES)))
     if as_json:
         print_json({"deleted": name})
@@ -80,13 +80,13 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
 
 
 def _password(name: str) -> str:
-    """Raises Invalid for none, or one that is too long."""
+    """Raises InvalidError for none, or one that is too long."""
     if sys.stdin.isatty():
         password = str(typer.prompt(f"Password of {name}", hide_input=True, confirmation_prompt=True))
     else:
         password = sys.stdin.readline(LINE_CHARS_MAX + 1).rstrip("\r\n")
     if not 0 < len(password) < LINE_CHARS_MAX:
-        raise Invalid(
+        raise InvalidError(
             "no password, or one that is too long.", fix=f"Type it, or pipe a line of 1 to {LINE_CHARS_MAX - 1}."
         )
     return password

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from tidemill.base.config.config import Config
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, table_mark, verdict
 from tidemill.base.status.status import Derived, as_row, behind, behind_text, trouble
@@ -25,11 +25,11 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
     with consensus_only(config, OPEN_S) as opened:
         marks = read_marks(opened)
     if not marks:
-        raise Missing("no process reports.", fix="Start one: tidemill up.")
+        raise MissingError("no process reports.", fix="Start one: tidemill up.")
     try:
         found = verdict(marks, table_mark(marks, name) if name else max(marks, key=lambda n: trouble(marks[n])))
     except KeyError as error:
-        raise Missing(f"no such mark: name={name!r}.", fix=f"Known: {', '.join(sorted(marks)[:50])}.") from error
+        raise MissingError(f"no such mark: name={name!r}.", fix=f"Known: {', '.join(sorted(marks)[:50])}.") from error
     silent = any(derived.report_age_ms > FRESHNESS_BUDGET_MS for derived in found.chain)
     holder = intruder(opened.config) if silent else ""
     if holder:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from tidemill.base.errors import Unknown
+from tidemill.base.errors import UnknownOutcomeError
 
 
 class Versioned(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Consensus(Protocol):
-    """Every method may raise Unavailable or Closed; every write may raise Unknown.
+    """Every method may raise Unavailable or Closed; every write may raise UnknownOutcomeError.
 
     Every method raises MovedBack (a Closed), for ever, once an answer showed that the engine lost what this client had
     seen of it (`rollback_detection`): the process ends.
@@ -200,14 +200,14 @@ async def resolve_append(consensus: Consensus, log: str, expected_next: int, non
 async def resolve_cas(consensus: Consensus, key: str, expected_seq: int, nonce: str) -> Versioned | None:
     """After Unknown from `cas`: the version that `nonce` wrote, or None when it certainly wrote nothing.
 
-    Raises Unknown when a later version hides the answer: the register forgets what it overwrote.
+    Raises UnknownOutcomeError when a later version hides the answer: the register forgets what it overwrote.
     """
     current = await consensus.head(key)
     if current is None or current.seq <= expected_seq:
         return None
     if current.seq == expected_seq + 1:
         return current if current.nonce == nonce else None
-    raise Unknown(
+    raise UnknownOutcomeError(
         f"A later version hides the outcome: key={key!r} expected_seq={expected_seq} seq={current.seq}.",
         fix="Re-read the register and decide again from its present contents.",
     )

@@ -7,7 +7,7 @@ import abc
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from tidemill.base.errors import Conflict, Fenced
+from tidemill.base.errors import ConflictError, FencedError
 from tidemill.consensus import transitions
 from tidemill.consensus.api import REPORTS, Changes, Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.operations import (
@@ -27,7 +27,7 @@ from tidemill.consensus.operations import (
     Truncate,
     Wait,
 )
-from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.rollback_detection import RollbackDetector
 
 
 class Owner(Protocol):
@@ -43,14 +43,14 @@ class Owner(Protocol):
         ...
 
 
-class Facade(abc.ABC):
+class ConsensusClientBase(abc.ABC):
     """Implements `api.Consensus` over one method. `_submit` raises the outcome or returns the operation's result.
 
     Every method also raises MovedBack, for ever, once the engine returned to an earlier state (`rollback_detection`,
     SE1).
     """
 
-    seen: Seen
+    seen: RollbackDetector
     life: str = ""
     """The server's, where commits may be lost between one and the next; what an earlier life accepted is in this one,
     too, as far as this client had seen it."""
@@ -78,7 +78,7 @@ class Facade(abc.ABC):
         floor = seen.floor(op)
         try:
             answer = await self._submit(op)
-        except (Conflict, Fenced) as refused:
+        except (ConflictError, FencedError) as refused:
             seen.check(op, floor, refused.current, done=False)
             raise
         seen.check(op, floor, answer, done=True)

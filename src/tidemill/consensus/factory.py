@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.consensus.api import Consensus
 
 FIX = "Write sqlite:///absolute/path/file.db, sqlite:relative/file.db, postgresql://user@host/database or memory:."
 
 
 async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
-    """Connect, creating what is missing. Raises Invalid (naming `consensus.url`), Corrupt or Unavailable (it is away,
-    full, or locked, and by whom: `base.waiting`).
+    """Connect, creating what is missing. Raises InvalidError (naming `consensus.url`), Corrupt or Unavailable (it is
+    away, full, or locked, and by whom: `base.waiting`).
 
     `memory:` lives and dies with the returned object. One object per event loop.
     """
@@ -35,16 +35,16 @@ async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
         from tidemill.consensus.memory import MemoryConsensus
 
         return MemoryConsensus(clock)
-    raise Invalid(f"The URL names no known engine: consensus.url={url!r}.", fix=FIX)
+    raise InvalidError(f"The URL names no known engine: consensus.url={url!r}.", fix=FIX)
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The database file that a `sqlite:` URL names; None of every other URL. Raises Invalid when it names none."""
+    """The database file that a `sqlite:` URL names; None of every other URL. Raises InvalidError when it names none."""
     scheme, separator, rest = url.partition(":")
     if not separator or scheme != "sqlite":
         return None
     host = rest.startswith("//") and not rest.startswith("///")
     path = "/" + rest.lstrip("/") if rest.startswith("/") else rest
     if host or not path or path.endswith("/"):
-        raise Invalid(f"The URL names no database file: consensus.url={url!r}.", fix=FIX)
+        raise InvalidError(f"The URL names no database file: consensus.url={url!r}.", fix=FIX)
     return Path(path)

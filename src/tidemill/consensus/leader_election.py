@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from tidemill.base.errors import Conflict, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import LEASE_TTL_MS
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, Lease
@@ -44,13 +44,13 @@ async def lead(
     while wanted():
         try:
             lease = await consensus.acquire(name, holder, ttl_ms, info)
-        except Conflict as conflict:
+        except ConflictError as conflict:
             current = conflict.current
             own = current if isinstance(current, Lease) and own_earlier_life(current.holder) else None
             if own is None or not await _released(consensus, own):
                 await asyncio.sleep(ttl_ms / 3000)
             continue
-        except (Unavailable, Unknown):
+        except (UnavailableError, UnknownOutcomeError):
             await asyncio.sleep(ttl_ms / 3000)
             continue
         log.info("leading", lease=name, term=lease.term)
@@ -84,9 +84,9 @@ async def _held(consensus: Consensus, lease: Lease, holder: str, info: bytes, bo
                 missed = 0
                 if renewed.term != lease.term:
                     return False
-            except Conflict:
+            except ConflictError:
                 return False
-            except (Unavailable, Unknown):
+            except (UnavailableError, UnknownOutcomeError):
                 missed += 1
                 if missed >= 3:
                     return False

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed
+from tidemill.base.errors import ClosedError
 from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, LogRecord, LogSlice, Versioned
 from tidemill.consensus.change_journal import Journal
-from tidemill.consensus.client_base import Facade
+from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.engine_clock import EngineClock
 from tidemill.consensus.operations import (
     Acquire,
@@ -34,7 +34,7 @@ from tidemill.consensus.operations import (
     Truncate,
     Wait,
 )
-from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.rollback_detection import RollbackDetector
 from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 
 
@@ -120,7 +120,7 @@ def _listed(state: MemoryState, prefix: str, after: str, limit: int) -> list[tup
     return [(name, state.heads[name]) for name in names[:limit]]
 
 
-class MemoryConsensus(Facade):
+class MemoryConsensus(ConsensusClientBase):
     """Deterministic. Several clients of one engine: pass one `state` to each (they then wake each other too)."""
 
     def __init__(self, clock: Clock, state: MemoryState | None = None) -> None:
@@ -128,7 +128,7 @@ class MemoryConsensus(Facade):
         self._clock = EngineClock(clock)
         self._waiting: set[asyncio.Future[None]] = set()
         self._closed = False
-        self.seen = Seen("memory:")
+        self.seen = RollbackDetector("memory:")
 
     async def _submit(self, op: AnyOp) -> Any:
         self._check_open()
@@ -174,7 +174,7 @@ class MemoryConsensus(Facade):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Closed("This consensus client was closed.")
+            raise ClosedError("This consensus client was closed.")
 
     async def aclose(self) -> None:
         self._closed = True

@@ -1,7 +1,7 @@
 """What this process has heard from consensus, and the proof that consensus did not return to an earlier state.
 
-    every answer      not below what was heard before its question was asked            `Seen.check`
-    every new server  the last record, version and holder that were heard are still there  `Seen.compare`
+    every answer      not below what was heard before its question was asked            `RollbackDetector.check`
+    every new server  the last record, version and holder that were heard are still there  `RollbackDetector.compare`
 
 A failover to an asynchronous standby, or a database restored from a backup, loses its newest commits. A process that
 had heard of them holds state that no log explains; it must not write on. A position below one that was heard shows
@@ -9,7 +9,7 @@ that, until other processes have written past it. Then only the nonces differ, s
 its server compares those before anything else is asked (`postgres.admission`).
 
 SE1  Nothing that was acknowledged to this process, or read by it, is missing from a later answer; else every call
-     raises MovedBack, for ever.
+     raises StoreRolledBackError, for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tidemill.base.errors import MovedBack
+from tidemill.base.errors import StoreRolledBackError
 from tidemill.consensus.api import Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.operations import Acquire, AnyOp, Append, Cas, Drop, Fence, Head, HeadOfLog, Read, Truncate
 
@@ -33,11 +33,11 @@ FIX = (
 )
 
 
-class Seen:
+class RollbackDetector:
     """One client's. `where` names the engine in sentences, without secrets."""
 
     def __init__(self, where: str) -> None:
-        self.lost: MovedBack | None = None
+        self.lost: StoreRolledBackError | None = None
         self._where = where
         self._heads: dict[str, LogHead] = {}
         self._records: dict[str, tuple[int, str]] = {}
@@ -59,7 +59,8 @@ class Seen:
         return None
 
     def check(self, op: AnyOp, floor: Any, answer: Any, *, done: bool) -> None:
-        """`answer`: the result of `op` (`done`), or the current state that its refusal carries. Raises MovedBack."""
+        """`answer`: the result of `op` (`done`), or the current state that its refusal carries. Raises
+        StoreRolledBackError."""
         match op, answer:
             case Append(log=log), LogHead():
                 self._head(log, floor, answer)
@@ -139,7 +140,8 @@ class Seen:
         leases: Iterable[Lease],
     ) -> None:
         """What is there now, asked while nothing else was: heads, with the nonce at the position that `logs` names
-        (None where there is no record), registers and leases. Raises MovedBack where it is no continuation (SE1)."""
+        (None where there is no record), registers and leases. Raises StoreRolledBackError where it is no continuation
+        (SE1)."""
         for log, (head, nonce) in logs.items():
             known = self._heads[log]
             self._head(log, known, head)
@@ -153,10 +155,10 @@ class Seen:
         for lease in leases:
             self._lease(self._leases.get(lease.name), lease)
 
-    def end(self, what: str) -> MovedBack:
+    def end(self, what: str) -> StoreRolledBackError:
         """From here on every call raises this."""
         if self.lost is None:
-            self.lost = MovedBack(
+            self.lost = StoreRolledBackError(
                 f"Consensus returned to an earlier state, and commits that this process had seen are gone:"
                 f" consensus={self._where} {what}.",
                 fix=FIX,

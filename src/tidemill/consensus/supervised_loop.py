@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tidemill.base.runtime.tasks import Attempts, Restarts, until_it_returns
+from tidemill.base.runtime.tasks import Backoff, RetryState, until_it_returns
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
@@ -17,6 +17,6 @@ LONGEST_PAUSE_S = 5.0
 
 async def kept(name: str, body: Callable[[], Awaitable[None]], told: Callable[[str], None]) -> None:
     """Run `body` for ever. `told(sentence)` hears of every fault, of whatever type, before the pause."""
-    now_s, restarts = asyncio.get_running_loop().time, Restarts(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-    attempts = Attempts(name, lambda error, parked: told(f"{name} failed: {error}"), now_s, restarts, may_park=False)
+    now_s, restarts = asyncio.get_running_loop().time, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    attempts = RetryState(name, lambda error, parked: told(f"{name} failed: {error}"), now_s, restarts, may_park=False)
     await until_it_returns(body, attempts)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.base.errors import Conflict, Fenced, Invalid, Missing
+from tidemill.base.errors import ConflictError, FencedError, InvalidError, MissingError
 from tidemill.base.limits import LOG_RECORD_BYTES, MIB, REGISTER_BYTES
 from tidemill.consensus.api import Lease, LogHead, LogRecord, Versioned
 from tidemill.consensus.operations import (
@@ -67,9 +67,9 @@ def drop(current: Versioned | None, op: Drop) -> None:
         raise cas_conflict(current, op)
 
 
-def cas_conflict(current: Versioned | None, op: Cas | Drop) -> Conflict:
+def cas_conflict(current: Versioned | None, op: Cas | Drop) -> ConflictError:
     seq = current.seq if current else 0
-    return Conflict(
+    return ConflictError(
         f"The register is at another version: key={op.key!r} expected_seq={op.expected_seq} seq={seq}.", current=current
     )
 
@@ -88,19 +88,19 @@ def append(head: LogHead, op: Append) -> LogHead:
     return LogHead(op.term, head.start, head.next + len(op.records))
 
 
-def fenced(head: LogHead, log: str, term: int) -> Fenced:
-    return Fenced(f"A newer term was fenced: log={log!r} term={term} newer={head.term}.", current=head)
+def fenced(head: LogHead, log: str, term: int) -> FencedError:
+    return FencedError(f"A newer term was fenced: log={log!r} term={term} newer={head.term}.", current=head)
 
 
-def append_conflict(head: LogHead, op: Append) -> Conflict:
-    return Conflict(
+def append_conflict(head: LogHead, op: Append) -> ConflictError:
+    return ConflictError(
         f"The log ends elsewhere: log={op.log!r} expected_next={op.expected_next} next={head.next}.", current=head
     )
 
 
 def truncate(head: LogHead, op: Truncate) -> LogHead:
     if op.before > head.next:
-        raise Invalid(
+        raise InvalidError(
             f"Cannot truncate past the log's end: log={op.log!r} before={op.before} next={head.next}.",
             fix="Truncate at or below head.next.",
         )
@@ -112,8 +112,8 @@ def check_read(head: LogHead, op: Read) -> None:
         raise truncated(head, op)
 
 
-def truncated(head: LogHead, op: Read) -> Missing:
-    return Missing(
+def truncated(head: LogHead, op: Read) -> MissingError:
+    return MissingError(
         f"The records were truncated: log={op.log!r} asked={op.start} start={head.start}.",
         fix="Start again from head.start, where a rollup stands.",
     )
@@ -141,8 +141,8 @@ def acquire(row: LeaseRow | None, op: Acquire, now_ms: int) -> LeaseRow:
     return LeaseRow(op.name, op.holder, term, op.ttl_ms, now_ms + op.ttl_ms, op.info)
 
 
-def lease_conflict(current: Lease) -> Conflict:
-    return Conflict(
+def lease_conflict(current: Lease) -> ConflictError:
+    return ConflictError(
         f"The lease is held: name={current.name!r} holder={current.holder!r} remaining_ms={current.remaining_ms}.",
         current=current,
     )
@@ -156,7 +156,7 @@ def release(row: LeaseRow | None, op: Release) -> LeaseRow | None:
 
 
 def validate(op: AnyOp) -> None:
-    """Refuse what is wrong whatever the state, before it costs a round trip. Raises Invalid."""
+    """Refuse what is wrong whatever the state, before it costs a round trip. Raises InvalidError."""
     check = _VALIDATIONS.get(type(op))
     if check is not None:
         check(op)
@@ -168,7 +168,7 @@ def _validate_append(op: Append) -> None:
     _not_negative("term", op.term)
     _not_negative("expected_next", op.expected_next)
     if not op.records:
-        raise Invalid(f"An append carries at least one record: log={op.log!r}.", fix="Use fence to raise a term.")
+        raise InvalidError(f"An append carries at least one record: log={op.log!r}.", fix="Use fence to raise a term.")
     total = 0
     for record in op.records:
         if len(record) > LOG_RECORD_BYTES:
@@ -190,7 +190,7 @@ def _validate_drop(op: Drop) -> None:
     _name("key", op.key)
     _not_negative("expected_seq", op.expected_seq)
     if op.expected_seq == 0:
-        raise Invalid(f"What is not there cannot be dropped: key={op.key!r}.", fix="Read the register first.")
+        raise InvalidError(f"What is not there cannot be dropped: key={op.key!r}.", fix="Read the register first.")
 
 
 def _validate_acquire(op: Acquire) -> None:
@@ -198,7 +198,9 @@ def _validate_acquire(op: Acquire) -> None:
     _name("holder", op.holder)
     _not_negative("ttl_ms", op.ttl_ms << 8)  # added to a time, it still has 63 bits
     if op.ttl_ms <= 0:
-        raise Invalid(f"A lease lasts at least 1 ms: name={op.name!r} ttl_ms={op.ttl_ms}.", fix="Ask for more time.")
+        raise InvalidError(
+            f"A lease lasts at least 1 ms: name={op.name!r} ttl_ms={op.ttl_ms}.", fix="Ask for more time."
+        )
     if len(op.info) > REGISTER_BYTES:
         raise _too_large("lease info", op.name, len(op.info), REGISTER_BYTES)
 
@@ -232,7 +234,7 @@ def _validate_changed(op: Changed) -> None:
 def _asked(what: str, value: str) -> None:
     """A question may name what cannot exist, but it travels with others: it must be text that every engine reads."""
     if "\0" in value or not (value.isascii() or _is_text(value)):
-        raise Invalid(
+        raise InvalidError(
             f"A {what} is text without NUL: {what.replace(' ', '_')}={value[:80]!r}.", fix="Correct the name."
         )
 
@@ -259,7 +261,7 @@ def _name(what: str, value: str) -> None:
     if value.isascii() and 0 < len(value) <= NAME_BYTES and "\0" not in value:
         return
     if not value or "\0" in value or len(value.encode(errors="replace")) > NAME_BYTES or not _is_text(value):
-        raise Invalid(
+        raise InvalidError(
             f"A {what} has 1 to {NAME_BYTES} bytes and no NUL: {what.replace(' ', '_')}={value[:80]!r}.",
             fix="Use a shorter, non-empty name.",
         )
@@ -272,11 +274,11 @@ def _is_text(value: str) -> bool:
 
 def _not_negative(what: str, value: int) -> None:
     if not 0 <= value < 1 << 63:
-        raise Invalid(f"A {what} is not negative, and has 63 bits: {what}={value}.", fix="Count from 0.")
+        raise InvalidError(f"A {what} is not negative, and has 63 bits: {what}={value}.", fix="Count from 0.")
 
 
-def _too_large(what: str, name: str, size_bytes: int, limit_bytes: int) -> Invalid:
-    return Invalid(
+def _too_large(what: str, name: str, size_bytes: int, limit_bytes: int) -> InvalidError:
+    return InvalidError(
         f"The {what} is too large: name={name!r} size_bytes={size_bytes} limit_bytes={limit_bytes}.",
         fix="Store the bytes as an object and keep its key here.",
     )

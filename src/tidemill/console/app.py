@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.base.status.freshness import table_mark, verdict
 from tidemill.base.status.status import Report, State, as_row, behind, derive_all
 
@@ -40,7 +40,7 @@ def console_routes(
     cannot be read (consensus is away), what asks for them says 503 and why.
     """
 
-    pace = Pace(clock)
+    pace = CoopBudget(clock)
 
     async def status(_: Request) -> Response:
         found = await reports()

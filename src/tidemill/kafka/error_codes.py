@@ -15,19 +15,28 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, Missing, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    MissingError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.topics.api import (
-    BatchTooLarge,
-    ConcurrentTransactions,
-    CorruptBatch,
-    InvalidProducerEpoch,
-    InvalidRecords,
-    InvalidTimestamp,
-    InvalidTransaction,
-    NotLeader,
-    OffsetOutOfRange,
-    OutOfOrderSequence,
-    StillRead,
+    BatchTooLargeError,
+    ConcurrentTransactionsError,
+    CorruptBatchError,
+    InvalidProducerEpochError,
+    InvalidRecordsError,
+    InvalidTimestampError,
+    InvalidTransactionError,
+    NotLeaderError,
+    OffsetOutOfRangeError,
+    OutOfOrderSequenceError,
+    RecordsStillNeededError,
 )
 
 UNKNOWN_SERVER_ERROR: Final = -1
@@ -115,25 +124,25 @@ def text(code: int) -> str:
 
 _CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
     # Subclasses first: the first line that matches wins.
-    (NotLeader, NOT_LEADER_OR_FOLLOWER),
-    (OutOfOrderSequence, OUT_OF_ORDER_SEQUENCE_NUMBER),
-    (InvalidProducerEpoch, INVALID_PRODUCER_EPOCH),
-    (InvalidTransaction, INVALID_TXN_STATE),
-    (InvalidRecords, INVALID_RECORD),
-    (InvalidTimestamp, INVALID_TIMESTAMP),
-    (BatchTooLarge, MESSAGE_TOO_LARGE),
-    (CorruptBatch, CORRUPT_MESSAGE),
-    (OffsetOutOfRange, OFFSET_OUT_OF_RANGE),
-    (StillRead, POLICY_VIOLATION),
-    (Missing, UNKNOWN_TOPIC_OR_PARTITION),
-    (Unknown, REQUEST_TIMED_OUT),
-    (ConcurrentTransactions, CONCURRENT_TRANSACTIONS),
-    (Unavailable, KAFKA_STORAGE_ERROR),
-    (Fenced, NOT_LEADER_OR_FOLLOWER),
-    (Closed, NOT_LEADER_OR_FOLLOWER),
-    (Corrupt, KAFKA_STORAGE_ERROR),
-    (Conflict, NOT_LEADER_OR_FOLLOWER),
-    (Invalid, INVALID_REQUEST),
+    (NotLeaderError, NOT_LEADER_OR_FOLLOWER),
+    (OutOfOrderSequenceError, OUT_OF_ORDER_SEQUENCE_NUMBER),
+    (InvalidProducerEpochError, INVALID_PRODUCER_EPOCH),
+    (InvalidTransactionError, INVALID_TXN_STATE),
+    (InvalidRecordsError, INVALID_RECORD),
+    (InvalidTimestampError, INVALID_TIMESTAMP),
+    (BatchTooLargeError, MESSAGE_TOO_LARGE),
+    (CorruptBatchError, CORRUPT_MESSAGE),
+    (OffsetOutOfRangeError, OFFSET_OUT_OF_RANGE),
+    (RecordsStillNeededError, POLICY_VIOLATION),
+    (MissingError, UNKNOWN_TOPIC_OR_PARTITION),
+    (UnknownOutcomeError, REQUEST_TIMED_OUT),
+    (ConcurrentTransactionsError, CONCURRENT_TRANSACTIONS),
+    (UnavailableError, KAFKA_STORAGE_ERROR),
+    (FencedError, NOT_LEADER_OR_FOLLOWER),
+    (ClosedError, NOT_LEADER_OR_FOLLOWER),
+    (CorruptError, KAFKA_STORAGE_ERROR),
+    (ConflictError, NOT_LEADER_OR_FOLLOWER),
+    (InvalidError, INVALID_REQUEST),
 )
 
 

@@ -15,9 +15,16 @@ import contextlib
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Corrupt, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    CorruptError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.maintenance.checkpoint.stages import checkpointer
 from tidemill.metastore import cluster_manifest
@@ -47,7 +54,7 @@ async def check_bucket(consensus: Consensus, objects: ObjectStore) -> None:
     )
 
 
-class Keeping:
+class CheckpointService:
     """`run` until cancelled. Raises Replaced when the cluster was; what passes by is tried again."""
 
     def __init__(
@@ -60,7 +67,7 @@ class Keeping:
         *,
         node: str,
         holder: str,
-        tracker: Tracker,
+        tracker: StatusTracker,
         checkpoint_interval_s: float = 10.0,
         alive_interval_s: float = ALIVE_INTERVAL_S,
     ) -> None:
@@ -78,7 +85,7 @@ class Keeping:
     async def run(self) -> None:
         while True:
             domains = await self._domains()  # one that failed is another one by now
-            with contextlib.suppress(Unavailable):
+            with contextlib.suppress(UnavailableError):
                 await domains[0].until_leading(PATIENCE_S)
                 await self._while_leading(domains)
 
@@ -114,7 +121,7 @@ class Keeping:
                     await self._presence.round(manifest)
                 else:
                     pause_s = min(pause_s, RETRY_PAUSE_S)
-            except (Unavailable, Unknown, Corrupt, Missing) as error:
+            except (UnavailableError, UnknownOutcomeError, CorruptError, MissingError) as error:
                 log.warning("presence not shown in the bucket, trying again", cause=str(error))
                 pause_s = min(pause_s, RETRY_PAUSE_S)
             await asyncio.sleep(pause_s)
@@ -131,6 +138,6 @@ class Keeping:
         domains: list[Domain] = []
         for domain in await self._metastore.domains():
             if not isinstance(domain, Domain):
-                raise Closed("The checkpoint needs replicated domains.")
+                raise ClosedError("The checkpoint needs replicated domains.")
             domains.append(domain)
         return domains

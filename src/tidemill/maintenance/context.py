@@ -40,7 +40,7 @@ class Retention(msgspec.Struct, frozen=True):
         return self.history_ms // 4
 
 
-class Grounds(msgspec.Struct, frozen=True):
+class JobContext(msgspec.Struct, frozen=True):
     """What a job may use. `cpu`: where merges compute, off the loop that serves."""
 
     consensus: Consensus

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import is_fault, parks, sentence
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 
 TOLD_AT_ONCE = 50
 
 
-class Told:
+class FailureStatus:
     """`count`: how many fail just now, told or not."""
 
-    def __init__(self, prefix: str, tracker: Tracker, clock: Clock) -> None:
+    def __init__(self, prefix: str, tracker: StatusTracker, clock: Clock) -> None:
         self._prefix = prefix
         self._tracker = tracker
         self._clock = clock

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.maintenance.checkpoint.restore_horizon import Persisted
-from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import Job
 from tidemill.maintenance.shards.bindings import EVERY_S as BINDINGS_EVERY_S
 from tidemill.maintenance.shards.bindings import BindingsUpkeep
@@ -34,7 +34,7 @@ TOPIC_COMPACTION_EVERY_S = 15.0
 GROUP_OFFSETS_EVERY_S = 600.0
 
 
-def jobs(grounds: Grounds, tracker: Tracker) -> list[Job]:
+def jobs(grounds: JobContext, tracker: StatusTracker) -> list[Job]:
     """One line a job; its module says what it takes away and why that is safe."""
     shards = ShardUpkeep(grounds, tracker)
     bindings = BindingsUpkeep(grounds, tracker)

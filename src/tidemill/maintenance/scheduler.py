@@ -20,7 +20,7 @@ import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import Tasks, is_fault, keep
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.leader_election import lead
 
@@ -71,7 +71,7 @@ class Jobs:
     """`run` for ever. Never raises: a job's fault is told under the job's mark."""
 
     def __init__(
-        self, jobs: Sequence[Job], consensus: Consensus, clock: Clock, *, holder: str, tracker: Tracker
+        self, jobs: Sequence[Job], consensus: Consensus, clock: Clock, *, holder: str, tracker: StatusTracker
     ) -> None:
         self.jobs = tuple(sorted(jobs, key=lambda job: job.lease))
         self._consensus = consensus

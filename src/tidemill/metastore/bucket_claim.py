@@ -21,7 +21,15 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, Replaced, TidemillError, Unavailable
+from tidemill.base.errors import (
+    ClusterReplacedError,
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+)
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.cluster_manifest import ALIVE_INTERVAL_S, REPLACED_FIX, encode, read_struct
@@ -46,7 +54,7 @@ def claim_key(incarnation: int) -> str:
 
 
 async def greatest_claim(objects: ObjectStore) -> int:
-    """The greatest incarnation that was claimed; 0 for none. Raises Unavailable."""
+    """The greatest incarnation that was claimed; 0 for none. Raises UnavailableError."""
     greatest = 0
     async for found in objects.list(CLAIM_PREFIX):
         number = found.key.removeprefix(CLAIM_PREFIX)
@@ -55,31 +63,32 @@ async def greatest_claim(objects: ObjectStore) -> int:
 
 
 async def check_unclaimed(objects: ObjectStore) -> None:
-    """Before a cluster is created in empty consensus (`cluster_manifest` P2). Raises Invalid when the bucket has
+    """Before a cluster is created in empty consensus (`cluster_manifest` P2). Raises InvalidError when the bucket has
     one."""
     await cluster_manifest.check_unclaimed(objects)
     greatest = await greatest_claim(objects)
     if greatest:
-        raise Invalid(
+        raise InvalidError(
             f"Consensus knows no cluster, but the bucket is claimed by one: object={claim_key(greatest)}.",
             fix="Start it with its own consensus, or choose another objects.url.",
         )
 
 
 async def claimed_by(objects: ObjectStore, cluster: Cluster) -> bool:
-    """Has the cluster the bucket already? Raises Corrupt, Unavailable."""
+    """Has the cluster the bucket already? Raises CorruptError, UnavailableError."""
     found = await _read(objects, claim_key(cluster.incarnation))
     return found is not None and found.cluster_uuid == cluster.uuid
 
 
 async def claim(objects: ObjectStore, clock: Clock, cluster: Cluster) -> None:
-    """CL2. Idempotent. Raises Replaced when the bucket is another cluster's, Corrupt, Unavailable, Unknown."""
+    """CL2. Idempotent. Raises ClusterReplacedError when the bucket is another cluster's, CorruptError,
+    UnavailableError, Unknown."""
     key = claim_key(cluster.incarnation)
     found = await _read(objects, key)
     if found is None:
         try:
             await objects.put(key, encode(Claim(cluster.uuid, cluster.incarnation, clock.now_ms())))
-        except Conflict:
+        except ConflictError:
             found = await _read(objects, key)
     if found is not None and found.cluster_uuid != cluster.uuid:
         raise _replaced(cluster, found.cluster_uuid, found.incarnation)
@@ -87,13 +96,14 @@ async def claim(objects: ObjectStore, clock: Clock, cluster: Cluster) -> None:
 
 
 async def check_claim(objects: ObjectStore, cluster: Cluster) -> None:
-    """One request. Raises Replaced when the bucket was restored into another consensus, Unavailable."""
+    """One request. Raises ClusterReplacedError when the bucket was restored into another consensus,
+    UnavailableError."""
     key = claim_key(cluster.incarnation + 1)
     if await objects.head(key) is None:
         return
     try:
         found = await _read(objects, key)
-    except Corrupt:
+    except CorruptError:
         found = None  # it is there: that is enough
     raise _replaced(cluster, found.cluster_uuid if found is not None else "unreadable", cluster.incarnation + 1)
 
@@ -105,7 +115,7 @@ class Ownership:
         self, objects: ObjectStore, clock: Clock, cluster: Cluster, *, interval_s: float = ALIVE_INTERVAL_S
     ) -> None:
         """Just after `claim`."""
-        self.replaced: Replaced | None = None
+        self.replaced: ClusterReplacedError | None = None
         self._objects = objects
         self._clock = clock
         self._cluster = cluster
@@ -120,8 +130,8 @@ class Ownership:
         return self._clock.monotonic_s() - self._known_s > 3 * self._interval_s or self.replaced is not None
 
     async def assure(self, *, strictly: bool = False) -> None:
-        """Ask now, unless somebody just did. Raises Replaced; with `strictly` also Unavailable when the bucket does not
-        say.
+        """Ask now, unless somebody just did. Raises ClusterReplacedError; with `strictly` also Unavailable when the
+        bucket does not say.
 
         Not so otherwise: while the bucket is away nobody can have restored from it since it was asked last without
         asking it, and what needs no object goes on.
@@ -138,30 +148,32 @@ class Ownership:
         if self.replaced is not None:
             raise self.replaced
         if strictly and self.stale:
-            raise Unavailable("The bucket does not say whether it is still this cluster's.", fix="Retry.") from cause
+            raise UnavailableError(
+                "The bucket does not say whether it is still this cluster's.", fix="Retry."
+            ) from cause
 
     async def may_delete(self) -> None:
-        """Raises Replaced; Unavailable when the bucket does not say."""
+        """Raises ClusterReplacedError; Unavailable when the bucket does not say."""
         if self.stale:
             await self.assure(strictly=True)
 
     async def look(self) -> None:
-        """Raises Replaced, Unavailable."""
+        """Raises ClusterReplacedError, UnavailableError."""
         began_s = self._clock.monotonic_s()
         try:
             await check_claim(self._objects, self._cluster)
-        except Replaced as error:
+        except ClusterReplacedError as error:
             self.replaced = error
             raise
         self._known_s = max(self._known_s, began_s)
 
     async def run(self) -> None:
-        """Look at intervals. Raises Replaced."""
+        """Look at intervals. Raises ClusterReplacedError."""
         while True:
             pause_s = self._interval_s
             try:
                 await self.look()
-            except Replaced:
+            except ClusterReplacedError:
                 raise
             except TidemillError as error:
                 _log.warning("the bucket does not say whose it is, asking again", cause=str(error))
@@ -181,12 +193,12 @@ class Ownership:
 async def _read(objects: ObjectStore, key: str) -> Claim | None:
     try:
         return await read_struct(objects, key, Claim)
-    except Missing:
+    except MissingError:
         return None
 
 
-def _replaced(cluster: Cluster, other: str, incarnation: int) -> Replaced:
-    return Replaced(
+def _replaced(cluster: Cluster, other: str, incarnation: int) -> ClusterReplacedError:
+    return ClusterReplacedError(
         f"The bucket belongs to another cluster: cluster={cluster.uuid} incarnation={cluster.incarnation}"
         f" bucket_cluster={other} bucket_incarnation={incarnation}.",
         fix=REPLACED_FIX,

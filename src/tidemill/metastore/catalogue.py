@@ -19,7 +19,15 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ConflictError,
+    FencedError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.metastore.api import VersionedRow
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import (
@@ -70,20 +78,22 @@ INTERNAL_TOPICS = ("__consumer_offsets", "__transaction_state", "__share_group_s
 
 
 def check_topic_name(name: str) -> None:
-    """Kafka's rule for topic names. Raises Invalid."""
+    """Kafka's rule for topic names. Raises InvalidError."""
     if not name or len(name) > TOPIC_NAME_LENGTH or name in (".", "..") or not set(name) <= TOPIC_NAME_CHARS:
-        raise Invalid(f"bad topic name: topic={name!r}.", fix="Use 1 to 249 of a-z A-Z 0-9 . _ -")
+        raise InvalidError(f"bad topic name: topic={name!r}.", fix="Use 1 to 249 of a-z A-Z 0-9 . _ -")
     if name in INTERNAL_TOPICS:
-        raise Invalid(f"the name is reserved for an internal topic of Kafka: topic={name}.", fix="Use another name.")
+        raise InvalidError(
+            f"the name is reserved for an internal topic of Kafka: topic={name}.", fix="Use another name."
+        )
 
 
 def grown(row: TopicRow, partitions: int) -> TopicRow:
-    """The topic with more partitions. Raises Invalid for a captured one, whose writer's rule of keys to partitions is
-    what orders a key, and for a count that is no increase or above PARTITIONS_MAX."""
+    """The topic with more partitions. Raises InvalidError for a captured one, whose writer's rule of keys to partitions
+    is what orders a key, and for a count that is no increase or above PARTITIONS_MAX."""
     if row.kind == "capture":
-        raise Invalid(f"a captured table's topic keeps its partitions, which order its keys: topic={row.name}.")
+        raise InvalidError(f"a captured table's topic keeps its partitions, which order its keys: topic={row.name}.")
     if not row.partitions < partitions <= PARTITIONS_MAX:
-        raise Invalid(
+        raise InvalidError(
             f"the partitions would not increase: topic={row.name} partitions={partitions} existing={row.partitions}.",
             fix=f"Use a count above {row.partitions}, {PARTITIONS_MAX} at most.",
         )
@@ -91,7 +101,7 @@ def grown(row: TopicRow, partitions: int) -> TopicRow:
 
 
 class Catalogue:
-    """Reads may raise Unavailable, Closed; writes Unknown besides."""
+    """Reads may raise UnavailableError, Closed; writes Unknown besides."""
 
     def __init__(self, metastore: Metastore, clock: Clock, rand: Rand) -> None:
         self._metastore = metastore
@@ -127,7 +137,7 @@ class Catalogue:
     async def change_capture(self, name: str, change: Callable[[CaptureRow | None], CaptureRow]) -> CaptureRow:
         """Write what `change` makes of the capture's row, None where there is none; returns what is there now.
 
-        `change` is called again where another writer was faster. Raises what it raises, and Unknown.
+        `change` is called again where another writer was faster. Raises what it raises, and UnknownOutcomeError.
         """
         attempts: dict[str, CaptureRow] = {}
 
@@ -164,7 +174,8 @@ class Catalogue:
     ) -> CaptureTableRow | None:
         """Write what `change` makes of the row; None deletes it. Returns what is there now (CA3).
 
-        Raises what `change` raises, Invalid for a row too large for the metastore, Unknown after WRITE_BUDGET_S.
+        Raises what `change` raises, InvalidError for a row too large for the metastore, UnknownOutcomeError after
+        WRITE_BUDGET_S.
         """
         changed: CaptureTableRow | None = await self._change(CAPTURE_TABLES, CAPTURE_TABLES.key(capture, table), change)
         return changed
@@ -199,24 +210,24 @@ class Catalogue:
                     return wanted
                 await self._metastore.commit([(key, value)], expects={key: found.seqno if found is not None else 0})
                 return wanted
-            except (Conflict, Fenced, Unavailable, Unknown) as failed:
+            except (ConflictError, FencedError, UnavailableError, UnknownOutcomeError) as failed:
                 error = failed
             await self._pause(until_s, key, error)
 
     async def create_topic(
         self, name: str, partitions: int, *, kind: str = "stream", config: dict[str, str] | None = None
     ) -> TopicRow:
-        """Raises Conflict(current=TopicRow) when the name is taken, Invalid on a bad name or count."""
+        """Raises ConflictError(current=TopicRow) when the name is taken, InvalidError on a bad name or count."""
         check_topic_name(name)
         if not 1 <= partitions <= PARTITIONS_MAX:
-            raise Invalid(
+            raise InvalidError(
                 f"bad partition count: topic={name} partitions={partitions}.", fix=f"Use 1 to {PARTITIONS_MAX}."
             )
         attempts: dict[str, TopicRow] = {}
 
         def created(found: bytes, attempt: str) -> Change:
             if found:
-                raise Conflict(f"topic exists: topic={name}.", current=TOPICS.decode(TOPICS.key(name), found))
+                raise ConflictError(f"topic exists: topic={name}.", current=TOPICS.decode(TOPICS.key(name), found))
             row = TopicRow(name, self._rand.uuid(), partitions, kind, self._clock.now_ms(), config or {})
             attempts[attempt] = row
             return [TOPICS.encode(row), TOPIC_IDS.encode(TopicIdRow(row.topic_id, name))]
@@ -226,13 +237,14 @@ class Catalogue:
     async def change_topic(self, name: str, change: Callable[[TopicRow], TopicRow]) -> TopicRow:
         """Write what `change` makes of the topic's row, whose name, id and kind stay; returns what is there now.
 
-        `change` is called again where another writer was faster. Raises what it raises, Missing when there is no topic.
+        `change` is called again where another writer was faster. Raises what it raises, MissingError when there is no
+        topic.
         """
         attempts: dict[str, TopicRow] = {}
 
         def changed(found: bytes, attempt: str) -> Change:
             if not found:
-                raise Missing(f"no such topic: topic={name}.")
+                raise MissingError(f"no such topic: topic={name}.")
             old: TopicRow = TOPICS.decode(TOPICS.key(name), found)
             row = attempts[attempt] = change(old)
             return [TOPICS.encode(row)] if row != old else ()
@@ -240,7 +252,7 @@ class Catalogue:
         return attempts[await self._write(TOPICS, name, changed)]
 
     async def grow_topic(self, name: str, partitions: int) -> TopicRow:
-        """Give a topic more partitions. Raises what `grown` raises, and Missing."""
+        """Give a topic more partitions. Raises what `grown` raises, and MissingError."""
         return await self.change_topic(name, lambda row: grown(row, partitions))
 
     async def partition_bytes(self, topic_id: str) -> dict[int, int]:
@@ -250,13 +262,13 @@ class Catalogue:
         return dict(found)
 
     async def delete(self, kind: type[Row], name: str) -> None:
-        """Raises Missing."""
+        """Raises MissingError."""
         family: Family[Any] = _FAMILIES[kind]
         key: bytes = family.key(name)
 
         def deleted(found: bytes, _: str) -> Change:
             if not found:
-                raise Missing(f"no such {family.name}: name={name}.")
+                raise MissingError(f"no such {family.name}: name={name}.")
             return [(key, b""), *_by_id(family, key, found, None)]
 
         await self._write(family, name, deleted)
@@ -264,8 +276,8 @@ class Catalogue:
     async def _write(self, family: Family[Any], name: str, change: Callable[[bytes, str], Change]) -> str:
         """Ask `change(value or b"", nonce)` what to write, and write it if nobody was faster; the nonce that won.
 
-        `change` raises to refuse; nothing to write is a success. Raises Unknown when it cannot be told whether an
-        attempt landed, or not within WRITE_BUDGET_S.
+        `change` raises to refuse; nothing to write is a success. Raises UnknownOutcomeError when it cannot be told
+        whether an attempt landed, or not within WRITE_BUDGET_S.
         """
         key, name_key = family.key(name), NAMES.key(family.name, name)
         until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
@@ -277,7 +289,7 @@ class Catalogue:
                 # The name last: a row changes only together with its name, so where the name is as an open attempt
                 # expected it, the row read before it is that moment's too, and not the one the attempt just wrote.
                 found, named = await self._metastore.get_rows([key, name_key])
-            except Unavailable as error:
+            except UnavailableError as error:
                 if not open_attempts:
                     raise
                 await self._pause(until_s, name_key, error)
@@ -293,19 +305,19 @@ class Catalogue:
             try:
                 await self._metastore.commit([*rows, named_by_us], expects=expects)
                 return nonce
-            except (Conflict, Fenced, Unavailable) as error:
+            except (ConflictError, FencedError, UnavailableError) as error:
                 # This attempt did not happen. An earlier one may have: then to say so would be a lie.
-                if isinstance(error, Unavailable) and not open_attempts:
+                if isinstance(error, UnavailableError) and not open_attempts:
                     raise
                 await self._pause(until_s, name_key, error)
-            except Unknown as error:
+            except UnknownOutcomeError as error:
                 open_attempts[nonce] = seqno
                 await self._pause(until_s, name_key, error)
 
     async def _pause(self, until_s: float, name_key: bytes, error: TidemillError) -> None:
         """Before the next attempt, if there is to be one."""
-        if not isinstance(error, Conflict) and self._clock.monotonic_s() > until_s:
-            raise Unknown(
+        if not isinstance(error, ConflictError) and self._clock.monotonic_s() > until_s:
+            raise UnknownOutcomeError(
                 f"A row may have been written: name={name_key!r} cause={error.message!r}.",
                 fix="Look at it again before writing it anew.",
             ) from error
@@ -316,7 +328,7 @@ def _landed(named: VersionedRow | None, name_key: bytes, open_attempts: Collecti
     """Somebody changed the name since: ours is the newest change, or hidden below another's."""
     attempt = NAMES.decode(name_key, named.value).attempt if named is not None else ""
     if attempt not in open_attempts:
-        raise Unknown(
+        raise UnknownOutcomeError(
             f"A later change hides whether a row was written: name={name_key!r}.",
             fix="Look at it again before writing it anew.",
         )

@@ -22,7 +22,7 @@ import crc32c
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Corrupt, Invalid, Unknown
+from tidemill.base.errors import ConflictError, CorruptError, InvalidError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, Versioned
 from tidemill.metastore.rows.key_encoding import entity_of
 
@@ -53,7 +53,7 @@ class Cluster(msgspec.Struct, frozen=True):
 
 
 def domain_of(key: bytes, domains: int) -> int:
-    """Index of the domain that holds `key`. Raises Corrupt for bytes that are no row's key."""
+    """Index of the domain that holds `key`. Raises CorruptError for bytes that are no row's key."""
     return int(crc32c.crc32c(entity_of(key))) % domains
 
 
@@ -63,7 +63,8 @@ def domain_name(index: int) -> str:
 
 
 async def read_cluster(consensus: Consensus) -> tuple[Cluster, int] | None:
-    """The cluster and the version of its register; None before anything was created. Raises Corrupt, Invalid."""
+    """The cluster and the version of its register; None before anything was created. Raises CorruptError,
+    InvalidError."""
     found = await consensus.head(REGISTER)
     return None if found is None else (_decode(found), found.seq)
 
@@ -77,10 +78,11 @@ async def open_cluster(
 ) -> Cluster:
     """The cluster; created with `domains` (0: one) by whoever comes first, if `before_create` raises nothing.
 
-    Raises Invalid when `domains` is neither 0 nor what the cluster was created with, and while it is being restored.
+    Raises InvalidError when `domains` is neither 0 nor what the cluster was created with, and while it is being
+    restored.
     """
     if not 0 <= domains <= DOMAINS_MAX:
-        raise Invalid(f"Bad number of domains: metastore.domains={domains}.", fix=f"Use 1 to {DOMAINS_MAX}.")
+        raise InvalidError(f"Bad number of domains: metastore.domains={domains}.", fix=f"Use 1 to {DOMAINS_MAX}.")
     found = await read_cluster(consensus)
     if found is None:
         if before_create is not None:
@@ -90,12 +92,12 @@ async def open_cluster(
     else:
         cluster = found[0]
     if cluster.restoring:
-        raise Invalid(
+        raise InvalidError(
             f"A restore into this consensus has not finished: attempt={cluster.restoring} from={cluster.label}.",
             fix="Run the same `tidemill restore` again: it goes on where it stopped.",
         )
     if domains not in (0, cluster.domains):
-        raise Invalid(
+        raise InvalidError(
             f"The cluster was created with another number of domains: metastore.domains={domains} "
             f"cluster={cluster.domains}.",
             fix=f"Set metastore.domains = {cluster.domains}, or leave it out; it cannot change.",
@@ -110,11 +112,11 @@ async def write_cluster(consensus: Consensus, rand: Rand, cluster: Cluster, expe
         try:
             await consensus.cas(REGISTER, expected_seq, msgspec.msgpack.encode(cluster), nonce)
             return cluster
-        except Conflict as conflict:
+        except ConflictError as conflict:
             if isinstance(conflict.current, Versioned):
                 return _decode(conflict.current)
             raise
-        except Unknown:
+        except UnknownOutcomeError:
             # The next attempt decides: it lands, or is told what stands there, which may be ours.
             await asyncio.sleep(RETRY_PAUSE_S)
 
@@ -123,9 +125,9 @@ def _decode(found: Versioned) -> Cluster:
     try:
         cluster = msgspec.msgpack.decode(found.data, type=Cluster)
     except msgspec.DecodeError as error:
-        raise Corrupt(f"The cluster register is unreadable: register={REGISTER} cause={error}.") from error
+        raise CorruptError(f"The cluster register is unreadable: register={REGISTER} cause={error}.") from error
     if cluster.format != FORMAT:
-        raise Invalid(
+        raise InvalidError(
             f"The cluster register has another format: register={REGISTER} format={cluster.format} known={FORMAT}.",
             fix="Upgrade tidemill: a newer version wrote it.",
         )

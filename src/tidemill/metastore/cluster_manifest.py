@@ -18,7 +18,7 @@ import crc32c
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Corrupt, Invalid, Missing, Replaced
+from tidemill.base.errors import ClusterReplacedError, CorruptError, InvalidError, MissingError
 from tidemill.objects.store import ObjectStore
 from tidemill.objects.verified_read import checked
 
@@ -68,7 +68,7 @@ class Found(NamedTuple):
 
 
 async def newest_manifest(objects: ObjectStore) -> Found | None:
-    """Raises Corrupt (naming the object), Invalid (a newer format), Unavailable."""
+    """Raises CorruptError (naming the object), InvalidError (a newer format), Unavailable."""
     newest = ""
     async for found in objects.list(CLUSTER_PREFIX):
         newest = found.key
@@ -78,10 +78,10 @@ async def newest_manifest(objects: ObjectStore) -> Found | None:
 
 
 async def load_manifest(objects: ObjectStore, key: str) -> Found:
-    """Raises Missing as well."""
+    """Raises MissingError as well."""
     number = key.removeprefix(CLUSTER_PREFIX).partition("-")[0]
     if not key.startswith(CLUSTER_PREFIX) or not number.isdigit():
-        raise Corrupt(f"Not a cluster manifest's name: object={key}.", fix="Remove it from the bucket.")
+        raise CorruptError(f"Not a cluster manifest's name: object={key}.", fix="Remove it from the bucket.")
     return Found(await read_struct(objects, key, ClusterManifest), key, int(number))
 
 
@@ -111,17 +111,17 @@ async def _incarnation(objects: ObjectStore, name: str) -> int | None:
     """Of a sign of life; None where it is gone or damaged."""
     try:
         return (await read_struct(objects, name, Alive)).incarnation
-    except (Missing, Corrupt):
+    except (MissingError, CorruptError):
         return None
 
 
 async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[Alive, str]]:
-    """(sign, key), oldest first. One that is removed meanwhile is left out. Raises Corrupt, Unavailable."""
+    """(sign, key), oldest first. One that is removed meanwhile is left out. Raises CorruptError, Unavailable."""
     names = [found.key async for found in objects.list(ALIVE_PREFIX)]
     for name in names:
         try:
             yield await read_struct(objects, name, Alive), name
-        except Missing:
+        except MissingError:
             continue
 
 
@@ -141,11 +141,12 @@ class Presence:
     async def round(self, manifest: ClusterManifest) -> None:
         """Show the manifest if the bucket has another one, then that the cluster lives.
 
-        Raises Replaced when the bucket has been restored into another consensus (P1), Corrupt, Unavailable, Unknown.
+        Raises ClusterReplacedError when the bucket has been restored into another consensus (P1), CorruptError,
+        Unavailable, Unknown.
         """
         try:
             found = await newest_manifest(self._objects)
-        except Corrupt:
+        except CorruptError:
             # It may be of whoever replaced us, so nothing is put over it. But nobody may take us for dead.
             await self._show(manifest)
             raise
@@ -174,13 +175,13 @@ class Presence:
 
 
 def check_not_replaced(found: Found | None, cluster_uuid: str, incarnation: int) -> None:
-    """P1. Raises Replaced."""
+    """P1. Raises ClusterReplacedError."""
     if found is None:
         return
     other = found.manifest
     if (other.incarnation, other.cluster_uuid) == (incarnation, cluster_uuid) or other.incarnation < incarnation:
         return
-    raise Replaced(
+    raise ClusterReplacedError(
         f"This cluster has been replaced: the bucket was restored into another consensus: cluster={cluster_uuid}"
         f" incarnation={incarnation} bucket_cluster={other.cluster_uuid} bucket_incarnation={other.incarnation}.",
         fix=REPLACED_FIX,
@@ -188,10 +189,10 @@ def check_not_replaced(found: Found | None, cluster_uuid: str, incarnation: int)
 
 
 async def check_unclaimed(objects: ObjectStore) -> None:
-    """P2: before a new cluster is created in empty consensus. Raises Invalid when the bucket has a cluster."""
+    """P2: before a new cluster is created in empty consensus. Raises InvalidError when the bucket has a cluster."""
     found = await newest_manifest(objects)
     if found is not None:
-        raise Invalid(
+        raise InvalidError(
             "Consensus knows no cluster, but the bucket holds one:"
             f" cluster={found.manifest.cluster_uuid} incarnation={found.manifest.incarnation} object={found.key}.",
             fix="Run `tidemill restore` to bring it back, or choose another objects.url.",
@@ -204,7 +205,8 @@ def encode(struct: msgspec.Struct) -> bytes:
 
 
 async def read_struct(objects: ObjectStore, key: str, kind: type[S]) -> S:
-    """What `encode` made, from the bucket. Raises Missing, Corrupt (naming the object), Invalid (a newer format)."""
+    """What `encode` made, from the bucket. Raises MissingError, CorruptError (naming the object), InvalidError (a newer
+    format)."""
 
     async def read() -> S:
         return decode(await objects.get(key), key, kind)
@@ -215,17 +217,17 @@ async def read_struct(objects: ObjectStore, key: str, kind: type[S]) -> S:
 def decode(data: bytes, key: str, kind: type[S]) -> S:
     head = len(MAGIC) + 2
     if not data.startswith(MAGIC) or int(crc32c.crc32c(data[:-4])).to_bytes(4, "little") != data[-4:]:
-        raise Corrupt(f"The object is damaged: object={key} size_bytes={len(data)}.", fix=_FIX)
+        raise CorruptError(f"The object is damaged: object={key} size_bytes={len(data)}.", fix=_FIX)
     found = int.from_bytes(data[len(MAGIC) : head], "little")
     if found > FORMAT:
-        raise Invalid(
+        raise InvalidError(
             f"The object was written by a newer version of tidemill: object={key} format={found} known={FORMAT}.",
             fix="Use that version, or a newer one.",
         )
     try:
         return msgspec.msgpack.decode(data[head:-4], type=kind)
     except msgspec.MsgspecError as error:
-        raise Corrupt(f"The object's checksum holds but it is unreadable: object={key} cause={error}.") from error
+        raise CorruptError(f"The object's checksum holds but it is unreadable: object={key} cause={error}.") from error
 
 
 _FIX = "Remove it if older ones of its kind are still there, or bring it back from a copy of the bucket."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.api import Rows
 from tidemill.metastore.bucket_claim import check_unclaimed, claim
@@ -34,7 +34,7 @@ def metastore_on(
     domains: int = 0,
     settings: DomainSettings = TOOL,
     holder: str = "",
-    tracker: Tracker | None = None,
+    tracker: StatusTracker | None = None,
     merger: Merger | None = None,
 ) -> Metastore:
     """A metastore that opens at its first use. Close it before merger, consensus and objects.
@@ -77,7 +77,7 @@ async def open_metastore(
     domains: int = 0,
     settings: DomainSettings = TOOL,
     holder: str = "",
-    tracker: Tracker | None = None,
+    tracker: StatusTracker | None = None,
 ) -> Metastore:
     """As `metastore_on`, opened now. Raises Invalid (another number of domains), Replaced, Unavailable, Corrupt."""
     metastore = metastore_on(

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Corrupt, Fenced, Unknown
+from tidemill.base.errors import ConflictError, CorruptError, FencedError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.api import Rows
 from tidemill.metastore.cluster import Cluster, read_cluster, write_cluster
@@ -41,14 +41,14 @@ async def import_registers(consensus: Consensus, rand: Rand, domain: Rows) -> Cl
             await domain.commit([*rows, (MARK_KEY, b"\x01")], expects={MARK_KEY: 0})
             _log.info("catalogue registers imported", rows=len(rows))
             break
-        except Conflict:
+        except ConflictError:
             break  # another process was first (I1)
-        except (Fenced, Unknown):
+        except (FencedError, UnknownOutcomeError):
             await asyncio.sleep(RETRY_PAUSE_S)
     while True:
         found = await read_cluster(consensus)
         if found is None:
-            raise Corrupt("The cluster register is gone.", fix="Restore the cluster from its bucket.")
+            raise CorruptError("The cluster register is gone.", fix="Restore the cluster from its bucket.")
         cluster, seq = found
         if cluster.imported:
             return cluster
@@ -64,7 +64,7 @@ async def _read_registers(consensus: Consensus) -> list[tuple[bytes, bytes]]:
         try:
             row = msgspec.msgpack.decode(found.data, type=family.row)
         except msgspec.DecodeError as error:
-            raise Corrupt(f"A catalogue register is unreadable: register={name} cause={error}.") from error
+            raise CorruptError(f"A catalogue register is unreadable: register={name} cause={error}.") from error
         rows.append(family.encode(row))
         if isinstance(row, TopicRow):
             rows.append(TOPIC_IDS.encode(TopicIdRow(row.topic_id, row.name)))

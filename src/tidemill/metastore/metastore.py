@@ -14,8 +14,15 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Fenced, Invalid, Unavailable, Unknown, ends_process
-from tidemill.base.runtime.tasks import Restarts, Tasks, sentence
+from tidemill.base.errors import (
+    ClosedError,
+    FencedError,
+    InvalidError,
+    UnavailableError,
+    UnknownOutcomeError,
+    ends_process,
+)
+from tidemill.base.runtime.tasks import Backoff, Tasks, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.api import Rows, VersionedRow
 from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
@@ -43,8 +50,8 @@ class _Opened:
 
 
 class Metastore:
-    """Reads may raise Unavailable (retry), Closed, Corrupt; the first use also Invalid (the cluster differs) and
-    Replaced (the bucket is another cluster's)."""
+    """Reads may raise UnavailableError (retry), ClosedError, Corrupt; the first use also Invalid (the cluster differs)
+    and Replaced (the bucket is another cluster's)."""
 
     def __init__(
         self,
@@ -165,11 +172,11 @@ class Metastore:
     # writing --------------------------------------------------------------------------------------
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = {}) -> int:
-        """One domain's `Rows.commit`. Raises Invalid when the keys belong to several domains, and as that does."""
+        """One domain's `Rows.commit`. Raises InvalidError when the keys belong to several domains, and as that does."""
         opened = await self._open()
         indexes = {domain_of(key, len(opened.domains)) for key in (*(key for key, _ in rows), *expects)}
         if len(indexes) != 1:
-            raise Invalid(
+            raise InvalidError(
                 f"A batch must stay within one domain: rows={len(rows)} domains={sorted(indexes)}.",
                 fix="Write rows of one entity at a time.",
             )
@@ -207,7 +214,7 @@ class Metastore:
             return self._opened
         async with self._opening:
             if self._closed:
-                raise Closed("The metastore was closed.")
+                raise ClosedError("The metastore was closed.")
             if self._opened is not None:
                 return self._opened
             cluster = await open_cluster(self._consensus, self._clock, self._rand, self._asked, self._before_create)
@@ -230,7 +237,7 @@ class Metastore:
 
     async def _tend(self, opened: _Opened, index: int) -> None:
         """A domain that failed for good is opened anew, as often as it takes; meanwhile its calls raise why."""
-        restarts = Restarts()
+        restarts = Backoff()
         while True:
             opened_s = self._clock.monotonic_s()
             failed = opened.domains[index]
@@ -269,7 +276,7 @@ async def _read(reading: Awaitable[T]) -> T:
     """A read that met a change of leadership did nothing: its caller may simply ask again."""
     try:
         return await reading
-    except (Fenced, Unknown) as error:
-        raise Unavailable(
+    except (FencedError, UnknownOutcomeError) as error:
+        raise UnavailableError(
             f"The metastore changed hands during a read: cause={error.message!r}.", fix="Retry."
         ) from error

@@ -27,23 +27,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config.config import CaptureSection, Config, authorizes
-from tidemill.base.errors import Conflict, Invalid, Replaced, Unavailable
+from tidemill.base.errors import ClusterReplacedError, ConflictError, InvalidError, UnavailableError
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.loop_lag import LoopWatch
 from tidemill.base.runtime.memory_budget import Budget
-from tidemill.base.runtime.retry_open import patiently
+from tidemill.base.runtime.retry_open import open_with_retry
 from tidemill.base.runtime.tasks import Tasks, keep, sentence
-from tidemill.base.status.status import Report, Tracker
+from tidemill.base.status.status import Report, StatusTracker
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Consensus, Lease
-from tidemill.consensus.client_base import Facade
+from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.leader_election import Body, lead
 from tidemill.consensus.status.board import Board
 from tidemill.kafka.server.server import KafkaServer
 from tidemill.maintenance.checkpoint.restore_horizon import Persisted
-from tidemill.maintenance.checkpoint_service import Keeping, check_bucket
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.job_list import jobs
 from tidemill.maintenance.scheduler import Jobs
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
@@ -52,7 +52,7 @@ from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.factory import NODE, metastore_on
 from tidemill.metastore.lsm.compaction.factory import open_merger
-from tidemill.node.captures.balancer import Spread, node_of
+from tidemill.node.captures.balancer import CaptureBalancer, node_of
 from tidemill.node.descriptor_reserve import Spare
 from tidemill.node.http.app import application
 from tidemill.node.http.auth import Guard, Parties
@@ -75,11 +75,11 @@ from tidemill.node.silent_peers import Peers
 from tidemill.node.status_publisher import LEAVE_S, Reporting
 from tidemill.node.topic_binder import Binder
 from tidemill.objects.factory import open_objects
-from tidemill.objects.retrying import ResilientObjects
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registrar import Registrar
 from tidemill.registry.registry import Registry
-from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acl_cache import AclCache
 from tidemill.security.sasl import Authenticator
 from tidemill.security.users import Users
 from tidemill.shapes.http import shape_routes
@@ -106,7 +106,7 @@ START_BUDGET_MS = 60_000
 """Beside a starting JVM on two cores a node takes some seconds; one that hangs in its assembly is stuck."""
 
 
-class Door:
+class SwitchableApp:
     """An ASGI application that is exchanged while it is served: what can be said early first, everything later."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -124,7 +124,7 @@ class Node:
         self._more_routes = more_routes
         self._clock = clock or SystemClock()
         self._rand = rand or Rand()
-        self._marks = Tracker(int(config.freshness.budget_s * 1000))
+        self._marks = StatusTracker(int(config.freshness.budget_s * 1000))
         self._budget = Budget()
         self._board: Board | None = None
         self._reporting: Reporting | None = None
@@ -154,7 +154,7 @@ class Node:
         self._failed = asyncio.get_running_loop().create_future()
         file_descriptors.raise_limit()
         early = application([*self._more_routes(self._reports, self.trouble, self.noticed, self._clock), *_not_yet()])
-        door = Door(early)
+        door = SwitchableApp(early)
         host, port = Address.parse(self._config.node.http)
         section = self._config.http
         if section.authenticate:
@@ -182,7 +182,7 @@ class Node:
             self._tasks.spawn(self._assemble(stack, door), name="assembly")
             try:
                 await self._until(stop)
-            except Replaced as error:
+            except ClusterReplacedError as error:
                 if self._reporting is not None:  # nobody starts this node again: its marks say why
                     await self._reporting.end(sentence(error))
                 raise
@@ -207,7 +207,7 @@ class Node:
 
     async def _reports(self) -> Sequence[Report]:
         if self._board is None:
-            raise Unavailable(self._waiting or STARTING)
+            raise UnavailableError(self._waiting or STARTING)
         return await self._board.look(self.trouble)
 
     def _waits_for(self, what: str, sentence: str) -> None:
@@ -218,7 +218,7 @@ class Node:
     async def _begin(self, part: str, start: Callable[[], Awaitable[object]]) -> None:
         """Start one part. A store that goes away meanwhile is waited for, as one that is away when the node starts:
         every `start` may be called again after it was Unavailable or Unknown."""
-        await patiently(start, self._clock, waiting=partial(self._cannot_begin, part))
+        await open_with_retry(start, self._clock, waiting=partial(self._cannot_begin, part))
 
     def _cannot_begin(self, part: str, sentence: str) -> None:
         """Told under the node's own mark, held by the store that does not work, if one says so itself."""
@@ -231,9 +231,9 @@ class Node:
         holder = f"{store}@{self._process}" if store else ""
         self._marks.fail(self._process, self._waiting, now_ms=self._clock.now_ms(), held_by=holder)
 
-    async def _assemble(self, stack: AsyncExitStack, door: Door) -> None:
+    async def _assemble(self, stack: AsyncExitStack, door: SwitchableApp) -> None:
         config, clock, rand = self._config, self._clock, self._rand
-        consensus = await patiently(
+        consensus = await open_with_retry(
             lambda: open_consensus(config.consensus_url, clock, rand),
             clock,
             waiting=partial(self._waits_for, "consensus"),
@@ -251,7 +251,7 @@ class Node:
         spare = Spare()
         reporting.troubles["descriptors"] = spare.trouble
         self._tasks.spawn(spare.run(), name="spare-descriptors")
-        objects = await patiently(
+        objects = await open_with_retry(
             lambda: open_objects(config.objects_url, clock, rand), clock, waiting=partial(self._waits_for, "objects")
         )
         stack.push_async_callback(objects.aclose)
@@ -319,7 +319,7 @@ class Node:
             routes += registry_routes(registry)
             self._schemas = Registrar(registry)
         app = application(routes)
-        rulebook = Rulebook(metastore, clock, config.security.super_users)
+        rulebook = AclCache(metastore, clock, config.security.super_users)
         kafka = KafkaServer(
             topics=topics,
             catalogue=catalogue,
@@ -348,7 +348,7 @@ class Node:
             self._marks,
         )
         assignment.on_change(binder.look_at_all)
-        keeping = Keeping(
+        keeping = CheckpointService(
             consensus,
             objects,
             metastore,
@@ -363,7 +363,7 @@ class Node:
         retention = Retention(**config.retention.model_dump())
         merging = ThreadPoolExecutor(1, thread_name_prefix="keeper")
         stack.callback(merging.shutdown, wait=False)
-        grounds = Grounds(consensus, objects, metastore, clock, rand, retention, pooled_cpu(merging))
+        grounds = JobContext(consensus, objects, metastore, clock, rand, retention, pooled_cpu(merging))
         upkeep = Jobs(
             jobs(grounds, self._marks), consensus, clock, holder=self._instance, tracker=self._marks
         )  # fmt: skip
@@ -407,7 +407,7 @@ class Node:
         def withhold(captures: Collection[str]) -> None:
             membership.offer(tuple(name for name in config.capture if name not in captures))
 
-        spread = Spread(self._instance, assignment.next_look, clock, withhold)
+        spread = CaptureBalancer(self._instance, assignment.next_look, clock, withhold)
         reporting.facts["spread"] = spread.facts
         if shapes.settings.directory is not None:
 
@@ -430,17 +430,17 @@ class Node:
         self._marks.set(self._process, 1, 1, now_ms=clock.now_ms())
         log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
 
-    def _own(self, consensus: Consensus, objects: ResilientObjects, cluster: Cluster) -> None:
+    def _own(self, consensus: Consensus, objects: RetryingObjects, cluster: Cluster) -> None:
         """From here on this node acknowledges and deletes only what its cluster may (`claim` CL4)."""
         assert self._reporting is not None
         owner = Ownership(objects, self._clock, cluster, interval_s=self._config.metastore.alive_interval_s)
         self._reporting.troubles["objects"] = lambda: objects.trouble() or owner.trouble()
         self._tasks.spawn(owner.run(), name="ownership")
         objects.may_delete = owner.may_delete
-        if isinstance(consensus, Facade):
+        if isinstance(consensus, ConsensusClientBase):
             consensus.owner = owner
 
-    async def _share(self, spread: Spread, consensus: Consensus, capture: str, url: str, body: Body) -> None:
+    async def _share(self, spread: CaptureBalancer, consensus: Consensus, capture: str, url: str, body: Body) -> None:
         """Capture whenever it is this node's turn, until another one should."""
         while True:
             await spread.turn(capture)
@@ -458,7 +458,7 @@ class Node:
         self,
         name: str,
         section: CaptureSection,
-        spread: Spread,
+        spread: CaptureBalancer,
         topics: LocalTopics,
         catalogue: Catalogue,
         consensus: Consensus,
@@ -506,11 +506,11 @@ class Node:
         for name, section in self._config.topics.items():
             try:
                 await catalogue.create_topic(name, section.partitions, config=section.configs)
-            except Conflict as conflict:
+            except ConflictError as conflict:
                 current = conflict.current
                 # One with more has grown since.
                 if isinstance(current, TopicRow) and current.partitions < section.partitions:
-                    raise Invalid(
+                    raise InvalidError(
                         f"topic exists with fewer partitions: topics.{name}.partitions={section.partitions}"
                         f" existing={current.partitions}.",
                         fix=f"Set topics.{name}.partitions = {current.partitions}, or let it grow:"
@@ -531,7 +531,7 @@ class Node:
             self._failed.set_exception(error)
 
 
-async def _know(authenticator: Authenticator, rulebook: Rulebook) -> None:
+async def _know(authenticator: Authenticator, rulebook: AclCache) -> None:
     if authenticator.tokens is not None:
         await authenticator.tokens.start()
     await rulebook.refresh()

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks, keep
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, TopicRow
 from tidemill.node.captures.balancer import View, node_of
@@ -30,7 +30,7 @@ class CaptureFirst:
     """An `Assignment` (topics.leadership): `holders` are the instance names of this process in capture leases."""
 
     def __init__(
-        self, membership: Membership, consensus: Consensus, catalogue: Catalogue, tracker: Tracker, clock: Clock
+        self, membership: Membership, consensus: Consensus, catalogue: Catalogue, tracker: StatusTracker, clock: Clock
     ) -> None:
         self.node = membership.node
         self._membership = membership
@@ -93,7 +93,7 @@ class CaptureFirst:
                 pass
             try:
                 await self._look()
-            except Unavailable as error:
+            except UnavailableError as error:
                 log.warning("captures not read", error=str(error))
 
     async def _look(self) -> None:

@@ -10,7 +10,7 @@ from tidemill.base.address import Address, bare
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.config.config import Config, HttpSection, RegistrySection, StorageSection, protocols
 from tidemill.base.config.shapes import BoundParam, ShapeSection, ShapesSection
-from tidemill.kafka.net.listener_security import Gate
+from tidemill.kafka.net.listener_security import ListenerSecurity
 from tidemill.kafka.net.listeners import DEFAULT, Listener
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.node.http.limits import HttpLimits
@@ -76,10 +76,10 @@ def advertised_at(advertised: str, own_host: str, bound: Address) -> Address:
     return Address.parse(advertised) if advertised else Address(own_host or bound.host, bound.port)
 
 
-def kafka_gate(config: Config, protocol: str, authenticator: Authenticator) -> Gate:
+def kafka_gate(config: Config, protocol: str, authenticator: Authenticator) -> ListenerSecurity:
     """Raises Invalid for a rule for principals that cannot be read."""
     tls, sasl = config.security.tls, config.security.sasl
-    return Gate(
+    return ListenerSecurity(
         Certificates(tls_settings(config)) if protocol.endswith("ssl") else None,
         principal_rules(tls.principal_rules),
         authenticator=authenticator,

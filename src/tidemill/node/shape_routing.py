@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.capture.naming import table_name, topic_name
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.metastore.catalogue import Catalogue
@@ -87,7 +87,7 @@ class ShapeRouting:
         named = prefix in self._captures
         try:
             name = table_name(*split_table(rest if named else table))
-        except Invalid:
+        except InvalidError:
             return ""
         found = {
             owner
@@ -109,7 +109,7 @@ class ShapeRouting:
         named = prefix in self._captures
         try:
             wanted = split_table(rest if named else table)
-        except Invalid:
+        except InvalidError:
             return [table]
         name = table_name(*wanted)
         found = [

@@ -11,7 +11,7 @@ import asyncio
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed
+from tidemill.base.errors import ClosedError
 from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.base.status.status import NODE, Report, derive_process
 from tidemill.consensus.status.board import FORGET_AFTER_MS, Board
@@ -34,14 +34,14 @@ class Peers:
         """Nodes with a late lease and no report. Each is skipped until it renews its lease."""
 
     async def run(self) -> None:
-        """Until cancelled. Raises Closed, as `Reporting.run`."""
+        """Until cancelled. Raises ClosedError, as `Reporting.run`."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 async with asyncio.timeout(FRESH_S):
                     await self._look()
             except BaseException as error:
-                if not is_fault(error) or isinstance(error, Closed):
+                if not is_fault(error) or isinstance(error, ClosedError):
                     raise
                 log.debug("reports of other nodes not read", cause=sentence(error))
 

@@ -13,12 +13,12 @@ import structlog
 from msgspec import structs
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.errors import ClosedError, TidemillError
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.runtime.memory_budget import Budget, resident_bytes
 from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.base.status.histogram import Stages
-from tidemill.base.status.status import Report, Tracker
+from tidemill.base.status.status import Report, StatusTracker
 from tidemill.consensus.status.board import Board
 
 log = structlog.get_logger()
@@ -38,7 +38,7 @@ class Reporting:
     """One per node. `facts[name]` is asked once a second, and so is `troubles[name]`: what the node stands on says
     in a sentence what does not work, which is told under a mark of that name, or ""."""
 
-    def __init__(self, process: str, board: Board, tracker: Tracker, budget: Budget, clock: Clock) -> None:
+    def __init__(self, process: str, board: Board, tracker: StatusTracker, budget: Budget, clock: Clock) -> None:
         self.facts: dict[str, Facts] = {"memory": lambda: memory_facts(budget), "latency": self._latency}
         self.stages: dict[str, Stages] = {}
         """Of each source that this node captures now."""
@@ -75,7 +75,7 @@ class Reporting:
             try:
                 await self._board.publish(self._last)
             except BaseException as error:
-                if not is_fault(error) or isinstance(error, Closed):
+                if not is_fault(error) or isinstance(error, ClosedError):
                     raise
                 log.warning("marks not published", error=sentence(error))
             # From begin to begin: on a busy machine the time that publishing takes must not add to a report's age.

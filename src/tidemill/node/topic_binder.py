@@ -19,7 +19,7 @@ from typing import Protocol
 
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import Tasks, keep, sentence
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import Remap
 from tidemill.shards.bindings.minter import Minter
@@ -59,7 +59,7 @@ class Binder:
         open_reader: Callable[[], PartitionReader],
         open_remap: Callable[[str], Awaitable[Remap]],
         clock: Clock,
-        tracker: Tracker,
+        tracker: StatusTracker,
     ) -> None:
         self._topics = topics
         self._open_reader = open_reader

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Protocol
 
-from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime import file_descriptors
-from tidemill.objects.store import Misconfigured
+from tidemill.objects.store import MisconfiguredError
 
 IOVEC_MAX = 1024
 """Buffers one writev takes (Linux UIO_MAXIOV)."""
@@ -211,32 +211,34 @@ def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -
     reason = os.strerror(code) if code else str(error)
     where = f"root={root} error={errno.errorcode.get(code, code)}."
     if appeared:
-        return Unknown(f"{what} but making it safe failed, {reason}: {where}", fix="Check the disk and the mount.")
+        return UnknownOutcomeError(
+            f"{what} but making it safe failed, {reason}: {where}", fix="Check the disk and the mount."
+        )
     if code == errno.EEXIST:
-        return Conflict(f"{what} failed, the object exists already: {where}")
+        return ConflictError(f"{what} failed, the object exists already: {where}")
     if code in _CONFIGURATION:
-        return Misconfigured(
+        return MisconfiguredError(
             f"{what} is not permitted, {reason}: {where}",
             fix="Make the directory writable for this user, or point objects.url at another one.",
         )
     if code in _SHAPE:
-        return Invalid(
+        return InvalidError(
             f"{what} met a file where a directory must be, or the reverse: {where}",
             fix="No object key may be a directory of another key, and objects.url must name a directory.",
         )
     if code in _NO_LINKS:
-        return Invalid(
+        return InvalidError(
             f"{what} needs hard links, {reason}: {where}",
             fix="Put objects.url on a local file system with hard links (ext4, xfs, btrfs, apfs).",
         )
     if code in _NO_SPACE:
         if _without_inodes(root):
-            return Unavailable(f"{what} found no free inode: {where}", fix="Remove files from that file system.")
-        return Unavailable(f"{what} found no space: {where}", fix="Free space on the disk, or raise the quota.")
+            return UnavailableError(f"{what} found no free inode: {where}", fix="Remove files from that file system.")
+        return UnavailableError(f"{what} found no space: {where}", fix="Free space on the disk, or raise the quota.")
     if code in file_descriptors.EXHAUSTED:
         fix = "Raise the limit of open files (ulimit -n), and look for what holds them: /proc/PID/fd."
-        return Unavailable(f"{what} failed, {reason}: {where}", fix=fix)
-    return Unavailable(f"{what} failed, {reason}: {where}", fix="Check the disk and the mount.")
+        return UnavailableError(f"{what} failed, {reason}: {where}", fix=fix)
+    return UnavailableError(f"{what} failed, {reason}: {where}", fix="Check the disk and the mount.")
 
 
 def _without_inodes(root: str) -> bool:
@@ -248,5 +250,5 @@ def _without_inodes(root: str) -> bool:
     return found.f_files > 0 and found.f_favail <= _FEW_INODES
 
 
-def conflict(key: str) -> Conflict:
-    return Conflict(f"The object exists already: key={key}.")
+def conflict(key: str) -> ConflictError:
+    return ConflictError(f"The object exists already: key={key}.")

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 
 from obstore import exceptions as foreign
 
-from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unavailable, Unknown
-from tidemill.objects.store import Misconfigured
+from tidemill.base.errors import (
+    ConflictError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
+from tidemill.objects.store import MisconfiguredError
 
 # Anchored on what the library and the server print themselves: keys and endpoints also occur in the text.
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
@@ -60,39 +67,43 @@ def translate(error: Exception, operation: str, key: str, place: Place, *, write
     where = f"operation={operation} key={key} {place}"
     detail = f"{where} status={status} code={code or 'none'}"
     if code == "NoSuchBucket":
-        return Misconfigured(
+        return MisconfiguredError(
             f"The bucket of objects.url does not exist: {where}.", fix="Create it, or correct objects.url."
         )
     if isinstance(error, FileNotFoundError):
         if operation == "put":
-            return Unknown(f"The object store answers a create as if something were missing: {detail}.", fix=_GATEWAY)
-        return Missing(f"No such object: {where}.")
+            return UnknownOutcomeError(
+                f"The object store answers a create as if something were missing: {detail}.", fix=_GATEWAY
+            )
+        return MissingError(f"No such object: {where}.")
     if isinstance(error, foreign.AlreadyExistsError | foreign.PreconditionError | foreign.NotModifiedError):
-        return Conflict(f"The object exists already: {detail}.")
+        return ConflictError(f"The object exists already: {detail}.")
     if isinstance(error, foreign.UnauthenticatedError) or code in _BAD_CREDENTIALS or _CREDENTIALS_SOURCE.search(text):
-        return Misconfigured(
+        return MisconfiguredError(
             f"The object store does not accept the credentials: {detail}.",
             fix="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN if temporary) to valid ones.",
         )
     if isinstance(error, foreign.PermissionDeniedError):
-        return Misconfigured(
+        return MisconfiguredError(
             f"The credentials have no right to do this in the bucket: {detail}.",
             fix="Grant s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket of objects.url.",
         )
     if isinstance(error, foreign.NotSupportedError | NotImplementedError | foreign.InvalidPathError | ValueError):
-        return Invalid(f"The object store refuses the request: {detail} reason={_first_line(text)!r}.")
+        return InvalidError(f"The object store refuses the request: {detail} reason={_first_line(text)!r}.")
     if _NEVER_SENT.search(text):
-        return Unavailable(
+        return UnavailableError(
             f"The object store cannot be reached: {where}.",
             fix="Check that the endpoint of objects.url is right and up.",
         )
     if status == 429 or (status == 503 and code in _THROTTLED):
-        return Unavailable(f"The object store is throttling: {detail}.", fix="Lower the request rate or wait.")
+        return UnavailableError(f"The object store is throttling: {detail}.", fix="Lower the request rate or wait.")
     if 400 <= status < 500 and status not in (408, 409) and code not in _PASSING:
-        return Invalid(f"The object store refuses the request: {detail} reason={_first_line(text)!r}.")
+        return InvalidError(f"The object store refuses the request: {detail} reason={_first_line(text)!r}.")
     if writes:
-        return Unknown(f"The object store failed or did not answer a write: {detail} reason={_first_line(text)!r}.")
-    return Unavailable(f"The object store failed or did not answer: {detail} reason={_first_line(text)!r}.")
+        return UnknownOutcomeError(
+            f"The object store failed or did not answer a write: {detail} reason={_first_line(text)!r}."
+        )
+    return UnavailableError(f"The object store failed or did not answer: {detail} reason={_first_line(text)!r}.")
 
 
 def refused_create(said: TidemillError) -> TidemillError:
@@ -103,8 +114,8 @@ def refused_create(said: TidemillError) -> TidemillError:
     """
     detail = said.message.partition(": ")[2]
     if "status=409 " in detail:
-        return Unavailable(f"Another create of the object is under way: {detail}")
-    return Unknown(f"The object store refuses a create, and no object is there: {detail}", fix=_GATEWAY)
+        return UnavailableError(f"Another create of the object is under way: {detail}")
+    return UnknownOutcomeError(f"The object store refuses a create, and no object is there: {detail}", fix=_GATEWAY)
 
 
 def _first_line(text: str, limit: int = 300) -> str:

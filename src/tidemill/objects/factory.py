@@ -19,12 +19,12 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
 from tidemill.objects.keys import check_prefix
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.retrying import ResilientObjects, check_budget
+from tidemill.objects.retrying import RetryingObjects, check_budget
 from tidemill.objects.store import ObjectStore
 
 _FORMS = "Write it as file:///dir, memory: or s3://bucket/prefix?endpoint=…&region=…."
@@ -41,10 +41,10 @@ async def open_objects(
     concurrency: int = OBJECT_CONCURRENCY,
     retry_budget_s: float = OBJECT_RETRY_BUDGET_S,
     verify: bool = True,
-) -> ResilientObjects:
+) -> RetryingObjects:
     """The store of `url`, with retries and metrics. `verify` lists one key of a bucket, so that a wrong
-    name, right or endpoint shows now. Raises Invalid (names objects.url: for the operator, now) and Unavailable (it
-    is away: `base.waiting`). Once open, also wrong rights or credentials are Unavailable: they were right before.
+    name, right or endpoint shows now. Raises InvalidError (names objects.url: for the operator, now) and Unavailable
+    (it is away: `base.waiting`). Once open, also wrong rights or credentials are Unavailable: they were right before.
     """
     check_budget(retry_budget_s, concurrency)
     scheme = _scheme(url)
@@ -63,7 +63,7 @@ async def open_objects(
             async for _ in inner.list(""):
                 break
     label = {"file": "local"}.get(scheme, scheme)
-    return ResilientObjects(
+    return RetryingObjects(
         inner,
         clock,
         rand,
@@ -83,18 +83,18 @@ def redact(url: str) -> str:
 
 
 def parse_s3(url: str, env: Mapping[str, str]) -> tuple[str, str, dict[str, Any]]:
-    """(bucket, prefix, obstore configuration). Raises Invalid."""
+    """(bucket, prefix, obstore configuration). Raises InvalidError."""
     parts = urlsplit(url)
     shown = redact(url)
     if not parts.netloc:
-        raise Invalid(f"objects.url names no bucket: objects.url={shown!r}.", fix=_FORMS)
+        raise InvalidError(f"objects.url names no bucket: objects.url={shown!r}.", fix=_FORMS)
     prefix = unquote(parts.path).strip("/")
     if prefix:
         check_prefix(prefix)
         prefix += "/"
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := sorted(query.keys() - _QUERY):
-        raise Invalid(
+        raise InvalidError(
             f"objects.url has unknown parameters: parameters={','.join(unknown)} objects.url={shown!r}.",
             fix=f"Use only {', '.join(sorted(_QUERY))}.",
         )
@@ -104,7 +104,7 @@ def parse_s3(url: str, env: Mapping[str, str]) -> tuple[str, str, dict[str, Any]
     }
     if endpoint := query.get("endpoint") or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL"):
         if not endpoint.startswith(("http://", "https://")):
-            raise Invalid(
+            raise InvalidError(
                 f"The endpoint of objects.url is not an http address: endpoint={endpoint!r}.",
                 fix="Write it as http://host:port or https://host.",
             )
@@ -115,7 +115,7 @@ def parse_s3(url: str, env: Mapping[str, str]) -> tuple[str, str, dict[str, Any]
         if value := query.get(name) or env.get(f"AWS_{name.upper()}"):
             config[name] = value
     if "access_key_id" not in config or "secret_access_key" not in config:
-        raise Invalid(
+        raise InvalidError(
             f"There are no credentials for objects.url: objects.url={shown!r}.",
             fix="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add credentials=instance for the machine's role.",
         )
@@ -125,16 +125,16 @@ def parse_s3(url: str, env: Mapping[str, str]) -> tuple[str, str, dict[str, Any]
 def _scheme(url: str) -> str:
     head, colon, _ = url.partition(":")
     if not url.strip():
-        raise Invalid("objects.url is empty.", fix=_FORMS)
+        raise InvalidError("objects.url is empty.", fix=_FORMS)
     if not colon or "/" in head:
         return "file"
     if head in ("file", "memory", "s3"):
         return head
-    raise Invalid(f"objects.url has an unknown scheme: objects.url={redact(url)!r}.", fix=_FORMS)
+    raise InvalidError(f"objects.url has an unknown scheme: objects.url={redact(url)!r}.", fix=_FORMS)
 
 
 def local_directory(url: str) -> str | None:
-    """The absolute directory of a local store; None of any other. Raises Invalid for a URL of no known form."""
+    """The absolute directory of a local store; None of any other. Raises InvalidError for a URL of no known form."""
     return os.path.abspath(_directory(url)) if _scheme(url) == "file" else None
 
 
@@ -143,7 +143,7 @@ def _directory(url: str) -> str:
         return os.path.expanduser(url)
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-        raise Invalid(
+        raise InvalidError(
             f"A file URL needs an absolute path: objects.url={url!r}.", fix="Write three slashes: file:///dir."
         )
     return unquote(parts.path)

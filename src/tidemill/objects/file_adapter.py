@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.store import ObjectStore
 from tidemill.objects.verified_read import pass_on
 
@@ -16,7 +16,7 @@ class ObjectFile(io.RawIOBase):
     Raises as `ObjectStore.get`.
     """
 
-    def __init__(self, portal: Portal, objects: ObjectStore, key: str, size_bytes: int) -> None:
+    def __init__(self, portal: BlockingPortal, objects: ObjectStore, key: str, size_bytes: int) -> None:
         self._portal = portal
         self._objects = objects
         self._key = key

@@ -16,9 +16,9 @@ import asyncio
 from typing import Literal
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, Conflict, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ClosedError, ConflictError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import sentence
-from tidemill.objects.store import Misconfigured
+from tidemill.objects.store import MisconfiguredError
 
 CONFIRM_S = 2.0
 """Evidence without any success for so long is trouble: longer than a failover of a gateway's front end."""
@@ -82,7 +82,7 @@ class Health:
         elif isinstance(error, asyncio.CancelledError):
             if now_s - began_s > QUESTION_S:
                 self._against(side, began_s, now_s, _no_answer(kind, now_s - began_s))
-        elif not isinstance(error, Closed):
+        elif not isinstance(error, ClosedError):
             self._against(side, began_s, now_s, sentence(error))
 
     def notice(self, what: str) -> None:
@@ -137,8 +137,10 @@ def _is_answer(error: BaseException, kind: Kind) -> bool:
     """Did the store work, though the caller hears an error? A lost create, an object that is not there, a range or key
     that is wrong. Of a write that was not done only the proven Conflict is (H1)."""
     if kind != "read":
-        return isinstance(error, Conflict)
-    return isinstance(error, TidemillError) and not isinstance(error, Unavailable | Unknown | Closed | Misconfigured)
+        return isinstance(error, ConflictError)
+    return isinstance(error, TidemillError) and not isinstance(
+        error, UnavailableError | UnknownOutcomeError | ClosedError | MisconfiguredError
+    )
 
 
 def _no_answer(kind: Kind, waited_s: float) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.objects.store import Buffer
 
 KEY_BYTES_MAX = 900
@@ -28,26 +28,28 @@ _RULE = "Use segments of ASCII letters, digits and -_.=+,:@! joined by '/', none
 
 @lru_cache(4096)  # the same few files are read over and over
 def check_key(key: str) -> str:
-    """The key itself. Raises Invalid when it breaks the rules above."""
+    """The key itself. Raises InvalidError when it breaks the rules above."""
     if len(key) > KEY_BYTES_MAX or _KEY.fullmatch(key) is None:
-        raise Invalid(f"Not a valid object key: key={key!r}.", fix=_RULE)
+        raise InvalidError(f"Not a valid object key: key={key!r}.", fix=_RULE)
     if len(key) > SEGMENT_BYTES_MAX and max(map(len, key.split("/"))) > SEGMENT_BYTES_MAX:
-        raise Invalid(f"A segment of an object key is longer than {SEGMENT_BYTES_MAX} bytes: key={key!r}.", fix=_RULE)
+        raise InvalidError(
+            f"A segment of an object key is longer than {SEGMENT_BYTES_MAX} bytes: key={key!r}.", fix=_RULE
+        )
     return key
 
 
 def check_prefix(prefix: str) -> str:
-    """A listing prefix: empty, or the beginning of a valid key. Raises Invalid."""
+    """A listing prefix: empty, or the beginning of a valid key. Raises InvalidError."""
     if len(prefix) > KEY_BYTES_MAX or _PREFIX.fullmatch(prefix) is None:
-        raise Invalid(f"Not a valid key prefix: prefix={prefix!r}.", fix=_RULE)
+        raise InvalidError(f"Not a valid key prefix: prefix={prefix!r}.", fix=_RULE)
     return prefix
 
 
 def check_range(key: str, start: int, end: int | None, size_bytes: int) -> int:
-    """The resolved end of [start, end) in an object of `size_bytes`. Raises Invalid when it passes the end."""
+    """The resolved end of [start, end) in an object of `size_bytes`. Raises InvalidError when it passes the end."""
     stop = size_bytes if end is None else end
     if not 0 <= start <= stop <= size_bytes:
-        raise Invalid(
+        raise InvalidError(
             f"The range is outside the object: key={key} start={start} end={end} size_bytes={size_bytes}.",
             fix="Ask for 0 ≤ start ≤ end ≤ size.",
         )

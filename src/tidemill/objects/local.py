@@ -25,7 +25,7 @@ from itertools import islice
 from typing import TypeVar
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Invalid, Missing, Unavailable, mendable
+from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError, as_unavailable
 from tidemill.objects.durable_create import (
     AppearedError,
     Directories,
@@ -73,7 +73,7 @@ class LocalObjects:
     def open(
         cls, root: str | os.PathLike[str], clock: Clock, rand: Rand, calls: Syscalls | None = None
     ) -> LocalObjects:
-        """Raises Invalid when the root cannot be used, Unavailable when the disk is full."""
+        """Raises InvalidError when the root cannot be used, UnavailableError when the disk is full."""
         path = os.path.abspath(root)
         store = cls(path, clock, rand, calls)
         try:
@@ -82,7 +82,7 @@ class LocalObjects:
             store._pool.shutdown(wait=False)
             if error.errno == errno.EROFS:
                 # A file system goes read-only by itself when its disk fails, and back when somebody mends that.
-                raise mendable(translate(error, "Opening the object directory", path)) from error
+                raise as_unavailable(translate(error, "Opening the object directory", path)) from error
             raise translate(error, "Opening the object directory", path) from error
         except BaseException:
             store._pool.shutdown(wait=False)
@@ -174,7 +174,7 @@ class LocalObjects:
             durable_create(self._calls, self._directories, temporary, target, buffers)
         except FileExistsError as error:
             if os.path.isdir(target):
-                raise Invalid(
+                raise InvalidError(
                     f"The key is a directory of other keys: key={key}.",
                     fix="No object key may be a directory of another key.",
                 ) from error
@@ -204,7 +204,7 @@ class LocalObjects:
             return os.open(self._prefix + check_key(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
             self._present()
-            raise Missing(f"No such object: key={key}.") from error
+            raise MissingError(f"No such object: key={key}.") from error
         except OSError as error:
             raise translate(error, f"Reading {key}", self._root) from error
 
@@ -213,7 +213,7 @@ class LocalObjects:
         try:
             found = os.fstat(fd)
             if _is_directory(found.st_mode):
-                raise Missing(f"No such object: key={key}.")
+                raise MissingError(f"No such object: key={key}.")
             whole = [(start, check_range(key, start, end, found.st_size)) for start, end in ranges]
         except BaseException:
             os.close(fd)
@@ -282,15 +282,15 @@ class LocalObjects:
 
     def _open(self) -> None:
         if self._closed:
-            raise Closed(f"The object store was closed: root={self._root}.")
+            raise ClosedError(f"The object store was closed: root={self._root}.")
 
     def _present(self) -> None:
         """What is not found proves something only while the store itself is there: an unmounted directory is empty.
 
-        Raises Unavailable.
+        Raises UnavailableError.
         """
         if not os.path.isdir(self._prefix + _TEMPORARY):
-            raise Unavailable(
+            raise UnavailableError(
                 f"The object directory is not there any more: root={self._root}.",
                 fix="Mount it again, or put it back.",
             )
@@ -303,7 +303,7 @@ class LocalObjects:
         except RuntimeError as error:
             if unless_run is not None:
                 unless_run()
-            raise Closed(f"The object store was closed: root={self._root}.") from error
+            raise ClosedError(f"The object store was closed: root={self._root}.") from error
         if unless_run is not None:
             given_up = unless_run
             queued.add_done_callback(lambda ended: given_up() if ended.cancelled() else None)
@@ -315,7 +315,7 @@ def _make_root(calls: Syscalls, root: str) -> None:
     if os.path.isdir(root):
         return
     if os.path.lexists(root):
-        raise Invalid(f"The object root is not a directory: root={root}.", fix="Point objects.url at a directory.")
+        raise InvalidError(f"The object root is not a directory: root={root}.", fix="Point objects.url at a directory.")
     parent = os.path.dirname(root)
     _make_root(calls, parent)
     try:

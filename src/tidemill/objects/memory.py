@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import AsyncIterator, Sequence
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, Conflict, Missing
+from tidemill.base.errors import ClosedError, ConflictError, MissingError
 from tidemill.objects.keys import as_buffers, check_key, check_prefix, check_range
 from tidemill.objects.store import Buffer, ObjectMeta
 
@@ -33,7 +33,7 @@ class MemoryObjects:
         self._open()
         check_key(key)
         if key in self._objects:
-            raise Conflict(f"The object exists already: key={key}.", current=self._meta(key))
+            raise ConflictError(f"The object exists already: key={key}.", current=self._meta(key))
         kept = data if isinstance(data, bytes | bytearray) else b"".join(as_buffers(data))
         self._objects[key] = (kept, self._clock.now_ms())
         insort(self._keys, key)
@@ -72,13 +72,13 @@ class MemoryObjects:
 
     def _open(self) -> None:
         if self._closed:
-            raise Closed("The object store was closed: store=memory.")
+            raise ClosedError("The object store was closed: store=memory.")
 
     def _data(self, key: str) -> bytes | bytearray:
         self._open()
         found = self._objects.get(check_key(key))
         if found is None:
-            raise Missing(f"No such object: key={key}.")
+            raise MissingError(f"No such object: key={key}.")
         return found[0]
 
     def _meta(self, key: str) -> ObjectMeta:

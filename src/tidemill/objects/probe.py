@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, TidemillError
+from tidemill.base.errors import ConflictError, TidemillError
 from tidemill.objects.factory import open_objects, redact
 from tidemill.objects.store import ObjectStore
 
@@ -103,7 +103,7 @@ async def _list(store: ObjectStore, prefix: str, key: str) -> str:
 async def _second_create(store: ObjectStore, key: str) -> str:
     try:
         await store.put(key, b"second writer")
-    except Conflict:
+    except ConflictError:
         if await store.get(key) == b"first writer":
             return "a second create is refused"
         raise _Failed(f"a refused create replaced the object: key={key}.", _NO_CONDITIONS) from None
@@ -114,7 +114,7 @@ async def _race(store: ObjectStore, key: str) -> str:
     async def write(writer: int) -> int | None:
         try:
             await store.put(key, f"writer {writer}".encode())
-        except Conflict:
+        except ConflictError:
             return None
         return writer
 

@@ -26,7 +26,15 @@ from typing import Protocol, TypeVar, runtime_checkable
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unavailable, Unknown, mendable
+from tidemill.base.errors import (
+    ConflictError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+    as_unavailable,
+)
 from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects import metrics
@@ -34,7 +42,7 @@ from tidemill.objects.coalesce import Request, cut, plan_reads
 from tidemill.objects.health import Health, Kind
 from tidemill.objects.keys import as_buffers, size_of
 from tidemill.objects.metrics import Operation
-from tidemill.objects.store import Buffer, Misconfigured, ObjectMeta, ObjectStore
+from tidemill.objects.store import Buffer, MisconfiguredError, ObjectMeta, ObjectStore
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
@@ -58,7 +66,7 @@ class NoncedObjects(Protocol):
     async def nonce_of(self, key: str) -> str | None: ...
 
 
-class ResilientObjects:
+class RetryingObjects:
     """`coalesce`: split `get_ranges` into merged requests here (remote stores), else pass it through."""
 
     def __init__(
@@ -129,7 +137,7 @@ class ResilientObjects:
         if self._health.suspected("write"):
             self._probe = self._probe or (f"probe/{self._rand.nonce()}", self._rand.nonce())
             key, nonce = self._probe
-            with contextlib.suppress(Conflict):
+            with contextlib.suppress(ConflictError):
                 await self._once("write", lambda: self._attempt(key, b"probe", nonce))
         elif self._probe is not None:
             await self.delete(self._probe[0])
@@ -169,11 +177,11 @@ class ResilientObjects:
                 meter.ended("ok")
                 self._health.ended(number, "read", None)
                 return
-            except (Unavailable, Misconfigured) as error:
-                if isinstance(error, Misconfigured) and not self._patient:
+            except (UnavailableError, MisconfiguredError) as error:
+                if isinstance(error, MisconfiguredError) and not self._patient:
                     self._health.ended(number, "read", error)
                     raise
-                failure = mendable(error)
+                failure = as_unavailable(error)
                 self._health.ended(number, "read", failure)
                 if not await retry.again():
                     meter.ended("unavailable")
@@ -189,7 +197,8 @@ class ResilientObjects:
             await self.may_delete()
         # Unknown is retried too: a delete that lands twice is one delete.
         await self._metered(
-            "delete", lambda: self._retried("delete", lambda: self._inner.delete(key), (Unavailable, Unknown))
+            "delete",
+            lambda: self._retried("delete", lambda: self._inner.delete(key), (UnavailableError, UnknownOutcomeError)),
         )
 
     async def aclose(self) -> None:
@@ -200,12 +209,12 @@ class ResilientObjects:
     async def _put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         retry = _Retry(self._clock, self._rand, self._budget_s)
         nonce = self._rand.nonce()
-        unsettled: Unknown | None = None
+        unsettled: UnknownOutcomeError | None = None
         while True:
             try:
                 await self._once("write", lambda: self._attempt(key, data, nonce))
                 return
-            except Conflict as refused:
+            except ConflictError as refused:
                 if unsettled is None and self._nonced is None:
                     raise
                 ours = await self._is_ours(key, data, nonce, retry)
@@ -216,22 +225,22 @@ class ResilientObjects:
                 if ours is None and unsettled is None:
                     raise  # it was another's, and is deleted by now
                 if ours is None:
-                    raise Unknown(
+                    raise UnknownOutcomeError(
                         f"The object was there and was deleted before it could be read back: key={key}.",
                         fix="Write under another key.",
                     ) from unsettled
                 raise
-            except Unknown as error:
+            except UnknownOutcomeError as error:
                 unsettled = error
                 failure: TidemillError = error
-            except Unavailable as error:
+            except UnavailableError as error:
                 failure = error
             if unsettled is not None and self._nonced is not None:
                 ours = await self._is_ours(key, data, nonce, retry)
                 if ours is not None:
                     if ours:
                         return
-                    raise Conflict(f"The object exists already: key={key}.") from failure
+                    raise ConflictError(f"The object exists already: key={key}.") from failure
             if not await retry.again():
                 raise unsettled or failure
             self._meters["put"].retries.inc()
@@ -251,9 +260,9 @@ class ResilientObjects:
             try:
                 ours = await self._compare(key, data, nonce)
                 break
-            except Unavailable as error:
+            except UnavailableError as error:
                 if not await retry.again():
-                    raise Unknown(
+                    raise UnknownOutcomeError(
                         f"The object may have been written and cannot be read back: key={key}.",
                         fix="Read the key before writing it again.",
                     ) from error
@@ -276,7 +285,7 @@ class ResilientObjects:
                 return False
             try:
                 return await self._inner.get(key) == b"".join(as_buffers(data))
-            except Missing:
+            except MissingError:
                 return None
 
     async def _get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Pieces:
@@ -297,7 +306,7 @@ class ResilientObjects:
         self,
         operation: Operation,
         call: Callable[[], Awaitable[T]],
-        kinds: tuple[type[TidemillError], ...] = (Unavailable,),
+        kinds: tuple[type[TidemillError], ...] = (UnavailableError,),
     ) -> T:
         retry: _Retry | None = None
         while True:
@@ -318,8 +327,8 @@ class ResilientObjects:
             failure: BaseException | None = None
             try:
                 return await call()
-            except Misconfigured as error:
-                told = mendable(error) if self._patient else error
+            except MisconfiguredError as error:
+                told = as_unavailable(error) if self._patient else error
                 failure = told
                 raise told from error
             except BaseException as error:
@@ -340,7 +349,7 @@ class ResilientObjects:
                 meter.bytes.inc(size(found))
             return found
         except TidemillError as error:
-            outcome = type(error).__name__.lower()
+            outcome = error.kind
             raise
         except BaseException:
             outcome = "cancelled"
@@ -389,9 +398,9 @@ class _Retry:
 
 
 def check_budget(budget_s: float, concurrency: int) -> None:
-    """Raises Invalid for settings that cannot work."""
+    """Raises InvalidError for settings that cannot work."""
     if budget_s < 0 or concurrency < 1:
-        raise Invalid(
+        raise InvalidError(
             f"Object store limits must be positive: budget_s={budget_s} concurrency={concurrency}.",
             fix="Correct objects.retry_budget_s or objects.concurrency.",
         )

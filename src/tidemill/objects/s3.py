@@ -17,7 +17,7 @@ import obstore
 from obstore.store import S3Store
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Closed, Conflict, Missing
+from tidemill.base.errors import ClosedError, ConflictError, MissingError
 from tidemill.objects.coalesce import cut, plan_reads
 from tidemill.objects.errors import Place, refused_create, translate
 from tidemill.objects.keys import as_buffers, check_key, check_prefix, check_range
@@ -141,7 +141,7 @@ class S3Objects:
                         return
                 self._open()
         except Exception as error:
-            if isinstance(error, Closed):
+            if isinstance(error, ClosedError):
                 raise
             raise translate(error, "list", prefix, self._place, writes=False) from error
 
@@ -151,7 +151,7 @@ class S3Objects:
             await obstore.delete_async(self._store, path)
         except Exception as error:
             failure = translate(error, "delete", key, self._place, writes=True)
-            if not isinstance(failure, Missing):
+            if not isinstance(failure, MissingError):
                 raise failure from error
 
     async def aclose(self) -> None:
@@ -169,12 +169,12 @@ class S3Objects:
             await obstore.put_async(self._store, path, body, mode="create", attributes={NONCE: nonce})
         except Exception as error:
             failure = translate(error, "put", key, self._place, writes=True)
-            if isinstance(failure, Conflict):
+            if isinstance(failure, ConflictError):
                 # Only an object is a conflict.
                 current = await self.head(key)
                 if current is None:
                     raise refused_create(failure) from error
-                raise Conflict(failure.message, current=current) from error
+                raise ConflictError(failure.message, current=current) from error
             raise failure from error
 
     async def nonce_of(self, key: str) -> str | None:
@@ -193,7 +193,7 @@ class S3Objects:
 
     def _open(self) -> None:
         if self._closed:
-            raise Closed(f"The object store was closed: {self._place}.")
+            raise ClosedError(f"The object store was closed: {self._place}.")
 
     def _path(self, key: str) -> str:
         self._open()
@@ -202,7 +202,7 @@ class S3Objects:
     async def _size(self, key: str) -> int:
         found = await self.head(key)
         if found is None:
-            raise Missing(f"No such object: key={key} {self._place}.")
+            raise MissingError(f"No such object: key={key} {self._place}.")
         return found.size_bytes
 
     def _meta(self, found: Any) -> ObjectMeta:

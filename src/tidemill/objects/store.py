@@ -14,12 +14,12 @@ from typing import Protocol
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 Buffer = bytes | bytearray | memoryview
 
 
-class Misconfigured(Invalid):
+class MisconfiguredError(InvalidError):
     """The store says no to us, not to this request: rights, credentials, a bucket that is not there.
 
     Where a store is opened that is for the operator, at once. Later it was right before, so it is waited for.

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import structlog
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 
 T = TypeVar("T")
 
@@ -28,18 +28,18 @@ class Noticing(Protocol):
 
 
 async def checked(objects: object, key: str, read: Callable[[], Awaitable[T]]) -> T:
-    """Return the verified result of `read`. Raises Corrupt after two failures in a row, and as `read`."""
+    """Return the verified result of `read`. Raises CorruptError after two failures in a row, and as `read`."""
     try:
         return await read()
-    except Corrupt as error:
+    except CorruptError as error:
         return await read_again(objects, key, error, read)
 
 
-async def read_again(objects: object, key: str, error: Corrupt, read: Callable[[], Awaitable[T]]) -> T:
+async def read_again(objects: object, key: str, error: CorruptError, read: Callable[[], Awaitable[T]]) -> T:
     """The second read, after one that failed with `error`. It must ask the store, not a cache."""
     try:
         found = await read()
-    except Corrupt:
+    except CorruptError:
         tell_damaged(objects, key, error.message)
         raise
     tell_flipped(objects, key, error.message)
@@ -50,11 +50,11 @@ def checked_now(objects: object, key: str, read: Callable[[], T]) -> T:
     """As `checked`, of a synchronous reader."""
     try:
         return read()
-    except Corrupt as error:
+    except CorruptError as error:
         first = error
     try:
         found = read()
-    except Corrupt:
+    except CorruptError:
         tell_damaged(objects, key, first.message)
         raise
     tell_flipped(objects, key, first.message)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tidemill.base.errors import Unavailable
-from tidemill.shards.api import HistoryLost
+from tidemill.base.errors import UnavailableError
+from tidemill.shards.api import HistoryLostError
 from tidemill.shards.handle import LogShard
 from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
 from tidemill.spark.stores import Stores
@@ -17,7 +17,7 @@ IDLE_WAIT_S = 3.0
 async def common_time(stores: Stores, shards: Sequence[LogShard]) -> int:
     """The newest time that is final in all of them; -1 when none was ever written.
 
-    A table whose source is idle is asked to say so, and waited for a moment. Raises HistoryLost, Unavailable.
+    A table whose source is idle is asked to say so, and waited for a moment. Raises HistoryLostError, UnavailableError.
     """
     frontiers = {shard.name: await shard.frontiers() for shard in shards}
     newest = max((upper for _, upper in frontiers.values()), default=0)
@@ -35,9 +35,11 @@ async def common_time(stores: Stores, shards: Sequence[LogShard]) -> int:
     last, least = min((upper, name) for name, (_, upper) in frontiers.items())
     since, first = max((since, name) for name, (since, _) in frontiers.items())
     if not last:
-        raise Unavailable(f"nothing was written yet: shard={least}.", fix="Wait for its pipeline, or leave it out.")
+        raise UnavailableError(
+            f"nothing was written yet: shard={least}.", fix="Wait for its pipeline, or leave it out."
+        )
     if last <= since:
-        raise HistoryLost(
+        raise HistoryLostError(
             f"the tables have no time in common: {first} is readable from {since} on, {least} before {last}.",
             fix=f"See why it stands: tidemill why {least}.",
         )

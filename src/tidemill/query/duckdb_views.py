@@ -16,15 +16,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tidemill.base.errors import Invalid, Unavailable
-from tidemill.base.runtime.sync_context import Entered
+from tidemill.base.errors import InvalidError, UnavailableError
+from tidemill.base.runtime.sync_context import SyncContext
 from tidemill.objects.factory import local_directory
 from tidemill.query.table_read import Chosen
 from tidemill.shards.api import DIFF, HASH, TIME, Part
 from tidemill.shards.parts.schema import contents_schema, part_schema
 from tidemill.shards.read.keyed_delta import UNTIL
 from tidemill.shards.read.part_bytes import read_whole
-from tidemill.shards.read.read_plan import NoPlan, Plan, plan_parts
+from tidemill.shards.read.read_plan import Plan, PlanNotPossibleError, plan_parts
 
 if TYPE_CHECKING:
     import duckdb
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 GLOB = set("*?[")
 
 
-def make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: Entered[Chosen], name: str) -> None:
+def make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: SyncContext[Chosen], name: str) -> None:
     """The contents that were chosen, as the temporary view `name`. `found` is left when nothing reads it any more.
 
-    Raises Invalid (DuckDB cannot have such a view), and what reading raises.
+    Raises InvalidError (DuckDB cannot have such a view), and what reading raises.
     """
     import duckdb
 
@@ -46,14 +46,16 @@ def make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: Entere
     try:
         _make_view(connection, table, found, name)
     except duckdb.IOException as error:
-        raise Unavailable(f"DuckDB cannot read the table: table={table.name} ({error}).", fix="Try again.") from error
+        raise UnavailableError(
+            f"DuckDB cannot read the table: table={table.name} ({error}).", fix="Try again."
+        ) from error
     except duckdb.Error as error:
-        raise Invalid(
+        raise InvalidError(
             f"DuckDB refuses the view: name={name} ({error}).", fix="Give it another name, or another connection."
         ) from error
 
 
-def _make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: Entered[Chosen], name: str) -> None:
+def _make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: SyncContext[Chosen], name: str) -> None:
     """Under names of its own, so that the view there was reads what it did until the new one stands."""
     shard, stores, portal = table._shard, table._stores, table._portal
     number = next(_numbers)
@@ -64,7 +66,7 @@ def _make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: Enter
                 plan = Plan([], part_schema(shard.schema).empty_table(), contents_schema(shard.schema).empty_table())
             else:
                 plan = plan_parts(portal, stores.objects, shard, found.value.at)
-        except NoPlan:
+        except PlanNotPossibleError:
             with table._over(found, None, None, end=found.leave) as rows:
                 _copy(connection, copy_name, rows)
             _create(connection, name, f"SELECT * FROM {quoted(copy_name)}")
@@ -105,7 +107,7 @@ def _gone_names(key: tuple[str, ...]) -> list[str]:
     return [f"k{place}" for place in range(len(key))]
 
 
-def _let_go(found: Entered[Chosen], table: Table) -> None:
+def _let_go(found: SyncContext[Chosen], table: Table) -> None:
     """`table`: until then its cluster stays open, though nobody else may know it."""
     found.leave()
 
@@ -184,7 +186,7 @@ def _check_names(names: list[str], table: str) -> None:
     for name in names:
         other = seen.setdefault(name.casefold(), name)
         if other != name:
-            raise Invalid(
+            raise InvalidError(
                 f"DuckDB cannot tell two columns apart: table={table} columns={other},{name}.",
                 fix="Read the table as Arrow or Polars.",
             )

@@ -11,7 +11,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.key_hash import key_hashes
 from tidemill.shards.parts.schema import contents_schema
@@ -30,11 +30,11 @@ class Filter(msgspec.Struct, frozen=True):
     hashes: list[int] | None
 
     def passing(self, rows: pa.Table) -> pa.Table:
-        """Raises Invalid: it cannot be evaluated on one of them (a division by zero, a text that is no number)."""
+        """Raises InvalidError: it cannot be evaluated on one of them (a division by zero, a text that is no number)."""
         try:
             return rows.filter(self.expression)
         except pa.ArrowException as error:
-            raise Invalid(
+            raise InvalidError(
                 f"the filter cannot be evaluated on a row: {_said(error)}.",
                 fix="Write one that has a result for every row of the table.",
             ) from error
@@ -45,7 +45,7 @@ def _said(error: BaseException) -> str:
 
 
 def filter_of(schema: ShardSchema, where: Where) -> Filter:
-    """Raises Invalid: a column that is not there, a comparison or a value that Arrow does not know."""
+    """Raises InvalidError: a column that is not there, a comparison or a value that Arrow does not know."""
     conditions: list[Condition] = []
     try:
         if isinstance(where, pc.Expression):
@@ -66,7 +66,7 @@ def filter_of(schema: ShardSchema, where: Where) -> Filter:
         return Filter(expression, names, key_hashes(schema, only) if conditions else None)
     except Exception as error:  # values are the caller's objects: what comparing or converting one raises is any type
         have = ", ".join(contents_schema(schema).names)
-        raise Invalid(
+        raise InvalidError(
             f"the filter cannot be applied: {_said(error)}.",
             fix=f'Write [("column", "=", value)] or an expression of pyarrow.compute, of the columns {have}.',
         ) from error

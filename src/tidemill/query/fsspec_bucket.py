@@ -8,8 +8,8 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from tidemill.base.errors import Invalid
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import InvalidError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Part
@@ -30,7 +30,7 @@ class Bucket(AbstractFileSystem):  # type: ignore[misc]
 
     cachable = False
 
-    def __init__(self, portal: Portal, objects: ObjectStore) -> None:
+    def __init__(self, portal: BlockingPortal, objects: ObjectStore) -> None:
         super().__init__()
         self.protocol = f"tidemill{next(_numbers)}"
         self._portal = portal
@@ -41,7 +41,7 @@ class Bucket(AbstractFileSystem):  # type: ignore[misc]
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> ObjectFile | VerifiedFile:
         if mode != "rb":
-            raise Invalid(f"objects are read only: mode={mode}.")
+            raise InvalidError(f"objects are read only: mode={mode}.")
         part = self._part_of(path)
         file = ObjectFile(self._portal, self._objects, part.object_key, part.size_bytes)
         return file if part.crc < 0 else VerifiedFile(part, file)

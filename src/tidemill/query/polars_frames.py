@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tidemill.base.errors import Invalid
-from tidemill.base.runtime.sync_context import Entered
+from tidemill.base.errors import InvalidError
+from tidemill.base.runtime.sync_context import SyncContext
 from tidemill.query.table_read import Chosen
 
 if TYPE_CHECKING:
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def polars() -> Any:
-    """The module. Raises Invalid."""
+    """The module. Raises InvalidError."""
     try:
         import polars
     except ImportError as error:
-        raise Invalid("polars is not installed.", fix='Install it: pip install "tidemill[polars]".') from error
+        raise InvalidError("polars is not installed.", fix='Install it: pip install "tidemill[polars]".') from error
     return polars
 
 
-def scan(table: Table, found: Entered[Chosen]) -> pl.LazyFrame:
+def scan(table: Table, found: SyncContext[Chosen]) -> pl.LazyFrame:
     """What was chosen; Polars keeps the source for as long as a frame may read it, and that keeps the hold."""
     module = polars()
     from polars.io.plugins import register_io_source

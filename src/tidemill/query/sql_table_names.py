@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 if TYPE_CHECKING:
     import duckdb
 
 
 def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set[str], set[str]]:
-    """(tables, names that are a table or what a WITH of the query calls so). Raises Invalid: it does not parse.
+    """(tables, names that are a table or what a WITH of the query calls so). Raises InvalidError: it does not parse.
 
     Not `get_table_names` where that can be helped: it binds as well, and so refuses every JOIN with USING.
     """
@@ -23,7 +23,7 @@ def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set
         ((said,),) = connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [query]).fetchall()
         tree = json.loads(said)
         if tree.get("error") and tree.get("error_type") == "parser":
-            raise Invalid(
+            raise InvalidError(
                 f"the query does not parse: {tree.get('error_message')}.", fix="Correct it; DuckDB's dialect applies."
             )
         if tree.get("error"):  # no SELECT: EXPLAIN, for example
@@ -32,7 +32,7 @@ def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set
         fix = "Correct it; DuckDB's dialect applies."
         if "single statement" in str(error):
             fix = "Give one statement; of a PIVOT name the values: PIVOT t ON column IN (…) USING …."
-        raise Invalid(f"the query does not parse: {error}.", fix=fix) from error
+        raise InvalidError(f"the query does not parse: {error}.", fix=fix) from error
     nodes = list(_nodes(tree))
     tables = {node["table_name"] for node in nodes if node.get("type") == "BASE_TABLE"}
     called = {each["key"].lower() for node in nodes for each in node.get("cte_map", {}).get("map", [])}

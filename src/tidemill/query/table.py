@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid, Missing, unknown_name
-from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.base.runtime.sync_context import Entered
+from tidemill.base.errors import InvalidError, MissingError, unknown_name
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.runtime.sync_context import SyncContext
 from tidemill.query.changelog import following, following_one
 from tidemill.query.filters import Filter, Where, filter_of
 from tidemill.query.table_read import Chosen, chosen, rows_of
@@ -51,11 +51,11 @@ class Table:
     as_of     the time, see `Moment`
     wait_s    how long to wait until `as_of` is final
 
-    They raise Invalid (a column, a filter, a time that makes no sense), HistoryLost (the time is below since),
-    Unavailable (it is not final in time, or a store is away), Missing (the table was dropped), Corrupt, Closed.
+    They raise InvalidError (a column, a filter, a time that makes no sense), HistoryLost (the time is below since),
+    Unavailable (it is not final in time, or a store is away), MissingError (the table was dropped), Corrupt, Closed.
     """
 
-    def __init__(self, cluster: Cluster, portal: Portal, stores: Stores, name: str) -> None:
+    def __init__(self, cluster: Cluster, portal: BlockingPortal, stores: Stores, name: str) -> None:
         self.name = name
         self._cluster = cluster  # for as long as a table of it is used, it stays open
         self._portal = portal
@@ -86,7 +86,7 @@ class Table:
             fetch = fetching(self._portal, self._stores.objects, whole=False)
             try:
                 return count_rows(found.batches, found.at, fetch)
-            except Missing as error:
+            except MissingError as error:
                 raise self._portal.call(self._shard.why_missing(error, found.batches)) from error
 
     def to_arrow(
@@ -141,7 +141,7 @@ class Table:
         as_of: Moment = None,
         wait_s: float = WAIT_S,
     ) -> pl.DataFrame:
-        """All of it as a DataFrame. Raises Invalid as well where polars is not installed."""
+        """All of it as a DataFrame. Raises InvalidError as well where polars is not installed."""
         from tidemill.query.polars_frames import polars
 
         frame: pl.DataFrame = polars().from_arrow(self.to_arrow(columns, where, as_of=as_of, wait_s=wait_s))
@@ -149,7 +149,7 @@ class Table:
 
     def scan_polars(self, *, as_of: Moment = None, wait_s: float = WAIT_S) -> pl.LazyFrame:
         """A LazyFrame at one time, which is held until the last frame made from it is gone; columns that a query does
-        not use are not read. Raises Invalid as well where polars is not installed."""
+        not use are not read. Raises InvalidError as well where polars is not installed."""
         from tidemill.query.polars_frames import scan
 
         return scan(self, self._choose(as_of, wait_s, long=True))
@@ -166,7 +166,7 @@ class Table:
 
         DuckDB reads of it what a query uses. The time is held while the connection has the view: until it is closed, or
         the table is given to it again under this name, at a newer time. For several tables at one time:
-        `Cluster.to_duckdb`. Raises Invalid as well for a name that DuckDB has something else under.
+        `Cluster.to_duckdb`. Raises InvalidError as well for a name that DuckDB has something else under.
         """
         from tidemill.query.duckdb_views import make_view, quoted
 
@@ -183,7 +183,7 @@ class Table:
 
     # ------------------------------------------------------------------------------------------------
 
-    def _changed(self, entered: Entered[AsyncIterator[Delta]]) -> Iterator[pa.Table]:
+    def _changed(self, entered: SyncContext[AsyncIterator[Delta]]) -> Iterator[pa.Table]:
         with entered as deltas:
             while (delta := self._portal.call(following_one(deltas))) is not None:
                 if delta.rows.num_rows:
@@ -200,7 +200,7 @@ class Table:
             raise
 
     def _over(
-        self, found: Entered[Chosen], columns: Sequence[str] | None, where: Where | None, end: Callable[[], None]
+        self, found: SyncContext[Chosen], columns: Sequence[str] | None, where: Where | None, end: Callable[[], None]
     ) -> pa.RecordBatchReader:
         """What was chosen, as a stream; `end` is called at its end, or when it is given up."""
         names = self._columns(columns)
@@ -220,7 +220,7 @@ class Table:
         schema = pa.schema([self.schema.field(name) for name in names])
         return pa.RecordBatchReader.from_batches(schema, batches())
 
-    def _choose(self, as_of: Moment, wait_s: float, *, long: bool) -> Entered[Chosen]:
+    def _choose(self, as_of: Moment, wait_s: float, *, long: bool) -> SyncContext[Chosen]:
         at = as_of_ms(as_of)
         found = self._cluster._enter(chosen(self._fresh(), at, wait_s, long=long))
         if all(batch.schema_version <= self._shard.schema.version for batch in found.value.batches):
@@ -229,7 +229,7 @@ class Table:
         return self._cluster._enter(chosen(self._fresh(), at, wait_s, long=long))
 
     def _fresh(self) -> LogShard:
-        """The handle, of the newest schema. Raises Missing, Unavailable."""
+        """The handle, of the newest schema. Raises MissingError, Unavailable."""
         self._portal.call(self._shard.frontiers())
         if self._shard.state.schema.version != self._shard.schema.version:
             self._shard = self._portal.call(self._stores.shard(self.name))
@@ -239,13 +239,15 @@ class Table:
         have = self.schema.names
         names = have if columns is None else list(columns)
         if isinstance(columns, str) or not names or len(set(names)) < len(names):
-            raise Invalid(
+            raise InvalidError(
                 f"columns are no list of names: table={self.name} columns={columns!r}.",
                 fix="Give a list of one or more different names, or leave it out for all.",
             )
         for name in names:
             if name not in have:
-                raise Invalid(f"no such column: table={self.name} column={name}.", fix=unknown_name(str(name), have))
+                raise InvalidError(
+                    f"no such column: table={self.name} column={name}.", fix=unknown_name(str(name), have)
+                )
         return names
 
     def _filter(self, where: Where) -> Filter:

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from tidemill.base.errors import Missing
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import MissingError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.api import Batch, HistoryLost
+from tidemill.shards.api import Batch, HistoryLostError
 from tidemill.shards.read.hash_ranges import cut, read_range
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES
 from tidemill.shards.read.part_bytes import fetching
@@ -35,7 +35,7 @@ async def chosen(shard: LogShard, as_of: int | None, wait_s: float, *, long: boo
     """What the contents at `as_of` (None = the newest time) are read from. Inside, it stays readable.
 
     `long`: the reader may take as long as it likes; else only what is large is held, as for every short read. Raises
-    HistoryLost, Unavailable (not final within `wait_s`), Closed, Unknown.
+    HistoryLostError, Unavailable (not final within `wait_s`), Closed, Unknown.
     """
     async with AsyncExitStack() as stack:
         for attempt in range(NEWEST_ATTEMPTS):
@@ -47,7 +47,7 @@ async def chosen(shard: LogShard, as_of: int | None, wait_s: float, *, long: boo
                 await stack.enter_async_context(shard.holding("python", at))
                 batches = await shard.batches_until(at)  # held first, then chosen (A1)
                 break
-            except HistoryLost:
+            except HistoryLostError:
                 if as_of is not None or attempt == NEWEST_ATTEMPTS - 1:
                     raise
         yield Chosen(at, batches)
@@ -58,18 +58,18 @@ def _size_bytes(batches: Sequence[Batch]) -> int:
 
 
 def rows_of(
-    portal: Portal,
+    portal: BlockingPortal,
     objects: ObjectStore,
     shard: LogShard,
     found: Chosen,
     columns: Sequence[str],
     wanted: list[int] | None,
 ) -> Iterator[pa.Table]:
-    """`columns` of the contents, by ranges of the hash; `wanted`: of rows with these hashes alone. Raises HistoryLost,
-    Corrupt, Unavailable."""
+    """`columns` of the contents, by ranges of the hash; `wanted`: of rows with these hashes alone. Raises
+    HistoryLostError, Corrupt, Unavailable."""
     fetch = fetching(portal, objects, whole=len(columns) == len(shard.schema.columns))
     try:
         for chosen_range in cut(found.batches, wanted):
             yield from read_range(shard.schema, chosen_range, found.at, fetch, columns)
-    except Missing as error:
+    except MissingError as error:
         raise portal.call(shard.why_missing(error, found.batches)) from error

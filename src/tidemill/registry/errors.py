@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 
-class Refused(Invalid):
+class RegistryError(InvalidError):
     """It changed nothing. `code` is what clients branch on."""
 
     def __init__(self, code: int, message: str) -> None:
@@ -23,25 +23,25 @@ class Refused(Invalid):
         return int(str(self.code)[:3])
 
 
-def no_subject(subject: str) -> Refused:
-    return Refused(40401, f"Subject '{subject}' not found.")
+def no_subject(subject: str) -> RegistryError:
+    return RegistryError(40401, f"Subject '{subject}' not found.")
 
 
-def no_version(version: int | str) -> Refused:
-    return Refused(40402, f"Version {version} not found.")
+def no_version(version: int | str) -> RegistryError:
+    return RegistryError(40402, f"Version {version} not found.")
 
 
-def no_schema(schema_id: int | None = None) -> Refused:
-    return Refused(40403, "Schema not found" if schema_id is None else f"Schema {schema_id} not found")
+def no_schema(schema_id: int | None = None) -> RegistryError:
+    return RegistryError(40403, "Schema not found" if schema_id is None else f"Schema {schema_id} not found")
 
 
-def bad_schema(reason: str) -> Refused:
-    return Refused(42201, f"Invalid schema: {reason}")
+def bad_schema(reason: str) -> RegistryError:
+    return RegistryError(42201, f"Invalid schema: {reason}")
 
 
-def too_large(what: str, size: int, limit: int) -> Refused:
-    return Refused(42209, f"Schema too large: {what}={size} limit={limit}")
+def too_large(what: str, size: int, limit: int) -> RegistryError:
+    return RegistryError(42209, f"Schema too large: {what}={size} limit={limit}")
 
 
-def not_permitted(reason: str) -> Refused:
-    return Refused(42205, reason)
+def not_permitted(reason: str) -> RegistryError:
+    return RegistryError(42205, reason)

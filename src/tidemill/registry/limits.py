@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from tidemill.registry.errors import Refused, bad_schema
+from tidemill.registry.errors import RegistryError, bad_schema
 
 DEPTH = 100
 """Levels of nesting in a schema's JSON: what walks it recurses a few frames a level, far below Python's limit."""
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Steps:
-    """Counts one comparison down. Raises Refused once it has taken too many steps."""
+    """Counts one comparison down. Raises RegistryError once it has taken too many steps."""
 
     def __init__(self, limit: int = STEPS) -> None:
         self._left = limit
@@ -40,7 +40,7 @@ class Steps:
 
 
 def load_json(text: str) -> Any:
-    """A schema's JSON. Raises Refused when it is none, too deep or too large."""
+    """A schema's JSON. Raises RegistryError when it is none, too deep or too large."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -77,4 +77,4 @@ def shown(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-__all__ = ["DEPTH", "MESSAGES", "NODES", "STEPS", "Refused", "Steps", "bounded", "load_json", "shown"]
+__all__ = ["DEPTH", "MESSAGES", "NODES", "STEPS", "RegistryError", "Steps", "bounded", "load_json", "shown"]

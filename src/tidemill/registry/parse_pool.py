@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.metastore.rows.registry import SchemaRow
 from tidemill.registry.compat_levels import problems
 from tidemill.registry.limits import Steps
 from tidemill.registry.parsed_schema import Parsed
-from tidemill.registry.schema_types import Given, Place, understand
+from tidemill.registry.schema_types import Place, SubmittedSchema, understand
 from tidemill.registry.settings import RegistrySettings
-from tidemill.registry.store import Kept
+from tidemill.registry.store import CachedValue
 from tidemill.shards.executor import Cpu
 
 VERDICTS = 10_000
@@ -25,12 +25,12 @@ class Understanding:
     def __init__(self, cpu: Cpu, settings: RegistrySettings) -> None:
         self._cpu = cpu
         self._settings = settings
-        self._parsed: Kept[object, Parsed] = Kept(settings.parsed_bytes)
-        self._verdicts: Kept[tuple[str, str, str], tuple[str, ...]] = Kept(VERDICTS)
+        self._parsed: CachedValue[object, Parsed] = CachedValue(settings.parsed_bytes)
+        self._verdicts: CachedValue[tuple[str, str, str], tuple[str, ...]] = CachedValue(VERDICTS)
         self.under_way = 0
         self.refused = 0
 
-    async def parse(self, given: Given, places: Mapping[Place, SchemaRow]) -> Parsed:
+    async def parse(self, given: SubmittedSchema, places: Mapping[Place, SchemaRow]) -> Parsed:
         key = (given, tuple(sorted((place, row.id, row.digest) for place, row in places.items())))
         found = self._parsed.get(key)
         if found is None:
@@ -50,7 +50,7 @@ class Understanding:
     async def _run(self, work: Callable[[], T]) -> T:
         if self.under_way >= self._settings.waiting:
             self.refused += 1
-            raise Unavailable(f"Too many schemas wait to be read: waiting={self.under_way}.", fix="Retry.")
+            raise UnavailableError(f"Too many schemas wait to be read: waiting={self.under_way}.", fix="Retry.")
         self.under_way += 1
         try:
             return await self._cpu(work)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import Given
+from tidemill.registry.schema_types import SubmittedSchema
 
 
 class Registrar:
@@ -13,4 +13,4 @@ class Registrar:
 
     async def register(self, subject: str, schema: str) -> int:
         """The id of an Avro schema under which the subject has it now. Raises as Registry does."""
-        return (await self._registry.register(subject, Given("AVRO", schema))).version.id
+        return (await self._registry.register(subject, SubmittedSchema("AVRO", schema))).version.id

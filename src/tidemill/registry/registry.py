@@ -9,17 +9,17 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.registry import RegistryConfigRow, RegistryHeadRow, SchemaRow, VersionRow
 from tidemill.registry import transitions
 from tidemill.registry.compat_levels import DEFAULT, LEVELS, compared_with
-from tidemill.registry.errors import Refused, no_schema, no_subject, no_version, not_permitted, too_large
+from tidemill.registry.errors import RegistryError, no_schema, no_subject, no_version, not_permitted, too_large
 from tidemill.registry.parse_pool import Understanding
 from tidemill.registry.parsed_schema import Parsed
-from tidemill.registry.schema_types import Given, given_of
+from tidemill.registry.schema_types import SubmittedSchema, given_of
 from tidemill.registry.settings import SCHEMA_BYTES_MOST, RegistrySettings
-from tidemill.registry.store import Book
+from tidemill.registry.store import RegistryStore
 from tidemill.registry.transitions import Change, live
 from tidemill.registry.writer import Changes
 from tidemill.shards.executor import Cpu
@@ -34,12 +34,12 @@ class Found(NamedTuple):
 
 
 class Registry:
-    """Raises Refused; Unavailable, Closed; a write Unknown besides."""
+    """Raises RegistryError; Unavailable, Closed; a write Unknown besides."""
 
     def __init__(
         self, metastore: Metastore, clock: Clock, rand: Rand, cpu: Cpu, settings: RegistrySettings | None = None
     ) -> None:
-        self.book = Book(metastore, Pace(clock))
+        self.book = RegistryStore(metastore, CoopBudget(clock))
         self._clock = clock
         self._settings = settings or RegistrySettings()
         self._understanding = Understanding(cpu, self._settings)
@@ -77,7 +77,7 @@ class Registry:
             row = match[0]
         return Found(row, await self.book.schema(row.id))
 
-    async def lookup(self, subject: str, given: Given, *, deleted: bool = False) -> Found:
+    async def lookup(self, subject: str, given: SubmittedSchema, *, deleted: bool = False) -> Found:
         """The version under which the subject has this schema."""
         self._check_size(given)
         versions = await self.book.versions(subject, fresh=True)
@@ -99,7 +99,9 @@ class Registry:
         row, every = await self._configs(subject)
         return (row.mode if row else "") or (every.mode if every else "") or "READWRITE"
 
-    async def check(self, subject: str, given: Given, version: int | None, *, all_versions: bool = False) -> list[str]:
+    async def check(
+        self, subject: str, given: SubmittedSchema, version: int | None, *, all_versions: bool = False
+    ) -> list[str]:
         """Why the schema is not compatible at the subject's level, with one version (None = the latest) or with those
         that the level names. A subject without versions is compatible with anything."""
         self._check_size(given)
@@ -119,7 +121,7 @@ class Registry:
 
     # writing --------------------------------------------------------------------------------------
 
-    async def register(self, subject: str, given: Given, *, wanted_id: int = 0, version: int = 0) -> Found:
+    async def register(self, subject: str, given: SubmittedSchema, *, wanted_id: int = 0, version: int = 0) -> Found:
         """The version under which the subject has this schema now; `wanted_id` and `version` are an import's."""
         self._check_size(given)
         found = await self._registered(subject, given, wanted_id)
@@ -143,13 +145,13 @@ class Registry:
                     head, subject, versions, parsed, there, ids, (wanted_id, version), now_ms, self._settings
                 )
             if version and version != transitions.next_version(versions):
-                raise Refused(42201, f"Invalid schema: version {version} is not one more than the latest")
+                raise RegistryError(42201, f"Invalid schema: version {version} is not one more than the latest")
             await self._compatible(subject, parsed, live(versions))
             return transitions.register(head, subject, versions, parsed, ids, now_ms, self._settings)
 
         # What takes long is done once without holding others up; in line it is known already. So is a refusal, which is
         # said there, as of one moment.
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(RegistryError):
             await decide((await self._changes.looked())[1])
         row = await self._changes.make(decide)
         return Found(row, SchemaRow(row.id, parsed_of[0].kind, parsed_of[0].text, digest=parsed_of[0].digest))
@@ -183,7 +185,7 @@ class Registry:
     async def set_level(self, subject: str, level: str, normalize: bool | None = None, *, clear: bool = False) -> None:
         """What is not said stays as it is; `clear` forgets both first."""
         if level and level not in LEVELS:
-            raise Refused(42203, f"Invalid compatibility level. Valid values are {', '.join(LEVELS)}.")
+            raise RegistryError(42203, f"Invalid compatibility level. Valid values are {', '.join(LEVELS)}.")
 
         async def decide(head: RegistryHeadRow) -> Change[RegistryConfigRow]:
             transitions.writable(subject, await self.mode(subject))
@@ -200,7 +202,7 @@ class Registry:
     async def set_mode(self, subject: str, mode: str, *, force: bool = False) -> None:
         """ "" = as for all."""
         if mode and mode not in transitions.MODES:
-            raise Refused(42204, f"Invalid mode. Valid values are {', '.join(transitions.MODES)}.")
+            raise RegistryError(42204, f"Invalid mode. Valid values are {', '.join(transitions.MODES)}.")
 
         async def decide(head: RegistryHeadRow) -> Change[RegistryConfigRow]:
             if mode == "IMPORT" and not force:
@@ -215,13 +217,13 @@ class Registry:
 
     # ----------------------------------------------------------------------------------------------
 
-    def _check_size(self, given: Given) -> None:
+    def _check_size(self, given: SubmittedSchema) -> None:
         limit = min(self._settings.schema_bytes, SCHEMA_BYTES_MOST)
         size = len(given.text.encode(errors="surrogatepass"))
         if size > limit:
             raise too_large("bytes", size, limit)
 
-    async def _parse(self, given: Given, subject: str, *, new: bool = False) -> Parsed:
+    async def _parse(self, given: SubmittedSchema, subject: str, *, new: bool = False) -> Parsed:
         if not given.normalize:
             row, every = await self._configs(subject)
             asked = row.normalize if row is not None and row.normalize is not None else every and every.normalize
@@ -238,13 +240,13 @@ class Registry:
     async def _configs(self, subject: str) -> tuple[RegistryConfigRow | None, RegistryConfigRow | None]:
         return await self.book.config(subject) if subject else None, await self.book.config(EVERY)
 
-    async def _registered(self, subject: str, given: Given, wanted_id: int) -> Found | None:
+    async def _registered(self, subject: str, given: SubmittedSchema, wanted_id: int) -> Found | None:
         """What a client that starts asks for each time: the schema is there already. No lock, no write."""
         if wanted_id:
             return None
         try:
             return await self.lookup(subject, given)
-        except Refused as error:
+        except RegistryError as error:
             if error.code not in (40401, 40403):
                 raise
             return None
@@ -252,7 +254,7 @@ class Registry:
     async def _there(self, schema_id: int) -> SchemaRow | None:
         try:
             return await self.book.schema(schema_id)
-        except Refused:
+        except RegistryError:
             return None
 
     async def _compatible(self, subject: str, parsed: Parsed, versions: list[VersionRow]) -> None:
@@ -262,7 +264,7 @@ class Registry:
         found = await self._problems(level, parsed, [by_number[number] for number in numbers])
         if found:
             told = ", ".join(found)[:8_000]
-            raise Refused(
+            raise RegistryError(
                 409,
                 "Schema being registered is incompatible with an earlier schema for subject "
                 f'"{subject}", details: [{told}]',
@@ -280,7 +282,7 @@ class Registry:
     async def _not_referred(self, subject: str, version: int, permanent: bool) -> None:
         ids = await self.book.referrers(subject, version, deleted=permanent)
         if ids:
-            raise Refused(
+            raise RegistryError(
                 42206,
                 f"One or more references exist to the schema {{subject={subject}, version={version}}}: "
                 f"ids={sorted(ids)[:20]}.",

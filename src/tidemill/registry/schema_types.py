@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.avro.parse import parse as parse_avro
-from tidemill.registry.errors import Refused, bad_schema
+from tidemill.registry.errors import RegistryError, bad_schema
 from tidemill.registry.jsonschema.parse import parse as parse_json
 from tidemill.registry.limits import bounded
 from tidemill.registry.parsed_schema import Parsed, Resolved
@@ -22,7 +22,7 @@ Parse = Callable[[str, Sequence[Reference], Sequence[Resolved], bool], Parsed]
 _PARSE: dict[str, Parse] = {"AVRO": parse_avro, "JSON": parse_json, "PROTOBUF": parse_protobuf}
 
 
-class Given(NamedTuple):
+class SubmittedSchema(NamedTuple):
     """A schema as somebody sent it, or as it is stored."""
 
     kind: str
@@ -31,14 +31,14 @@ class Given(NamedTuple):
     normalize: bool = False
 
 
-def given_of(row: SchemaRow) -> Given:
+def given_of(row: SchemaRow) -> SubmittedSchema:
     """A stored schema. A Protobuf one goes by its descriptor: its text is never compiled again."""
     text = serialized(row.descriptor) if row.descriptor else row.text
-    return Given(row.kind, text, row.references)
+    return SubmittedSchema(row.kind, text, row.references)
 
 
-def understand(given: Given, places: Mapping[Place, SchemaRow]) -> Parsed:
-    """`places` holds every schema that is referred to, directly or not. Raises Refused."""
+def understand(given: SubmittedSchema, places: Mapping[Place, SchemaRow]) -> Parsed:
+    """`places` holds every schema that is referred to, directly or not. Raises RegistryError."""
     return _Understanding(places).parse(given)
 
 
@@ -49,7 +49,7 @@ class _Understanding:
         self._places = places
         self._parsed: dict[Place, Parsed] = {}
 
-    def parse(self, given: Given) -> Parsed:
+    def parse(self, given: SubmittedSchema) -> Parsed:
         parse = _PARSE.get(given.kind)
         if parse is None:
             raise bad_schema(f"schemaType {given.kind!r} is none of AVRO, JSON and PROTOBUF")
@@ -75,4 +75,4 @@ class _Understanding:
             found[reference.name] = Resolved(reference.name, self._parsed[place])
 
 
-__all__ = ["Given", "Place", "Refused", "given_of", "understand"]
+__all__ = ["Place", "RegistryError", "SubmittedSchema", "given_of", "understand"]

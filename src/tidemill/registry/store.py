@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import (
     DIGESTS,
@@ -33,10 +33,10 @@ from tidemill.registry.transitions import Used, live
 HEAD = REGISTRY_HEADS.key("head")
 
 
-class Book:
+class RegistryStore:
     """Reads may raise Unavailable, Closed. `fresh`: see `Metastore`; within a request only its first read is."""
 
-    def __init__(self, metastore: Metastore, pace: Pace) -> None:
+    def __init__(self, metastore: Metastore, pace: CoopBudget) -> None:
         self._metastore = metastore
         self._pace = pace
 
@@ -129,7 +129,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Kept(Generic[K, V]):
+class CachedValue(Generic[K, V]):
     """What was computed last, up to a weight in all. What is asked for stays longest."""
 
     def __init__(self, limit: int) -> None:
@@ -155,4 +155,4 @@ class Kept(Generic[K, V]):
             self.weight -= gone
 
 
-__all__ = ["HEAD", "Book", "Kept", "live"]
+__all__ = ["HEAD", "CachedValue", "RegistryStore", "live"]

@@ -30,7 +30,7 @@ from tidemill.metastore.rows.registry import (
     UseRow,
     VersionRow,
 )
-from tidemill.registry.errors import Refused, no_subject, no_version, not_permitted
+from tidemill.registry.errors import RegistryError, no_subject, no_version, not_permitted
 from tidemill.registry.parsed_schema import Parsed
 from tidemill.registry.settings import RegistrySettings
 
@@ -66,7 +66,7 @@ def next_version(versions: Sequence[VersionRow]) -> int:
 
 
 def writable(subject: str, mode: str) -> None:
-    """Raises Refused where nothing may change."""
+    """Raises RegistryError where nothing may change."""
     if mode == "READONLY":
         raise not_permitted(f"Subject {subject or 'registry'} is in read-only mode")
 
@@ -94,7 +94,7 @@ def register(
     schema_id = ids[0] if ids else head.next_id
     if not ids:
         if schema_id > LAST_ID:
-            raise Refused(50001, f"No id is left: next={schema_id}")
+            raise RegistryError(50001, f"No id is left: next={schema_id}")
         rows += [SCHEMAS.encode(_row(schema_id, parsed)), DIGESTS.encode(DigestRow(parsed.digest, schema_id))]
         rows += _referrers(schema_id, parsed)
     version = VersionRow(subject, next_version(versions), schema_id, created_ms=now_ms)
@@ -116,12 +116,12 @@ def import_version(
     """`wanted`: id, and version or 0. `there`: the schema with this id; `ids`: of equal ones."""
     schema_id, number = wanted
     if there is not None and there.digest != parsed.digest:
-        raise Refused(42207, f"Overwrite schema with id {schema_id} is not permitted.")
+        raise RegistryError(42207, f"Overwrite schema with id {schema_id} is not permitted.")
     found = next((row for row in versions if row.version == number), None) if number > 0 else None
     found = found or next((row for row in versions if row.id == schema_id and number <= 0 and not row.deleted), None)
     if found is not None:
         if found.id != schema_id or found.deleted:
-            raise Refused(42207, f"Version {found.version} of subject {subject} has the id {found.id}.")
+            raise RegistryError(42207, f"Version {found.version} of subject {subject} has the id {found.id}.")
         return Change([], head, found)
     _bounds(head, versions, there is None, limits)
     rows: Rows = []
@@ -180,7 +180,7 @@ def purge_versions(
 
 
 def to_delete(subject: str, versions: Sequence[VersionRow], number: int | None, permanent: bool) -> list[int]:
-    """The versions that a DELETE of one (`number`) or of all means. Raises Refused."""
+    """The versions that a DELETE of one (`number`) or of all means. Raises RegistryError."""
     if number is not None:
         row = next((row for row in versions if row.version == number), None)
         if row is None:
@@ -189,16 +189,16 @@ def to_delete(subject: str, versions: Sequence[VersionRow], number: int | None, 
             return [number]
         told = f"Subject '{subject}' Version {number} was"
         if permanent:
-            raise Refused(40407, f"{told} not deleted first before being permanently deleted")
-        raise Refused(40406, f"{told} soft deleted.Set permanent=true to delete permanently")
+            raise RegistryError(40407, f"{told} not deleted first before being permanently deleted")
+        raise RegistryError(40406, f"{told} soft deleted.Set permanent=true to delete permanently")
     if not versions:
         raise no_subject(subject)
     if permanent:
         if live(versions):
-            raise Refused(40405, f"Subject '{subject}' was not deleted first before being permanently deleted")
+            raise RegistryError(40405, f"Subject '{subject}' was not deleted first before being permanently deleted")
         return [row.version for row in versions]
     if not live(versions):
-        raise Refused(40404, f"Subject '{subject}' was soft deleted.Set permanent=true to delete permanently")
+        raise RegistryError(40404, f"Subject '{subject}' was soft deleted.Set permanent=true to delete permanently")
     return [row.version for row in live(versions)]
 
 

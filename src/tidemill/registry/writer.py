@@ -9,13 +9,13 @@ from typing import Generic, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Fenced, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, FencedError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import REGISTRY_HEADS
 from tidemill.metastore.rows.registry import RegistryHeadRow
-from tidemill.registry.errors import Refused
+from tidemill.registry.errors import RegistryError
 from tidemill.registry.settings import WRITE_BUDGET_S
-from tidemill.registry.store import HEAD, Book
+from tidemill.registry.store import HEAD, RegistryStore
 from tidemill.registry.transitions import Change
 
 PAUSE_S = 0.05
@@ -34,14 +34,14 @@ class Tried(NamedTuple, Generic[T]):
     answer: T
 
 
-class _Hidden(Unknown):
+class _Hidden(UnknownOutcomeError):
     """Too much was changed since."""
 
 
 class Changes:
     """One process's; any number of processes have one. `head` is the newest that this one saw."""
 
-    def __init__(self, metastore: Metastore, book: Book, clock: Clock, rand: Rand) -> None:
+    def __init__(self, metastore: Metastore, book: RegistryStore, clock: Clock, rand: Rand) -> None:
         self._metastore = metastore
         self._book = book
         self._clock = clock
@@ -57,7 +57,7 @@ class Changes:
     async def make(self, decide: Callable[[RegistryHeadRow], Awaitable[Change[T]]]) -> T:
         """Write what `decide(head)` says, if nobody was faster; else ask it again.
 
-        Raises what it refuses with, Unavailable, Unknown.
+        Raises what it refuses with, UnavailableError, UnknownOutcomeError.
         """
         until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
         tried: dict[str, Tried[T]] = {}
@@ -68,17 +68,19 @@ class Changes:
                     return (await self._attempt(decide, tried)).answer
                 except _Hidden:
                     raise
-                except (Conflict, Fenced, Unknown) as lost:
+                except (ConflictError, FencedError, UnknownOutcomeError) as lost:
                     error = lost
-                except Unavailable as failed:
+                except UnavailableError as failed:
                     if not tried:
                         raise
                     error = failed
                 if self._clock.monotonic_s() > until_s:
                     cause = f"cause={error.message!r}"
                     if tried:
-                        raise Unknown(f"The registry may have been changed: {cause}.", fix="Look again.") from error
-                    raise Unavailable(f"Others changed the registry each time: {cause}.", fix="Retry.") from error
+                        raise UnknownOutcomeError(
+                            f"The registry may have been changed: {cause}.", fix="Look again."
+                        ) from error
+                    raise UnavailableError(f"Others changed the registry each time: {cause}.", fix="Retry.") from error
                 await asyncio.sleep(self._rand.uniform(0, PAUSE_S))
 
     async def _attempt(
@@ -90,18 +92,18 @@ class Changes:
             return landed
         try:
             change = await decide(head)
-        except Refused as refused:
+        except RegistryError as refused:
             # It counts when the head is still as it was: all that was read after it is of one moment then.
             if (await self.looked())[0] == seqno:
                 raise
-            raise Conflict("The registry was changed while it was looked at.") from refused
+            raise ConflictError("The registry was changed while it was looked at.") from refused
         if not change.rows:
             return change
         nonce = self._rand.nonce()[:NONCE_LETTERS]
         after = replace(change.head, changes=head.changes + 1, attempts=(*head.attempts, nonce)[-ATTEMPTS:])
         try:
             await self._metastore.commit([*change.rows, REGISTRY_HEADS.encode(after)], expects={HEAD: seqno})
-        except Unknown:
+        except UnknownOutcomeError:
             tried[nonce] = Tried(seqno, head.changes, change.answer)
             raise
         self.head = after
@@ -111,7 +113,7 @@ class Changes:
 def _landed(tried: dict[str, Tried[T]], seqno: int, head: RegistryHeadRow) -> Tried[T] | None:
     """The attempt that landed, if one did. Those that certainly did not, and never will, are forgotten.
 
-    Raises Unknown when so much was changed since that the head does not tell.
+    Raises UnknownOutcomeError when so much was changed since that the head does not tell.
     """
     for nonce, attempt in list(tried.items()):
         if nonce in head.attempts:

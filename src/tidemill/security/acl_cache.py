@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.metastore.cached_rows import refresh_for_ever
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import RULES
@@ -24,7 +24,7 @@ RULES_MAX: Final = 10_000
 _FIX: Final = "Look with: tidemill acl list"
 
 
-class Rulebook:
+class AclCache:
     def __init__(self, metastore: Metastore, clock: Clock, super_users: Iterable[str] = ()) -> None:
         self._metastore = metastore
         self._clock = clock
@@ -47,13 +47,13 @@ class Rulebook:
         return [rule for row in await self._metastore.rows(RULES) if wanted.fits(rule := _rule(row))]
 
     async def add(self, rules: Sequence[Rule]) -> None:
-        """All of them or none. Raises Invalid for one that means nothing, or for too many in all."""
+        """All of them or none. Raises InvalidError for one that means nothing, or for too many in all."""
         for rule in rules:
             check_rule(rule)
         known = {_rule(row) for row in await self._metastore.rows(RULES)}
         new = sorted(set(rules) - known)
         if len(known) + len(new) > RULES_MAX:
-            raise Invalid(f"too many rules: limit={RULES_MAX} have={len(known)}.", fix="Use rules for prefixes.")
+            raise InvalidError(f"too many rules: limit={RULES_MAX} have={len(known)}.", fix="Use rules for prefixes.")
         now_ms = self._clock.now_ms()
         await self._commit([RULES.encode(RuleRow(*_fields(rule), now_ms)) for rule in new])
 

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from tidemill.base.address import plain_host
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.security.principals import NAME_CHARS_MAX
 
 
@@ -98,7 +98,7 @@ class Rule(msgspec.Struct, frozen=True, order=True):
 
 
 def check_rule(rule: Rule) -> None:
-    """Raises Invalid for one that could never mean anything."""
+    """Raises InvalidError for one that could never mean anything."""
     operations = {int(each) for each in OPERATIONS.get(rule.resource, ())}  # type: ignore[call-overload]
     why = ""
     if not operations:
@@ -118,7 +118,7 @@ def check_rule(rule: Rule) -> None:
     elif rule.permission not in (Permission.ALLOW, Permission.DENY):
         why = f"a rule allows or denies: permission={rule.permission}"
     if why:
-        raise Invalid(f"{why}.", fix="See docs/security.md for what a rule may say.")
+        raise InvalidError(f"{why}.", fix="See docs/security.md for what a rule may say.")
 
 
 def _is_principal(text: str) -> bool:

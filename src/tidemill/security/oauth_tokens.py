@@ -21,9 +21,9 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.security.principals import NAME_CHARS_MAX, USER
-from tidemill.security.scram import Refused
+from tidemill.security.scram import AuthenticationFailedError
 
 TOKEN_CHARS_MAX: Final = 16 << 10
 FETCH_EVERY_S: Final = 3_600.0
@@ -67,23 +67,23 @@ class Tokens:
         self._one = asyncio.Lock()
         url = urlsplit(settings.jwks_url)
         if settings.jwks_url and not _is_safe(url.scheme, url.hostname):
-            raise Invalid(
+            raise InvalidError(
                 f"keys of tokens would be fetched in clear text: security.oauth.jwks_url={settings.jwks_url}.",
                 fix="Use https.",
             )
 
     async def start(self) -> None:
-        """Read the keys of a file or secret. Raises Invalid."""
+        """Read the keys of a file or secret. Raises InvalidError."""
         if not self._settings.jwks_url:
             await self._look()
 
     async def verify(self, token: str) -> Bearer:
-        """Raises Refused; Unavailable while no key was ever read."""
+        """Raises AuthenticationFailedError; Unavailable while no key was ever read."""
         from joserfc import jwt
         from joserfc.errors import JoseError
 
         if len(token) > TOKEN_CHARS_MAX:
-            raise Refused("a token that is too long")
+            raise AuthenticationFailedError("a token that is too long")
         await self._look()
         settings = self._settings
         try:
@@ -95,39 +95,39 @@ class Tokens:
                 found = jwt.decode(token, self._keys, algorithms=self._algorithms)
             claims = found.claims
             self._check(claims)
-        except Refused:
+        except AuthenticationFailedError:
             raise
         except Exception as error:
             # A stranger's token may break a library in any way: all of them mean no.
-            raise Refused(f"a token that does not count: {type(error).__name__}: {error}") from error
+            raise AuthenticationFailedError(f"a token that does not count: {type(error).__name__}: {error}") from error
         name = claims.get(settings.principal_claim)
         if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX:
-            raise Refused(f"a token that names nobody: claim={settings.principal_claim}")
+            raise AuthenticationFailedError(f"a token that names nobody: claim={settings.principal_claim}")
         expires_ms = int(claims["exp"] * 1000)
         return Bearer(USER + name, expires_ms, expires_ms + settings.leeway_s * 1000, claims)
 
     def _check(self, claims: Any) -> None:
-        """Raises Refused."""
+        """Raises AuthenticationFailedError."""
         settings, now_s = self._settings, self._clock.now_ms() / 1000
         if not isinstance(claims, dict):
-            raise Refused("a token without claims")
+            raise AuthenticationFailedError("a token without claims")
         for name in ("exp", "nbf", "iat"):
             value = claims.get(name)
             if name == "exp" and value is None:
-                raise Refused("a token that never expires")
+                raise AuthenticationFailedError("a token that never expires")
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e11
             ):
-                raise Refused(f"a token with a time that is none: claim={name}")
+                raise AuthenticationFailedError(f"a token with a time that is none: claim={name}")
         if claims["exp"] + settings.leeway_s <= now_s:
-            raise Refused("a token that has expired")
+            raise AuthenticationFailedError("a token that has expired")
         if max(claims.get("nbf", 0), claims.get("iat", 0)) - settings.leeway_s > now_s:
-            raise Refused("a token of the future")
+            raise AuthenticationFailedError("a token of the future")
         if settings.issuer and claims.get("iss") != settings.issuer:
-            raise Refused("a token of another issuer")
+            raise AuthenticationFailedError("a token of another issuer")
         audience = claims.get("aud")
         if settings.audience and settings.audience not in (audience if isinstance(audience, list) else [audience]):
-            raise Refused("a token for another audience")
+            raise AuthenticationFailedError("a token for another audience")
 
     @property
     def _algorithms(self) -> list[str]:
@@ -142,7 +142,7 @@ class Tokens:
         return self._keys is not before
 
     async def _look(self, due_s: float = FETCH_EVERY_S) -> None:
-        """Raises Unavailable while no key was ever read, Invalid at a file that holds none."""
+        """Raises UnavailableError while no key was ever read, InvalidError at a file that holds none."""
         settings = self._settings
         async with self._one:
             if settings.secret:
@@ -155,11 +155,11 @@ class Tokens:
                 self._looked_s = self._clock.monotonic_s()
                 try:
                     self._keys = _key_set(await asyncio.to_thread(_fetched, settings.jwks_url))
-                except (OSError, ValueError, Invalid) as error:
+                except (OSError, ValueError, InvalidError) as error:
                     log.warning("access.keys_not_fetched", url=settings.jwks_url, error=str(error))
                     self._looked_s += FETCH_AGAIN_S - due_s  # asked again that much sooner
             if self._keys is None:
-                raise Unavailable(f"the keys of tokens cannot be read: url={settings.jwks_url}.")
+                raise UnavailableError(f"the keys of tokens cannot be read: url={settings.jwks_url}.")
 
     def _read_file(self, path: Path) -> None:
         """Anew when the file changed; one that cannot be read leaves the keys that there were."""
@@ -169,9 +169,9 @@ class Tokens:
                 return
             self._keys = _key_set(path.read_bytes())
             self._seen = (found.st_mtime_ns, found.st_size)
-        except (OSError, Invalid) as error:
+        except (OSError, InvalidError) as error:
             if self._keys is None:
-                raise Invalid(
+                raise InvalidError(
                     f"the keys of tokens cannot be read: security.oauth.jwks_file={path} error={error}.",
                     fix="Name a readable JWKS file.",
                 ) from error
@@ -203,7 +203,7 @@ def _fetched(url: str) -> bytes:
 
 
 def _key_set(body: bytes) -> Any:
-    """Raises Invalid. Keys of kinds that we do not know, and secrets, are left out."""
+    """Raises InvalidError. Keys of kinds that we do not know, and secrets, are left out."""
     from joserfc.errors import JoseError
     from joserfc.jwk import KeySet, import_key
 
@@ -214,9 +214,9 @@ def _key_set(body: bytes) -> Any:
             if each.get("kty") in ("RSA", "EC", "OKP") and each.get("use", "sig") == "sig":
                 keys.append(import_key(each))
     except (ValueError, KeyError, TypeError, AttributeError, JoseError) as error:
-        raise Invalid(f"not a set of keys (JWKS): error={error!r}.", fix="Name a JWKS document.") from error
+        raise InvalidError(f"not a set of keys (JWKS): error={error!r}.", fix="Name a JWKS document.") from error
     if not keys:
-        raise Invalid("a set of keys (JWKS) without a public key for signatures.", fix="Name a JWKS document.")
+        raise InvalidError("a set of keys (JWKS) without a public key for signatures.", fix="Name a JWKS document.")
     return KeySet(keys)
 
 
@@ -224,5 +224,5 @@ def _secret(secret: str) -> Any:
     from joserfc.jwk import OctKey
 
     if len(secret.encode()) < 32:
-        raise Invalid("a secret of tokens is too short: security.oauth.secret.", fix="Use 32 bytes at least.")
+        raise InvalidError("a secret of tokens is too short: security.oauth.secret.", fix="Use 32 bytes at least.")
     return OctKey.import_key(secret)

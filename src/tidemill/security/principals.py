@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 USER: Final = "User:"
 ANONYMOUS: Final = "User:ANONYMOUS"
@@ -25,7 +25,7 @@ PrincipalOf = Callable[[str], str | None]
 
 
 def principal_rules(rules: Iterable[str]) -> PrincipalOf:
-    """Raises Invalid with the rule that cannot be read."""
+    """Raises InvalidError with the rule that cannot be read."""
     compiled = [_compiled(rule.strip()) for rule in rules]
 
     def principal_of(name: str) -> str | None:
@@ -40,15 +40,15 @@ def _compiled(rule: str) -> Callable[[str], str | None]:
     parts = _RULE.fullmatch(rule)
     fix = "Write DEFAULT, or RULE:pattern/replacement/ with L or U at its end to change the case."
     if parts is None:
-        raise Invalid(f"not a rule for principals: rule={rule!r}.", fix=fix)
+        raise InvalidError(f"not a rule for principals: rule={rule!r}.", fix=fix)
     pattern, replacement, case = parts.groups()
     try:
         expression = re.compile(pattern.replace("\\/", "/"))
         groups = [int(match[1]) for match in _GROUP.finditer(replacement) if match[1]]
         if any(group > expression.groups for group in groups):
-            raise Invalid(f"a rule's replacement names a group that its pattern lacks: rule={rule!r}.", fix=fix)
+            raise InvalidError(f"a rule's replacement names a group that its pattern lacks: rule={rule!r}.", fix=fix)
     except re.error as error:
-        raise Invalid(f"not a rule for principals: rule={rule!r} reason={error}.", fix=fix) from error
+        raise InvalidError(f"not a rule for principals: rule={rule!r} reason={error}.", fix=fix) from error
 
     def apply(name: str) -> str | None:
         match = expression.fullmatch(name)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.metastore.cached_rows import refresh_for_ever
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import QUOTAS
@@ -22,7 +22,7 @@ QUOTAS_MAX: Final = 10_000
 _FIX: Final = "Describe the quotas and look."
 
 
-class Quotabook:
+class QuotaCache:
     def __init__(self, metastore: Metastore, clock: Clock) -> None:
         self._metastore = metastore
         self._clock = clock
@@ -44,11 +44,11 @@ class Quotabook:
         return [_quota(row) for row in await self._metastore.rows(QUOTAS)]
 
     async def change(self, put: Sequence[Quota], removed: Sequence[Quota]) -> None:
-        """All of it or nothing; the value of what is removed does not matter. Raises Invalid."""
+        """All of it or nothing; the value of what is removed does not matter. Raises InvalidError."""
         for quota in put:
             check_quota(quota)
         if put and len(await self._metastore.rows(QUOTAS)) + len(put) > QUOTAS_MAX:
-            raise Invalid(f"too many quotas: limit={QUOTAS_MAX}.", fix="Use defaults.")
+            raise InvalidError(f"too many quotas: limit={QUOTAS_MAX}.", fix="Use defaults.")
         rows = [QUOTAS.encode(QuotaRow(each.user, each.client, each.name, each.value)) for each in put]
         rows += [(QUOTAS.key(each.user, each.client, each.name), b"") for each in removed]
         await write(self._metastore, self._clock, rows, _FIX)

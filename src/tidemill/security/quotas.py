@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.security.principals import NAME_CHARS_MAX
 
 PRODUCE: Final = "producer_byte_rate"
@@ -50,7 +50,7 @@ class Quota(msgspec.Struct, frozen=True, order=True):
 
 
 def check_quota(quota: Quota) -> None:
-    """Raises Invalid."""
+    """Raises InvalidError."""
     why = ""
     if quota.name not in NAMES:
         why = f"no such quota here: key={quota.name!r}"
@@ -61,7 +61,7 @@ def check_quota(quota: Quota) -> None:
     elif any(len(each) > NAME_CHARS_MAX + 1 or "\x00" in each for each in (quota.user, quota.client)):
         why = f"a name is too long: limit={NAME_CHARS_MAX}"
     if why:
-        raise Invalid(
+        raise InvalidError(
             f"{why}.",
             fix=f"Known are {PRODUCE} and {CONSUME} in bytes a second and {REQUEST}, of a user, a client-id or both.",
         )

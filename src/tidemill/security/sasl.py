@@ -19,7 +19,15 @@ import msgspec
 from tidemill.base.clock import Rand
 from tidemill.security.oauth_tokens import Tokens
 from tidemill.security.principals import USER
-from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, Refused, ScramServer, decoy, is_password
+from tidemill.security.scram import (
+    NAMES,
+    SCRAM_SHA_256,
+    SCRAM_SHA_512,
+    AuthenticationFailedError,
+    ScramServer,
+    decoy,
+    is_password,
+)
 from tidemill.security.users import Users
 
 PLAIN: Final = "PLAIN"
@@ -40,7 +48,7 @@ class Step(msgspec.Struct, frozen=True):
 
 class Exchange(Protocol):
     async def step(self, message: bytes) -> Step:
-        """Raises Refused; Unavailable where nobody can tell now."""
+        """Raises AuthenticationFailedError; Unavailable where nobody can tell now."""
         ...
 
 
@@ -62,16 +70,16 @@ class Authenticator:
         return _Scram(self.users, ScramServer(number, self._rand.nonce()), self._secret)
 
     async def password(self, user: str, password: str) -> str:
-        """The principal. Raises Refused."""
+        """The principal. Raises AuthenticationFailedError."""
         if not user or len(password) > PASSWORD_CHARS_MAX:
-            raise Refused("no user, or a password that is too long", user)
+            raise AuthenticationFailedError("no user, or a password that is too long", user)
         first, second = await asyncio.gather(*(self.users.credential(user, each) for each in _STRONGEST_FIRST))
         found = first or second
         async with self._deriving:
             stored = found or decoy(user, SCRAM_SHA_512, self._secret)
             fits = await asyncio.to_thread(is_password, stored, password)
         if found is None or not fits:
-            raise Refused("wrong password, or no such user", user)
+            raise AuthenticationFailedError("wrong password, or no such user", user)
         return USER + user
 
 
@@ -83,12 +91,12 @@ class _Plain:
         try:
             parts = message.decode().split("\x00")
         except UnicodeDecodeError as error:
-            raise Refused("a message that is not UTF-8") from error
+            raise AuthenticationFailedError("a message that is not UTF-8") from error
         if len(parts) != 3:
-            raise Refused("not user and password")
+            raise AuthenticationFailedError("not user and password")
         authzid, user, password = parts
         if authzid and authzid != user:
-            raise Refused("it asks to act as somebody else", user)
+            raise AuthenticationFailedError("it asks to act as somebody else", user)
         return Step(b"", await self._authenticator.password(user, password))
 
 
@@ -117,15 +125,15 @@ class _Bearer:
         try:
             header, *pairs = message.decode("ascii").split("\x01")
         except UnicodeDecodeError as error:
-            raise Refused("a message that is not ASCII") from error
+            raise AuthenticationFailedError("a message that is not ASCII") from error
         if header.split(",")[0] not in ("n", "y") or len(pairs) < 3 or pairs[-2:] != ["", ""]:
-            raise Refused("not a message of OAUTHBEARER")
+            raise AuthenticationFailedError("not a message of OAUTHBEARER")
         given = [value for pair in pairs for key, _, value in [pair.partition("=")] if key == "auth"]
         kind, _, token = (given[0] if len(given) == 1 else "").partition(" ")
         if kind.lower() != "bearer" or not token:
-            raise Refused("no bearer token")
+            raise AuthenticationFailedError("no bearer token")
         found = await self._tokens.verify(token.strip())
         _, _, authzid = header.split(",")[1].partition("a=") if header.count(",") == 2 else ("", "", "")
         if authzid and USER + authzid != found.principal:
-            raise Refused("it asks to act as somebody else", found.principal)
+            raise AuthenticationFailedError("it asks to act as somebody else", found.principal)
         return Step(b"", found.principal, found.expires_ms)

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 SCRAM_SHA_256: Final = 1
 SCRAM_SHA_512: Final = 2
@@ -33,7 +33,7 @@ SIZES: Final = {SCRAM_SHA_256: 32, SCRAM_SHA_512: 64}
 _HASHES: Final = {SCRAM_SHA_256: "sha256", SCRAM_SHA_512: "sha512"}
 
 
-class Refused(Invalid):
+class AuthenticationFailedError(InvalidError):
     """The client did not prove who it is. `reason` is for the log, never for the client."""
 
     def __init__(self, reason: str, user: str = "") -> None:
@@ -90,7 +90,7 @@ class _Asked(NamedTuple):
 
 
 class ScramServer:
-    """One exchange: `first`, then `challenge`, then `final`. Each raises Refused."""
+    """One exchange: `first`, then `challenge`, then `final`. Each raises AuthenticationFailedError."""
 
     def __init__(self, mechanism: int, nonce: str) -> None:
         self.mechanism = mechanism
@@ -105,13 +105,13 @@ class ScramServer:
         header_flag, _, rest = text.partition(",")
         authzid, comma, bare = rest.partition(",")
         if header_flag not in ("n", "y") or not comma or (authzid and not authzid.startswith("a=")):
-            raise Refused("a first message without its header, or one that asks for channel binding")
+            raise AuthenticationFailedError("a first message without its header, or one that asks for channel binding")
         fields = bare.split(",")
         if len(fields) < 2 or not fields[0].startswith("n=") or not fields[1].startswith("r=") or len(fields[1]) < 3:
-            raise Refused("a first message without name and nonce")
+            raise AuthenticationFailedError("a first message without name and nonce")
         user = _name(fields[0][2:])
         if authzid and _name(authzid[2:]) != user:
-            raise Refused("it asks to act as somebody else", user)
+            raise AuthenticationFailedError("it asks to act as somebody else", user)
         self._asked = _Asked(f"{header_flag},{authzid},", bare, user, fields[1][2:])
         return user
 
@@ -129,20 +129,20 @@ class ScramServer:
         without_proof, _, proof_text = text.rpartition(",p=")
         fields = without_proof.split(",")
         if len(fields) < 2 or not fields[0].startswith("c=") or not fields[1].startswith("r="):
-            raise Refused("a final message without its fields", asked.user)
+            raise AuthenticationFailedError("a final message without its fields", asked.user)
         if _base64(fields[0][2:], asked.user) != asked.header.encode():
-            raise Refused("the final message has another header than the first", asked.user)
+            raise AuthenticationFailedError("the final message has another header than the first", asked.user)
         if not hmac.compare_digest(fields[1][2:].encode(), f"{asked.nonce}{self._nonce}".encode()):
-            raise Refused("the final message has another nonce", asked.user)
+            raise AuthenticationFailedError("the final message has another nonce", asked.user)
         name = _HASHES[self.mechanism]
         authenticated = f"{asked.bare},{self._server_first},{without_proof}".encode()
         signature = hmac.digest(credential.stored_key, authenticated, name)
         proof = _base64(proof_text, asked.user)
         if len(proof) != len(signature):
-            raise Refused("a proof of another size", asked.user)
+            raise AuthenticationFailedError("a proof of another size", asked.user)
         client_key = bytes(a ^ b for a, b in zip(proof, signature, strict=True))
         if not hmac.compare_digest(hashlib.new(name, client_key).digest(), credential.stored_key):
-            raise Refused("wrong password, or no such user", asked.user)
+            raise AuthenticationFailedError("wrong password, or no such user", asked.user)
         return b"v=" + base64.b64encode(hmac.digest(credential.server_key, authenticated, name))
 
 
@@ -150,17 +150,17 @@ def _text(message: bytes) -> str:
     try:
         text = message.decode()
     except UnicodeDecodeError as error:
-        raise Refused("a message that is not UTF-8") from error
+        raise AuthenticationFailedError("a message that is not UTF-8") from error
     if "\x00" in text:
-        raise Refused("a message with a null character")
+        raise AuthenticationFailedError("a message with a null character")
     return text
 
 
 def _name(text: str) -> str:
-    """Raises Refused for one in which `,` or `=` is not written as the RFC says."""
+    """Raises AuthenticationFailedError for one in which `,` or `=` is not written as the RFC says."""
     plain = text.replace("=2C", ",").replace("=3D", "=")
     if not plain or plain.replace("=", "=3D").replace(",", "=2C") != text:
-        raise Refused("a name that is empty or not written as RFC 5802 says")
+        raise AuthenticationFailedError("a name that is empty or not written as RFC 5802 says")
     return plain
 
 
@@ -168,4 +168,4 @@ def _base64(text: str, user: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise Refused("a field that is not base64", user) from error
+        raise AuthenticationFailedError("a field that is not base64", user) from error

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from prometheus_client import Gauge
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 _EXPIRES: Final = Gauge(
     "tidemill_tls_certificate_expires", "When the server's certificate expires, Unix seconds", ("file",)
@@ -49,12 +49,12 @@ class Certificates:
         return self._context
 
     def load(self) -> None:
-        """Raises Invalid with the key of the configuration and what is wrong; the former context stays."""
+        """Raises InvalidError with the key of the configuration and what is wrong; the former context stays."""
         seen = self._look()
         self._context, self._seen = _context(self._settings), seen
 
     def renew(self) -> bool:
-        """Read the files again if one of them changed. Raises Invalid as `load` does."""
+        """Read the files again if one of them changed. Raises InvalidError as `load` does."""
         if self._look() == self._seen:
             return False
         self.load()
@@ -69,7 +69,7 @@ class Certificates:
                 try:
                     found = os.stat(path)
                 except OSError as error:
-                    raise Invalid(
+                    raise InvalidError(
                         f"a file of TLS cannot be read: key=tls.{key} path={path} error={error.strerror}.",
                         fix=f"Name a readable PEM file as tls.{key}.",
                     ) from error
@@ -86,21 +86,21 @@ def _context(settings: TlsSettings) -> ssl.SSLContext:
         # A password must not be asked for on a terminal that nobody watches.
         context.load_cert_chain(settings.certificate, settings.key, password=lambda: b"")
     except (OSError, ValueError) as error:
-        raise Invalid(
+        raise InvalidError(
             f"certificate and key cannot be used: certificate={settings.certificate} key={settings.key}"
             f" error={_reason(error)}.",
             fix="Set tls.certificate and tls.key to PEM files that belong together; the key without a password.",
         ) from error
     if settings.client_auth != "none":
         if not settings.client_ca:
-            raise Invalid(
+            raise InvalidError(
                 f"nobody is named who signs the certificates of clients: tls.client_auth={settings.client_auth}.",
                 fix="Set tls.client_ca to a PEM file.",
             )
         try:
             context.load_verify_locations(settings.client_ca)
         except (OSError, ValueError) as error:
-            raise Invalid(
+            raise InvalidError(
                 f"the certificates that sign clients' cannot be read: tls.client_ca={settings.client_ca}"
                 f" error={_reason(error)}.",
                 fix="Set tls.client_ca to a PEM file.",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import USERS
 from tidemill.metastore.rows.users import UserRow
@@ -23,15 +23,15 @@ USERS_MAX: Final = 10_000
 
 
 def check_user(name: str) -> None:
-    """Raises Invalid."""
+    """Raises InvalidError."""
     if not 0 < len(name) <= NAME_CHARS_MAX or any(not char.isprintable() for char in name):
-        raise Invalid(f"bad user name: user={name!r}.", fix=f"Use 1 to {NAME_CHARS_MAX} printable characters.")
+        raise InvalidError(f"bad user name: user={name!r}.", fix=f"Use 1 to {NAME_CHARS_MAX} printable characters.")
 
 
 def check_iterations(iterations: int) -> None:
-    """Raises Invalid."""
+    """Raises InvalidError."""
     if not ITERATIONS_MIN <= iterations <= ITERATIONS_MAX:
-        raise Invalid(
+        raise InvalidError(
             f"bad number of iterations: iterations={iterations}.", fix=f"Use {ITERATIONS_MIN} to {ITERATIONS_MAX}."
         )
 
@@ -46,7 +46,7 @@ class Users:
     async def credential(self, user: str, mechanism: int) -> Credential | None:
         try:
             row = await self._metastore.get(USERS, user, mechanism)
-        except Invalid:
+        except InvalidError:
             return None  # a name that no key holds
         return _credential(row) if row is not None else None
 
@@ -55,7 +55,7 @@ class Users:
         return [_credential(row) for row in await self._metastore.rows(USERS)]
 
     async def put(self, credential: Credential) -> None:
-        """Create or replace. Raises Invalid for a bad name, too many users."""
+        """Create or replace. Raises InvalidError for a bad name, too many users."""
         await self.change(credential.user, [credential], [])
 
     async def delete(self, user: str, mechanisms: Sequence[int]) -> None:
@@ -64,16 +64,16 @@ class Users:
 
     async def change(self, user: str, put: Sequence[Credential], deleted: Sequence[int]) -> None:
         """All of it or nothing, of one user: credentials to create or replace, mechanisms to delete those of. Raises
-        Invalid as `put`."""
+        InvalidError as `put`."""
         new = 0
         for credential in put:
             check_user(credential.user)
             check_iterations(credential.iterations)
             if credential.mechanism not in NAMES:
-                raise Invalid(f"no such mechanism: mechanism={credential.mechanism}.")
+                raise InvalidError(f"no such mechanism: mechanism={credential.mechanism}.")
             new += await self.credential(credential.user, credential.mechanism) is None
         if new and len(await self.list()) + new > USERS_MAX:
-            raise Invalid(f"too many users: limit={USERS_MAX}.", fix="Delete users that nobody uses.")
+            raise InvalidError(f"too many users: limit={USERS_MAX}.", fix="Delete users that nobody uses.")
         now_ms = self._clock.now_ms()
         rows = [
             USERS.encode(UserRow(c.user, c.mechanism, c.salt, c.stored_key, c.server_key, c.iterations, now_ms))

@@ -19,6 +19,6 @@ from tidemill.shapes.http import shape_routes
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
-from tidemill.shapes.tables.capture_tap import ShapeSink
+from tidemill.shapes.tables.capture_tap import ShapeTap
 
-__all__ = ["LogLimits", "ShapeService", "ShapeSettings", "ShapeSink", "shape_routes"]
+__all__ = ["LogLimits", "ShapeService", "ShapeSettings", "ShapeTap", "shape_routes"]

@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 import structlog
 
-from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.shapes.definition.definition import ShapeDefinition
 from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log import Chunk, LogStorage
 from tidemill.shapes.log.log_offset import LogOffset
-from tidemill.shapes.memory_budget import Full
+from tidemill.shapes.memory_budget import OverBudgetError
 
 _log = structlog.get_logger()
 
 
-class Told(NamedTuple):
+class EndReason(NamedTuple):
     """What who had read `after` is told of what came next, up to `end`."""
 
     after: LogOffset
@@ -49,7 +49,7 @@ class LiveShape:
         self.rows_loaded = 0
         self.error: TidemillError | None = None
         self.end_reason = ""
-        self.told: Told | None = None
+        self.told: EndReason | None = None
         """The same bytes for all who wait for one transaction. They are woken in one turn of the loop; it is forgotten
         with that, and no memory of the shape's."""
         self._state = "loading"
@@ -98,7 +98,7 @@ class LiveShape:
         or the memory of all shapes, ends the shape."""
         try:
             self.log.stage(item)
-        except Full as error:
+        except OverBudgetError as error:
             self.drop(str(error))
             return
         if self.log.overgrown:
@@ -117,7 +117,7 @@ class LiveShape:
         """As the log's. Where what is stored of it is damaged the shape ends: look at `gone` then."""
         try:
             return await self.log.fetch(after)
-        except Corrupt as error:
+        except CorruptError as error:
             _log.error("a shape's stored log is damaged", handle=self.handle, error=str(error))
             self.drop(error.message)
             return Chunk((), after, False)
@@ -132,7 +132,7 @@ class LiveShape:
     def tell(self, after: LogOffset, end: LogOffset, frames: bytes) -> None:
         if self.told is None:
             asyncio.get_running_loop().call_soon(self._forget)
-        self.told = Told(after, end, frames)
+        self.told = EndReason(after, end, frames)
 
     def _forget(self) -> None:
         self.told = None

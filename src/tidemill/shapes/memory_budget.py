@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 
 FULL_RETRY_S = 10
 
 
-class Full(Unavailable):
+class OverBudgetError(UnavailableError):
     """No room for this one now; `retry_after_s` is when it may be worth asking again."""
 
     def __init__(self, message: str, retry_after_s: int, *, fix: str = "") -> None:
@@ -43,7 +43,7 @@ class Budget:
         self._make_room = make_room
 
     def take(self, size_bytes: int) -> None:
-        """Raises Full, and takes nothing then."""
+        """Raises OverBudgetError, and takes nothing then."""
         missing = self.used_bytes + size_bytes - self.limit_bytes
         if missing <= 0:
             self.used_bytes += size_bytes
@@ -51,7 +51,7 @@ class Budget:
         self._make_room(missing)
         if self.used_bytes + size_bytes > self.limit_bytes:
             self.refused += 1
-            raise Full(
+            raise OverBudgetError(
                 f"{self._whose} hold as much {self._what} as they may: limit_bytes={self.limit_bytes}"
                 f" used_bytes={self.used_bytes} wanted_bytes={size_bytes}.",
                 FULL_RETRY_S,
@@ -64,7 +64,7 @@ class Budget:
 
 
 def take_of_all(size_bytes: int, *budgets: Budget) -> None:
-    """Take of each, or raise what one raises (Full), and take of none."""
+    """Take of each, or raise what one raises (OverBudgetError), and take of none."""
     for count, budget in enumerate(budgets):
         try:
             budget.take(size_bytes)

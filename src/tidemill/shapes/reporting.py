@@ -17,7 +17,7 @@ from heapq import nlargest
 import msgspec
 from prometheus_client import Gauge
 
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.definition.definition import ShapeDefinition
 from tidemill.shapes.live_shape import LiveShape
 
@@ -49,7 +49,7 @@ class Source(msgspec.Struct, frozen=True):
 class Reporter:
     """Called by the service once a second, and when a shape ends with a fault."""
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: StatusTracker) -> None:
         self._tracker = tracker
         self._own: dict[str, float] = {}
         """Marks of single shapes → when they go (monotonic seconds)."""

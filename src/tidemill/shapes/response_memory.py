@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shapes.log.log import SEPARATOR
 from tidemill.shapes.memory_budget import Budget, take_of_all
 
 
-class HeldRows:
+class ResponseMemory:
     """`add` while they are read, then `pieces`, at last `release`."""
 
     def __init__(self, budget: Budget, share: Budget, limit_bytes: int) -> None:
@@ -23,12 +23,12 @@ class HeldRows:
         self._released = False
 
     def add(self, rows: Sequence[bytes]) -> None:
-        """Raises Invalid when they grow too large, Full when all that shapes hold does."""
+        """Raises InvalidError when they grow too large, Full when all that shapes hold does."""
         if not rows or self._released:
             return
         joined = SEPARATOR.join(rows)
         if self.size_bytes + len(joined) > self._limit_bytes:
-            raise Invalid(
+            raise InvalidError(
                 f"the subset is too large: limit_bytes={self._limit_bytes}.", fix="Narrow it, or read it in pages."
             )
         take_of_all(len(joined), self._share, self.budget)

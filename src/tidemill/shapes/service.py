@@ -20,9 +20,9 @@ from urllib.parse import quote
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks, is_own_fault, keep, sentence
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.definition.compiler_thread import CompilerThread
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition
 from tidemill.shapes.definition.planner import Plan, ShapeRequest, shard_name
@@ -31,20 +31,20 @@ from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.log import LogStorage
 from tidemill.shapes.log.log_offset import LogOffset
-from tidemill.shapes.log.saved_shape import Kept, KeptShard
+from tidemill.shapes.log.saved_shape import KeptShard, SavedDefinition
 from tidemill.shapes.log.sqlite_file import Saved, ShapeFile
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
-from tidemill.shapes.memory_budget import Budget, Full
+from tidemill.shapes.memory_budget import Budget, OverBudgetError
 from tidemill.shapes.reporting import LOOKED_AT, SHARDS, Largest, Reporter, Source, mark_of, show
 from tidemill.shapes.settings import ShapeSettings
 from tidemill.shapes.shape_sizes import clause_bytes, size_of
 from tidemill.shapes.shards.shard_shapes import Build, ShardOpener, ShardShapes
-from tidemill.shapes.tables.capture_tap import ShapeSink, broken
+from tidemill.shapes.tables.capture_tap import ShapeTap, broken
 from tidemill.shapes.tables.captured_database import Relations, Seeker
-from tidemill.shapes.tables.initial_snapshot import Passing
+from tidemill.shapes.tables.initial_snapshot import TransientTableError
 from tidemill.shapes.tables.replica_identity import needs_old_rows
-from tidemill.shapes.tables.table_shapes import NotCaptured, Parked, TableShapes
+from tidemill.shapes.tables.table_shapes import NotCapturedError, TablePausedError, TableShapes
 
 _log = structlog.get_logger()
 
@@ -69,7 +69,7 @@ LARGE_CLAUSE_BYTES = 1_000
 class ShapeService:
     """Assembled by node: add databases and shards, mount `shape_routes(service)`, close at the end."""
 
-    def __init__(self, clock: Clock, rand: Rand, tracker: Tracker, settings: ShapeSettings | None = None) -> None:
+    def __init__(self, clock: Clock, rand: Rand, tracker: StatusTracker, settings: ShapeSettings | None = None) -> None:
         self.settings = settings or ShapeSettings()
         self.clock = clock
         self.rand = rand
@@ -117,7 +117,7 @@ class ShapeService:
 
     # -- assembly ----------------------------------------------------------------------------------
 
-    def add_database(self, name: str, dsn: str, relations: Relations, seeker: Seeker | None = None) -> ShapeSink:
+    def add_database(self, name: str, dsn: str, relations: Relations, seeker: Seeker | None = None) -> ShapeTap:
         """Serve the tables of a captured database; returns the tap to add to its capture.
 
         `relations()` gives the relations captured now: their columns are what the stream carries. It may name
@@ -169,7 +169,7 @@ class ShapeService:
                 self.budget,
                 self.disk,
             )
-        except Unavailable as error:
+        except UnavailableError as error:
             if file is not None:
                 file.release()
             _log.error("shapes are not kept over a restart", database=name, error=str(error))
@@ -324,12 +324,12 @@ class ShapeService:
 
     async def plan(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
         """Check a request against its table or shard; where it `waits`, a young table is waited for. Raises FieldError,
-        Invalid or Unavailable.
+        InvalidError or UnavailableError.
 
         A live client asks the same again and again, so a plan is kept for as long as it is true.
         """
         if self._closed:
-            raise Unavailable("the node is stopping.")
+            raise UnavailableError("the node is stopping.")
         name = shard_name(request.table)
         plan = self._plans.get(request)
         if plan is not None and self._still_true(plan, request):
@@ -353,7 +353,7 @@ class ShapeService:
             return True
         try:
             return self._tables.find(request.table)[1] == plan.relation
-        except (NotCaptured, Parked):
+        except (NotCapturedError, TablePausedError):
             return False
 
     def _remember(self, request: ShapeRequest, plan: Plan) -> None:
@@ -376,11 +376,11 @@ class ShapeService:
     def open(self, plan: Plan) -> LiveShape:
         """The live shape of a plan; starts one when there is none (V1). Plain def: the place is taken at once.
 
-        Raises Full when there is no room, Unavailable when the service is closed, and what the definition failed
-        with lately.
+        Raises OverBudgetError when there is no room, UnavailableError when the service is closed, and what the
+        definition failed with lately.
         """
         if self._closed:
-            raise Unavailable("the node is stopping.")
+            raise UnavailableError("the node is stopping.")
         shape = self.current(plan.definition)
         if shape is not None and (
             shape.schema_json != plan.schema_json or not self._tables.follows(shape, plan.relation)
@@ -428,17 +428,17 @@ class ShapeService:
         self._by_definition[shape.definition] = shape
         self._runners[shape.handle] = self._tasks.spawn(self._run(shape, build), name=f"shape:{shape.handle}")
 
-    def _take_in_again(self, saved: Saved, kept: Kept, log: DiskLog) -> LiveShape:
-        """One of an earlier life. Raises Full; none that lives is ended for it."""
+    def _take_in_again(self, saved: Saved, kept: SavedDefinition, log: DiskLog) -> LiveShape:
+        """One of an earlier life. Raises OverBudgetError; none that lives is ended for it."""
         return self._again(saved, kept, log, _loaded)
 
     def _take_in_shard_again(self, saved: Saved, kept: KeptShard, log: DiskLog, build: Build) -> None:
         shape = self._again(saved, kept, log, build)
         shape.rows_loaded = kept.rows_loaded
 
-    def _again(self, saved: Saved, kept: Kept | KeptShard, log: DiskLog, build: Build) -> LiveShape:
+    def _again(self, saved: Saved, kept: SavedDefinition | KeptShard, log: DiskLog, build: Build) -> LiveShape:
         if len(self._by_handle) >= self.settings.max_shapes:
-            raise Full(f"this node serves as many shapes as it may: limit={self.settings.max_shapes}.", 1)
+            raise OverBudgetError(f"this node serves as many shapes as it may: limit={self.settings.max_shapes}.", 1)
         self.budget.take(size_of(kept.definition))
         shape = LiveShape(saved.handle, kept.definition, kept.schema_json, log)
         shape.restored = True
@@ -464,7 +464,7 @@ class ShapeService:
             return
         oldest = next((s for s in islice(self._by_handle.values(), LOOKED_AT) if not s.waiting), None)
         left_s = 60.0 if oldest is None else oldest.used_s + self.settings.idle_s - now_s
-        raise Full(
+        raise OverBudgetError(
             f"this node serves as many shapes as it may: limit={self.settings.max_shapes}.",
             max(1, min(60, int(left_s) + 1)),
             fix="Raise shapes.max_shapes, or let unused ones become idle.",
@@ -525,13 +525,13 @@ class ShapeService:
     def _tell(self, shape: LiveShape) -> None:
         """A failure is remembered for those who ask again; one that is not the request's own is told."""
         error = shape.error
-        if error is None or isinstance(error, Full):
+        if error is None or isinstance(error, OverBudgetError):
             return
         now_s = self.clock.monotonic_s()
         self._refusals.add(shape.definition, error, now_s, broken=shape.broken)
-        if isinstance(error, Passing):
+        if isinstance(error, TransientTableError):
             _log.info("shape not begun", handle=shape.handle, cause=str(error))
-        elif not isinstance(error, Invalid):
+        elif not isinstance(error, InvalidError):
             _log.error("shape failed", handle=shape.handle, error=str(error), exc_info=error)
             self._reporter.fault(shape, str(error), self.clock.now_ms(), now_s)
 

@@ -16,18 +16,18 @@ from typing import Any, Protocol
 import msgspec
 import pyarrow as pa
 
-from tidemill.base.errors import Fenced, Invalid
+from tidemill.base.errors import FencedError, InvalidError
 
 TIME = "_time"
 DIFF = "_diff"
 HASH = "_hash"
 
 
-class HistoryLost(Invalid):
+class HistoryLostError(InvalidError):
     """The time asked for lies below since, or did when the batches were chosen: start again from newer contents."""
 
 
-class Evolved(Fenced):
+class SchemaEvolvedError(FencedError):
     """The shard's schema is newer than the handle's: open it again. Nothing was read or written."""
 
 
@@ -123,7 +123,8 @@ class Shard(Protocol):
     frontiers are plain ms here, wrapped at the room's edge.
 
     `schema` is the newest as of when the handle was opened, and stays: rows are given and taken under it. What was
-    written before reads under it; what was written under a newer one raises Evolved, and so does an append after one.
+    written before reads under it; what was written under a newer one raises SchemaEvolvedError, and so does an append
+    after one.
     """
 
     name: str
@@ -142,7 +143,7 @@ class Shard(Protocol):
         """Show the batch and move upper from `lower` to `upper`; returns the new upper.
 
         Raises Conflict(current=int upper) when upper ≠ lower; Unknown is resolved inside by token. Empty
-        `parts` publish progress. Raises Invalid on bounds that make no sense (before any network call).
+        `parts` publish progress. Raises InvalidError on bounds that make no sense (before any network call).
         """
         ...
 
@@ -153,7 +154,7 @@ class Shard(Protocol):
     async def batches(self, lower: int) -> list[Batch]:
         """Batches whose upper > `lower`, in order, contiguous, up to the current upper: every update from `lower` on.
 
-        Raises HistoryLost when since has reached `lower`: updates below it may then carry later times.
+        Raises HistoryLostError when since has reached `lower`: updates below it may then carry later times.
         """
         ...
 
@@ -172,7 +173,7 @@ class Shard(Protocol):
     def holding(self, what: str, since: int) -> AbstractAsyncContextManager[None]:
         """Inside, every time ≥ `since` stays readable, and so does what is chosen there, however long it takes.
 
-        For one long read; short ones need none. Raises HistoryLost, Unavailable, Unknown on entering.
+        For one long read; short ones need none. Raises HistoryLostError, Unavailable, Unknown on entering.
         """
         ...
 
@@ -230,19 +231,19 @@ class Remap(Protocol):
         ...
 
     async def after(self, time_ms: int, limit: int = 10_000) -> list[Binding]:
-        """Bindings with time > time_ms, oldest first. Raises HistoryLost when some of them are forgotten."""
+        """Bindings with time > time_ms, oldest first. Raises HistoryLostError when some of them are forgotten."""
         ...
 
     async def at(self, time_ms: int) -> Binding | None:
         """The binding in force at time_ms: the newest with time ≤ time_ms; None before the first and below 0.
 
-        Raises HistoryLost when it is forgotten.
+        Raises HistoryLostError when it is forgotten.
         """
         ...
 
     async def page(self, lower: int, limit: int = 10_000) -> BindingsPage:
         """The bindings with time ≥ lower, what was in force before them, and the newest: `after`, `at` and `latest`
-        for one round trip. Raises HistoryLost as they do."""
+        for one round trip. Raises HistoryLostError as they do."""
         ...
 
     async def wait(self, beyond_ms: int, timeout_s: float) -> bool:

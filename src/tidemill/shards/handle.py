@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.shards.api import Batch, Part, ShardSchema
 from tidemill.shards.parts.parts import store_part
@@ -38,7 +38,7 @@ class LogShard(ShardReads):
 
     async def write_part(self, rows: pa.Table, bucket: int = 0) -> Part:
         if not 0 <= bucket < self.schema.buckets:
-            raise Invalid(f"no such bucket: shard={self.name} bucket={bucket} buckets={self.schema.buckets}.")
+            raise InvalidError(f"no such bucket: shard={self.name} bucket={bucket} buckets={self.schema.buckets}.")
         return await store_part(
             self._objects,
             self.shard_id,
@@ -59,14 +59,15 @@ class LogShard(ShardReads):
     async def compare_and_append(self, lower: int, upper: int, parts: Sequence[Part], token: str) -> int:
         """See the front. With an empty token a fresh one is drawn: the call itself is then its only retry.
 
-        Raises Conflict(current=int), Invalid, Closed (the shard takes no more), Evolved, Unavailable (did not happen),
-        Unknown (its token could not be looked up within the attempts: call again with the same token).
+        Raises Conflict(current=int), InvalidError, Closed (the shard takes no more), Evolved, UnavailableError (did not
+        happen), UnknownOutcomeError (its token could not be looked up within the attempts: call again with the same
+        token).
         """
         token = token or self._rand.nonce()
         batch = Batch(lower, upper, tuple(parts), self.writer, token, schema_version=self.schema.version)
         bad = bounds_error(batch)
         if bad:
-            raise Invalid(f"{bad} shard={self.name}.", fix="Append [lower, upper) with lower = the shard's upper.")
+            raise InvalidError(f"{bad} shard={self.name}.", fix="Append [lower, upper) with lower = the shard's upper.")
         # One append of a writer at a time: only its newest token is remembered.
         async with self._appending:
             result = await self._propose_append(Append(batch))
@@ -76,18 +77,18 @@ class LogShard(ShardReads):
 
     async def _propose_append(self, command: Append) -> ShardState | Rejected:
         """Propose until the outcome is known. The token makes a repeat of what landed a success."""
-        unknown: Unknown | None = None
+        unknown: UnknownOutcomeError | None = None
         for attempt in range(APPEND_ATTEMPTS):
             try:
                 return await self._machine.propose(command)
-            except Unknown as error:
+            except UnknownOutcomeError as error:
                 unknown = error
-            except Unavailable:
+            except UnavailableError:
                 if unknown is None:
                     raise  # nothing was ever in doubt
             await asyncio.sleep(APPEND_PAUSE_S * (attempt + 1))
         assert unknown is not None
-        raise Unknown(
+        raise UnknownOutcomeError(
             f"append could not be resolved: shard={self.name} token={command.batch.token}.",
             fix="Append again with the same token once consensus answers.",
         ) from unknown
@@ -104,8 +105,8 @@ class LogShard(ShardReads):
     async def evolve(self, changes: Changes) -> ShardSchema:
         """Give the shard these columns and types; what it has already changes nothing. Returns its newest schema.
 
-        This handle goes on under its own schema: open the shard again. Raises Invalid (RFC 0003: only new columns and
-        wider types), Closed, Missing, Unavailable, Unknown (call again: twice is fine).
+        This handle goes on under its own schema: open the shard again. Raises InvalidError (RFC 0003: only new columns
+        and wider types), Closed, Missing, Unavailable, Unknown (call again: twice is fine).
         """
         result = await self._machine.propose(Evolve(changes, self._clock.now_ms()))
         if isinstance(result, Rejected):

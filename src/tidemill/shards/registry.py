@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Corrupt, Invalid, Missing, Unknown
+from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, Versioned
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import ShardSchema
@@ -43,8 +43,8 @@ async def open_shard(
 ) -> LogShard:
     """The shard's handle; with `schema` it is created when absent, and gets the columns and wider types that it lacks.
 
-    Raises Missing (absent and no schema given), Invalid (bad name or schema, or it exists with one that cannot become
-    this one: the message has the difference), Closed, Unavailable, Unknown.
+    Raises MissingError (absent and no schema given), InvalidError (bad name or schema, or it exists with one that
+    cannot become this one: the message has the difference), Closed, Unavailable, Unknown.
     """
     _check_name(name)
     wanted = None if schema is None else checked(schema)
@@ -52,7 +52,7 @@ async def open_shard(
     created = None if found is None else _created(name, found)
     if not isinstance(created, Create):
         if wanted is None:
-            raise Missing(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
+            raise MissingError(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
         created = await _create(consensus, rand, Create(name, rand.uuid(), wanted), found)
     machine = await open_machine(consensus, rand, created)
     if wanted is not None:
@@ -70,9 +70,9 @@ async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> N
         seen = machine.state.schema
         try:
             changes = changes_to(seen, wanted)
-        except Invalid as error:
+        except InvalidError as error:
             name = machine.state.name
-            raise Invalid(
+            raise InvalidError(
                 f"shard exists with another schema: shard={name} difference=[{difference(seen, wanted)}].",
                 fix="New columns and wider types are taken by themselves. For anything else name another shard, or have"
                 f" it made anew: tidemill shard drop {name}",
@@ -118,7 +118,7 @@ async def registered(consensus: Consensus, name: str) -> tuple[Create | Drop, Ve
 
 
 async def is_created(consensus: Consensus, name: str) -> bool:
-    """Is there a shard of this name? Raises Corrupt."""
+    """Is there a shard of this name? Raises CorruptError."""
     found = await registered(consensus, name)
     return found is not None and isinstance(found[0], Create)
 
@@ -129,7 +129,7 @@ async def unregister(consensus: Consensus, rand: Rand, name: str, shard_id: str)
         found = await registered(consensus, name)
         if found is None or not isinstance(found[0], Create) or found[0].shard_id != shard_id:
             return
-        with contextlib.suppress(Conflict, Unknown):  # what stands there now tells
+        with contextlib.suppress(ConflictError, UnknownOutcomeError):  # what stands there now tells
             await consensus.cas(PREFIX + name, found[1].seq, encode_command(Drop(shard_id)), rand.nonce())
 
 
@@ -137,7 +137,8 @@ async def drop_created(
     consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, created: Create
 ) -> ShardState:
     """Drop the shard that `created` made; its state before. One that is dropped already is freed of its name, whatever
-    cut that off; of another shard under the name nothing changes. Raises Unavailable, Unknown: call it again."""
+    cut that off; of another shard under the name nothing changes. Raises Unavailable, UnknownOutcomeError: call it
+    again."""
     shard = LogShard(await open_machine(consensus, rand, created), objects, clock, rand)
     try:
         held = shard.state
@@ -152,7 +153,7 @@ async def drop_created(
 async def open_remap(consensus: Consensus, clock: Clock, rand: Rand, name: str) -> LogRemap:
     """The bindings of one source (`capture/<name>`, `topic/<name>`). An unwritten one is simply empty."""
     if not name or name.startswith("/") or name.endswith("/"):
-        raise Invalid(f"bad remap name: remap={name!r}.", fix="Use capture/<name> or topic/<name>.")
+        raise InvalidError(f"bad remap name: remap={name!r}.", fix="Use capture/<name> or topic/<name>.")
     return LogRemap(consensus, name, clock, rand)
 
 
@@ -162,20 +163,20 @@ async def _create(consensus: Consensus, rand: Rand, create: Create, dropped: Ver
         seq = 0 if dropped is None else dropped.seq
         await consensus.cas(PREFIX + create.name, seq, encode_command(create), rand.nonce())
         return create
-    except (Conflict, Unknown) as error:
+    except (ConflictError, UnknownOutcomeError) as error:
         found = await registered(consensus, create.name)
         if found is None or not isinstance(found[0], Create):
-            raise Unknown(f"creation is not settled: shard={create.name}.", fix="Open it again.") from error
+            raise UnknownOutcomeError(f"creation is not settled: shard={create.name}.", fix="Open it again.") from error
         return found[0]
 
 
 def _created(name: str, version: Versioned) -> Create | Drop:
     command = decode_command(version.data)
     if not isinstance(command, Create | Drop):
-        raise Corrupt(f"shard register is no creation: shard={name} seq={version.seq}.")
+        raise CorruptError(f"shard register is no creation: shard={name} seq={version.seq}.")
     return command
 
 
 def _check_name(name: str) -> None:
     if not name or len(name) > NAME_LENGTH or not set(name) <= NAME_CHARS or name in (".", ".."):
-        raise Invalid(f"bad shard name: shard={name!r}.", fix="Use 1 to 200 of a-z A-Z 0-9 . _ -")
+        raise InvalidError(f"bad shard name: shard={name!r}.", fix="Use 1 to 200 of a-z A-Z 0-9 . _ -")

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import structlog
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.sim.scenarios import FAULTS, ROOMS, scenario
 from tidemill.sim.world import Outcome, World, log_to_trace
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         rooms = _rooms(options.room, options.fault)
-    except Invalid as error:
+    except InvalidError as error:
         print(error, file=sys.stderr)
         return 2
     prepare()
@@ -69,7 +69,7 @@ def _rooms(room: str, fault: str) -> tuple[str, ...]:
         return ROOMS if room == "all" else (room,)
     found_in = FAULTS[fault][0]
     if room not in ("all", found_in):
-        raise Invalid(f"This fault is not in that room: fault={fault} room={room}.", fix=f"Use --room {found_in}.")
+        raise InvalidError(f"This fault is not in that room: fault={fault} room={room}.", fix=f"Use --room {found_in}.")
     return (found_in,)
 
 

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tidemill.base.errors import Closed, MovedBack, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ClosedError, StoreRolledBackError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, LogHead
-from tidemill.consensus.client_base import Facade
+from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
@@ -42,7 +42,7 @@ from tidemill.consensus.operations import (
     Truncate,
     Wait,
 )
-from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.rollback_detection import RollbackDetector
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 
 T = TypeVar("T")
@@ -141,28 +141,28 @@ class Faults:
         if fault is Fault.REFUSED:
             self._trace(f"{who} {what} → refused")
             await self.pause()
-            raise Unavailable(f"The simulated store refused a call: call={what}.")
+            raise UnavailableError(f"The simulated store refused a call: call={what}.")
         if fault is Fault.LOST_CALL:
             arrives = late and self._source.random() < self.rates.late
             self._trace(f"{who} {what} → lost{', arrives late' if arrives else ''}")
             if arrives:
                 self._background(self._deliver(who, what, effect, "late"))
             await self.pause()
-            raise Unknown(f"The simulated store lost a call: call={what}.")
+            raise UnknownOutcomeError(f"The simulated store lost a call: call={what}.")
         try:
             result = await effect()
         except TidemillError as error:
             self._trace(f"{who} {what} → {type(error).__name__}{'' if fault is Fault.TOLD_OK else f' ({fault})'}")
             await self.pause()
             if fault is Fault.LOST_ANSWER:
-                raise Unknown(f"The simulated store lost an answer: call={what}.") from error
+                raise UnknownOutcomeError(f"The simulated store lost an answer: call={what}.") from error
             raise
         self._trace(f"{who} {what} → {fault}")
         if fault is Fault.AGAIN and repeatable:
             self._background(self._deliver(who, what, effect, "again"))
         await self.pause()
         if fault is Fault.LOST_ANSWER:
-            raise Unknown(f"The simulated store lost an answer: call={what}.")
+            raise UnknownOutcomeError(f"The simulated store lost an answer: call={what}.")
         return result
 
     async def _deliver(self, who: str, what: str, effect: Callable[[], Awaitable[Any]], how: str) -> None:
@@ -207,7 +207,7 @@ class FaultyObjects:
         async for meta in self._inner.list(prefix, start_after):
             yield meta
             if self._faults.draw(False) is Fault.REFUSED:
-                raise Unavailable(f"The simulated store broke off a listing: prefix={prefix}.")
+                raise UnavailableError(f"The simulated store broke off a listing: prefix={prefix}.")
 
     async def delete(self, key: str) -> None:
         await self._call(f"delete {key}", lambda: self._inner.delete(key), writes=True, late=True)
@@ -219,11 +219,11 @@ class FaultyObjects:
         self, what: str, effect: Callable[[], Awaitable[T]], *, writes: bool = False, late: bool = False
     ) -> T:
         if self._closed:
-            raise Closed(f"The object store was closed: actor={self._who}.")
+            raise ClosedError(f"The object store was closed: actor={self._who}.")
         return await self._faults.call(self._who, what, effect, writes=writes, late=late)
 
 
-class FaultyConsensus(Facade):
+class FaultyConsensus(ConsensusClientBase):
     """One actor's client of the shared engine. It lives as long as its process, and remembers what it heard (`seen`).
 
     An engine that went back to an earlier state (`World.lose_commits`) has broken every connection: what was under way
@@ -236,14 +236,14 @@ class FaultyConsensus(Facade):
         self._faults = faults
         self._who = who
         self._closed = False
-        self.seen = Blind("sim") if blind else Seen("sim")
+        self.seen = Blind("sim") if blind else RollbackDetector("sim")
 
     async def _submit(self, op: AnyOp) -> Any:
         life = self._engine_life()
 
         async def effect() -> Any:
             if self._engine_life() != life:
-                raise Unavailable(f"The simulated engine is another one: actor={self._who}.")
+                raise UnavailableError(f"The simulated engine is another one: actor={self._who}.")
             return await self._asked(op)
 
         # A renewal delivered again would give a released lease back to its holder: real engines end an attempt first.
@@ -251,8 +251,8 @@ class FaultyConsensus(Facade):
         answer = await self._call(_said(op), effect, writes=op.writes, again=again)
         if self._engine_life() != life:
             if op.writes:
-                raise Unknown(f"The simulated engine went away: actor={self._who}.")
-            raise Unavailable(f"The simulated engine went away: actor={self._who}.")
+                raise UnknownOutcomeError(f"The simulated engine went away: actor={self._who}.")
+            raise UnavailableError(f"The simulated engine went away: actor={self._who}.")
         return answer
 
     def _engine_life(self) -> int:
@@ -312,14 +312,14 @@ class FaultyConsensus(Facade):
         self, what: str, effect: Callable[[], Awaitable[T]], *, writes: bool = False, again: bool = True
     ) -> T:
         if self._closed:
-            raise Closed(f"This consensus client was closed: actor={self._who}.")
+            raise ClosedError(f"This consensus client was closed: actor={self._who}.")
         return await self._faults.call(self._who, what, effect, writes=writes, repeatable=again)
 
 
-class Blind(Seen):
+class Blind(RollbackDetector):
     """Planted: whatever it hears, it goes on."""
 
-    def end(self, what: str) -> MovedBack:
+    def end(self, what: str) -> StoreRolledBackError:
         raise _Unseen
 
     def check(self, op: AnyOp, floor: Any, answer: Any, *, done: bool) -> None:

@@ -23,7 +23,7 @@ from asyncio import events
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, NoReturn
 
-from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.errors import CorruptError, TidemillError
 
 STEPS_MAX = 2_000_000
 STALL_PROBABILITY = 0.08
@@ -153,7 +153,7 @@ class SimLoop(asyncio.BaseEventLoop):
         """What nobody handled: a bug, unless it is an error of a foreseen kind, which components may report so."""
         error = context.get("exception")
         said = f"{context.get('message')}: {error!r}" if error else str(context.get("message"))
-        if isinstance(error, TidemillError) and not isinstance(error, Corrupt):
+        if isinstance(error, TidemillError) and not isinstance(error, CorruptError):
             self.reports.append(said)
         else:
             self.failures.append(said)

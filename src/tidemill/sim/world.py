@@ -25,10 +25,10 @@ from tidemill.base.errors import TidemillError
 from tidemill.consensus.api import LogHead, LogRecord, Versioned
 from tidemill.consensus.change_journal import Journal
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.rollback_detection import RollbackDetector
 from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.retrying import ResilientObjects
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.sim.clock import SimClock
 from tidemill.sim.faults import Faults, FaultyConsensus, FaultyObjects, Rates
@@ -102,7 +102,7 @@ class Engine(MemoryConsensus):
     def lose_commits(self, standby: Snapshot) -> None:
         """A failover to a standby that is behind: what was committed since is gone, and so are all connections."""
         self.lives += 1
-        self.seen = Seen("sim")  # of the engine's own, which oracles ask
+        self.seen = RollbackDetector("sim")  # of the engine's own, which oracles ask
         state = self.state
         state.registers, state.heads, state.leases = dict(standby.registers), dict(standby.heads), dict(standby.leases)
         state.records = {log: list(found) for log, found in standby.records.items()}
@@ -277,7 +277,7 @@ class Actor(Generic[Node]):
         faulty = FaultyObjects(self.world.objects, self.world.faults, str(self.life))
         if self.world.seed % 2:
             return faulty
-        return ResilientObjects(faulty, self.clock, self.world.rand(), store="sim", budget_s=5.0)
+        return RetryingObjects(faulty, self.clock, self.world.rand(), store="sim", budget_s=5.0)
 
     def consensus(self) -> FaultyConsensus:
         client = FaultyConsensus(self.world.consensus, self.world.faults, str(self.life), blind=self.world.blind)

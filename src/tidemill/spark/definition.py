@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
 from tidemill.spark.decode.ddl import stream_schema
 
@@ -94,7 +94,7 @@ Input = CapturedTable | StreamTopic
 
 
 class Pipeline:
-    """Collects declarations; every method raises Invalid with the name that is wrong."""
+    """Collects declarations; every method raises InvalidError with the name that is wrong."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -112,7 +112,7 @@ class Pipeline:
         """Keep shard `name` equal to the source: one live row a key, exact at every time."""
         self._free(name)
         if not isinstance(source, CapturedTable | StreamTopic):
-            raise Invalid(f"not a source: table={name}.", fix="Give capture(…).table(…) or topic(…).")
+            raise InvalidError(f"not a source: table={name}.", fix="Give capture(…).table(…) or topic(…).")
         self.tables[name] = source
 
     def derived(
@@ -134,17 +134,17 @@ class Pipeline:
         self._free(name)
         keys = _names(key)
         if not keys or not all(keys):
-            raise Invalid(f"derived table needs a key: table={name}.", fix="Name the key columns of its result.")
+            raise InvalidError(f"derived table needs a key: table={name}.", fix="Name the key columns of its result.")
         inputs = _names(inputs)
         if not all(inputs) or not inputs:
-            raise Invalid(f"derived table needs inputs: table={name}.", fix="Name the tables it is computed from.")
+            raise InvalidError(f"derived table needs inputs: table={name}.", fix="Name the tables it is computed from.")
         if every_s <= 0:
-            raise Invalid(f"interval must be positive: table={name} every_s={every_s}.")
+            raise InvalidError(f"interval must be positive: table={name} every_s={every_s}.")
         grouped = {i: _names(n) for i, n in by.items()} if isinstance(by, dict) else dict.fromkeys(inputs, _names(by))
         output = keys if isinstance(by, dict) else _names(by)
         for one, columns in grouped.items() if output else ():
             if one not in inputs or len(columns) != len(output):
-                raise Invalid(
+                raise InvalidError(
                     f"groups do not fit: table={name} input={one} columns={','.join(columns)} of={','.join(output)}.",
                     fix="Name inputs of the table, and for each as many columns as group the result.",
                 )
@@ -160,12 +160,12 @@ class Pipeline:
     def check(self) -> None:
         """After all declarations. Inputs of derived tables may be shards of other pipelines: not checked here."""
         if not self.tables and not self.derived_tables:
-            raise Invalid(f"pipeline has no tables: pipeline={self.name}.", fix="Call p.table(…) in build.")
+            raise InvalidError(f"pipeline has no tables: pipeline={self.name}.", fix="Call p.table(…) in build.")
         try:
             TopologicalSorter({name: table.inputs for name, table in self.derived_tables.items()}).prepare()
         except CycleError as error:
             circle = " ← ".join(error.args[1])
-            raise Invalid(
+            raise InvalidError(
                 f"derived tables wait for each other: pipeline={self.name} tables={circle}.",
                 fix="A derived table can read neither itself nor what is made of it.",
             ) from error
@@ -192,7 +192,7 @@ class Pipeline:
 
     def _free(self, name: str) -> None:
         if name in self.tables or name in self.derived_tables:
-            raise Invalid(f"table is declared twice: table={name}.", fix="Give each table its own name.")
+            raise InvalidError(f"table is declared twice: table={name}.", fix="Give each table its own name.")
 
 
 def _names(given: Names) -> tuple[str, ...]:
@@ -202,28 +202,30 @@ def _names(given: Names) -> tuple[str, ...]:
 
 
 def load_pipeline(path: Path, name: str) -> Pipeline:
-    """Run the file's `build(p)`. Raises Invalid: no such file, no build, what the declarations say, and whatever
+    """Run the file's `build(p)`. Raises InvalidError: no such file, no build, what the declarations say, and whatever
     the file itself raises, in one sentence with its line."""
     if not path.is_file():
-        raise Invalid(f"no such pipeline file: file={path}.", fix="Correct pipeline.<name>.file.")
+        raise InvalidError(f"no such pipeline file: file={path}.", fix="Correct pipeline.<name>.file.")
     pipeline = Pipeline(name)
     try:
         build = _executed(path, f"tidemill_pipeline_{name}").get("build")
         if callable(build):
             build(pipeline)
-    except Invalid:
+    except InvalidError:
         raise
     except SyntaxError as error:
-        raise Invalid(f"pipeline file does not parse: file={path} line={error.lineno}.", fix="Correct it.") from error
+        raise InvalidError(
+            f"pipeline file does not parse: file={path} line={error.lineno}.", fix="Correct it."
+        ) from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # also sys.exit: the file is the user's, the process is not
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
-        raise Invalid(
+        raise InvalidError(
             f"pipeline file raises: file={path} line={_line_in(path, error)} error={said}.", fix="Correct it."
         ) from error
     if not callable(build):
-        raise Invalid(f"pipeline file has no build: file={path}.", fix="Define build(p: Pipeline).")
+        raise InvalidError(f"pipeline file has no build: file={path}.", fix="Define build(p: Pipeline).")
     pipeline.check()
     return pipeline
 

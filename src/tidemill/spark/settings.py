@@ -10,7 +10,7 @@ from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.spark.stores import Urls
 
 
-class Settings(msgspec.Struct, frozen=True):
+class DriverSettings(msgspec.Struct, frozen=True):
     """`instance` tells identical drivers apart; `conf` are Spark settings that win over ours.
 
     `domains` of the metastore as configured, 0 = as the cluster has.

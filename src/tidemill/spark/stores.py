@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.errors import Invalid
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import InvalidError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.api import Consensus
-from tidemill.consensus.client_base import Facade
+from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.bucket_claim import Ownership
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import metastore_on
 from tidemill.objects.factory import local_directory, open_objects
-from tidemill.objects.retrying import ResilientObjects
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Remap, ShardSchema
 from tidemill.shards.executor import Cpu, pooled_cpu
@@ -41,7 +41,7 @@ class Urls(msgspec.Struct, frozen=True):
     consensus: str
 
     def here(self) -> Urls:
-        """With what the environment says for what is empty. Raises Invalid where it says nothing."""
+        """With what the environment says for what is empty. Raises InvalidError where it says nothing."""
         return Urls(_told(self.objects, OBJECTS_VARIABLE), _told(self.consensus, CONSENSUS_VARIABLE))
 
 
@@ -51,7 +51,7 @@ IN_ENVIRONMENT = Urls("", "")
 def _told(url: str, variable: str) -> str:
     found = url or os.environ.get(variable, "")
     if not found:
-        raise Invalid(f"no URL of a store: variable={variable}.", fix="Give the URLs that tidemill.toml has.")
+        raise InvalidError(f"no URL of a store: variable={variable}.", fix="Give the URLs that tidemill.toml has.")
     return found
 
 
@@ -59,7 +59,7 @@ class Stores:
     """`urls` is what workers are told (`Urls.here`)."""
 
     def __init__(
-        self, urls: Urls, objects: ResilientObjects, consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0
+        self, urls: Urls, objects: RetryingObjects, consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0
     ) -> None:
         from tidemill.topics.l1.reader import l1_reader
         from tidemill.topics.partition_reader import PartitionReaderImpl
@@ -94,12 +94,12 @@ class Stores:
     @property
     def life(self) -> str:
         """Names the life of consensus that this process has seen to be a continuation of what it knew before."""
-        return self.consensus.life if isinstance(self.consensus, Facade) else ""
+        return self.consensus.life if isinstance(self.consensus, ConsensusClientBase) else ""
 
     @property
     def moved_back(self) -> bool:
         """Did consensus return to an earlier state? Then these stores serve nothing any more."""
-        return isinstance(self.consensus, Facade) and self.consensus.seen.lost is not None
+        return isinstance(self.consensus, ConsensusClientBase) and self.consensus.seen.lost is not None
 
     async def keep_owning(self, begun: Callable[[], None]) -> None:
         """Until the bucket belongs to another cluster: raises Replaced. From `begun()` on nothing is acknowledged or
@@ -107,7 +107,7 @@ class Stores:
         owner = Ownership(self.objects, self.clock, await self.metastore.cluster())
         begun()
         self.objects.may_delete = owner.may_delete
-        if isinstance(self.consensus, Facade):
+        if isinstance(self.consensus, ConsensusClientBase):
             self.consensus.owner = owner
         await owner.run()
 
@@ -119,7 +119,8 @@ class Stores:
 
 
 async def open_stores(urls: Urls, clock: Clock | None = None, rand: Rand | None = None, *, domains: int = 0) -> Stores:
-    """`domains` as configured, 0 = as the cluster has. Raises Invalid (a URL is wrong), Unavailable, naming which."""
+    """`domains` as configured, 0 = as the cluster has. Raises InvalidError (a URL is wrong), Unavailable, naming
+    which."""
     clock, rand = clock or SystemClock(), rand or Rand()
     objects = await open_objects(urls.objects, clock, rand)
     try:
@@ -132,7 +133,7 @@ async def open_stores(urls: Urls, clock: Clock | None = None, rand: Rand | None 
 
 class _Shared:
     def __init__(self) -> None:
-        self.portal = Portal("tidemill-worker")
+        self.portal = BlockingPortal("tidemill-worker")
         self.stores: dict[Urls, Stores] = {}
         self.objects: dict[str, ObjectStore] = {}
 
@@ -148,7 +149,7 @@ def _here() -> _Shared:
     return _by_process[pid]
 
 
-def shared(urls: Urls) -> tuple[Portal, Stores]:
+def shared(urls: Urls) -> tuple[BlockingPortal, Stores]:
     """This process's portal and stores, opened once."""
     here, urls = _here(), urls.here()
     if urls in here.stores and here.stores[urls].moved_back:
@@ -159,7 +160,7 @@ def shared(urls: Urls) -> tuple[Portal, Stores]:
     return here.portal, here.stores[urls]
 
 
-def shared_objects(url: str) -> tuple[Portal, ObjectStore]:
+def shared_objects(url: str) -> tuple[BlockingPortal, ObjectStore]:
     """The bucket alone: what a task needs that only reads batches and writes parts."""
     here, url = _here(), _told(url, OBJECTS_VARIABLE)
     if url not in here.objects:

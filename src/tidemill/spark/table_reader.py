@@ -24,11 +24,11 @@ from pyspark.sql.functions import broadcast, col
 from pyspark.sql.types import LongType, StructField, StructType
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import TIME, ShardSchema
 from tidemill.shards.parts.schema import part_schema
 from tidemill.shards.read.holds import holding
-from tidemill.shards.read.read_plan import NoPlan, plan_parts
+from tidemill.shards.read.read_plan import PlanNotPossibleError, plan_parts
 from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.session.python_worker import data_source_found
@@ -101,7 +101,7 @@ def read(
 
 def frame_at(
     spark: SparkSession,
-    portal: Portal,
+    portal: BlockingPortal,
     stores: Stores,
     shard: LogShard,
     at: int,
@@ -116,7 +116,7 @@ def frame_at(
     """
     try:
         return _planned(spark, portal, stores, shard, at, again), ""
-    except NoPlan as why:
+    except PlanNotPossibleError as why:
         reader = spark.read.format("tidemill").schema(spark_schema(shard.schema.columns))
         with data_source_found():
             return reader.options(shard=shard.name, as_of=str(at), **where).load(), str(why)
@@ -191,8 +191,10 @@ def _why_no_files(directory: str | None, schema: ShardSchema) -> str:
     return ""
 
 
-def _planned(spark: SparkSession, portal: Portal, stores: Stores, shard: LogShard, at: int, again: bool) -> DataFrame:
-    """Raises NoPlan."""
+def _planned(
+    spark: SparkSession, portal: BlockingPortal, stores: Stores, shard: LogShard, at: int, again: bool
+) -> DataFrame:
+    """Raises PlanNotPossibleError."""
     directory = stores.directory
     plan = plan_parts(portal, stores.objects, shard, at, again=again, no_files=_why_no_files(directory, shard.schema))
     columns = spark_schema(shard.schema.columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def spark_schema(columns: Iterable[Column]) -> StructType:
 
 
 def columns_of(schema: StructType) -> tuple[Column, ...]:
-    """A DataFrame's columns as shard columns. Raises Invalid naming a column whose type shards do not have."""
+    """A DataFrame's columns as shard columns. Raises InvalidError naming a column whose type shards do not have."""
     from pyspark.sql import types as t
 
     names = {
@@ -70,7 +70,7 @@ def columns_of(schema: StructType) -> tuple[Column, ...]:
         elif type(kind) in names:
             out.append(Column(field.name, names[type(kind)]))
         else:
-            raise Invalid(
+            raise InvalidError(
                 f"column type has no place in a shard: column={field.name} type={kind.simpleString()}.",
                 fix="Cast it, e.g. to string.",
             )

@@ -15,11 +15,11 @@ from typing import Protocol
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Fenced, Invalid, Unavailable
+from tidemill.base.errors import CorruptError, FencedError, InvalidError, UnavailableError
 from tidemill.objects.store import Buffer
 
 
-class NotLeader(Unavailable):
+class NotLeaderError(UnavailableError):
     """This node does not lead the partition; `leader` is the node name that does, or ""."""
 
     def __init__(self, message: str, *, leader: str = "") -> None:
@@ -27,27 +27,27 @@ class NotLeader(Unavailable):
         self.leader = leader
 
 
-class OutOfOrderSequence(Invalid):
+class OutOfOrderSequenceError(InvalidError):
     """A gap in a producer's sequence numbers, seen by a linearizable check (Kafka OUT_OF_ORDER_SEQUENCE_NUMBER)."""
 
 
-class InvalidProducerEpoch(Fenced):
+class InvalidProducerEpochError(FencedError):
     """A newer epoch of this producer id has written here (Kafka INVALID_PRODUCER_EPOCH)."""
 
 
-class InvalidTransaction(Invalid):
+class InvalidTransactionError(InvalidError):
     """The producer has no open transaction that this belongs to (Kafka INVALID_TXN_STATE)."""
 
 
-class ConcurrentTransactions(Unavailable):
+class ConcurrentTransactionsError(UnavailableError):
     """The producer's transaction before this one has not ended yet (Kafka CONCURRENT_TRANSACTIONS): call again."""
 
 
-class CorruptBatch(Invalid):
+class CorruptBatchError(InvalidError):
     """The producer's bytes are not what it sent: size or checksum are wrong (Kafka CORRUPT_MESSAGE: sent again)."""
 
 
-class InvalidRecords(CorruptBatch):
+class InvalidRecordsError(CorruptBatchError):
     """The producer sent what is no well-formed record batch v2 (Kafka INVALID_RECORD: never sent again).
 
     `record_errors`: (index in the batch, what is wrong with that record), as Kafka answers them; may be empty.
@@ -58,15 +58,15 @@ class InvalidRecords(CorruptBatch):
         self.record_errors = record_errors
 
 
-class BatchTooLarge(CorruptBatch):
+class BatchTooLargeError(CorruptBatchError):
     """More than the topic takes, or than is ever decompressed (Kafka MESSAGE_TOO_LARGE: clients may split it)."""
 
 
-class InvalidTimestamp(CorruptBatch):
+class InvalidTimestampError(CorruptBatchError):
     """A record's time is beyond what the topic's config allows (Kafka INVALID_TIMESTAMP)."""
 
 
-class BadBatch(Corrupt):
+class UnreadableBatchError(CorruptError):
     """A stored batch cannot be read: what offsets [base_offset, last_offset] hold is lost, everything beside is not.
 
     Both offsets are inclusive, −1 where not even the header can be read and nobody said where the batch stands.
@@ -84,15 +84,15 @@ class BadBatch(Corrupt):
         return _bad_batch, (self.reason, self.base_offset, self.last_offset)
 
 
-def _bad_batch(reason: str, base_offset: int, last_offset: int) -> BadBatch:
-    return BadBatch(reason, base_offset=base_offset, last_offset=last_offset)
+def _bad_batch(reason: str, base_offset: int, last_offset: int) -> UnreadableBatchError:
+    return UnreadableBatchError(reason, base_offset=base_offset, last_offset=last_offset)
 
 
-class OffsetOutOfRange(Invalid):
+class OffsetOutOfRangeError(InvalidError):
     """The asked offset is below log start or above the high watermark."""
 
 
-class StillRead(Invalid):
+class RecordsStillNeededError(InvalidError):
     """Somebody has yet to read records that were to be deleted (Kafka POLICY_VIOLATION)."""
 
 
@@ -107,16 +107,17 @@ class ProduceResult(msgspec.Struct, frozen=True):
     """−1 where records keep their producer's times."""
 
 
-class Within(msgspec.Struct, frozen=True):
+class ProduceTransaction(msgspec.Struct, frozen=True):
     """Whose transaction a produced batch is of. `adds`: it also adds its partition to it (KIP-890, version 2)."""
 
     transactional_id: str
     adds: bool = False
 
 
-Confirm = Callable[[Within, int, int, str, int], Awaitable[None]]
+Confirm = Callable[[ProduceTransaction, int, int, str, int], Awaitable[None]]
 """(whose, producer id, epoch, topic id, partition): returns if the coordinator's transaction of this producer and epoch
-is open and holds the partition, read after the call. Raises InvalidTransaction, InvalidProducerEpoch, Unavailable."""
+is open and holds the partition, read after the call. Raises InvalidTransactionError, InvalidProducerEpochError,
+UnavailableError."""
 
 
 Here = tuple[int, object]
@@ -221,7 +222,7 @@ class TopicLog(Protocol):
         batch: Buffer,
         *,
         sender: Hashable = None,
-        within: Within | None = None,
+        within: ProduceTransaction | None = None,
     ) -> asyncio.Future[ProduceResult]:
         """Reserve the place in line now, in a plain call; the future ends when the batch is durable and committed.
 
@@ -229,19 +230,20 @@ class TopicLog(Protocol):
         without a producer id that name one `sender` (a connection; None is this process itself). The batch is checked
         whole before anything of it is stored.
         `within`: the batch may be one of this transaction; it is placed only while the coordinator says it is open.
-        The future fails with NotLeader, OutOfOrderSequence, InvalidProducerEpoch, InvalidTransaction, CorruptBatch,
-        Missing, Unavailable (did not happen: retry) or Unknown (may have: retry with the same sequence). Cancelling
-        the future never cancels reserved work. The buffer must stay unchanged until the future ends.
+        The future fails with NotLeaderError, OutOfOrderSequenceError, InvalidProducerEpochError,
+        InvalidTransactionError, CorruptBatchError, Missing, Unavailable (did not happen: retry) or Unknown (may have:
+        retry with the same sequence). Cancelling the future never cancels reserved work. The buffer must stay unchanged
+        until the future ends.
         """
         ...
 
     async def open_here(self, topic_id: str, partition: int, producer_id: int) -> Here:
-        """Raises NotLeader, Missing, Unavailable."""
+        """Raises NotLeaderError, Missing, UnavailableError."""
         ...
 
     async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None:
         """End the producer's transaction here; returns when the marker is durable, or there is nothing to end and never
-        will be. Raises NotLeader, Missing, Unavailable, Unknown: call again.
+        will be. Raises NotLeaderError, Missing, UnavailableError, Unknown: call again.
 
         `here`: what `open_here` said before the coordinator's word was read. Where it is something else by now nothing
         is ended, and it is Unavailable: the word may be of a transaction that ended since (X5)."""
@@ -252,7 +254,7 @@ class TopicLog(Protocol):
         ...
 
     async def producers(self, topic_id: str, partition: int) -> list[ProducerStatus]:
-        """Raises NotLeader, Missing, Unavailable."""
+        """Raises NotLeaderError, Missing, UnavailableError."""
         ...
 
     async def fetch(
@@ -275,7 +277,7 @@ class TopicLog(Protocol):
         """(offset, timestamp) of the first record at or after timestamp_ms, or None. The index finds its batch; as in
         Kafka, one of several records is looked through for it, off the loop.
 
-        Raises NotLeader, Missing, Unavailable.
+        Raises NotLeaderError, Missing, UnavailableError.
         """
         ...
 
@@ -290,7 +292,8 @@ class TopicLog(Protocol):
 
     async def delete_records(self, topic_id: str, partition: int, before_offset: int) -> int:
         """Let the log start at `before_offset`, −1 = the high watermark, when it does not start later; returns where it
-        starts, which is durable then. Raises OffsetOutOfRange, StillRead, NotLeader, Missing, Unavailable."""
+        starts, which is durable then. Raises OffsetOutOfRangeError, RecordsStillNeededError, NotLeaderError, Missing,
+        UnavailableError."""
         ...
 
     async def refresh(self) -> None:
@@ -326,7 +329,7 @@ class PartitionReader(Protocol):
 
     async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
         """Batches that overlap offsets [start, end) and are still there (retention), in order; which of them have no
-        records (markers, aborted ones) their bytes and refs tell. Raises OffsetOutOfRange when end passes what is
+        records (markers, aborted ones) their bytes and refs tell. Raises OffsetOutOfRangeError when end passes what is
         committed."""
         ...
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError
+from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
 from tidemill.objects.store import Buffer
@@ -23,7 +23,7 @@ class Ranges(Protocol):
 
 
 @runtime_checkable
-class Holding(Protocol):
+class SharedRanges(Protocol):
     """`Ranges` that share their reads with other readers."""
 
     def forget(self, key: str) -> None:
@@ -87,9 +87,9 @@ async def read_batches(
             damaged = await _damaged(key, refs, buffers)
             if damaged:
                 await _read_damaged(ranges_of, key, damaged, buffers)
-        except (Missing, Invalid):
+        except (MissingError, InvalidError):
             # The log names it, so it was acknowledged: not the asker's mistake, and no topic is missing.
-            failed[key] = Corrupt(
+            failed[key] = CorruptError(
                 f"an object that a partition log names is gone: key={key}.",
                 fix="Put it back from a copy of the bucket; or see: tidemill topic lost",
             )
@@ -127,7 +127,7 @@ async def _read_damaged(
     ranges_of: Ranges, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
 ) -> None:
     """Read from the store itself: the shared copy is the damaged answer."""
-    if isinstance(ranges_of, Holding):
+    if isinstance(ranges_of, SharedRanges):
         ranges_of.forget(key)
     await _read_object(ranges_of, key, refs, buffers)
     left = await _damaged(key, refs, buffers)

@@ -16,7 +16,7 @@ import structlog
 
 from tidemill.base.errors import TidemillError
 from tidemill.consensus.api import Consensus, changes
-from tidemill.topics.partition.leader import LedPartition
+from tidemill.topics.partition.leader import PartitionLeader
 from tidemill.topics.partition.recovery import LOG_PREFIX, place_of
 from tidemill.topics.partition_supervisor import PartitionKey
 
@@ -27,11 +27,11 @@ Kafka's brokers do without their controller."""
 _log = structlog.get_logger()
 
 
-class Heads:
+class LeaderCheck:
     """Of one process's partitions. `lapses`: see `membership.Assignment`."""
 
     def __init__(
-        self, consensus: Consensus, led: Mapping[PartitionKey, LedPartition], lapses: Callable[[], int] = lambda: 0
+        self, consensus: Consensus, led: Mapping[PartitionKey, PartitionLeader], lapses: Callable[[], int] = lambda: 0
     ) -> None:
         self._consensus = consensus
         self._led = led

@@ -11,10 +11,10 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Missing, TidemillError, Unavailable, ends_process
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import ClosedError, MissingError, TidemillError, UnavailableError, ends_process
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.base.runtime.tasks import Tasks, keep, sentence
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.metastore import Metastore
@@ -22,17 +22,17 @@ from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.api import (
     BatchRef,
     Confirm,
-    CorruptBatch,
+    CorruptBatchError,
     Fetched,
     FetchRead,
     Here,
     Marker,
-    NotLeader,
-    OffsetOutOfRange,
+    NotLeaderError,
+    OffsetOutOfRangeError,
     PartitionOffsets,
     ProduceResult,
     ProducerStatus,
-    Within,
+    ProduceTransaction,
 )
 from tidemill.topics.batch.header import parse_header
 from tidemill.topics.batch_reads import read_batches
@@ -47,16 +47,16 @@ from tidemill.topics.l1.read_ahead import ReadAhead
 from tidemill.topics.l1.reader import L1Reader, l1_reader
 from tidemill.topics.l1.reconcile_scheduler import Rounds
 from tidemill.topics.l1.reconciler import Reconciler
-from tidemill.topics.leader_check import Heads
-from tidemill.topics.lifecycle.retention import Holds, Retainer, config_of, is_compacted
+from tidemill.topics.leader_check import LeaderCheck
+from tidemill.topics.lifecycle.retention import Retainer, RetentionHolds, config_of, is_compacted
 from tidemill.topics.membership import Alone, Assignment
-from tidemill.topics.partition.leader import LedPartition, Surroundings, no_coordinator
+from tidemill.topics.partition.leader import LeaderDeps, PartitionLeader, no_coordinator
 from tidemill.topics.partition.pending_batch import fail_future
 from tidemill.topics.partition.produce_results import producer_status
-from tidemill.topics.partition.sequence_gaps import Holes
+from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition_supervisor import PartitionKey, Supervision
-from tidemill.topics.produce.validator_pool import THREADS, Checker
-from tidemill.topics.status_report import Sums, report_marks
+from tidemill.topics.produce.validator_pool import THREADS, BatchValidator
+from tidemill.topics.status_report import TopicStatusTotals, report_marks
 
 _log = structlog.get_logger()
 
@@ -84,7 +84,7 @@ class LocalTopics:
         rand: Rand,
         assignment: Assignment | None = None,
         settings: TopicSettings | None = None,
-        tracker: Tracker | None = None,
+        tracker: StatusTracker | None = None,
         metastore: Metastore | None = None,
     ) -> None:
         """`metastore`: where the rows of L1 are; without it nothing that lies there is read."""
@@ -94,7 +94,7 @@ class LocalTopics:
         self._assignment: Assignment = assignment if assignment is not None else Alone()
         self._settings = settings if settings is not None else TopicSettings()
         self._tracker = tracker
-        self._pace = Pace(clock)
+        self._pace = CoopBudget(clock)
         self._cache = ObjectCache(self._settings.cache_bytes)
         self._writer = L0Writer(
             objects,
@@ -105,7 +105,7 @@ class LocalTopics:
             rand=rand,
             settings=self._settings,
         )
-        self._checker = Checker()
+        self._checker = BatchValidator()
         self._time_lookups = asyncio.Semaphore(THREADS)
         self._openings = asyncio.Semaphore(OPENINGS_AT_ONCE)
         self._commits = Tasks(self._partition_broke)
@@ -115,14 +115,14 @@ class LocalTopics:
         self._l1 = l1_reader(metastore, objects, clock, rand, self._ahead) if metastore is not None else None
         self._supervision = Supervision(clock, tracker, self._tasks, self._mark_of, self._reopen)
         self._marked: set[str] = set()
-        self._sums = Sums()
-        self._around = Surroundings(
+        self._sums = TopicStatusTotals()
+        self._around = LeaderDeps(
             consensus, objects, self._writer, self._checker, clock, rand, self._settings, self._commits,
             asyncio.Semaphore(self._settings.appends_at_once), self._moved, self._ask_coordinator,
             self._sums.touch if tracker is not None else lambda _: None,
         )  # fmt: skip
-        self._led: dict[PartitionKey, LedPartition] = {}
-        self._holes: dict[PartitionKey, Holes] = {}
+        self._led: dict[PartitionKey, PartitionLeader] = {}
+        self._holes: dict[PartitionKey, SequenceGaps] = {}
         self._rows: Sequence[TopicRow] = ()
         self._topics: dict[str, TopicRow] = {}
         self._refresh: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class LocalTopics:
             consensus, objects, clock, self._settings, self._assignment, self._led, self._leading,
             self._l1.rows if self._l1 is not None else None,
         )  # fmt: skip
-        self._heads = Heads(consensus, self._led, self._assignment.lapses)
+        self._heads = LeaderCheck(consensus, self._led, self._assignment.lapses)
         self._watchers: list[tuple[Moved, Listed]] = []
         self._rounds: Rounds | None = None
         self._compacted: set[str] = set()
@@ -184,7 +184,7 @@ class LocalTopics:
         self._closed = True
         self._ahead.close()
         for led in list(self._led.values()):
-            led.close(NotLeader("the node is shutting down."))
+            led.close(NotLeaderError("the node is shutting down."))
         await self._commits.drain(SHUTDOWN_S)
         self._checker.close()
         await self._writer.aclose()
@@ -204,7 +204,7 @@ class LocalTopics:
         batch: Buffer,
         *,
         sender: Hashable = None,
-        within: Within | None = None,
+        within: ProduceTransaction | None = None,
     ) -> asyncio.Future[ProduceResult]:
         try:
             led = self._leading(topic_id, partition)
@@ -228,10 +228,10 @@ class LocalTopics:
     def _remember_refused(self, topic_id: str, partition: int, batch: Buffer) -> None:
         """A batch refused before this node leads leaves a hole too: those behind it on the same connection may
         arrive after it has come to lead, and would be accepted from a producer it does not know."""
-        with contextlib.suppress(CorruptBatch):
+        with contextlib.suppress(CorruptBatchError):
             header = parse_header(batch)
             if header.producer_id >= 0 and self._settings.fault != "no-handover-gate":
-                self._holes.setdefault((topic_id, partition), Holes()).failed(
+                self._holes.setdefault((topic_id, partition), SequenceGaps()).failed(
                     header.producer_id, header.producer_epoch, header.base_sequence, self._clock.monotonic_s()
                 )
 
@@ -251,7 +251,7 @@ class LocalTopics:
         return LocalFollowing(Serving(self._open_all, self._shared, self._cache, self._l1, self._pace))
 
     async def offsets(self, topic_id: str, partition: int, *, proved: bool = False) -> PartitionOffsets:
-        """Raises NotLeader, Missing, Unavailable."""
+        """Raises NotLeaderError, MissingError, UnavailableError."""
         led = await self._opened(topic_id, partition)
         if proved:
             await led.prove()
@@ -265,7 +265,7 @@ class LocalTopics:
         return await self._first_at(led, timestamp_ms, led.state.log_start)
 
     async def _first_at(
-        self, led: LedPartition, timestamp_ms: int, start: int, *, whole: bool = False
+        self, led: PartitionLeader, timestamp_ms: int, start: int, *, whole: bool = False
     ) -> tuple[int, int] | None:
         """`whole`: in a batch within which the log starts a record below that may be the answer too."""
         floor = 0 if whole or self._settings.fault == "below-start" else start
@@ -285,7 +285,7 @@ class LocalTopics:
                 return first
             start = floor = ref.base_offset + ref.record_count
 
-    async def _batch_at(self, led: LedPartition, timestamp_ms: int, start: int) -> BatchRef | None:
+    async def _batch_at(self, led: PartitionLeader, timestamp_ms: int, start: int) -> BatchRef | None:
         state = led.state
         index = state.batch_for_time(timestamp_ms, start)
         ref = state.ref(index) if index is not None else None
@@ -296,7 +296,7 @@ class LocalTopics:
 
     def _in_l1(self) -> L1Reader:
         if self._l1 is None:
-            raise Unavailable("this process does not read L1.")
+            raise UnavailableError("this process does not read L1.")
         return self._l1
 
     async def newest_time(self, topic_id: str, partition: int) -> tuple[int, int] | None:
@@ -313,7 +313,7 @@ class LocalTopics:
         high_watermark = led.state.high_watermark
         wanted = high_watermark if before_offset == -1 else before_offset
         if not 0 <= wanted <= high_watermark:
-            raise OffsetOutOfRange(f"the log cannot start there: offset={before_offset} end={high_watermark}.")
+            raise OffsetOutOfRangeError(f"the log cannot start there: offset={before_offset} end={high_watermark}.")
         if wanted > led.state.log_start:
             await self._retainer.check_unread(self._topics[topic_id], partition, wanted)
             await led.started_at(wanted)
@@ -328,7 +328,7 @@ class LocalTopics:
         self._confirm = confirm
 
     async def _ask_coordinator(
-        self, within: Within, producer_id: int, epoch: int, topic_id: str, partition: int
+        self, within: ProduceTransaction, producer_id: int, epoch: int, topic_id: str, partition: int
     ) -> None:
         await self._confirm(within, producer_id, epoch, topic_id, partition)
 
@@ -368,7 +368,7 @@ class LocalTopics:
         if under_way is not None:
             await asyncio.wait([under_way])
         if self._closed:
-            raise Closed("the topics of this node were closed.")
+            raise ClosedError("the topics of this node were closed.")
         if self._refresh is None:
             self._refresh = self._tasks.spawn(self._read_catalogue(), name=REFRESH)
         await asyncio.shield(self._refresh)
@@ -390,7 +390,7 @@ class LocalTopics:
             listed(self._topics)
         for (topic_id, partition), led in list(self._led.items()):
             if led.is_open and topic_id not in self._topics:
-                led.close(Missing(f"the topic was deleted: topic_id={topic_id} partition={partition}."))
+                led.close(MissingError(f"the topic was deleted: topic_id={topic_id} partition={partition}."))
 
     def _reconfigure(self, before: Mapping[str, TopicRow]) -> None:
         """Open partitions follow their topic's config."""
@@ -413,7 +413,7 @@ class LocalTopics:
             else:
                 self._works("topics:catalogue")
 
-    def hold(self, holds: Holds) -> None:
+    def hold(self, holds: RetentionHolds) -> None:
         """Ask `holds` before anything is taken from a topic."""
         self._retainer.holds = holds
 
@@ -445,40 +445,43 @@ class LocalTopics:
                 await self._heads.look()
             self._works("topics:leaders")
 
-    def _leading(self, topic_id: str, partition: int) -> LedPartition:
-        """The led partition, opening if need be. Plain: what it reserves next keeps its place. Raises NotLeader."""
+    def _leading(self, topic_id: str, partition: int) -> PartitionLeader:
+        """The led partition, opening if need be. Plain: what it reserves next keeps its place. Raises
+        NotLeaderError."""
         led = self._led.get((topic_id, partition))
         if led is not None:
             return led
         if self._closed:
-            raise NotLeader("the node is shutting down.")
+            raise NotLeaderError("the node is shutting down.")
         leader = self._assignment.leader_of(topic_id, partition)
         if leader != self._assignment.node:
             self._assignment.poke()
-            raise NotLeader(f"another node leads: partition={topic_id}/{partition} leader={leader}.", leader=leader)
+            raise NotLeaderError(
+                f"another node leads: partition={topic_id}/{partition} leader={leader}.", leader=leader
+            )
         self._supervision.check((topic_id, partition))
         return self._lead(topic_id, partition)
 
-    def _lead(self, topic_id: str, partition: int) -> LedPartition:
-        holes = self._holes.setdefault((topic_id, partition), Holes())
-        led = LedPartition(topic_id, partition, self._around, holes, self._stopped)
+    def _lead(self, topic_id: str, partition: int) -> PartitionLeader:
+        holes = self._holes.setdefault((topic_id, partition), SequenceGaps())
+        led = PartitionLeader(topic_id, partition, self._around, holes, self._stopped)
         self._led[topic_id, partition] = led
         self._tasks.spawn(self._open(led), name=f"open {topic_id}/{partition}")
         return led
 
-    async def _open(self, led: LedPartition) -> None:
+    async def _open(self, led: PartitionLeader) -> None:
         try:
             if not self._exists(led):
                 await self.refresh()
         except TidemillError as error:
             led.fault = error
-            led.close(Unavailable(f"the catalogue cannot be read: cause={error}", fix="Retry."))
+            led.close(UnavailableError(f"the catalogue cannot be read: cause={error}", fix="Retry."))
             return
         except asyncio.CancelledError:
-            led.close(NotLeader("the node is shutting down."))
+            led.close(NotLeaderError("the node is shutting down."))
             raise
         if not self._exists(led):
-            led.close(Missing(f"no such partition: topic_id={led.topic_id} partition={led.partition}."))
+            led.close(MissingError(f"no such partition: topic_id={led.topic_id} partition={led.partition}."))
         elif led.closed_error is None:
             led.config = config_of(self._topics[led.topic_id])
             async with self._openings:
@@ -488,17 +491,17 @@ class LocalTopics:
             if led.is_open:
                 self._supervision.opened((led.topic_id, led.partition))
 
-    def _exists(self, led: LedPartition) -> bool:
+    def _exists(self, led: PartitionLeader) -> bool:
         row = self._topics.get(led.topic_id)
         return row is not None and 0 <= led.partition < row.partitions
 
-    async def _opened(self, topic_id: str, partition: int) -> LedPartition:
+    async def _opened(self, topic_id: str, partition: int) -> PartitionLeader:
         await self._heads.sure()
         led = self._leading(topic_id, partition)
         await led.opened()
         return led
 
-    def _stopped(self, led: LedPartition, error: TidemillError) -> None:
+    def _stopped(self, led: PartitionLeader, error: TidemillError) -> None:
         key = (led.topic_id, led.partition)
         if self._led.get(key) is led:
             del self._led[key]
@@ -506,9 +509,9 @@ class LocalTopics:
             self._supervision.failed(key, led.fault)
             return
         self._supervision.healed(key)
-        if isinstance(error, NotLeader):
+        if isinstance(error, NotLeaderError):
             self._assignment.poke()
-        if isinstance(error, Missing):
+        if isinstance(error, MissingError):
             self._holes.pop(key, None)
 
     def _reopen(self, key: PartitionKey) -> None:
@@ -530,10 +533,10 @@ class LocalTopics:
         led = self._led.get((topic_id, int(partition))) if partition.isdigit() else None
         if led is not None:
             led.fault = error
-            led.close(Unavailable(f"the partition failed: task={name} cause={error!r}", fix="Retry."))
+            led.close(UnavailableError(f"the partition failed: task={name} cause={error!r}", fix="Retry."))
 
     def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
-        tracker = self._tracker if self._tracker is not None else Tracker()
+        tracker = self._tracker if self._tracker is not None else StatusTracker()
         self._tasks.spawn(keep(mark, body, tracker=tracker, clock=self._clock), name=mark)
 
     def _reassigned(self) -> None:
@@ -541,7 +544,7 @@ class LocalTopics:
         for (topic_id, partition), led in list(self._led.items()):
             leader = self._assignment.leader_of(topic_id, partition)
             if leader != self._assignment.node:
-                led.close(NotLeader(f"the partition moved: partition={topic_id}/{partition}.", leader=leader))
+                led.close(NotLeaderError(f"the partition moved: partition={topic_id}/{partition}.", leader=leader))
 
     # fetch ----------------------------------------------------------------------------------------
     async def _open_all(self, reads: Sequence[FetchRead], until_s: float) -> list[Led]:
@@ -559,12 +562,12 @@ class LocalTopics:
                 await pace.rest()
         limit_s = max(until_s, asyncio.get_running_loop().time() + 1.0)
         for index, led in enumerate(found):
-            if isinstance(led, LedPartition) and not led.is_open:
+            if isinstance(led, PartitionLeader) and not led.is_open:
                 try:
                     async with asyncio.timeout_at(limit_s):
                         await led.opened()
                 except TimeoutError:
-                    found[index] = Unavailable(f"the partition is being opened: {led.topic_id}/{led.partition}.")
+                    found[index] = UnavailableError(f"the partition is being opened: {led.topic_id}/{led.partition}.")
                 except TidemillError as error:
                     found[index] = error
         return found

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from tidemill.base.errors import Conflict, Missing
+from tidemill.base.errors import ConflictError, MissingError
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.l0.format import PREFIX, encode_footer
 from tidemill.topics.partition.state import PartitionState
@@ -38,10 +38,10 @@ async def is_let_go(objects: ObjectStore, key: str) -> bool:
 
 
 async def let_go(objects: ObjectStore, key: str) -> None:
-    """Idempotent. Raises Conflict where the object is there."""
+    """Idempotent. Raises ConflictError where the object is there."""
     try:
         await objects.put(key, STAND_IN)
-    except Conflict:
+    except ConflictError:
         if not await is_let_go(objects, key):
             raise
 
@@ -72,5 +72,5 @@ async def _looked_at(objects: ObjectStore, key: str) -> bool | None:
         return None
     try:
         return True if await objects.get(key) == STAND_IN else None
-    except Missing:
+    except MissingError:
         return False

@@ -27,10 +27,10 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Fenced, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, FencedError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import LEASE_TTL_MS
 from tidemill.base.runtime.tasks import Tasks, keep, sentence
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease, LogHead
 
 _log = structlog.get_logger()
@@ -138,7 +138,7 @@ class Membership:
         *,
         ttl_ms: int = LEASE_TTL_MS,
         poll_s: float = POLL_S,
-        tracker: Tracker | None = None,
+        tracker: StatusTracker | None = None,
     ) -> None:
         self.node = node
         self._consensus = consensus
@@ -166,13 +166,13 @@ class Membership:
         self._kept_until_s = 0.0
         """Until then a member stays one though its lease ran out (N4)."""
         self._left = False
-        self._tracker = tracker if tracker is not None else Tracker()
+        self._tracker = tracker if tracker is not None else StatusTracker()
         self._tasks = Tasks(self._unit_broke)
-        self.superseded: Fenced | None = None
+        self.superseded: FencedError | None = None
         """Set once a later process has taken this node's name: this one leads nothing any more and should exit."""
 
     async def start(self, *, join: bool = True) -> None:
-        """Register, see the others, and `join` them. Raises Unavailable: call it again."""
+        """Register, see the others, and `join` them. Raises UnavailableError: call it again."""
         await self._register()
         await self._look()
         if join:
@@ -181,8 +181,8 @@ class Membership:
         self._keep("membership:changes", self._hear)
 
     async def join(self) -> None:
-        """Take the lease: from here on this node is given partitions, and clients are sent to it. Raises Unavailable:
-        call it again."""
+        """Take the lease: from here on this node is given partitions, and clients are sent to it. Raises
+        UnavailableError: call it again."""
         await self._acquire()
         await self._announce()
         await self._look()
@@ -261,18 +261,19 @@ class Membership:
 
     # telling the others ----------------------------------------------------------------------------
     async def _announce(self) -> None:
-        """This node came or leaves: the others look at once. Who does not hear it has its poll. Raises Unavailable."""
+        """This node came or leaves: the others look at once. Who does not hear it has its poll. Raises
+        UnavailableError."""
         head = await self._consensus.log_head(CHANGES_LOG)
         for _ in range(ANNOUNCE_TRIES):
             try:
                 head = await self._consensus.append(CHANGES_LOG, 0, head.next, [self.node.encode()], self._rand.nonce())
                 await self._consensus.truncate(CHANGES_LOG, head.next - 1)
                 return
-            except Conflict as other:
+            except ConflictError as other:
                 if not isinstance(other.current, LogHead):
                     raise
                 head = other.current
-            except Unknown:
+            except UnknownOutcomeError:
                 return
 
     async def _hear(self) -> None:
@@ -297,7 +298,7 @@ class Membership:
                 version = await self._consensus.cas(
                     NODES_REGISTER, found.seq if found else 0, msgspec.msgpack.encode(ids), nonce
                 )
-            except (Conflict, Unknown):
+            except (ConflictError, UnknownOutcomeError):
                 # A lost answer costs an epoch, nothing else: epochs only need to grow.
                 continue
             self._ids, self._epoch = ids, version.seq + (int(base.data) if base is not None else 0)
@@ -311,13 +312,13 @@ class Membership:
                 self._lease = await self._consensus.acquire(name, self._holder, self._ttl_ms, info)
                 self._renewed_s = asked_s
                 return
-            except Conflict as conflict:
+            except ConflictError as conflict:
                 current = conflict.current
                 if not isinstance(current, Lease):
                     raise
                 _log.info("taking over the lease of an earlier process of this node", node=self.node)
                 await self._consensus.release(name, current.holder, current.term)
-            except Unknown:
+            except UnknownOutcomeError:
                 await asyncio.sleep(EAGER_POLL_GAP_S)
 
     async def _keep_lease(self) -> None:
@@ -335,18 +336,18 @@ class Membership:
                     self._lapses += 2  # one more than while it had run out
                 self._renewed_s = asked_s
                 self._tracker.heal("membership:lease")
-            except Conflict as conflict:
+            except ConflictError as conflict:
                 # N3: a later process has this name; two that kept taking it back would serve nobody.
                 _log.error("another process runs under this node's name; this one stops", node=self.node)
                 self._set_members(())
-                self.superseded = Fenced(
+                self.superseded = FencedError(
                     f"another process took this node's name: node={self.node}.",
                     current=conflict.current,
                     fix="Give every node a name of its own.",
                 )
                 self._wake.set()
                 return
-            except (Unavailable, Unknown) as error:
+            except (UnavailableError, UnknownOutcomeError) as error:
                 _log.warning("lease not renewed", node=self.node, cause=str(error))
 
     async def _keep_view(self) -> None:
@@ -361,7 +362,7 @@ class Membership:
             try:
                 await self._look()
                 self._tracker.heal("membership:view")
-            except (Unavailable, Unknown) as error:
+            except (UnavailableError, UnknownOutcomeError) as error:
                 _log.warning("members not read", node=self.node, cause=str(error))
 
     def _answered(self) -> float:

@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Sequence
 from math import inf
 
-from tidemill.base.errors import Corrupt, Invalid, TidemillError
+from tidemill.base.errors import CorruptError, InvalidError, TidemillError
 from tidemill.consensus.api import Consensus
 from tidemill.objects.store import ObjectStore
-from tidemill.topics.api import BatchRef, OffsetOutOfRange
+from tidemill.topics.api import BatchRef, OffsetOutOfRangeError
 from tidemill.topics.batch_reads import read_batches
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.partition.recovery import catch_up, partition_log
@@ -56,13 +56,13 @@ class PartitionReaderImpl:
             state = await self._follow(topic_id, partition)
         try:
             return await self._plan(topic_id, partition, state, start, end)
-        except Corrupt:
+        except CorruptError:
             # Retention may have taken extents since: the log tells how far, and what is left must be there.
             return await self._plan(topic_id, partition, await self._follow(topic_id, partition), start, end)
 
     async def _plan(self, topic_id: str, partition: int, state: PartitionState, start: int, end: int) -> list[BatchRef]:
         if end > state.last_stable:
-            raise OffsetOutOfRange(
+            raise OffsetOutOfRangeError(
                 f"the range passes what is committed: end={end} last_stable={state.last_stable} "
                 f"high_watermark={state.high_watermark} partition={topic_id}/{partition}."
             )
@@ -75,7 +75,7 @@ class PartitionReaderImpl:
         if start >= boundary:
             return hot
         if self._l1 is None:
-            raise Invalid(f"this reader has no rows of L1: partition={topic_id}/{partition}.")
+            raise InvalidError(f"this reader has no rows of L1: partition={topic_id}/{partition}.")
         aborted = state.aborted.copy()
         past = await self._l1.plan(topic_id, partition, start, boundary)
         return [aborted.told(ref) for ref in past] + hot
@@ -88,7 +88,7 @@ class PartitionReaderImpl:
 
     async def _follow(self, topic_id: str, partition: int) -> PartitionState:
         if self._consensus is None:
-            raise Invalid("this reader has no consensus.", fix="Plan on the driver; executors only read.")
+            raise InvalidError("this reader has no consensus.", fix="Plan on the driver; executors only read.")
         log = partition_log(topic_id, partition)
         # One replay at a time per partition: the state has one owner.
         async with self._locks.setdefault(log, asyncio.Lock()):

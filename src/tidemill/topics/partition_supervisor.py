@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Unavailable
-from tidemill.base.runtime.tasks import Restarts, Tasks, parks, sentence
-from tidemill.base.status.status import Tracker
+from tidemill.base.errors import UnavailableError
+from tidemill.base.runtime.tasks import Backoff, Tasks, parks, sentence
+from tidemill.base.status.status import StatusTracker
 
 PartitionKey = tuple[str, int]
 
@@ -34,7 +34,7 @@ TOGETHER = "topics"
 class _Failing:
     def __init__(self) -> None:
         self.mark = ""
-        self.restarts = Restarts(FIRST_REOPEN_S, LONGEST_REOPEN_S)
+        self.restarts = Backoff(FIRST_REOPEN_S, LONGEST_REOPEN_S)
         self.tries = 0
         self.error = ""
         self.parked = False
@@ -48,7 +48,7 @@ class Supervision:
     def __init__(
         self,
         clock: Clock,
-        tracker: Tracker | None,
+        tracker: StatusTracker | None,
         tasks: Tasks,
         mark_of: Callable[[PartitionKey], str],
         reopen: Callable[[PartitionKey], None],
@@ -63,10 +63,10 @@ class Supervision:
         """mark → failing partitions that it tells of"""
 
     def check(self, key: PartitionKey) -> None:
-        """Raises Unavailable while the partition waits for its next try."""
+        """Raises UnavailableError while the partition waits for its next try."""
         failing = self._failing.get(key)
         if failing is not None and failing.waiting:
-            raise Unavailable(f"the partition failed: {key[0]}/{key[1]} cause={failing.error}", fix="Retry.")
+            raise UnavailableError(f"the partition failed: {key[0]}/{key[1]} cause={failing.error}", fix="Retry.")
 
     def marks(self) -> set[str]:
         """The marks that say of a failing partition what happened to it."""

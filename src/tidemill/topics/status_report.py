@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from heapq import nlargest
 
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.l0.writer import L0Writer
-from tidemill.topics.partition.leader import LedPartition
+from tidemill.topics.partition.leader import PartitionLeader
 from tidemill.topics.partition_supervisor import TOGETHER
 
 OWN_MARKS = 200
@@ -39,7 +39,7 @@ class Sum:
         self.count += count
 
 
-class Sums:
+class TopicStatusTotals:
     """Where the topics of one process stand. Only what was touched since the last look is added up anew."""
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class Sums:
         """topic id → of its open partitions here"""
         self.all = Sum()
         self.behind: set[str] = set()
-        self._touched: set[LedPartition] = set()
-        self._counted: dict[LedPartition, tuple[int, int, int]] = {}
+        self._touched: set[PartitionLeader] = set()
+        self._counted: dict[PartitionLeader, tuple[int, int, int]] = {}
 
-    def touch(self, led: LedPartition) -> None:
+    def touch(self, led: PartitionLeader) -> None:
         """It moved, or was opened or closed. A plain call, on the path of a produce."""
         self._touched.add(led)
 
@@ -78,8 +78,8 @@ class Sums:
 
 
 def report_marks(
-    tracker: Tracker,
-    sums: Sums,
+    tracker: StatusTracker,
+    sums: TopicStatusTotals,
     topics: Mapping[str, TopicRow],
     writer: L0Writer,
     now_ms: int,

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from tidemill.base.address import Address
 from tidemill.base.config.section import NAME, NOT_A_NAME, Section
 from tidemill.base.config.shapes import ShapeSection, ShapesSection, SigningSection
-from tidemill.base.errors import Invalid, nearest
+from tidemill.base.errors import InvalidError, nearest
 from tidemill.base.pgtypes.avro import AVRO
 
 DEFAULT_FILE = "tidemill.toml"
@@ -368,20 +368,20 @@ def exposed(config: Config) -> list[str]:
 def load(path: Path | None = None, *, environ: Mapping[str, str] | None = None) -> Config:
     """Read the file (default ./tidemill.toml, which may be absent) and the environment.
 
-    Raises Invalid with one sentence that names the key and says what to write.
+    Raises InvalidError with one sentence that names the key and says what to write.
     """
     environ = os.environ if environ is None else environ
     chosen = path or Path(environ.get("TIDEMILL_CONFIG", DEFAULT_FILE))
     if not chosen.exists():
         if path is not None or "TIDEMILL_CONFIG" in environ:
-            raise Invalid(f"no such configuration file: path={chosen}.", fix="Create it, or leave --config out.")
+            raise InvalidError(f"no such configuration file: path={chosen}.", fix="Create it, or leave --config out.")
         text = ""
     else:
         text = _text(chosen)
     try:
         values = tomllib.loads(_VARIABLE.sub(lambda m: _variable(m.group(1), environ), text))
     except tomllib.TOMLDecodeError as error:
-        raise Invalid(f"{chosen} is not TOML: {error}.", fix="Correct that line.") from error
+        raise InvalidError(f"{chosen} is not TOML: {error}.", fix="Correct that line.") from error
     _overlay(values, environ)
     return parse(values, origin=str(chosen))
 
@@ -395,8 +395,8 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
         if first["type"] == "extra_forbidden":
             near = _nearest(first["loc"])
             fix = f"Write {near}, or remove it." if near else "Remove it, or correct its spelling."
-            raise Invalid(f"unknown key in {origin}: {key}.", fix=fix) from error
-        raise Invalid(f"bad value in {origin}: {key}: {first['msg']}.", fix=f"Correct {key}.") from error
+            raise InvalidError(f"unknown key in {origin}: {key}.", fix=fix) from error
+        raise InvalidError(f"bad value in {origin}: {key}: {first['msg']}.", fix=f"Correct {key}.") from error
     base = Path(origin).parent if origin else Path()
     pipelines = {
         name: section.model_copy(update={"file": str((base / section.file).absolute())})
@@ -428,40 +428,40 @@ def protocols(config: Config) -> list[str]:
 
 
 def _secure(config: Config, origin: str) -> None:
-    """Raises Invalid where what is asked for lacks what it needs."""
+    """Raises InvalidError where what is asked for lacks what it needs."""
     tls, oauth, used = config.security.tls, config.security.oauth, protocols(config)
     over_tls = [f"kafka.security={protocol}" for protocol in used if protocol.endswith("ssl")]
     over_tls += ["http.tls=true"] if config.http.tls else []
     if over_tls and not (tls.certificate and tls.key):
-        raise Invalid(
+        raise InvalidError(
             f"no certificate for TLS in {origin}: {over_tls[0]}.",
             fix="Set security.tls.certificate and security.tls.key to PEM files.",
         )
     sources = [key for key in ("jwks_file", "jwks_url", "secret") if getattr(oauth, key)]
     if len(sources) > 1:
-        raise Invalid(f"keys of tokens in more than one place in {origin}: {sources}.", fix="Leave one of them.")
+        raise InvalidError(f"keys of tokens in more than one place in {origin}: {sources}.", fix="Leave one of them.")
     if (
         any(protocol.startswith("sasl") for protocol in used)
         and "OAUTHBEARER" in config.security.sasl.mechanisms
         and not sources
     ):
-        raise Invalid(
+        raise InvalidError(
             f"OAUTHBEARER without keys in {origin}: security.sasl.mechanisms.",
             fix="Set security.oauth.jwks_file, security.oauth.jwks_url or security.oauth.secret.",
         )
     for name, shape in config.shape.items():
         if shape.claims and not config.http.authenticate:
-            raise Invalid(
+            raise InvalidError(
                 f"a shape is bound to claims, and nobody is asked for any in {origin}: shape.{name}.params.",
                 fix="Set http.authenticate = true.",
             )
 
 
 def _registered(config: Config, origin: str) -> None:
-    """Raises Invalid where a capture's topics would have schemas that nobody keeps."""
+    """Raises InvalidError where a capture's topics would have schemas that nobody keeps."""
     for name, section in config.capture.items():
         if section.envelope == AVRO and not config.registry.enabled:
-            raise Invalid(
+            raise InvalidError(
                 f"the registry that keeps the schemas of Avro is off in {origin}: capture.{name}.envelope={AVRO}.",
                 fix='Set registry.enabled = true, or envelope = "debezium".',
             )
@@ -485,7 +485,7 @@ def drivers(config: Config) -> dict[str, list[str]]:
 
 
 def _agree(config: Config, driver: str, names: list[str], origin: str) -> None:
-    """Raises Invalid where pipelines of one driver ask for two kinds of it: there is one session, with one JVM."""
+    """Raises InvalidError where pipelines of one driver ask for two kinds of it: there is one session, with one JVM."""
 
     def asked(name: str) -> dict[str, object]:
         section = config.pipeline[name].spark
@@ -497,7 +497,7 @@ def _agree(config: Config, driver: str, names: list[str], origin: str) -> None:
         other = asked(name)
         different = sorted(key for key in first | other if first.get(key) != other.get(key))
         if different:
-            raise Invalid(
+            raise InvalidError(
                 f"pipelines of one driver share its Spark session, and differ in {origin}: driver={driver}"
                 f" pipelines={names[0]},{name} spark.{different[0]}.",
                 fix=f"Give pipeline.{name} the same spark.{different[0]}, or another driver.",
@@ -535,14 +535,14 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise Invalid(
+        raise InvalidError(
             f"the configuration cannot be read: path={path} reason={reason}.", fix="Name a readable TOML file."
         ) from error
 
 
 def _variable(name: str, environ: Mapping[str, str]) -> str:
     if name not in environ:
-        raise Invalid(f"the configuration names ${{{name}}}, which is not set.", fix=f"Export {name}.")
+        raise InvalidError(f"the configuration names ${{{name}}}, which is not set.", fix=f"Export {name}.")
     return environ[name].replace("\\", "\\\\").replace('"', '\\"')
 
 
@@ -555,7 +555,7 @@ def _overlay(values: dict[str, Any], environ: Mapping[str, str]) -> None:
         for part in path:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
-                raise Invalid(
+                raise InvalidError(
                     f"the environment goes below a plain value: variable={variable} key={part}.",
                     fix=f"Unset it, or make {part} a section of the file.",
                 )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tidemill.base.pgtypes.text import BLANKS, Refused
+from tidemill.base.pgtypes.text import BLANKS, InvalidTextError
 
 ARRAY_CHARS = 100_000
 """Some 20 ms."""
@@ -28,9 +28,9 @@ class Bounded(list[Any]):
 
 def read_array(text: str, read: Callable[[str], Any]) -> list[Any]:
     """Elements go through `read`, NULL becomes None; `Bounded` where the lower bounds are given and not 1. Raises
-    Refused, and what `read` raises."""
+    InvalidTextError, and what `read` raises."""
     if len(text) > ARRAY_CHARS:
-        raise Refused(f"an array of more than {ARRAY_CHARS} characters is not supported")
+        raise InvalidTextError(f"an array of more than {ARRAY_CHARS} characters is not supported")
     body, whole, before = text.strip(BLANKS), list[Any](), ""
     flat = _FLAT.match(body)
     if flat:  # most are: twice as fast
@@ -78,5 +78,5 @@ def _element(quoted: str | None, plain: str | None, read: Callable[[str], Any]) 
     return read(_ESCAPED.sub(r"\1", text) if "\\" in text else text)
 
 
-def _malformed(text: str) -> Refused:
-    return Refused(f'malformed array literal: "{text}"')
+def _malformed(text: str) -> InvalidTextError:
+    return InvalidTextError(f'malformed array literal: "{text}"')

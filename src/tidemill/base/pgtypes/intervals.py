@@ -11,7 +11,7 @@ import math
 import re
 from typing import NamedTuple
 
-from tidemill.base.pgtypes.text import BLANKS, DAY_US, Refused
+from tidemill.base.pgtypes.text import BLANKS, DAY_US, InvalidTextError
 
 MONTH_DAYS = 30
 """For comparisons."""
@@ -31,11 +31,11 @@ def interval_span(value: Interval) -> int | float:
 
 
 def checked(months: int, days: int, micros: int) -> Interval:
-    """Raises Refused."""
+    """Raises InvalidTextError."""
     if not (
         -(1 << 31) < months < (1 << 31) - 1 and -(1 << 31) < days < (1 << 31) - 1 and -(1 << 63) < micros < 1 << 63
     ):
-        raise Refused("interval out of range")
+        raise InvalidTextError("interval out of range")
     return Interval(months, days, micros)
 
 
@@ -67,7 +67,7 @@ _INFINITE = {
 
 
 def read_interval(text: str) -> Interval:
-    """Raises Refused."""
+    """Raises InvalidTextError."""
     word = text.strip(BLANKS)
     infinite = _INFINITE.get(word.lower())
     if infinite is not None:
@@ -120,5 +120,5 @@ def _read_quantities(text: str, word: str) -> Interval:
     return checked(months, days, micros)
 
 
-def _syntax(text: str) -> Refused:
-    return Refused(f'invalid input syntax for type interval, or a form that is not supported: "{text}"')
+def _syntax(text: str) -> InvalidTextError:
+    return InvalidTextError(f'invalid input syntax for type interval, or a form that is not supported: "{text}"')

@@ -14,7 +14,7 @@
 
 All that sessions print under DateStyle ISO, bytea_output hex and TimeZone UTC is read, and what people write in its
 stead; of the input functions' further words (`now`, `Jan 8`, `0x1F`, `1_000`) nothing. Digits and blanks are ASCII's.
-What is not read raises `Refused`, with PostgreSQL's message. Columns of ordinary values are read by Arrow
+What is not read raises `InvalidTextError`, with PostgreSQL's message. Columns of ordinary values are read by Arrow
 (`shards/parts/pg_columns`), which takes the same text for the same values; these functions read what it does not know.
 """
 
@@ -81,16 +81,16 @@ _INFINITE = {"infinity": math.inf, "+infinity": math.inf, "-infinity": -math.inf
 _MONTH_DAYS = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
 
-class Refused(ValueError):
+class InvalidTextError(ValueError):
     """The text is no such value, or the value does not fit its type: PostgreSQL raises an error here."""
 
 
-def _syntax(type_name: str, text: str) -> Refused:
-    return Refused(f'invalid input syntax for type {DISPLAY.get(type_name, type_name)}: "{text}"')
+def _syntax(type_name: str, text: str) -> InvalidTextError:
+    return InvalidTextError(f'invalid input syntax for type {DISPLAY.get(type_name, type_name)}: "{text}"')
 
 
-def _field(text: str) -> Refused:
-    return Refused(f'date/time field value out of range: "{text}"')
+def _field(text: str) -> InvalidTextError:
+    return InvalidTextError(f'date/time field value out of range: "{text}"')
 
 
 def read_text(text: str) -> str:
@@ -109,7 +109,7 @@ def read_bool(text: str) -> bool:
 def check_integer(name: str, value: int) -> int:
     bound = INTEGERS[name]
     if not -bound <= value < bound:
-        raise Refused(f"{DISPLAY[name]} out of range")
+        raise InvalidTextError(f"{DISPLAY[name]} out of range")
     return value
 
 
@@ -120,7 +120,7 @@ def _read_integer(name: str) -> Callable[[str], int]:
         if not looks(text):
             raise _syntax(name, text)
         if len(text) > INTEGER_DIGITS:  # Python refuses to read very long ones
-            raise Refused(f"{DISPLAY[name]} out of range")
+            raise InvalidTextError(f"{DISPLAY[name]} out of range")
         value = int(text)
         return value if -bound <= value < bound else check_integer(name, value)
 
@@ -142,8 +142,8 @@ def read_numeric(text: str) -> Decimal:
         raise too_wide() from error
 
 
-def too_wide() -> Refused:
-    return Refused(f"a number of more than {NUMERIC_DIGITS} digits is not supported")
+def too_wide() -> InvalidTextError:
+    return InvalidTextError(f"a number of more than {NUMERIC_DIGITS} digits is not supported")
 
 
 def check_numeric(value: Decimal) -> Decimal:
@@ -161,7 +161,7 @@ def read_float8(text: str) -> float:
         raise _syntax("float8", text)
     value = float(word)
     if math.isinf(value) or (value == 0 and _NONZERO.match(word)):
-        raise Refused(f'"{text}" is out of range for type double precision')
+        raise InvalidTextError(f'"{text}" is out of range for type double precision')
     return value
 
 
@@ -169,9 +169,9 @@ def to_float4(value: float) -> float:
     try:
         result = float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError as error:
-        raise Refused("value out of range: overflow") from error
+        raise InvalidTextError("value out of range: overflow") from error
     if result == 0 and value != 0:
-        raise Refused("value out of range: underflow")
+        raise InvalidTextError("value out of range: underflow")
     return result
 
 
@@ -182,7 +182,7 @@ def read_float4(text: str) -> float:
 
 
 def nearest_float4(exact: Decimal | int, value: float) -> float:
-    """The single nearest to `exact`, of which `value` is the nearest double. Raises Refused."""
+    """The single nearest to `exact`, of which `value` is the nearest double. Raises InvalidTextError."""
     near = to_float4(value)
     if near == value or value == exact:
         return near
@@ -205,7 +205,7 @@ def read_uuid(text: str) -> str:
 
 def read_bytea(text: str) -> bytes:
     if not text.startswith("\\x"):
-        raise Refused(f'bytea is read in the hex format only: "{text}"')
+        raise InvalidTextError(f'bytea is read in the hex format only: "{text}"')
     try:
         return bytes.fromhex(text[2:])
     except ValueError as error:
@@ -245,7 +245,7 @@ def _days(text: str, year: int, month: int, day: int, bc: bool) -> int:
         raise _field(text)
     days = days_of(year, month, day)
     if days not in DAYS:
-        raise Refused(f'date out of range: "{text}"')
+        raise InvalidTextError(f'date out of range: "{text}"')
     return days
 
 
@@ -303,11 +303,11 @@ def _read_moment(text: str, name: str) -> int | float:
     if sign:
         hour, minute, second = int(hours), int(minutes or 0), int(seconds or 0)
         if hour > 15 or minute > 59 or second > 59:
-            raise Refused(f'time zone displacement out of range: "{text}"')
+            raise InvalidTextError(f'time zone displacement out of range: "{text}"')
         if name == "timestamptz":
             micros -= (1 if sign == "+" else -1) * ((hour * 60 + minute) * 60 + second) * 1_000_000
     if micros not in MOMENTS:
-        raise Refused(f'timestamp out of range: "{text}"')
+        raise InvalidTextError(f'timestamp out of range: "{text}"')
     return micros
 
 

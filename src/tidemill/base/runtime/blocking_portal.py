@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
-from tidemill.base.errors import Closed
+from tidemill.base.errors import ClosedError
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ CLOSE_S = 5.0
 """What runs on the loop when it is closed is cancelled, and has this long to end."""
 
 
-class Portal:
+class BlockingPortal:
     """`call(coroutine)` runs it on the portal's loop and returns its result, or raises its error.
 
     No caller outlives the loop: `close` cancels what runs, and a thread that waits in `call` gets CancelledError.
@@ -40,15 +40,15 @@ class Portal:
         return threading.current_thread() is self._thread
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Raises what the coroutine raises, TimeoutError, Closed when the portal is; CancelledError when it closes.
-        RuntimeError in the loop's own thread, which would wait for itself."""
+        """Raises what the coroutine raises, TimeoutError, ClosedError when the portal is; CancelledError when it
+        closes. RuntimeError in the loop's own thread, which would wait for itself."""
         if self.is_here:
             coroutine.close()
             raise RuntimeError("the loop's own thread would wait for itself")
         with self._lock:  # one that is closing either sees this call, or refuses it
             if self._closing:
                 coroutine.close()
-                raise Closed("the event loop of this process is closed.")
+                raise ClosedError("the event loop of this process is closed.")
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             self._waiting.add(future)
         try:

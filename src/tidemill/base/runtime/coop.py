@@ -1,7 +1,7 @@
 """Giving the event loop its turn inside long plain work: stretches are bounded by time, not by a guess.
 
-One `Pace` is shared by all work of one kind, for a hundred tasks that took a stretch each would be one long stretch:
-in one turn of the loop they have one together, and who waits gets it in the order of coming.
+One `CoopBudget` is shared by all work of one kind, for a hundred tasks that took a stretch each would be one long
+stretch: in one turn of the loop they have one together, and who waits gets it in the order of coming.
 
 P1  Who rests after working goes behind all who wait; who was called and found the stretch used up keeps its place.
 P2  While anybody waits, a turn's stretch begins with one who was called: whoever comes new before it waits too.
@@ -25,7 +25,7 @@ _KEPT = -inf
 """No stretch has begun, and only one who was called may begin it."""
 
 
-class Pace:
+class CoopBudget:
     """`if pace.due: await pace.rest()` between two elements of the work, and before the first where many may begin."""
 
     def __init__(self, clock: Clock, stretch_s: float = STRETCH_S) -> None:

@@ -13,8 +13,8 @@ from typing import TypeVar
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Unavailable, Unknown
-from tidemill.base.runtime.tasks import Restarts, sentence
+from tidemill.base.errors import UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.tasks import Backoff, sentence
 
 T = TypeVar("T")
 
@@ -24,19 +24,19 @@ SLOW_S = 2.0
 log = structlog.get_logger()
 
 
-async def patiently(
+async def open_with_retry(
     opening: Callable[[], Awaitable[T]], clock: Clock, *, waiting: Callable[[str], None], longest_s: float = 5.0
 ) -> T:
     """The result of `opening`, tried again while it is Unavailable or Unknown; `waiting(sentence)` is told each time,
     and `""` when it opened. Raises what waiting cannot mend (Invalid, Corrupt)."""
-    restarts = Restarts(0.25, longest_s)
+    restarts = Backoff(0.25, longest_s)
     loop = asyncio.get_running_loop()
     while True:
         began_s = clock.monotonic_s()
         slow = loop.call_later(SLOW_S, waiting, f"no answer for {SLOW_S:g} s")
         try:
             opened = await opening()
-        except (Unavailable, Unknown) as error:
+        except (UnavailableError, UnknownOutcomeError) as error:
             cause = sentence(error)
         else:
             waiting("")

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from tidemill.base.errors import Closed
-from tidemill.base.runtime.blocking_portal import CLOSE_S, Portal
+from tidemill.base.errors import ClosedError
+from tidemill.base.runtime.blocking_portal import CLOSE_S, BlockingPortal
 from tidemill.base.runtime.tasks import Tasks
 
 T = TypeVar("T")
@@ -19,14 +19,14 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 
-class Entered(Generic[T]):
+class SyncContext(Generic[T]):
     """Enters `context` in a task of its own, which stays in it until `leave`; `value` is what entering it gave.
 
     Who forgets to leave it leaves it when the last reference goes, or when the portal closes. Raises as
-    `Portal.call` does.
+    `BlockingPortal.call` does.
     """
 
-    def __init__(self, portal: Portal, context: AbstractAsyncContextManager[T]) -> None:
+    def __init__(self, portal: BlockingPortal, context: AbstractAsyncContextManager[T]) -> None:
         self._portal = portal
         self._leaving = leaving = Future[None]()
         given = Future[T]()
@@ -59,7 +59,7 @@ class Entered(Generic[T]):
         """Leave it, and wait until it is left; the portal's own thread does not wait. Again, or after the portal was
         closed: nothing."""
         if self._abandon() and not self._portal.is_here:
-            with contextlib.suppress(Closed, CancelledError):
+            with contextlib.suppress(ClosedError, CancelledError):
                 self._portal.call(self._tasks.drain(CLOSE_S))
 
     def _abandon(self) -> bool:

@@ -21,8 +21,8 @@ from typing import Any, Self
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Corrupt, Invalid, ends_process
-from tidemill.base.status.status import Tracker
+from tidemill.base.errors import CorruptError, InvalidError, ends_process
+from tidemill.base.status.status import StatusTracker
 
 FailureHandler = Callable[[str, BaseException], None]
 
@@ -116,7 +116,7 @@ def sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-class Restarts:
+class Backoff:
     """When a failed unit is tried again: pauses double to a limit, and start over after a steady run. Pure."""
 
     def __init__(
@@ -141,10 +141,10 @@ class Restarts:
 
 def parks(error: BaseException) -> bool:
     """True where trying again cannot help before somebody changes something."""
-    return isinstance(error, Invalid | Corrupt)
+    return isinstance(error, InvalidError | CorruptError)
 
 
-class Attempts:
+class RetryState:
     """What follows a run that failed, for every loop that keeps something running: it is logged, told, and paused for.
 
     `tell(sentence, parked)` hears of every fault. Without `may_park` nothing is parked: trying again is all there is.
@@ -155,7 +155,7 @@ class Attempts:
         name: str,
         tell: Callable[[str, bool], None],
         now_s: Callable[[], float],
-        restarts: Restarts,
+        restarts: Backoff,
         *,
         may_park: bool = True,
     ) -> None:
@@ -176,14 +176,14 @@ class Attempts:
         return pause_s
 
 
-def _of_a_unit(mark: str, tracker: Tracker, clock: Clock, restarts: Restarts | None) -> Attempts:
+def _of_a_unit(mark: str, tracker: StatusTracker, clock: Clock, restarts: Backoff | None) -> RetryState:
     def tell(error: str, parked: bool) -> None:
         tracker.fail(mark, error, now_ms=clock.now_ms(), parked=parked)
 
-    return Attempts(mark, tell, clock.monotonic_s, restarts or Restarts())
+    return RetryState(mark, tell, clock.monotonic_s, restarts or Backoff())
 
 
-async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: Attempts) -> None:
+async def until_it_returns(body: Callable[[], Awaitable[None]], attempts: RetryState) -> None:
     """Run `body` again after each fault, of whatever type; a cancellation that leaked out of what it awaits is one.
 
     Raises an error that ends the process (`ends_process`).
@@ -208,9 +208,9 @@ async def keep(
     mark: str,
     body: Callable[[], Awaitable[None]],
     *,
-    tracker: Tracker,
+    tracker: StatusTracker,
     clock: Clock,
-    restarts: Restarts | None = None,
+    restarts: Backoff | None = None,
 ) -> None:
     """Run a unit's `body` until it returns. Any fault is told under `mark` and tried again after a pause (U1, U2).
 
@@ -225,10 +225,10 @@ def keep_thread(
     mark: str,
     body: Callable[[], None],
     *,
-    tracker: Tracker,
+    tracker: StatusTracker,
     clock: Clock,
     ending: threading.Event,
-    restarts: Restarts | None = None,
+    restarts: Backoff | None = None,
 ) -> None:
     """The twin of `keep` for a unit that is a thread: run its `body` until it returns or `ending` is set.
 

@@ -45,7 +45,7 @@ class State(StrEnum):
     BLIND = "blind"
 
 
-class Mark(msgspec.Struct, frozen=True):
+class StageStatus(msgspec.Struct, frozen=True):
     """One stage's place.
 
     position    how far the stage has come
@@ -103,7 +103,7 @@ class Report(msgspec.Struct, frozen=True):
 
     process: str
     at_ms: int
-    marks: tuple[Mark, ...]
+    marks: tuple[StageStatus, ...]
     facts: dict[str, object] = {}
     pid: int = 0
     host: str = ""
@@ -111,7 +111,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Derived(msgspec.Struct, frozen=True):
-    mark: Mark
+    mark: StageStatus
     process: str
     state: State
     standing_ms: int
@@ -119,7 +119,7 @@ class Derived(msgspec.Struct, frozen=True):
 
 
 def derive(
-    mark: Mark, process: str, at_ms: int, now_ms: int, moved_recently_ms: int = 2_000, left: bool = False
+    mark: StageStatus, process: str, at_ms: int, now_ms: int, moved_recently_ms: int = 2_000, left: bool = False
 ) -> Derived:
     """The state of one mark, from the mark and the age of the report that carried it; `left` as of the report."""
     age_ms = max(0, now_ms - at_ms)
@@ -139,7 +139,7 @@ def derive(
     return Derived(mark, process, state, standing_ms, age_ms)
 
 
-def behind(mark: Mark) -> int | None:
+def behind(mark: StageStatus) -> int | None:
     """How far a stage is from its target, in its unit; None for one in ms that has no time yet: the years since 1970
     are no delay."""
     if mark.unit == "ms" and mark.position <= 0 < mark.target:
@@ -147,7 +147,7 @@ def behind(mark: Mark) -> int | None:
     return max(0, mark.target - mark.position)
 
 
-def behind_text(mark: Mark) -> str:
+def behind_text(mark: StageStatus) -> str:
     """The same for people, with its unit."""
     found = behind(mark)
     return "no time yet" if found is None else f"{found:,} {mark.unit}".rstrip()
@@ -212,7 +212,7 @@ def derive_process(report: Report, now_ms: int) -> Derived:
     blind = age_ms > (NODE_BLIND_AFTER_MS if node else MARK_BLIND_AFTER_MS)
     holder = f"pid {report.pid} on {report.host}" if report.pid else ""
     reason = f"has not reported for {age_ms // 1000} s: it is stopped, cut off or dead" if blind else ""
-    mark = Mark(PROCESS + report.process, 0, 1 if blind else 0, holder if blind else "", reason, report.at_ms)
+    mark = StageStatus(PROCESS + report.process, 0, 1 if blind else 0, holder if blind else "", reason, report.at_ms)
     return Derived(mark, report.process, State.BLIND if blind else State.IDLE, age_ms, age_ms)
 
 
@@ -251,7 +251,7 @@ def argmin(positions: Mapping[str, int]) -> tuple[str, int]:
     return name, positions[name]
 
 
-class Tracker:
+class StatusTracker:
     """Keeps one process's marks: `set` stamps `since_ms` when position or progress moves or a target is reached.
 
     `budget_ms`: the freshness budget of marks that name none of their own. Every method may be called from any thread.
@@ -259,9 +259,9 @@ class Tracker:
 
     def __init__(self, budget_ms: int = FRESHNESS_BUDGET_MS) -> None:
         self.budget_ms = budget_ms
-        self._marks: dict[str, Mark] = {}
+        self._marks: dict[str, StageStatus] = {}
         self._failures: dict[str, Failure] = {}
-        self._earlier: dict[str, Mark] = {}
+        self._earlier: dict[str, StageStatus] = {}
         self._lock = threading.Lock()
 
     def adopt(self, report: Report, now_ms: int = 0) -> None:
@@ -303,7 +303,7 @@ class Tracker:
             if restarts >= LIVES:
                 reason = f"{reason + '; ' if reason else ''}begun anew {restarts} times at this place"
             budget_ms = self.budget_ms if budget_ms is None else budget_ms
-            self._marks[name] = Mark(
+            self._marks[name] = StageStatus(
                 name, position, target, held_by, reason, since_ms, budget_ms, unit, share,
                 upstream=upstream, progress=progress, restarts=restarts,
             )  # fmt: skip
@@ -355,7 +355,7 @@ class Tracker:
             self.heal(name)
             self.set(name, 1, 1, now_ms=now_ms)
 
-    def mark(self, name: str) -> Mark | None:
+    def mark(self, name: str) -> StageStatus | None:
         """As it was set last, by this process or its predecessor, without a failure."""
         return self._marks.get(name) or self._earlier.get(name)
 
@@ -387,9 +387,9 @@ class Tracker:
         return Report(process, now_ms, tuple(marks.values()), dict(facts or {}), pid, host)
 
 
-def _failing(name: str, mark: Mark | None, failure: Failure) -> Mark:
+def _failing(name: str, mark: StageStatus | None, failure: Failure) -> StageStatus:
     """A failing unit's mark: never at its target, with what its last try ended with as the reason."""
-    mark = mark or Mark(name, failure.position, failure.position + 1, since_ms=failure.since_ms)
+    mark = mark or StageStatus(name, failure.position, failure.position + 1, since_ms=failure.since_ms)
     return msgspec.structs.replace(
         mark,
         target=max(mark.target, mark.position + 1),

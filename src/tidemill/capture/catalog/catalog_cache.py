@@ -26,7 +26,7 @@ async def visible(wire: Wire) -> str:
     return await wire.value("SELECT pg_current_snapshot()") or ""
 
 
-class Kept(Generic[T]):
+class CachedQuery(Generic[T]):
     """The answer to one question about the catalogue (V1). Nobody may change it."""
 
     def __init__(self, control: Control, question: Callable[[Wire], Awaitable[T]]) -> None:
@@ -51,7 +51,7 @@ class Tables:
     def __init__(self, control: Control) -> None:
         self._hash = ""
         self._tables: list[TableInfo] = []
-        self._kept = Kept(control, self._read)
+        self._kept = CachedQuery(control, self._read)
 
     async def now(self) -> list[TableInfo]:
         return await self._kept.now()

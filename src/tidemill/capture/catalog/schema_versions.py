@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.avro import AVRO
 from tidemill.capture.catalog.columns import Attributes
 from tidemill.capture.catalog.type_dependencies import reads_alike, written
@@ -163,7 +163,7 @@ def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attribut
     try:
         have = schema_of(row.columns)
         evolved(have, changes_to(have, schema_of(columns)))
-    except Invalid as error:
+    except InvalidError as error:
         return f"its shard cannot follow: {error.message.rstrip('.')}"
     if targets_of(found) == list(target):
         return Step(row.columns, columns, found.count, found.storage)
@@ -171,7 +171,7 @@ def next_version(row: CaptureTableRow, target: Sequence[Target], found: Attribut
 
 
 def schema_of(columns: Sequence[CapturedColumn]) -> ShardSchema:
-    """What a shard of these columns is made of, with the defaults of those that were added. Raises Invalid."""
+    """What a shard of these columns is made of, with the defaults of those that were added. Raises InvalidError."""
     plain = [column_for(c.name, c.type_name) for c in columns]
     key = sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index)
     schema = checked(ShardSchema(tuple(plain), tuple(c.name for c in key)))
@@ -242,7 +242,7 @@ def _added(
             return f"the default of column {wanted.name!r} is not UTF-8"
         try:
             default = canonical_default(Column(wanted.name, kind, seen.missing))
-        except Invalid as error:
+        except InvalidError as error:
             return f"its default cannot be carried: {error.message.rstrip('.')}"
         out.append(
             CapturedColumn(

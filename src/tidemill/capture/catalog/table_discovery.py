@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.capture.catalog.foreign_publications import Objections
 from tidemill.capture.catalog.type_dependencies import FIRST_OWN, HASH
 from tidemill.capture.changes import Column, Relation
@@ -280,7 +280,7 @@ async def keyless(wire: Wire, oids: Sequence[int]) -> dict[int, list[str]]:
     return found
 
 
-class NoTable(Missing):
+class NoTablesError(MissingError):
     """There is nothing that the capture could take in: a table may be made any moment."""
 
 
@@ -293,7 +293,7 @@ def resolve(
     objections: Objections | None = None,
 ) -> Choice:
     """The tables that the patterns name. `whole`: each is given REPLICA IDENTITY FULL, else it is captured with the
-    one that it has. `objections`: what publications have against that. Raises NoTable when the patterns name no
+    one that it has. `objections`: what publications have against that. Raises NoTablesError when the patterns name no
     table at all."""
     chosen: dict[str, TableInfo] = {}
     refused: dict[str, Refusal] = {}
@@ -317,7 +317,7 @@ def resolve(
             elif refused.get(table.name, why).state != "refused" or table.name not in refused:
                 refused[table.name] = why
     if not chosen and all(r.reason.startswith("no such table") for r in refused.values()):
-        raise NoTable(
+        raise NoTablesError(
             f"the capture's patterns name no table: table={','.join(patterns)}.",
             fix="Create it, or correct `tables` of this capture.",
         )
@@ -396,8 +396,8 @@ async def list_ancestors(wire: Wire, oid: int) -> tuple[int, ...]:
 
 async def came_with_rows(wire: Wire, partition: int) -> str:
     """The name of a partition that holds a row at least as old as its attachment, else "". Such rows were in no change
-    of the root. Raises SqlError when its lock cannot be had just now or it takes too long, and Invalid when the role
-    may not read it: a right to the root is none to the partition alone. Whether it is empty is seen without one.
+    of the root. Raises SqlError when its lock cannot be had just now or it takes too long, and InvalidError when the
+    role may not read it: a right to the root is none to the partition alone. Whether it is empty is seen without one.
 
     A row of more than 2^31 transactions ago has a negative age (setup.since): only what has one in between is younger.
     """
@@ -419,7 +419,7 @@ async def came_with_rows(wire: Wire, partition: int) -> str:
         if size == "0":
             return ""
         if allowed != "t":
-            raise Invalid(
+            raise InvalidError(
                 f"the role may not read it: partition={table_name(schema, table)} role={role}.",
                 fix=f"Run GRANT SELECT ON {qualified(schema, table)} TO {identifier(role or '')};",
             )

@@ -13,7 +13,7 @@ import numpy as np
 
 from tidemill.capture.decode.columnar_tuples import DELETE, INSERT, PAD_BYTES, TUPLE_AT, UPDATE, Bools, Int64s, Walker
 from tidemill.capture.decode.row_blocks import Segment
-from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.postgres.replication_stream import Framed, framed
 from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive
 
@@ -44,7 +44,7 @@ class Run:
 Step = Framed | Keepalive | Run
 
 
-def steps(frames: Sequence[bytes], converter: Converter, least: int = LEAST_ROWS) -> Iterator[Step]:
+def steps(frames: Sequence[bytes], converter: TransactionBuilder, least: int = LEAST_ROWS) -> Iterator[Step]:
     """Every frame once, in order. The caller feeds each step to `converter` before it asks for the next one: what
     follows a description of a relation is read by it. Raises Corrupt for what is no frame of a stream."""
     if len(frames) < max(least, 1):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Relation, Row
 from tidemill.capture.postgres.pgoutput import UNCHANGED, Delete, Insert, Tuple, Update, decode
@@ -24,8 +24,8 @@ from tidemill.capture.postgres.pgoutput import UNCHANGED, Delete, Insert, Tuple,
 def change_of(
     relation: Relation, names: tuple[str, ...], message: Insert | Update | Delete, position: ChangePosition
 ) -> Change:
-    """The change that a message says, of `relation` with columns `names`. Raises Corrupt when a tuple does not fit,
-    Invalid when the old row is missing, or less of it is there than `relation.old_rows` demands."""
+    """The change that a message says, of `relation` with columns `names`. Raises CorruptError when a tuple does not
+    fit, InvalidError when the old row is missing, or less of it is there than `relation.old_rows` demands."""
     match message:
         case Insert():
             new, unchanged = _new(names, relation, message.new, None)
@@ -44,17 +44,17 @@ def change_of(
 
 
 def decoded(relation: Relation, payload: bytes, position: ChangePosition) -> Change:
-    """The change of a message that was found to be whole. Raises Corrupt for one that is no change of a row."""
+    """The change of a message that was found to be whole. Raises CorruptError for one that is no change of a row."""
     message = decode(payload)
     if not isinstance(message, Insert | Update | Delete):
-        raise Corrupt(f"not a change of a row: kind={payload[:1]!r}.")
+        raise CorruptError(f"not a change of a row: kind={payload[:1]!r}.")
     return change_of(relation, tuple(column.name for column in relation.columns), message, position)
 
 
 def _named(names: tuple[str, ...], relation: Relation, values: Tuple | None) -> Tuple:
     if values is None or len(values) != len(names):
         found = -1 if values is None else len(values)
-        raise Corrupt(f"tuple does not fit: relation={relation.name} columns={len(names)} values={found}.")
+        raise CorruptError(f"tuple does not fit: relation={relation.name} columns={len(names)} values={found}.")
     return values
 
 
@@ -97,12 +97,12 @@ def _new(names: tuple[str, ...], relation: Relation, values: Tuple, before: Row 
     return row, tuple(unchanged)
 
 
-class NoOldRow(Invalid):
+class OldRowMissingError(InvalidError):
     """What a change replaces or deletes is not told: only a copy of the table tells what its rows are now."""
 
 
-def no_old_row(relation: Relation, what: str) -> NoOldRow:
-    return NoOldRow(
+def no_old_row(relation: Relation, what: str) -> OldRowMissingError:
+    return OldRowMissingError(
         f"the stream lacks an old row: relation={relation.name} at={what}.",
         fix=f"Run ALTER TABLE {relation.name} REPLICA IDENTITY FULL, then start this capture over.",
     )

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import ORDINAL_STEP, Change, Column, Fragment, Marker, Relation
 from tidemill.capture.decode.row_blocks import Changes, Part, Rows, Segment
@@ -64,7 +64,7 @@ class RelationSeen(msgspec.Struct, frozen=True):
     changed: bool
 
 
-class Converter:
+class TransactionBuilder:
     def __init__(
         self,
         relations: Mapping[int, Relation] | None = None,
@@ -75,7 +75,7 @@ class Converter:
     ) -> None:
         """`hold_back=False` plants electric #3726 (the newest change is not held back), for tests that must find it."""
         if max_changes < 2:
-            raise Invalid(f"a fragment holds at least two changes: max_changes={max_changes}.")
+            raise InvalidError(f"a fragment holds at least two changes: max_changes={max_changes}.")
         self.changes = 0
         """Of `relations` and of what is parked, ever."""
         self.relations: dict[int, Relation] = {}
@@ -159,8 +159,8 @@ class Converter:
     def feed(self, message: Message, size_bytes: int = 0) -> Fragment | RelationSeen | None:
         """Take one message, return what it completes.
 
-        Raises Corrupt when the stream breaks its own grammar, Invalid when less of an old row is there than the
-        relation's `old_rows` demands.
+        Raises CorruptError when the stream breaks its own grammar, InvalidError when less of an old row is there than
+        the relation's `old_rows` demands.
         """
         match message:
             case Insert() | Update() | Delete():
@@ -171,10 +171,12 @@ class Converter:
                 return self._overflow()
             case Begin():
                 if self._begin is not None:
-                    raise Corrupt(f"Begin inside a transaction: open_xid={self._begin.xid} xid={message.xid}.")
+                    raise CorruptError(f"Begin inside a transaction: open_xid={self._begin.xid} xid={message.xid}.")
                 if message.final_lsn <= self._last_commit_lsn:
                     # The collector would take it for a replay and drop it.
-                    raise Corrupt(f"commits go back: after={self._last_commit_lsn} commit_lsn={message.final_lsn}.")
+                    raise CorruptError(
+                        f"commits go back: after={self._last_commit_lsn} commit_lsn={message.final_lsn}."
+                    )
                 self._begin, self._emitted, self._ordinal = message, False, 0
                 return None
             case Commit():
@@ -237,7 +239,7 @@ class Converter:
     def _commit(self, message: Commit) -> Fragment:
         begin = self._begin
         if begin is None or begin.final_lsn != message.commit_lsn:
-            raise Corrupt(f"Commit without its Begin: commit_lsn={message.commit_lsn}.")
+            raise CorruptError(f"Commit without its Begin: commit_lsn={message.commit_lsn}.")
         for relation in [r for r in self._announce if self._parked[r.oid] <= begin.final_lsn]:
             # At or above where it is parked, so the topic writer leaves it out.
             self._push(self._truncated(relation), 0)
@@ -288,7 +290,7 @@ class Converter:
     def _next(self, relation: Relation) -> ChangePosition:
         """The position of the next change."""
         if self._begin is None:
-            raise Corrupt(f"change outside a transaction: relation={relation.name}.")
+            raise CorruptError(f"change outside a transaction: relation={relation.name}.")
         return ChangePosition(self._begin.final_lsn, self._ordinal)
 
     def _truncated(self, relation: Relation) -> Change:
@@ -305,7 +307,7 @@ class Converter:
         """The relation and its column names."""
         relation = self.relations.get(oid)
         if relation is None:
-            raise Corrupt(f"change for a relation the stream has not described: oid={oid}.")
+            raise CorruptError(f"change for a relation the stream has not described: oid={oid}.")
         return relation, self._names[oid]
 
 

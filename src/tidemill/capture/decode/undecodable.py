@@ -3,17 +3,17 @@ alone the fault is. Pure."""
 
 from __future__ import annotations
 
-from tidemill.base.errors import Corrupt, Invalid, TidemillError
+from tidemill.base.errors import CorruptError, InvalidError, TidemillError
 from tidemill.base.lsn import ChangePosition, Lsn
 from tidemill.base.runtime.tasks import sentence
 from tidemill.capture.changes import Fragment
-from tidemill.capture.decode.row_tuples import NoOldRow
-from tidemill.capture.decode.transaction_builder import Converter, RelationSeen
+from tidemill.capture.decode.row_tuples import OldRowMissingError
+from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder
 from tidemill.capture.postgres.pgoutput import LOGICAL_MESSAGE, decode, kind_of, oid_of
 from tidemill.capture.postgres.replication_stream import MESSAGE_BYTES, Framed
 
 
-class Poisoned(Corrupt):
+class UndecodableMessageError(CorruptError):
     """`table`: the one table that the message is about, "" when it is about none or several (a begin, a truncate of
     two tables, a kind nobody knows), and its `oid`. `position`: the place of its change, None outside a transaction.
     `no_old_row`: it lacks one, which a copy of the table makes good."""
@@ -29,32 +29,32 @@ class Poisoned(Corrupt):
         self.no_old_row = no_old_row
 
 
-def take(item: Framed, converter: Converter) -> Fragment | RelationSeen | None:
-    """Decode a message and feed it. Raises Poisoned, and nothing else, for whatever is wrong with it."""
+def take(item: Framed, converter: TransactionBuilder) -> Fragment | RelationSeen | None:
+    """Decode a message and feed it. Raises UndecodableMessageError, and nothing else, for whatever is wrong with it."""
     try:
         if item.left_out and item.payload[:1] == LOGICAL_MESSAGE:
             converter.leave_out(item.payload)
             return None
         if item.left_out:
-            raise Invalid(f"a row is too large to be carried: limit={MESSAGE_BYTES}.", fix="Shorten it.")
+            raise InvalidError(f"a row is too large to be carried: limit={MESSAGE_BYTES}.", fix="Shorten it.")
         return converter.feed(decode(item.payload), len(item.payload))
     except Exception as error:
         raise poison(item, converter, error) from error
 
 
-def poison(item: Framed, converter: Converter, error: Exception) -> Poisoned:
+def poison(item: Framed, converter: TransactionBuilder, error: Exception) -> UndecodableMessageError:
     """What `error`, raised while `item` was decoded or fed to `converter`, means."""
     oid = oid_of(item.payload)
     relation = converter.relations.get(oid) if oid is not None else None
     table, position = relation.name if relation is not None else "", converter.place
     about = f" table={table}" if table else f" oid={oid}" if oid is not None else ""
     inside = f" commit={Lsn(position.commit_lsn)} ordinal={position.ordinal}" if position is not None else ""
-    return Poisoned(
+    return UndecodableMessageError(
         f"a message of the stream cannot be read: lsn={Lsn(item.lsn)}{inside} kind={kind_of(item.payload)}{about}"
         f" size={item.size_bytes} error={error.message if isinstance(error, TidemillError) else sentence(error)!r}.",
         table=table,
         oid=oid or 0,
         position=position,
-        no_old_row=isinstance(error, NoOldRow),
+        no_old_row=isinstance(error, OldRowMissingError),
         fix=getattr(error, "fix", "") or "Leave the table out of the capture, or start the capture over.",
     )

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Corrupt, TidemillError, Unavailable
+from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.base.lsn import BEFORE_ALL, ChangePosition, Lsn
 from tidemill.base.runtime.tasks import sentence
 from tidemill.capture.changes import Fragment
@@ -118,7 +118,7 @@ class Collector:
 
     # the one task ---------------------------------------------------------------------------------
     async def run(self) -> None:
-        """For ever. Raises what a sink raises, and Corrupt (K3)."""
+        """For ever. Raises what a sink raises, and CorruptError (K3)."""
         while True:
             while self._queue:
                 await self._handle(self._queue.popleft())
@@ -145,14 +145,14 @@ class Collector:
             return
         first = first_position(fragment.changes)
         if first is not None and first <= self._last_processed:
-            raise Corrupt(
+            raise CorruptError(
                 f"a fragment straddles what was processed: first={first} last={fragment.last}"
                 f" processed={self._last_processed}."
             )
         if fragment.begins:
             self._touched = set()
         elif fragment.commit_lsn != self._open_lsn:
-            raise Corrupt(
+            raise CorruptError(
                 f"a fragment of no open transaction: xid={fragment.xid} last={fragment.last} open={self._open_lsn}."
             )
         self._open_lsn = 0 if fragment.commits else fragment.commit_lsn
@@ -172,7 +172,7 @@ class Collector:
             raise
         except Exception as error:
             tables = ",".join(sorted({change.relation.name for change in fragment.changes}))
-            raise Unavailable(
+            raise UnavailableError(
                 f"a transaction is not taken: xid={fragment.xid} commit={Lsn(fragment.commit_lsn)}"
                 f" last={fragment.last} tables={tables} error={sentence(error)!r}."
             ) from error

@@ -33,7 +33,7 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.base.errors import InvalidError, MissingError, TidemillError
 from tidemill.capture.changes import ORDINAL_STEP, Change, Fragment, Relation, Row
 from tidemill.capture.decode.columnar_tuples import DELETE, INSERT
 from tidemill.capture.decode.row_blocks import Block, Changes, Part, Rows, parts_of
@@ -261,7 +261,7 @@ class TableRivals:
         return held
 
 
-class Rivals:
+class DeferrableKeys:
     """Of all tables, in the transaction at hand."""
 
     def __init__(
@@ -306,7 +306,7 @@ class Rivals:
             relation = changes[-1].relation
             try:
                 rows = await self._ask(relation, [cast(Row, change.old) for change in changes])
-            except (SqlError, Invalid, Missing) as error:
+            except (SqlError, InvalidError, MissingError) as error:
                 await self._refuse(relation, fragment, error)
                 continue
             for change, row in zip(changes, rows, strict=True):

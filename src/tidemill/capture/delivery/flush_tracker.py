@@ -42,7 +42,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import BEFORE_ALL, ChangePosition
 from tidemill.capture.changes import Fragment
 
@@ -68,10 +68,10 @@ class FlushTracker:
         self._exact_completion = exact_completion
 
     def commit(self, fragment: Fragment, consumers: Iterable[str], now_ms: int) -> int | None:
-        """Register those to whom the transaction that `fragment` commits was delivered. Raises Invalid on a
+        """Register those to whom the transaction that `fragment` commits was delivered. Raises InvalidError on a
         fragment that does not commit."""
         if not fragment.commits:
-            raise Invalid(f"only a commit is registered: xid={fragment.xid} last={fragment.last}.")
+            raise InvalidError(f"only a commit is registered: xid={fragment.xid} last={fragment.last}.")
         position = fragment.last
         for consumer in sorted(set(consumers)):
             entry = self._pending.get(consumer)

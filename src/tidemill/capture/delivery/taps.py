@@ -37,7 +37,7 @@ from typing import Protocol
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import sentence
 from tidemill.capture.changes import Fragment
@@ -141,7 +141,7 @@ class Taps:
 
     def take(self, fragment: Fragment) -> set[str]:
         """Hand the fragment to every tap; returns who owes a notice for it. Raises nothing that a tap raises (X1), and
-        Unavailable when one could not end (X7)."""
+        UnavailableError when one could not end (X7)."""
         owing: set[str] = set()
         if fragment.begins:
             self._active += self._joining
@@ -159,7 +159,9 @@ class Taps:
         self._busy_s += took_s
         self._longest_s = max(self._longest_s, took_s)
         if self._broken:
-            raise Unavailable(f"a tap could not end, and the session begins anew without it: error={self._broken}.")
+            raise UnavailableError(
+                f"a tap could not end, and the session begins anew without it: error={self._broken}."
+            )
         return owing
 
     def carried(self, oids: Collection[int]) -> None:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from tidemill.base.errors import Closed, Invalid, Unavailable
+from tidemill.base.errors import ClosedError, InvalidError, UnavailableError
 from tidemill.capture.postgres.errors import connect_error, statement_error
 
 if TYPE_CHECKING:
@@ -92,14 +92,14 @@ def literal(text: str) -> str:
 
 
 def where(dsn: str) -> str:
-    """Server, database and user of a DSN for messages, never the password. Raises Invalid on nonsense."""
+    """Server, database and user of a DSN for messages, never the password. Raises InvalidError on nonsense."""
     parts = _parts(dsn)
     names = ("dbname", "user")
     return " ".join([f"server={server(dsn)}", *(f"{name}={parts[name]}" for name in names if parts.get(name))])
 
 
 def server(dsn: str) -> str:
-    """`host:port` (or the directory of the socket), as libpq will take it. Raises Invalid on nonsense."""
+    """`host:port` (or the directory of the socket), as libpq will take it. Raises InvalidError on nonsense."""
     parts = _parts(dsn)
     host = parts.get("host") or parts.get("hostaddr")
     if host is None and parts.get("service"):
@@ -116,7 +116,7 @@ def _parts(dsn: str) -> dict[str, Any]:
         return conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:
         # libpq quotes the offending text, which may hold a password: name the kind of error only.
-        raise Invalid(
+        raise InvalidError(
             "the DSN cannot be read.", fix="Write it as postgresql://user:password@host:5432/database."
         ) from error
 
@@ -154,7 +154,7 @@ class Wire:
     @classmethod
     async def connect(cls, dsn: str, *, replication: bool = False, purpose: str, capture: str = "") -> Self:
         """Connect, and set `session_settings`. PostgreSQL sees `purpose` and the name of the capture that it is for, if
-        any. Raises Invalid (DSN, credentials, database) or Unavailable."""
+        any. Raises InvalidError (DSN, credentials, database) or UnavailableError."""
         import psycopg
 
         target, given = where(dsn), _parts(dsn)
@@ -258,7 +258,7 @@ class Wire:
         burst = await self._burst()
         if burst:
             return burst
-        raise await self._drain() or Unavailable(f"the server ended the stream: {self._target}.")
+        raise await self._drain() or UnavailableError(f"the server ended the stream: {self._target}.")
 
     async def send(self, data: bytes) -> None:
         import psycopg
@@ -372,8 +372,8 @@ class Wire:
         text = error.decode(errors="replace") if isinstance(error, bytes) else str(error)
         message = " ".join(text.split())
         if "closed" in message and self._connection.closed:
-            return Closed(f"the connection was closed: {self._target}.")
-        return Unavailable(f"the connection to PostgreSQL broke: {self._target} error={message!r}.")
+            return ClosedError(f"the connection was closed: {self._target}.")
+        return UnavailableError(f"the connection to PostgreSQL broke: {self._target} error={message!r}.")
 
     async def _ready(self, *, write: bool = False) -> None:
         """Until the socket is readable (or writable)."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.capture.postgres.connection import Wire
 from tidemill.capture.postgres.timeline import Timeline, identify
 
@@ -27,7 +27,7 @@ TELL_AFTER_MS = 2_000
 T = TypeVar("T")
 
 
-class NoAnswer(Unavailable):
+class NoAnswerError(UnavailableError):
     """A query exceeded its deadline. The session ends."""
 
 
@@ -45,7 +45,7 @@ class Answers:
         self._open[what] = self._clock.monotonic_s()
         try:
             yield
-        except NoAnswer:
+        except NoAnswerError:
             raise
         except BaseException:
             self._open.pop(what, None)
@@ -78,7 +78,7 @@ class Control:
         self._lock = asyncio.Lock()
 
     async def ask(self, question: Callable[[Wire], Awaitable[T]]) -> T:
-        """Raises NoAnswer after the deadline (Q2). The connection is unusable then."""
+        """Raises NoAnswerError after the deadline (Q2). The connection is unusable then."""
         async with self._lock:
             return await answered(self._wire, self._answers, "a question", question)
 
@@ -87,7 +87,7 @@ class Control:
 
 
 async def answered(wire: Wire, answers: Answers, what: str, question: Callable[[Wire], Awaitable[T]]) -> T:
-    """Run `question`, recorded as `what`. Raises NoAnswer after ANSWER_DEADLINE_S."""
+    """Run `question`, recorded as `what`. Raises NoAnswerError after ANSWER_DEADLINE_S."""
     with answers.expected(what):
         try:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
@@ -96,15 +96,15 @@ async def answered(wire: Wire, answers: Answers, what: str, question: Callable[[
             raise no_answer(wire.target, what, ANSWER_DEADLINE_S) from error
 
 
-def no_answer(target: str, what: str, waited_s: float) -> NoAnswer:
-    return NoAnswer(
+def no_answer(target: str, what: str, waited_s: float) -> NoAnswerError:
+    return NoAnswerError(
         f"PostgreSQL does not answer: {target} waits_for={what!r} waited_s={waited_s:.0f}.",
         fix="See whether the server is stopped or overloaded, or the network swallows packets.",
     )
 
 
 async def identified(connect: Callable[[], Awaitable[Wire]], answers: Answers) -> Timeline:
-    """The timeline of the server behind a replication connection. Raises NoAnswer."""
+    """The timeline of the server behind a replication connection. Raises NoAnswerError."""
     wire = await connect()
     try:
         return await answered(wire, answers, "its timeline", identify)
@@ -113,7 +113,8 @@ async def identified(connect: Callable[[], Awaitable[Wire]], answers: Answers) -
 
 
 async def check_same(wire: Wire, answers: Answers, line: Timeline) -> None:
-    """Check that a connection leads to the server whose history was compared. Raises Unavailable if it does not."""
+    """Check that a connection leads to the server whose history was compared. Raises UnavailableError if it does
+    not."""
     now = await answered(wire, answers, "its timeline", identify)
     if (now.system_id, now.history) != (line.system_id, line.history):
-        raise Unavailable(f"the DSN leads to another server by now: {wire.target} timeline={now.number}.")
+        raise UnavailableError(f"the DSN leads to another server by now: {wire.target} timeline={now.number}.")

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tidemill.base.errors import Closed, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 
 _CONNECT_FIXES: tuple[tuple[str, str], ...] = (
     ("password authentication failed", "Correct the user or password in the DSN."),
@@ -40,20 +47,20 @@ _TRANSIENT_CONNECT = (
 )
 
 
-class SlotLost(Invalid):
+class SlotLostError(InvalidError):
     """The slot is gone or was invalidated: the stream has a gap that nothing can fill but a new snapshot."""
 
 
-class Undecodable(SlotLost):
+class UndecodableSlotError(SlotLostError):
     """PostgreSQL cannot decode what the slot holds: its picture of the catalogue, built while other transactions
     rewrote tables, lacks one of them. The same WAL fails again at every try."""
 
 
-class LockHeld(Unavailable):
+class LockHeldError(UnavailableError):
     """Another session captures under this name."""
 
 
-class SqlError(Unavailable):
+class SqlError(UnavailableError):
     """A statement failed, and changed nothing: mostly for a reason that passes (`may_pass`). `sqlstate` as PostgreSQL
     gave it."""
 
@@ -73,21 +80,21 @@ def may_pass(error: BaseException) -> bool:
     (P0001) are met again at every try."""
     if isinstance(error, SqlError):
         return error.sqlstate[:2] in _PASSING
-    return isinstance(error, (Unavailable, Unknown, Closed))
+    return isinstance(error, (UnavailableError, UnknownOutcomeError, ClosedError))
 
 
 def connect_error(text: str, where: str) -> TidemillError:
     """Invalid for what only the operator can change, Unavailable for what may pass."""
     message = " ".join(text.split())
     if any(word in message for word in _TRANSIENT_CONNECT):
-        return Unavailable(
+        return UnavailableError(
             f"PostgreSQL does not answer: {where} error={message!r}.",
             fix="Start the server, or correct host and port in the DSN.",
         )
     for word, fix in _CONNECT_FIXES:
         if word in message:
-            return Invalid(f"PostgreSQL refused the connection: {where} error={message!r}.", fix=fix)
-    return Unavailable(f"cannot connect to PostgreSQL: {where} error={message!r}.", fix="Check the DSN.")
+            return InvalidError(f"PostgreSQL refused the connection: {where} error={message!r}.", fix=fix)
+    return UnavailableError(f"cannot connect to PostgreSQL: {where} error={message!r}.", fix="Check the DSN.")
 
 
 def statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
@@ -95,21 +102,23 @@ def statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
     message = " ".join(text.split())
     facts = f"sqlstate={sqlstate or '?'} error={message!r} statement={statement[:120]!r}"
     if _says_slot_lost(sqlstate, message):
-        return SlotLost(
+        return SlotLostError(
             f"the replication slot lost its WAL: {facts}.",
             fix="Raise max_slot_wal_keep_size and drop the capture's publication: all its tables are then copied anew.",
         )
     if sqlstate == "XX000" and _NOT_IN_CATALOGUE in message:
-        return Undecodable(
+        return UndecodableSlotError(
             f"PostgreSQL cannot decode the replication slot: {facts}.",
             fix="Drop the capture's publication: all its tables are then copied anew.",
         )
     if sqlstate == "42501":
-        return Invalid(f"PostgreSQL denied a permission: {facts}.", fix="Grant it, or let the owner run the statement.")
+        return InvalidError(
+            f"PostgreSQL denied a permission: {facts}.", fix="Grant it, or let the owner run the statement."
+        )
     if sqlstate in ("42P01", "42704", "3F000"):
-        return Missing(f"PostgreSQL does not know an object: {facts}.")
+        return MissingError(f"PostgreSQL does not know an object: {facts}.")
     if sqlstate[:2] in ("42", "22", "0A"):
-        return Invalid(f"PostgreSQL rejected a statement: {facts}.")
+        return InvalidError(f"PostgreSQL rejected a statement: {facts}.")
     return SqlError(f"a statement failed: {facts}.", sqlstate=sqlstate)
 
 

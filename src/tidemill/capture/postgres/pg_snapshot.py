@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 _HALF = 1 << 31
 _FULL = 1 << 32
@@ -43,14 +43,14 @@ class PgSnapshot(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> PgSnapshot:
-        """Read `xmin:xmax:xip,…`, and what `str` makes, which has the LSN behind it. Raises Invalid."""
+        """Read `xmin:xmax:xip,…`, and what `str` makes, which has the LSN behind it. Raises InvalidError."""
         try:
             seen, at, lsn = text.partition("@")
             xmin, xmax, xips = seen.split(":")
             in_progress = frozenset(int(x) for x in xips.split(",") if x)
             return cls(int(xmin), int(xmax), in_progress, int(lsn) if at else 0)
         except ValueError as error:
-            raise Invalid(f"not a snapshot: snapshot={text!r}.") from error
+            raise InvalidError(f"not a snapshot: snapshot={text!r}.") from error
 
     def __str__(self) -> str:
         text = f"{self.xmin}:{self.xmax}:{','.join(map(str, sorted(self.in_progress)))}"

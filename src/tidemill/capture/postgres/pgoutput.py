@@ -26,7 +26,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 
 POSTGRES_EPOCH_MS: Final = 946_684_800_000
 
@@ -136,8 +136,8 @@ _TEXT, _NULL, _UNCHANGED = b"tnu"
 
 
 def decode(data: bytes) -> Message:
-    """One message. Raises Corrupt on anything that is not exactly one well-formed message, Invalid on a value that is
-    not UTF-8."""
+    """One message. Raises CorruptError on anything that is not exactly one well-formed message, InvalidError on a value
+    that is not UTF-8."""
     try:
         kind = data[:1]
         match kind:
@@ -180,13 +180,13 @@ def decode(data: bytes) -> Message:
     except UnicodeDecodeError as error:
         raise not_utf8(error) from error
     except (struct.error, IndexError, ValueError) as error:
-        raise Corrupt(f"malformed pgoutput message: head={data[:24].hex()} size={len(data)}.") from error
-    raise Corrupt(f"unknown pgoutput message: kind={kind!r} size={len(data)}.")
+        raise CorruptError(f"malformed pgoutput message: head={data[:24].hex()} size={len(data)}.") from error
+    raise CorruptError(f"unknown pgoutput message: kind={kind!r} size={len(data)}.")
 
 
-def not_utf8(error: UnicodeDecodeError) -> Invalid:
+def not_utf8(error: UnicodeDecodeError) -> InvalidError:
     odd = error.object[error.start : error.start + 8].hex()
-    return Invalid(f"a value is not UTF-8: bytes={odd}.", fix="Write it as UTF-8.")
+    return InvalidError(f"a value is not UTF-8: bytes={odd}.", fix="Write it as UTF-8.")
 
 
 _KINDS = {

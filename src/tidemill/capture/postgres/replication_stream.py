@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
 from tidemill.capture.postgres.connection import Wire, identifier, literal
 from tidemill.capture.postgres.standby_status import PAYLOAD_START, Keepalive, decode_keepalive, wal_start
@@ -28,14 +28,14 @@ class Framed(msgspec.Struct, frozen=True):
 
 
 def framed(frame: bytes) -> Framed | Keepalive:
-    """Raises Corrupt for what is no frame of a stream."""
+    """Raises CorruptError for what is no frame of a stream."""
     kind = frame[:1]
     if kind == b"w" and len(frame) >= PAYLOAD_START:
         left_out = len(frame) - PAYLOAD_START - HEAD_BYTES if len(frame) > MESSAGE_BYTES else 0
         return Framed(wal_start(frame), frame[PAYLOAD_START : len(frame) - left_out], left_out)
     if kind == b"k":
         return decode_keepalive(frame)
-    raise Corrupt(f"unknown frame in the replication stream: kind={kind!r} size={len(frame)}.")
+    raise CorruptError(f"unknown frame in the replication stream: kind={kind!r} size={len(frame)}.")
 
 
 class ReplicationStream:

@@ -26,7 +26,7 @@ import struct
 
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.capture.postgres.pgoutput import POSTGRES_EPOCH_MS
 
 _XLOG_DATA = struct.Struct(">cqqq")
@@ -41,9 +41,9 @@ class Keepalive(msgspec.Struct, frozen=True):
 
 
 def decode_keepalive(data: bytes) -> Keepalive:
-    """Raises Corrupt."""
+    """Raises CorruptError."""
     if len(data) != _KEEPALIVE.size or data[:1] != b"k":
-        raise Corrupt(f"malformed keepalive: bytes={data[:32].hex()}.")
+        raise CorruptError(f"malformed keepalive: bytes={data[:32].hex()}.")
     _, wal_end, _, reply = _KEEPALIVE.unpack(data)
     return Keepalive(wal_end, bool(reply))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.postgres.connection import Wire
 
@@ -33,7 +33,7 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 async def identify(wire: Wire) -> Timeline:
-    """Of the server behind a replication connection. Raises Corrupt, Unavailable."""
+    """Of the server behind a replication connection. Raises CorruptError, Unavailable."""
     ((system_id, number, wal_end, *_),) = await wire.query("IDENTIFY_SYSTEM")
     earlier: History = ()
     if int(number or 0) > 1:
@@ -43,7 +43,7 @@ async def identify(wire: Wire) -> Timeline:
 
 
 def parse_history(text: str) -> History:
-    """A timeline history file: `timeline TAB LSN TAB reason`, oldest first. Raises Corrupt."""
+    """A timeline history file: `timeline TAB LSN TAB reason`, oldest first. Raises CorruptError."""
     found = []
     for line in text.splitlines():
         words = line.split(None, 2)
@@ -51,8 +51,8 @@ def parse_history(text: str) -> History:
             continue
         try:
             found.append((int(words[0]), Lsn.parse(words[1]).value))
-        except (IndexError, ValueError, Invalid) as error:
-            raise Corrupt(f"a line of a timeline history cannot be read: line={line[:80]!r}.") from error
+        except (IndexError, ValueError, InvalidError) as error:
+            raise CorruptError(f"a line of a timeline history cannot be read: line={line[:80]!r}.") from error
     return tuple(found)
 
 

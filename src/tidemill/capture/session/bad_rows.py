@@ -5,29 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.base.runtime.tasks import sentence
 from tidemill.capture.changes import Fragment, Relation
-from tidemill.capture.decode.transaction_builder import Converter
-from tidemill.capture.decode.undecodable import Poisoned
+from tidemill.capture.decode.transaction_builder import TransactionBuilder
+from tidemill.capture.decode.undecodable import UndecodableMessageError
 from tidemill.capture.delivery.taps import Taps
 from tidemill.capture.postgres.replication_stream import Framed
 from tidemill.capture.snapshot.side_topic import first_snapshot
-from tidemill.capture.tables.table_states import Desk, recopy
+from tidemill.capture.tables.table_states import TableStates, recopy
 from tidemill.capture.topics.commit_boundaries import in_snapshot
 from tidemill.capture.topics.topic_writer import CapturedTable
 
 
-class Unfit:
+class BadRowPolicy:
     """`keep_wal()`: a table is set aside no further."""
 
-    def __init__(self, desk: Desk, converter: Converter, taps: Taps, keep_wal: Callable[[], None]) -> None:
+    def __init__(
+        self, desk: TableStates, converter: TransactionBuilder, taps: Taps, keep_wal: Callable[[], None]
+    ) -> None:
         self._desk = desk
         self._converter = converter
         self._taps = taps
         self._keep_wal = keep_wal
 
-    async def message(self, item: Framed, poisoned: Poisoned) -> None:
+    async def message(self, item: Framed, poisoned: UndecodableMessageError) -> None:
         """One that cannot be read. Where it is about one table, that table parks, or it is nobody's (a table that
         somebody else published); else the session ends with it."""
         if not poisoned.table or poisoned.position is None:
@@ -38,7 +40,7 @@ class Unfit:
 
     async def undecided(self, relation: Relation, fragment: Fragment, error: TidemillError) -> None:
         """Which row holds a key of this relation cannot be told (deferrable_keys.py): a copy tells."""
-        said = Invalid(f"the row that holds a deferrable key cannot be read: {error.message}")
+        said = InvalidError(f"the row that holds a deferrable key cannot be read: {error.message}")
         await self._leave_out(relation.oid, fragment.xid, fragment.commit_lsn, said, again=True)
 
     async def _leave_out(self, oid: int, xid: int, lsn: int, error: TidemillError, *, again: bool) -> None:

@@ -28,14 +28,22 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.lsn import Lsn
-from tidemill.capture.capture_row import OwnRow
+from tidemill.capture.capture_row import FencedCaptureRow
 from tidemill.capture.catalog.columns import Attributes, attributes_of
 from tidemill.capture.catalog.foreign_publications import objections
 from tidemill.capture.catalog.schema_diff import against_catalogue
 from tidemill.capture.catalog.schema_versions import next_version, targets_of
-from tidemill.capture.catalog.table_discovery import Choice, NoTable, Refusal, TableInfo, describe, list_tables, resolve
+from tidemill.capture.catalog.table_discovery import (
+    Choice,
+    NoTablesError,
+    Refusal,
+    TableInfo,
+    describe,
+    list_tables,
+    resolve,
+)
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire, identifier
@@ -72,7 +80,7 @@ from tidemill.capture.tables.table_setup import (
     start_table,
     without_taken,
 )
-from tidemill.capture.tables.table_states import Desk, accept
+from tidemill.capture.tables.table_states import TableStates, accept
 from tidemill.capture.topics.topic_writer import CapturedTable
 from tidemill.metastore.catalogue import (
     CaptureRow,
@@ -111,22 +119,22 @@ async def prepare(
     config: CaptureConfig,
     facts: ServerFacts,
     catalogue: Catalogue,
-    own: OwnRow,
+    own: FencedCaptureRow,
     remap: Remap,
     line: Timeline,
-    desk: Desk,
+    desk: TableStates,
     topics: TopicLog,
     clock: Clock,
     steps: Steps,
 ) -> Prepared:
     """`wire` has the capture's lock. `own`: the capture's row, which is claimed here. `line`: of the server.
 
-    Raises Invalid (nothing can be captured, rights), SlotLost, SqlError, Unavailable. What is wrong with one table is
-    that table's, and told by `desk`.
+    Raises InvalidError (nothing can be captured, rights), SlotLost, SqlError, UnavailableError. What is wrong with one
+    table is that table's, and told by `desk`.
     """
     row = await own.read()
     if row is not None and row.system_id != facts.system_id:
-        raise Invalid(
+        raise InvalidError(
             f"this capture belongs to another database cluster: capture={config.name}"
             f" recorded={row.system_id} found={facts.system_id}.",
             fix="Correct the DSN, or start the capture over.",
@@ -141,7 +149,7 @@ async def prepare(
     found = await list_tables(wire)
     try:
         choice = resolve(config.tables, found, facts.version, whole=config.whole, objections=objected)
-    except Invalid:
+    except InvalidError:
         # With a slot there is WAL to let go of, and tables may come again.
         if row is None:
             raise
@@ -193,16 +201,18 @@ async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTa
     is: the publication is dropped, so that the next session makes both anew and copies again. Later it is the
     operator's to decide: a table that was copied just now beside the stream is younger than what is confirmed.
 
-    Raises Unavailable when all begins anew, Invalid where it is the operator's to drop it (manual)."""
+    Raises UnavailableError when all begins anew, InvalidError where it is the operator's to drop it (manual)."""
     slot = await slot_state(wire, config.slot)
     copied = [row.snapshot.lsn for row in rows if row.snapshot is not None]
     if slot is not None and copied and slot.confirmed_lsn > min(copied):
         return
     if config.manual:
-        raise Invalid(f"PostgreSQL cannot decode the replication slot: slot={config.slot}.", fix=start_over(config))
+        raise InvalidError(
+            f"PostgreSQL cannot decode the replication slot: slot={config.slot}.", fix=start_over(config)
+        )
     log.warning("the slot cannot be decoded, all tables start over", capture=config.name)
     await wire.query(f"DROP PUBLICATION IF EXISTS {identifier(config.publication)}")
-    raise Unavailable(
+    raise UnavailableError(
         f"PostgreSQL cannot decode the replication slot that it made: slot={config.slot}.",
         fix="Another one is made, and the tables are copied anew.",
     )
@@ -214,8 +224,8 @@ async def _begin(
     facts: ServerFacts,
     line: Timeline,
     catalogue: Catalogue,
-    desk: Desk,
-    own: OwnRow,
+    desk: TableStates,
+    own: FencedCaptureRow,
     choice: Choice,
     published: dict[int, Entry] | None,
     steps: Steps,
@@ -234,7 +244,7 @@ async def _begin(
         asked=desk.asked, done=lambda number: steps.step("tables are published", number, len(choice.tables)),
     )  # fmt: skip
     steps.end()
-    refused = {n: e for n, e in done.failed.items() if isinstance(e, Invalid)}
+    refused = {n: e for n, e in done.failed.items() if isinstance(e, InvalidError)}
     if row is None and choice.tables and len(refused) == len(choice.tables):
         if not config.manual:
             # Nothing half-made is left behind by a refusal.
@@ -243,7 +253,7 @@ async def _begin(
     steps.phase("the slot is made")
     slot = await create_slot(wire, config)
     # The slot has waited for the transactions that were open: what they held may be free by now.
-    waiting = [t for t in choice.tables if isinstance(done.failed.get(t.name), Unavailable)]
+    waiting = [t for t in choice.tables if isinstance(done.failed.get(t.name), UnavailableError)]
     again = await publish(
         wire, config, waiting, published or {}, attempts=FIRST_ATTEMPTS, note=desk.note, settle=published or {},
         asked=desk.asked, done=lambda number: steps.step("tables are published", number, len(waiting)),
@@ -274,7 +284,7 @@ async def _begin(
         steps.step("topics are made", number, len(taken))
         if table.oid not in entries:
             unpublished = f"the table was unpublished just now: table={table.name}."
-            await desk.refuse(table.name, refusal_of(Unavailable(unpublished)), table.oid)
+            await desk.refuse(table.name, refusal_of(UnavailableError(unpublished)), table.oid)
             continue
         topic = await start_table(config, catalogue, desk, table, relations[table.oid], entries[table.oid])
         if topic is not None:
@@ -288,8 +298,8 @@ async def _go_on(
     wire: Wire,
     config: CaptureConfig,
     catalogue: Catalogue,
-    desk: Desk,
-    own: OwnRow,
+    desk: TableStates,
+    own: FencedCaptureRow,
     choice: Choice,
     found: list[TableInfo],
     slot: SlotState,
@@ -418,7 +428,7 @@ async def _still_good(
 
 
 async def _recorded(
-    own: OwnRow,
+    own: FencedCaptureRow,
     remap: Remap,
     clock: Clock,
     line: Timeline,
@@ -455,16 +465,16 @@ async def _recorded(
 
 async def _once_free(wire: Wire, config: CaptureConfig) -> SlotState:
     """The slot, once nobody streams from it. A walsender whose client is gone notices that at its next write. Raises
-    Unavailable when it is not soon."""
+    UnavailableError when it is not soon."""
     for _ in range(FREE_ATTEMPTS):
         slot = check_slot(config, await slot_state(wire, config.slot))
         if slot.active_pid is None:
             return slot
         await asyncio.sleep(FREE_POLL_S)
-    raise Unavailable(f"the slot is in use: slot={config.slot} pid={slot.active_pid}.")
+    raise UnavailableError(f"the slot is in use: slot={config.slot} pid={slot.active_pid}.")
 
 
-async def _split(catalogue: Catalogue, own: OwnRow) -> CaptureRow | None:
+async def _split(catalogue: Catalogue, own: FencedCaptureRow) -> CaptureRow | None:
     """Give each table of an older version's row a row of its own, then empty its maps."""
     row = own.row
     if row is None or not row.topics:
@@ -476,5 +486,5 @@ async def _split(catalogue: Catalogue, own: OwnRow) -> CaptureRow | None:
 
 def _refuse_all(refused: Iterable[Refusal]) -> None:
     for why in refused:
-        raise NoTable(why.reason, fix=why.fix)
-    raise NoTable("the capture's patterns leave no table.", fix="Correct `tables` of this capture.")
+        raise NoTablesError(why.reason, fix=why.fix)
+    raise NoTablesError("the capture's patterns leave no table.", fix="Correct `tables` of this capture.")

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Unavailable
+from tidemill.base.errors import ClosedError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.base.runtime.tasks import Tasks, keep
 from tidemill.base.status.histogram import Stages
-from tidemill.base.status.status import Tracker
-from tidemill.capture.catalog.table_discovery import NoTable
+from tidemill.base.status.status import StatusTracker
+from tidemill.capture.catalog.table_discovery import NoTablesError
 from tidemill.capture.changes import Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.delivery.collector import Collector
@@ -29,8 +29,8 @@ from tidemill.capture.naming import table_name
 from tidemill.capture.postgres.connection import server, where
 from tidemill.capture.postgres.timeline import History
 from tidemill.capture.session.session import Session
-from tidemill.capture.session.table_adder import Joined
-from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.session.table_adder import RestartSession
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.tables.unavailable_tables import Standing, standing_of
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.shards.api import Remap
@@ -65,7 +65,7 @@ class Capture:
         remap: Remap,
         clock: Clock,
         rand: Rand,
-        tracker: Tracker | None = None,
+        tracker: StatusTracker | None = None,
         sinks: Sequence[Sink] = (),
         schemas: Schemas | None = None,
     ) -> None:
@@ -75,10 +75,10 @@ class Capture:
         self._remap = remap
         self._clock = clock
         self._rand = rand
-        self._tracker = tracker or Tracker()
+        self._tracker = tracker or StatusTracker()
         self._taps = Taps(clock)
         self._sinks = tuple(sinks)
-        self._desk = Desk(config, catalogue, clock, self._tracker, schemas=schemas)
+        self._desk = TableStates(config, catalogue, clock, self._tracker, schemas=schemas)
         self.stages = Stages()
         """How long commits take to be received, durable and bound."""
         self._session: Session | None = None
@@ -125,7 +125,7 @@ class Capture:
 
     async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
         """Somebody asks for a table that is not among `relations()`: True once it is, or is parked (`standing`). False:
-        there is none, or it is not to be captured, or cannot be. Raises Unavailable when none of these is known in
+        there is none, or it is not to be captured, or cannot be. Raises UnavailableError when none of these is known in
         time: it is copied, or held."""
         name, asked_s = table_name(schema, table), self._clock.monotonic_s()
         try:
@@ -141,7 +141,7 @@ class Capture:
                         return self.relation(schema, table) is not None
                     await asyncio.sleep(SOUGHT_POLL_S)
         except TimeoutError as error:
-            raise Unavailable(f"the table is being taken in: capture={self.config.name} table={name}.") from error
+            raise UnavailableError(f"the table is being taken in: capture={self.config.name} table={name}.") from error
         return True
 
     @property
@@ -233,7 +233,7 @@ class Capture:
     async def run(self) -> None:
         """Until `aclose`, whatever befalls the sessions. Raises only what keeps it from telling how it is."""
         if self._closed:
-            raise Closed(f"the capture was closed: capture={self.config.name}.")
+            raise ClosedError(f"the capture was closed: capture={self.config.name}.")
         self._running = asyncio.current_task()
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -259,7 +259,7 @@ class Capture:
         while True:
             try:
                 await self._one_session()
-            except Joined as joined:
+            except RestartSession as joined:
                 log.info("the session begins anew", capture=self.config.name, cause=joined.message)
 
     async def _one_session(self) -> None:
@@ -279,7 +279,7 @@ class Capture:
         )
         try:
             await self._session.run()
-        except NoTable:
+        except NoTablesError:
             self._settled, self._none_s = True, self._began_s
             raise
         finally:

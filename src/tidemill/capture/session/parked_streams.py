@@ -10,19 +10,19 @@ from msgspec.structs import replace
 from tidemill.capture.catalog.columns import attributes_of
 from tidemill.capture.changes import NEVER
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.delivery.taps import Taps
 from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.session.bootstrap import Prepared
 from tidemill.capture.setup.publication import published_tables
-from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.tables.table_states import TableStates
 
 AT_ONCE = 200
 """Tables in a question."""
 
 
 async def parked_streams(
-    control: Control, config: CaptureConfig, desk: Desk, prepared: Prepared
+    control: Control, config: CaptureConfig, desk: TableStates, prepared: Prepared
 ) -> dict[int, frozenset[str]]:
     """As Following.begin, of the session that was prepared."""
     following = desk.following
@@ -36,8 +36,8 @@ async def parked_streams(
 
 def carry_on(
     taps: Taps,
-    converter: Converter,
-    desk: Desk,
+    converter: TransactionBuilder,
+    desk: TableStates,
     prepared: Prepared,
     goes_on: dict[int, frozenset[str]],
     whole: Callable[[int], bool],
@@ -59,7 +59,7 @@ def carry_on(
             converter.park(table.oid, table.parked_lsn)
 
 
-async def describe_copied(control: Control, desk: Desk, oids: Collection[int]) -> None:
+async def describe_copied(control: Control, desk: TableStates, oids: Collection[int]) -> None:
     """The first copy is done: what these tables are compared with once they change (unaffected_columns.py, FO3)."""
     rows = {row.oid: row for row in desk.rows.values()}
     known = [oid for oid in oids if oid in rows]

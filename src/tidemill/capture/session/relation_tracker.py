@@ -13,21 +13,23 @@ from tidemill.capture.catalog.schema_versions import version_of
 from tidemill.capture.catalog.table_discovery import describe_after, list_ancestors
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.decode.transaction_builder import Converter, RelationSeen, merge_relation, says_key
+from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder, merge_relation, says_key
 from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.capture.snapshot.side_topic import as_copied, first_snapshot
 from tidemill.capture.tables.schema_change import follow
-from tidemill.capture.tables.table_states import Desk, recopy
+from tidemill.capture.tables.table_states import TableStates, recopy
 from tidemill.capture.topics.commit_boundaries import in_snapshot
 
 log = structlog.get_logger()
 
 
-class Descriptions:
+class RelationTracker:
     """`parking`: while it is taken, nobody else changes what is carried of a table."""
 
-    def __init__(self, config: CaptureConfig, desk: Desk, converter: Converter, parking: asyncio.Lock) -> None:
+    def __init__(
+        self, config: CaptureConfig, desk: TableStates, converter: TransactionBuilder, parking: asyncio.Lock
+    ) -> None:
         self._config = config
         self._desk = desk
         self._converter = converter

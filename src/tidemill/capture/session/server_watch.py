@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire
 from tidemill.capture.postgres.control_connection import Answers, Control, answered, no_answer
-from tidemill.capture.setup.blockers import Holder, blockers, pinning
+from tidemill.capture.setup.blockers import Blocker, blockers, pinning
 from tidemill.capture.setup.server_checks import SlotState, check_slot, heartbeat, slot_state
 from tidemill.capture.snapshot.slot_retention import PIN_BYTES
 
@@ -44,7 +44,7 @@ visible half of the time."""
 
 
 async def watch_set_up(
-    connect: Callable[[], Awaitable[Wire]], answers: Answers, capture: str, on_blockers: Callable[[list[Holder]], None]
+    connect: Callable[[], Awaitable[Wire]], answers: Answers, capture: str, on_blockers: Callable[[list[Blocker]], None]
 ) -> None:
     """Report the blockers of the set-up and of the first copy, on a separate connection. Statements of the set-up may
     wait for writers and have no deadline; this query detects a server that does not answer.
@@ -54,7 +54,7 @@ async def watch_set_up(
         try:
             wire = await connect()
             break
-        except Unavailable as error:
+        except UnavailableError as error:
             log.warning("nobody watches the set-up", cause=str(error))
             await asyncio.sleep(RECONNECT_S)
     try:
@@ -79,7 +79,7 @@ async def keep_beating(control: Control, config: CaptureConfig, last_commit_lsn:
 async def watch_slot(
     control: Control,
     config: CaptureConfig,
-    on_state: Callable[[SlotState, Holder | None], None],
+    on_state: Callable[[SlotState, Blocker | None], None],
     idle: Callable[[], bool],
 ) -> None:
     """The server's side of the story: retained WAL and who pins it, WAL end. Raises SlotLost as soon as it is."""
@@ -102,8 +102,8 @@ class StreamWatch:
         ask: Callable[[], None],
         wal_sender_timeout_ms: int,
         *,
-        busy: Callable[[], Awaitable[Holder | None]],
-        tell: Callable[[Holder | None], None],
+        busy: Callable[[], Awaitable[Blocker | None]],
+        tell: Callable[[Blocker | None], None],
     ) -> None:
         self._target = target
         self._clock = clock
@@ -111,7 +111,7 @@ class StreamWatch:
         self._ask = ask
         self._busy = busy
         self._tell = tell
-        self._told: Holder | None = None
+        self._told: Blocker | None = None
         self._patience_s = max(SILENCE_S, wal_sender_timeout_ms / 1000 * SILENCE_OF_TIMEOUT)
         self._deadline_s = self._patience_s if wal_sender_timeout_ms > 0 else float("inf")
         self._waiting_since_s: float | None = None
@@ -128,7 +128,7 @@ class StreamWatch:
         self._seen(None)
 
     async def run(self) -> None:
-        """For ever. Raises Unavailable when the stream stays silent."""
+        """For ever. Raises UnavailableError when the stream stays silent."""
         while True:
             await asyncio.sleep(ASK_AFTER_S / 2)
             since_s = self._waiting_since_s
@@ -148,7 +148,7 @@ class StreamWatch:
                 self._answers.note("a keepalive of the stream", busy is None)
                 self._ask()
 
-    def _seen(self, busy: Holder | None) -> None:
+    def _seen(self, busy: Blocker | None) -> None:
         if busy is not None or self._told is not None:
             self._told = busy
             self._tell(busy)

@@ -14,30 +14,30 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.base.status.histogram import Stages
-from tidemill.capture.capture_row import OwnRow
+from tidemill.capture.capture_row import FencedCaptureRow
 from tidemill.capture.catalog.row_lookup import rows_now
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.decode.transaction_builder import Converter, RelationSeen
+from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder
 from tidemill.capture.delivery.collector import Collector
-from tidemill.capture.delivery.deferrable_keys import Rivals
+from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
 from tidemill.capture.delivery.sinks import Sink
 from tidemill.capture.delivery.taps import Taps
 from tidemill.capture.postgres.connection import Wire, server, where
 from tidemill.capture.postgres.control_connection import Answers, Control, check_same, identified
-from tidemill.capture.postgres.errors import Undecodable
+from tidemill.capture.postgres.errors import UndecodableSlotError
 from tidemill.capture.postgres.replication_stream import ReplicationStream
 from tidemill.capture.postgres.standby_status import Status, keepalive_interval_s
 from tidemill.capture.postgres.timeline import Timeline
-from tidemill.capture.session.bad_rows import Unfit
+from tidemill.capture.session.bad_rows import BadRowPolicy
 from tidemill.capture.session.bootstrap import Prepared, begin_anew, prepare
 from tidemill.capture.session.continuity_check import unaccounted
 from tidemill.capture.session.parked_streams import carry_on, describe_copied, parked_streams
-from tidemill.capture.session.relation_tracker import Descriptions
+from tidemill.capture.session.relation_tracker import RelationTracker
 from tidemill.capture.session.server_watch import (
     BLOCKER_REMEMBERED_S,
     StreamWatch,
@@ -46,18 +46,18 @@ from tidemill.capture.session.server_watch import (
     watch_slot,
 )
 from tidemill.capture.session.stream_reader import Reader
-from tidemill.capture.session.table_adder import HAZARD_POLL_S, Joining
-from tidemill.capture.setup.blockers import Holder, busy_walsender
+from tidemill.capture.session.table_adder import HAZARD_POLL_S, TableAdder
+from tidemill.capture.setup.blockers import Blocker, busy_walsender
 from tidemill.capture.setup.server_checks import ServerFacts, SlotState, check_server, slot_state
 from tidemill.capture.setup.session_lock import own_session, start_when_free, take_lock
 from tidemill.capture.snapshot.copier import take_snapshot
 from tidemill.capture.snapshot.slot_retention import Retained
 from tidemill.capture.snapshot.wal_hold import kept_for
-from tidemill.capture.tables.context import Beside
+from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.copy_progress import SnapshotProgress
-from tidemill.capture.tables.publication_repair import Mending
+from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.table_setup import copy_target
-from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.binder import Binder, where_to_start
 from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import Catalogue
@@ -89,7 +89,7 @@ class Session:
         clock: Clock,
         rand: Rand,
         on_phase: Callable[[str, str], None],
-        desk: Desk,
+        desk: TableStates,
         stages: Stages,
     ) -> None:
         self._config = config
@@ -103,17 +103,17 @@ class Session:
         self._rand = rand
         self._on_phase = on_phase
         self.desk = desk
-        self.joining: Joining | None = None
+        self.joining: TableAdder | None = None
         self._server = f"postgres:{server(config.dsn)}"
         self._control: Control | None = None
         self._stream: ReplicationStream | None = None
-        self._converter = Converter(max_changes=config.fragment_changes)
+        self._converter = TransactionBuilder(max_changes=config.fragment_changes)
         self._status_due = asyncio.Event()
         self._ask_keepalive = False
         self._parking = asyncio.Lock()
-        self._descriptions = Descriptions(config, desk, self._converter, self._parking)
-        self._unfit = Unfit(desk, self._converter, taps, self._keep_wal)
-        self._rivals = Rivals(self._rows_now, self._unfit.undecided)
+        self._descriptions = RelationTracker(config, desk, self._converter, self._parking)
+        self._unfit = BadRowPolicy(desk, self._converter, taps, self._keep_wal)
+        self._rivals = DeferrableKeys(self._rows_now, self._unfit.undecided)
         self.answers = Answers(clock)
         self.collector: Collector | None = None
         self.writer: TopicWriter | None = None
@@ -123,7 +123,7 @@ class Session:
         self.progress = SnapshotProgress(clock)
         self.slot: SlotState | None = None
         self.retained = Retained()
-        self.pinned_by: Holder | None = None
+        self.pinned_by: Blocker | None = None
         """Whose transaction keeps WAL that is confirmed, while that is much."""
         self._carried: tuple[Relation, ...] = ()
         self._carried_at = (-1, -1)
@@ -133,7 +133,7 @@ class Session:
         self._watching: asyncio.Task[None] | None = None
         self.line: Timeline | None = None
         self.generation = 0
-        self._own = OwnRow(catalogue, config.name)
+        self._own = FencedCaptureRow(catalogue, config.name)
         self.seen_at_work = 0
         """How often a walsender was silent because it worked: progress, for the capture's mark."""
         self.streaming = False
@@ -198,7 +198,7 @@ class Session:
                     self.desk.following.told(self.collector.status.flushed)
                 if failed.cancelled():
                     await self._settle()
-                elif failed.done() and isinstance(failed.exception(), Undecodable):
+                elif failed.done() and isinstance(failed.exception(), UndecodableSlotError):
                     await self._start_over()
             finally:
                 await self._close()
@@ -216,7 +216,7 @@ class Session:
             log.warning("the idle LSN is not bound", capture=self._config.name, cause=sentence(error))
 
     async def _start_over(self) -> None:
-        """Raises Unavailable when all begins anew; else what failed stands."""
+        """Raises UnavailableError when all begins anew; else what failed stands."""
         # Of a connection of its own: what asked on the other one was cut off in the middle.
         wire = await self._connect("start over")
         try:
@@ -243,7 +243,9 @@ class Session:
         assert self._control is not None
         tasks.spawn(watch_slot(self._control, self._config, self._saw_slot, self._idle), name="capture slot")
         guarded = asyncio.Event()
-        mending = Mending(Beside(self._config, self._control, self.desk, self._catalogue, self._parking))
+        mending = PublicationRepair(
+            SideLoopContext(self._config, self._control, self.desk, self._catalogue, self._parking)
+        )
         guard = tasks.spawn(mending.guard(guarded, HAZARD_POLL_S), name="capture identities")
         await self._open_writer(prepared)
         # Not cancelled: the control connection answers nobody after a question that was cut off.
@@ -267,7 +269,7 @@ class Session:
         steps.phase("the server's timeline is read")
         line = self.line = await identified(lambda: self._connect("identify", replication=True), self.answers)
         if line.system_id != facts.system_id:
-            raise Unavailable(f"the DSN leads to more than one server: server={self._server}.")
+            raise UnavailableError(f"the DSN leads to more than one server: server={self._server}.")
         blocked = watch_set_up(lambda: self._connect("watch"), self.answers, config.name, self._blocked)
         self._watching = tasks.spawn(blocked, name="capture set-up watch")
         prepared = await prepare(
@@ -386,7 +388,7 @@ class Session:
         tasks.spawn(self._send_status(stream, status, interval_s), name="capture status")
         tasks.spawn(keep_beating(self._control, config, lambda: collector.last_commit_lsn), name="capture heartbeat")
         self.desk.connect(self._carry_no_more, self._taps.lose)
-        joining = self.joining = Joining(
+        joining = self.joining = TableAdder(
             config, self._control, self.desk, topics=self._topics, catalogue=self._catalogue, clock=self._clock,
             rand=self._rand, hold=self._hold, flushed=lambda: status.flushed, retire=self.writer.retire,
             parking=self._parking, descriptions=self._descriptions, latest=lambda: self._latest,
@@ -402,11 +404,11 @@ class Session:
 
     async def _check_confirmed(self) -> None:
         """The slot is this session's from here on. What a predecessor that was believed dead has moved it by since the
-        tables were looked at may be missing in one that no binding has. Raises Unavailable."""
+        tables were looked at may be missing in one that no binding has. Raises UnavailableError."""
         assert self._control is not None and self.binder is not None
         now = await self._control.ask(lambda wire: slot_state(wire, self._config.slot))
         if any(unaccounted(now, table, self._latest) for table in self._copied):
-            raise Unavailable(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
+            raise UnavailableError(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
 
     # the stream -----------------------------------------------------------------------------------
     async def _learn(self, seen: RelationSeen) -> None:
@@ -452,7 +454,7 @@ class Session:
                 status.hold = None
                 self._status_due.set()  # where nothing is written any more nothing else would have it told
 
-    def _saw_slot(self, state: SlotState, pinned_by: Holder | None) -> None:
+    def _saw_slot(self, state: SlotState, pinned_by: Blocker | None) -> None:
         self.slot = state
         self.retained.saw(self._clock.monotonic_s(), state.retained_bytes, state.headroom_bytes)
         self.copy.saw_wal(state.retained_bytes, state.headroom_bytes)
@@ -475,9 +477,9 @@ class Session:
             self.collector.flushed(consumer, position)
 
     async def name_taps(self) -> None:
-        """Raises what the catalogue raises, and Unavailable when the session is over, or the row is another's."""
+        """Raises what the catalogue raises, and UnavailableError when the session is over, or the row is another's."""
         if not self.running or self._own.row is None:
-            raise Unavailable("the session is over.")
+            raise UnavailableError("the session is over.")
         # Those of the moment in which it is written: an attempt that is made again brings no older ones back.
         await self._own.change(lambda found: replace(found, taps=self._taps.names))
 
@@ -494,10 +496,10 @@ class Session:
         with self.answers.expected(f"a connection ({purpose} {name})"):
             return await Wire.connect(self._config.dsn, replication=replication, purpose=purpose, capture=name)
 
-    def _wait_for(self, reason: str, holder: Holder | None) -> None:
+    def _wait_for(self, reason: str, holder: Blocker | None) -> None:
         self._on_phase(f"{reason}: {holder}" if holder is not None else reason, holder.name if holder else self._server)
 
-    def _blocked(self, found: Sequence[Holder]) -> None:
+    def _blocked(self, found: Sequence[Blocker]) -> None:
         now_s = self._clock.monotonic_s()
         if found:
             self._blocked_s = now_s
@@ -510,7 +512,7 @@ class Session:
         self._doing = doing
         self._on_phase(doing, "")
 
-    def _saw_walsender(self, at_work: Holder | None) -> None:
+    def _saw_walsender(self, at_work: Blocker | None) -> None:
         if at_work is None:
             self._on_phase("", "")
             return

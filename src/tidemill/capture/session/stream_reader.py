@@ -9,18 +9,18 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from tidemill.base.clock import Clock
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.base.status.histogram import Stages
 from tidemill.capture.changes import Fragment
 from tidemill.capture.decode.receive_batch import Run, steps
-from tidemill.capture.decode.transaction_builder import Converter, RelationSeen
-from tidemill.capture.decode.undecodable import Poisoned, take
+from tidemill.capture.decode.transaction_builder import RelationSeen, TransactionBuilder
+from tidemill.capture.decode.undecodable import UndecodableMessageError, take
 from tidemill.capture.delivery.collector import Collector
-from tidemill.capture.delivery.deferrable_keys import Rivals
+from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
 from tidemill.capture.postgres.connection import BURST_BYTES
 from tidemill.capture.postgres.replication_stream import Framed, ReplicationStream
 from tidemill.capture.postgres.standby_status import Keepalive
-from tidemill.capture.session.bad_rows import Unfit
+from tidemill.capture.session.bad_rows import BadRowPolicy
 from tidemill.capture.session.server_watch import StreamWatch
 
 DENSE_FRAMES = 24
@@ -35,11 +35,11 @@ class Reader:
     def __init__(
         self,
         stream: ReplicationStream,
-        converter: Converter,
+        converter: TransactionBuilder,
         collector: Collector,
         watch: StreamWatch,
-        rivals: Rivals,
-        unfit: Unfit,
+        rivals: DeferrableKeys,
+        unfit: BadRowPolicy,
         parking: asyncio.Lock,
         stages: Stages,
         clock: Clock,
@@ -56,7 +56,7 @@ class Reader:
         self._parking = parking
         self._stages = stages
         self._clock = clock
-        self._pace = Pace(clock)
+        self._pace = CoopBudget(clock)
         self._learn = learn
         self._hurry = hurry
 
@@ -102,7 +102,7 @@ class Reader:
             return
         try:
             out = take(item, self._converter)
-        except Poisoned as poisoned:
+        except UndecodableMessageError as poisoned:
             await self._unfit.message(item, poisoned)
             return
         if isinstance(out, RelationSeen):

@@ -25,28 +25,36 @@ from contextlib import suppress
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Conflict, Fenced, Missing, TidemillError, Unavailable, Unknown
-from tidemill.base.runtime.tasks import Restarts, is_fault, sentence
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    FencedError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
+from tidemill.base.runtime.tasks import Backoff, is_fault, sentence
 from tidemill.capture.catalog.table_discovery import Refusal, TableInfo, describe
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire
 from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.postgres.errors import may_pass
-from tidemill.capture.session.relation_tracker import Descriptions
+from tidemill.capture.session.relation_tracker import RelationTracker
 from tidemill.capture.setup.blockers import table_holder
 from tidemill.capture.setup.publication import LOCK_ATTEMPTS, Entry, publish
 from tidemill.capture.setup.server_checks import heartbeat
-from tidemill.capture.snapshot.copier import GivesWay, take_snapshot
+from tidemill.capture.snapshot.copier import CopyPreemptedError, take_snapshot
 from tidemill.capture.snapshot.side_topic import appending_of, may_set_aside, ready_to_join
-from tidemill.capture.snapshot.wal_hold import Keeping
-from tidemill.capture.tables.auto_recopy import Again
+from tidemill.capture.snapshot.wal_hold import WalHold
+from tidemill.capture.tables.auto_recopy import AutoRecopy
 from tidemill.capture.tables.catalog_watcher import Watching, altered
-from tidemill.capture.tables.context import Beside
+from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.copy_progress import SnapshotProgress
-from tidemill.capture.tables.publication_repair import Mending
-from tidemill.capture.tables.schema_change import Coming
+from tidemill.capture.tables.publication_repair import PublicationRepair
+from tidemill.capture.tables.schema_change import PendingSchema
 from tidemill.capture.tables.table_setup import copy_target, go_on_with, refusal_of, source_of, start_table
-from tidemill.capture.tables.table_states import Desk, Unrecorded
+from tidemill.capture.tables.table_states import TableStates, TableStateUnknownError
 from tidemill.capture.topics.topic_writer import CapturedTable
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.shards.api import Binding
@@ -67,11 +75,11 @@ LOOK_SHARE = 10
 for a tenth of the time at most."""
 
 
-class Joined(Unavailable):
+class RestartSession(UnavailableError):
     """Tables were copied, or are to be set aside: the session begins anew, with them."""
 
 
-class Joining:
+class TableAdder:
     """`hold(True)`: from now on confirm nothing beyond what is confirmed; False: go on. `flushed()`: every
     transaction at or below it is bound. `retire(oid)`: nothing is written for this relation any more, nor under way.
     `parking`: while it is taken, the stream's reader stands. `descriptions`: what followers see.
@@ -81,7 +89,7 @@ class Joining:
         self,
         config: CaptureConfig,
         control: Control,
-        desk: Desk,
+        desk: TableStates,
         *,
         topics: TopicLog,
         catalogue: Catalogue,
@@ -91,7 +99,7 @@ class Joining:
         flushed: Callable[[], int],
         retire: Callable[[int], Awaitable[None]],
         parking: asyncio.Lock,
-        descriptions: Descriptions,
+        descriptions: RelationTracker,
         carried: Sequence[CapturedTable],
         aside: dict[str, CapturedTable],
         latest: Callable[[], Binding | None],
@@ -106,13 +114,13 @@ class Joining:
         self._flushed = flushed
         self._retire = retire
         self._latest = latest
-        self._beside = Beside(config, control, desk, catalogue, parking)
-        self.mending = Mending(self._beside)
-        self._coming = Coming(desk, control, flushed, parking, descriptions.grown, descriptions.outdated)
+        self._beside = SideLoopContext(config, control, desk, catalogue, parking)
+        self.mending = PublicationRepair(self._beside)
+        self._coming = PendingSchema(desk, control, flushed, parking, descriptions.grown, descriptions.outdated)
         self.watching = Watching(self._beside, self.mending, self._coming, flushed)
-        self.keeping = Keeping(self._beside, carried, aside, clock, hold=hold, retire=retire, latest=latest)
-        self._again = Again(config, control, desk, clock)
-        self._pauses: dict[str, tuple[Restarts, float, int]] = {}
+        self.keeping = WalHold(self._beside, carried, aside, clock, hold=hold, retire=retire, latest=latest)
+        self._again = AutoRecopy(config, control, desk, clock)
+        self._pauses: dict[str, tuple[Backoff, float, int]] = {}
         """By name: until when, and the oid of the table that failed. Another table of that name waits for nothing."""
         self._tried_aside = frozenset(desk.cut_off)
         self._waits_since_s: float | None = None
@@ -169,7 +177,7 @@ class Joining:
             self._wake.clear()
 
     async def take_in(self) -> None:
-        """Until something was taken in: then it raises Joined."""
+        """Until something was taken in: then it raises RestartSession."""
         pause_s = self._config.table_poll_s
         try:
             while True:
@@ -184,7 +192,7 @@ class Joining:
                 _tell(asked, coming)
                 took_s = self._clock.monotonic_s() - began_s
                 if pending and await self._copied_all(pending):
-                    raise Joined(f"tables were taken in: capture={self._config.name}.")
+                    raise RestartSession(f"tables were taken in: capture={self._config.name}.")
                 self.keeping.copies(False)
                 self._let_go()
                 least_s = min(pause_s, max(LOOK_S, LOOK_SHARE * took_s))
@@ -198,7 +206,7 @@ class Joining:
 
     def _let_go(self) -> None:
         """A copy that this session has cut off waits to be gone on with, and WAL is kept for it: after a while that is
-        for a session that sets aside what changes (J1). Raises Joined."""
+        for a session that sets aside what changes (J1). Raises RestartSession."""
         names = [
             row.table
             for row in self._desk.rows.values()
@@ -210,7 +218,7 @@ class Joining:
         elif self._waits_since_s is None:
             self._waits_since_s = now_s
         elif now_s - self._waits_since_s >= self._config.copy_aside_after_s:
-            raise Joined(f"what changes while a copy waits is set aside from now on: table={','.join(names)}.")
+            raise RestartSession(f"what changes while a copy waits is set aside from now on: table={','.join(names)}.")
 
     # taking in ------------------------------------------------------------------------------------
     async def _pending(self, found: list[TableInfo]) -> tuple[frozenset[str], list[TableInfo]]:
@@ -264,10 +272,10 @@ class Joining:
                 done = await self._copy(pending)
             if aside and self._ended(aside[0].name):
                 done = [aside[0].name] if await self._append(aside[0].name) else []
-        except GivesWay as given:
-            raise Joined(given.message) from given
+        except CopyPreemptedError as given:
+            raise RestartSession(given.message) from given
         except BaseException as error:
-            if not is_fault(error) or isinstance(error, Unrecorded):
+            if not is_fault(error) or isinstance(error, TableStateUnknownError):
                 raise
             log.warning("tables were not taken in", capture=self._config.name, cause=sentence(error))
             why = Refusal("refused", f"the table is not copied yet: {sentence(error)}", "It is tried again by itself.")
@@ -319,7 +327,7 @@ class Joining:
             # Not on the connection of the copy: see _unpublish_parked.
             published = await self._beside.published()
             if published is None:
-                raise Missing("the publication is gone.")
+                raise MissingError("the publication is gone.")
             # One that was unpublished since is not gone on with: the stream lacks changes of it.
             cut_off = {
                 table.oid
@@ -383,7 +391,7 @@ class Joining:
                 self._config, tables, captured, self._topics, self._desk, self.progress, self._clock, self._rand,
                 gives_way=may_set_aside(self._config),
             )  # fmt: skip
-        except (Unavailable, Unknown, Closed, Conflict, Fenced):
+        except (UnavailableError, UnknownOutcomeError, ClosedError, ConflictError, FencedError):
             raise
         except TidemillError as error:
             for table in tables:
@@ -395,7 +403,7 @@ class Joining:
         for table in failed:
             restarts, _, oid = self._pauses.get(table.name, (None, 0.0, 0))
             if restarts is None or oid != table.oid:
-                restarts = Restarts(self._config.table_poll_s, LONGEST_PAUSE_S)
+                restarts = Backoff(self._config.table_poll_s, LONGEST_PAUSE_S)
             self._pauses[table.name] = (restarts, self._clock.monotonic_s() + restarts.pause_s(0.0), table.oid)
 
 

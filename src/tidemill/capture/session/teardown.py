@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError
+from tidemill.base.errors import ConflictError, InvalidError, MissingError, TidemillError
 from tidemill.capture.catalog.foreign_publications import failing
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire, identifier, literal
@@ -55,16 +55,16 @@ async def readers(catalogue: Catalogue, capture: str) -> list[str]:
 async def take_back(config: CaptureConfig, catalogue: Catalogue, *, really: bool = False) -> TakenBack:
     """See above. `really`: though pipelines read it, or its cluster is gone and this is another one.
 
-    Raises Missing for a capture that never was, Conflict while it runs, Invalid while it is read or at another cluster,
-    Unavailable.
+    Raises MissingError for a capture that never was, ConflictError while it runs, InvalidError while it is read or at
+    another cluster, Unavailable.
     """
     tables = await catalogue.tables(config.name)
     row = await catalogue.get(CaptureRow, config.name)
     if not tables and row is None:
-        raise Missing(f"no such capture: capture={config.name}.", fix="See tidemill capture list.")
+        raise MissingError(f"no such capture: capture={config.name}.", fix="See tidemill capture list.")
     read_by = await readers(catalogue, config.name)
     if read_by and not really:
-        raise Invalid(
+        raise InvalidError(
             f"the capture is in use: capture={config.name} by={','.join(read_by)}.",
             fix="End those pipelines first; their shards keep what they have. To drop it all the same: --yes-really",
         )
@@ -72,7 +72,7 @@ async def take_back(config: CaptureConfig, catalogue: Catalogue, *, really: bool
     try:
         if not await _ended(lambda: try_lock(wire, config)):
             holder = await lock_holder(wire, ADVISORY_CLASS, lock_key(config))
-            raise Conflict(
+            raise ConflictError(
                 f"the capture runs: capture={config.name} {holder or 'pid=gone'}.",
                 fix=f"Take [capture.{config.name}] out of tidemill.toml and start its node again, then drop it.",
             )
@@ -100,7 +100,7 @@ async def _ended(done: Callable[[], Awaitable[bool]]) -> bool:
 async def _check_cluster(wire: Wire, config: CaptureConfig, row: CaptureRow | None, really: bool) -> None:
     found = await wire.value("SELECT system_identifier FROM pg_control_system()")
     if row is not None and row.system_id != found and not really:
-        raise Invalid(
+        raise InvalidError(
             f"this is not the cluster that was captured: capture={config.name} recorded={row.system_id} found={found}.",
             fix="Give the DSN of the one that was, whose slot keeps WAL; where it is gone for good: --yes-really",
         )
@@ -146,7 +146,7 @@ async def _identity_given_back(wire: Wire, oid: int, relation: str, before: str,
     statement = f"ALTER TABLE {relation} REPLICA IDENTITY {before}"
     try:
         name = await give_back(wire, oid, before, attempts=LOCK_ATTEMPTS)
-    except Invalid as error:  # Needed, no right to, an index that is gone: met again at every try
+    except InvalidError as error:  # Needed, no right to, an index that is gone: met again at every try
         done.for_administrator[statement] = error.message
     except TidemillError as error:
         done.left[statement] = error.message

@@ -59,7 +59,7 @@ EXISTS (SELECT FROM pg_locks w JOIN pg_stat_activity a USING (pid) JOIN pg_locks
 """
 
 
-class Holder(msgspec.Struct, frozen=True):
+class Blocker(msgspec.Struct, frozen=True):
     """A session, or with a `gid` a prepared transaction, which has none. `state`: of the session, or of its
     replication. `age_s`: of its transaction, or since its state changed."""
 
@@ -96,7 +96,7 @@ class Holder(msgspec.Struct, frozen=True):
         )
 
 
-async def sessions(wire: Wire, pids: Sequence[int]) -> list[Holder]:
+async def sessions(wire: Wire, pids: Sequence[int]) -> list[Blocker]:
     """At most three of these sessions, the oldest transaction first; those that are gone are left out."""
     if not pids:
         return []
@@ -104,7 +104,7 @@ async def sessions(wire: Wire, pids: Sequence[int]) -> list[Holder]:
     return [_holder(row) for row in rows]
 
 
-async def lock_holder(wire: Wire, lock_class: int, lock_key: int) -> Holder | None:
+async def lock_holder(wire: Wire, lock_class: int, lock_key: int) -> Blocker | None:
     """Who holds an advisory lock of two 32-bit keys in this database."""
     rows = await wire.query(
         "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 2"
@@ -114,7 +114,7 @@ async def lock_holder(wire: Wire, lock_class: int, lock_key: int) -> Holder | No
     return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
 
 
-async def slot_holder(wire: Wire, slot: str) -> Holder | None:
+async def slot_holder(wire: Wire, slot: str) -> Blocker | None:
     """Who streams from the slot just now."""
     rows = await wire.query(
         f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = {literal(slot)} AND active_pid IS NOT NULL"
@@ -122,7 +122,7 @@ async def slot_holder(wire: Wire, slot: str) -> Holder | None:
     return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
 
 
-async def busy_walsender(wire: Wire, slot: str) -> Holder | None:
+async def busy_walsender(wire: Wire, slot: str) -> Blocker | None:
     """The walsender of a slot while it is at work on WAL, or seems to be; None while it waits for input or output, and
     would answer if it could.
     https://www.postgresql.org/docs/current/monitoring-stats.html#WAIT-EVENT-TABLE"""
@@ -133,7 +133,7 @@ async def busy_walsender(wire: Wire, slot: str) -> Holder | None:
     return next(iter(await sessions(wire, [int(pid or 0) for (pid,) in rows])), None)
 
 
-async def table_holder(wire: Wire, oid: int) -> Holder | None:
+async def table_holder(wire: Wire, oid: int) -> Blocker | None:
     """Who holds a lock on a table or a partition of it: who excludes most, then the oldest. As of just after the wait,
     which was short."""
     rows = await wire.query(
@@ -161,7 +161,7 @@ async def writers(wire: Wire, oid: int) -> frozenset[str]:
     return frozenset(found or "" for (found,) in rows)
 
 
-async def pinning(wire: Wire) -> Holder | None:
+async def pinning(wire: Wire) -> Blocker | None:
     """Whose transaction, open or prepared, is the oldest that may be decoded yet: WAL since it began is kept."""
     rows = await wire.query(
         "SELECT pid FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND datname = current_database()"
@@ -172,7 +172,7 @@ async def pinning(wire: Wire) -> Holder | None:
     return prepared if prepared is not None and (found is None or prepared.age_s > found.age_s) else found
 
 
-async def blockers(wire: Wire, capture: str) -> list[Holder]:
+async def blockers(wire: Wire, capture: str) -> list[Blocker]:
     """Whom the sessions of this capture wait for, whichever of them it is: by their application names (connection.py).
     Asked on a session of its own, for those that wait do not answer."""
     rows = await wire.query(
@@ -191,17 +191,17 @@ async def blockers(wire: Wire, capture: str) -> list[Holder]:
     return found
 
 
-async def _prepared(wire: Wire, condition: str) -> Holder | None:
+async def _prepared(wire: Wire, condition: str) -> Blocker | None:
     """The oldest prepared transaction p that meets a condition."""
     for gid, owner, age_s, xid in await wire.query(_PREPARED.format(condition=condition)):
         found = readable(gid or "")
-        return Holder(0, readable(owner or ""), "", "prepared transaction", int(age_s or 0), f"xid={xid}", gid=found)
+        return Blocker(0, readable(owner or ""), "", "prepared transaction", int(age_s or 0), f"xid={xid}", gid=found)
     return None
 
 
-def _holder(row: SqlRow) -> Holder:
+def _holder(row: SqlRow) -> Blocker:
     pid, application, client, state, age_s, query, replication = row
-    return Holder(
+    return Blocker(
         int(pid or 0),
         readable(application or ""),
         client or "",

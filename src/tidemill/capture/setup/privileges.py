@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.catalog.foreign_publications import Objection, objections
 from tidemill.capture.catalog.table_discovery import TableInfo, list_tables, resolve
 from tidemill.capture.config import CaptureConfig
@@ -28,7 +28,7 @@ from tidemill.capture.setup.statements import statements, whole_identity
 async def check_database(
     dsn: str, tables: Sequence[str] = ("public.*",), identity: Literal["full", "as-is"] = "full"
 ) -> str:
-    """One line that says the database can be captured, before `up`. Raises Invalid or Unavailable."""
+    """One line that says the database can be captured, before `up`. Raises InvalidError or Unavailable."""
     wire = await Wire.connect(dsn, purpose="check")
     try:
         config = CaptureConfig(name="check", dsn=dsn, tables=tuple(tables), identity=identity)
@@ -42,8 +42,8 @@ Keep = Callable[[dict[str, Identities]], Awaitable[None]]
 
 
 async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
-    """The same for `tidemill doctor`, and that nothing is left for an administrator. Raises Invalid or Unavailable, and
-    what `keep` raises."""
+    """The same for `tidemill doctor`, and that nothing is left for an administrator. Raises InvalidError or
+    Unavailable, and what `keep` raises."""
     wire = await Wire.connect(config.dsn, purpose="doctor")
     try:
         found = await _looked_at(wire, config)
@@ -61,9 +61,9 @@ async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
     if found.objected:
         first, more = found.objected[0], len(found.objected) - 1
         said = f"{first.reason.rstrip('.')} more={more}." if more else first.reason
-        raise Invalid(said, fix=f"{first.fix} {run}".strip())
+        raise InvalidError(said, fix=f"{first.fix} {run}".strip())
     if missing:
-        raise Invalid(
+        raise InvalidError(
             f"the role {'is not to' if config.manual else 'may not'} do all that its capture needs:"
             f" capture={config.name} statements={len(missing)}{_way_back(asked)}.",
             fix=run,
@@ -73,21 +73,21 @@ async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
 
 async def check_standbys(wire: Wire) -> None:
     """Whether a standby may be behind what is captured when it is promoted: PostgreSQL tells a failover slot nothing
-    that the slots named in `synchronized_standby_slots` have not confirmed. Raises Invalid.
+    that the slots named in `synchronized_standby_slots` have not confirmed. Raises InvalidError.
     https://www.postgresql.org/docs/current/runtime-config-replication.html"""
     named = await wire.value("SELECT current_setting('synchronized_standby_slots')") or ""
     slots = {name or "" for (name,) in await wire.query("SELECT slot_name FROM pg_replication_slots"
         " WHERE slot_type = 'physical' AND NOT temporary")}  # fmt: skip
     wanted = {name.strip().strip('"') for name in named.split(",") if name.strip()}
     if slots and not wanted:
-        raise Invalid(
+        raise InvalidError(
             f"a standby that is promoted may be behind what is captured: synchronized_standby_slots=''"
             f" physical_slots={','.join(sorted(slots))}.",
             fix=f"Run ALTER SYSTEM SET synchronized_standby_slots = {_list(slots)}; SELECT pg_reload_conf();"
             " with the slots of the standbys that may be promoted.",
         )
     if wanted - slots:
-        raise Invalid(
+        raise InvalidError(
             "PostgreSQL sends the capture nothing while a standby's slot is missing:"
             f" synchronized_standby_slots={named!r} missing={','.join(sorted(wanted - slots))}.",
             fix="Create the physical slot for its standby, or take it out of synchronized_standby_slots.",

@@ -38,13 +38,13 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.capture.catalog.foreign_publications import Failing, failing, objections
 from tidemill.capture.catalog.table_discovery import GENERATED_PUBLISHED, STATEMENTS, TableInfo, keyless
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire, identifier, literal, qualified
 from tidemill.capture.postgres.errors import SqlError
-from tidemill.capture.setup.blockers import Holder, table_holder, writers
+from tidemill.capture.setup.blockers import Blocker, table_holder, writers
 from tidemill.capture.setup.statements import add_table, creation, statements, target, whole_identity, with_generated
 
 log = structlog.get_logger()
@@ -60,10 +60,10 @@ LOCKED = ("55P03", "40P01")
 """lock_not_available, deadlock_detected"""
 
 
-class Blocked(Unavailable):
+class TableLockedError(UnavailableError):
     """The locks of one table could not be had in the time allowed. `held_by`: who has them, for a mark."""
 
-    def __init__(self, table: TableInfo, holder: Holder | None) -> None:
+    def __init__(self, table: TableInfo, holder: Blocker | None) -> None:
         super().__init__(
             f"the table is locked by others: table={table.name} {holder or 'pid=gone'}.",
             fix=f"{holder.end if holder else 'End that transaction'}; the table is taken in once the lock is free.",
@@ -71,7 +71,7 @@ class Blocked(Unavailable):
         self.held_by = holder.name if holder is not None else ""
 
 
-class Unprepared(Invalid):
+class SetupRequiredError(InvalidError):
     """What a table is captured for is missing, and the capture is not to see to it (P6), or cannot know better."""
 
     def __init__(self, table: TableInfo, statements: Sequence[str]) -> None:
@@ -91,11 +91,11 @@ class Entry(NamedTuple):
     rows: tuple[int, ...] = ()
 
 
-class Objected(Invalid):
+class IdentityConflictError(InvalidError):
     """A publication makes the table's UPDATE and DELETE fail with the identity that it was to be given."""
 
 
-class Needed(Invalid):
+class IdentityRequiredError(InvalidError):
     """`publications` make UPDATE or DELETE of a relation fail with the identity that was to be given back to it."""
 
     def __init__(self, relation: str, before: str, found: Sequence[Failing]) -> None:
@@ -117,8 +117,8 @@ class Published(msgspec.Struct, frozen=True):
 async def published_tables(wire: Wire, publication: str, *, manual: bool = False) -> dict[int, Entry] | None:
     """By oid, what the publication holds; None when there is no such publication.
 
-    Raises Invalid when it is one that cannot serve (not all operations, or not through the partition root; `manual`:
-    without generated columns, which else are seen to).
+    Raises InvalidError when it is one that cannot serve (not all operations, or not through the partition root;
+    `manual`: without generated columns, which else are seen to).
     """
     generated = "pubgencols = 's'" if wire.server_version >= GENERATED_PUBLISHED else "true"
     rows = await wire.query(
@@ -128,7 +128,7 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
     if not rows:
         return None
     if rows[0][:3] != ("t", "t", "f"):
-        raise Invalid(
+        raise InvalidError(
             f"a publication of this name exists with other options: publication={publication}.",
             fix=f"Run DROP PUBLICATION {identifier(publication)}; "
             + (f"{creation(publication, wire.server_version)};" if manual else "it is created again as needed."),
@@ -137,7 +137,7 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
         # Made by an older version, or before the server was upgraded.
         statement = with_generated(publication)
         if manual:
-            raise Invalid(
+            raise InvalidError(
                 f"the publication lacks generated columns, and its capture is manual: publication={publication}.",
                 fix=f"Run {statement};",
             )
@@ -170,21 +170,21 @@ async def unpublished(wire: Wire, publication: str, oids: Collection[int]) -> se
     return {int(oid or 0) for (oid,) in rows}
 
 
-def not_published(publication: str, version: int) -> Invalid:
+def not_published(publication: str, version: int) -> InvalidError:
     """There is no publication, and the capture is to make none (P6)."""
-    return Invalid(
+    return InvalidError(
         f"there is no publication, and its capture is manual: publication={publication}.",
         fix=f"Run {creation(publication, version)}; and then what `tidemill doctor` prints.",
     )
 
 
 async def create_publication(wire: Wire, publication: str) -> None:
-    """Of no table yet. Raises Invalid without the right to."""
+    """Of no table yet. Raises InvalidError without the right to."""
     statement = creation(publication, wire.server_version)
     try:
         await wire.query(statement)
-    except Invalid as error:
-        raise Invalid(
+    except InvalidError as error:
+        raise InvalidError(
             f"the publication cannot be created: publication={publication} error={error.message}",
             fix="Grant the role CREATE on the database and let it own the captured tables, or have an administrator run"
             f" what `tidemill doctor` prints, first of all: {statement}.",
@@ -194,7 +194,7 @@ async def create_publication(wire: Wire, publication: str) -> None:
 Identities = dict[int, tuple[str, str]]
 """oid → (how SQL names it, its identity as SQL writes it)"""
 Note = Callable[[str, Identities], Awaitable[None]]
-"""note(table, the identities of it and its partitions): kept durably (P5). May raise Unknown."""
+"""note(table, the identities of it and its partitions): kept durably (P5). May raise UnknownOutcomeError."""
 
 
 async def publish(
@@ -220,24 +220,26 @@ async def publish(
             locked = await _publish_table(wire, config, table, table.oid in published, attempts, note, asked)
             if not locked and table.oid in settle:
                 await _settle(wire, table, attempts)
-        except Unavailable as error:
-            if not isinstance(error, SqlError | Blocked):
+        except UnavailableError as error:
+            if not isinstance(error, SqlError | TableLockedError):
                 raise
             failed[table.name] = error
-        except Unknown:
+        except UnknownOutcomeError:
             raise  # what is written down of it is not known: nothing about PostgreSQL
         except TidemillError as error:
-            known = isinstance(error, Unprepared | Objected)
+            known = isinstance(error, SetupRequiredError | IdentityConflictError)
             failed[table.name] = error if known else await _refused(wire, config, table, error)
         else:
             newly |= {table.oid} - {*published}
     return Published(frozenset(newly), failed)
 
 
-async def _refused(wire: Wire, config: CaptureConfig, table: TableInfo, error: TidemillError) -> Invalid:
+async def _refused(wire: Wire, config: CaptureConfig, table: TableInfo, error: TidemillError) -> InvalidError:
     missing = await statements(wire, config, [table])
     run = f"Let the role own {table.name}, or have an administrator run: {'; '.join(missing)};" if missing else ""
-    return Invalid(f"the table cannot be published: table={table.name} error={error.message}", fix=run or error.fix)
+    return InvalidError(
+        f"the table cannot be published: table={table.name} error={error.message}", fix=run or error.fix
+    )
 
 
 async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
@@ -246,7 +248,7 @@ async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
     try:
         await _once(wire, [drop])
     except TidemillError as error:
-        if isinstance(error, Unavailable) and not isinstance(error, SqlError):
+        if isinstance(error, UnavailableError) and not isinstance(error, SqlError):
             raise
         log.warning("table not taken out of the publication yet", capture=config.name, table=name, cause=str(error))
         return False
@@ -257,7 +259,7 @@ async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
 async def _publish_table(
     wire: Wire, config: CaptureConfig, table: TableInfo, published: bool, attempts: int, note: Note, asked: Note | None
 ) -> bool:
-    """True when its lock was had, False when there was nothing to do. Raises Unprepared."""
+    """True when its lock was had, False when there was nothing to do. Raises SetupRequiredError."""
     name = target(table)
     for attempt in range(1, attempts + 1):
         earlier = await not_full(wire, table.oid) if config.whole else {}
@@ -266,7 +268,7 @@ async def _publish_table(
         if config.manual and (add or alter):
             if earlier and asked is not None:
                 await asked(table.name, earlier)
-            raise Unprepared(table, await statements(wire, config, [table]) or [*add, *alter])
+            raise SetupRequiredError(table, await statements(wire, config, [table]) or [*add, *alter])
         if not add and not alter:
             return False
         if earlier:
@@ -280,28 +282,30 @@ async def _publish_table(
             if error.sqlstate not in LOCKED:
                 raise
             if attempt == attempts:
-                raise Blocked(table, await table_holder(wire, table.oid)) from error
+                raise TableLockedError(table, await table_holder(wire, table.oid)) from error
             await asyncio.sleep(LOCK_PAUSE_S)
     return False
 
 
 async def _check_others(wire: Wire, config: CaptureConfig, table: TableInfo) -> None:
-    """Under the table's lock (foreign_publications.py, O1). Raises Objected."""
+    """Under the table's lock (foreign_publications.py, O1). Raises IdentityConflictError."""
     objection = (await objections(wire, config)).get(table.oid)
     if objection is not None and objection.refuses:
-        raise Objected(objection.reason, fix=objection.fix)
+        raise IdentityConflictError(objection.reason, fix=objection.fix)
 
 
 async def _check_identity(wire: Wire, table: TableInfo) -> None:
-    """Under the table's lock. Raises Unprepared when an UPDATE or DELETE of it would not say whose row it was."""
+    """Under the table's lock. Raises SetupRequiredError when an UPDATE or DELETE of it would not say whose row it
+    was."""
     missing = (await keyless(wire, [table.oid])).values()
     if missing:
-        raise Unprepared(table, [statement for each in missing for statement in each])
+        raise SetupRequiredError(table, [statement for each in missing for statement in each])
 
 
 async def _settle(wire: Wire, table: TableInfo, attempts: int) -> None:
-    """Until nobody who wrote to the table when this began still does (P2). Raises Blocked, sooner than a lock is given
-    up: nobody waits behind this, and it is tried again as soon as who is named for it is gone (table_adder.py, J2)."""
+    """Until nobody who wrote to the table when this began still does (P2). Raises TableLockedError, sooner than a lock
+    is given up: nobody waits behind this, and it is tried again as soon as who is named for it is gone (table_adder.py,
+    J2)."""
     behind = await writers(wire, table.oid)
     for _ in range(attempts * SETTLE_LOOKS):
         if not behind:
@@ -309,7 +313,7 @@ async def _settle(wire: Wire, table: TableInfo, attempts: int) -> None:
         await asyncio.sleep(SETTLE_LOOK_S)
         behind &= await writers(wire, table.oid)
     if behind:
-        raise Blocked(table, await table_holder(wire, table.oid))
+        raise TableLockedError(table, await table_holder(wire, table.oid))
 
 
 async def not_full(wire: Wire, oid: int) -> Identities:
@@ -333,8 +337,8 @@ async def not_full(wire: Wire, oid: int) -> Identities:
 
 async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
     """Set the identity that a table or partition had (P5): how SQL names it now, or "" when there is nothing to give
-    back: it is gone, or somebody set another one. Raises Needed, and SqlError when its lock cannot be had, or
-    PostgreSQL refuses the identity."""
+    back: it is gone, or somebody set another one. Raises IdentityRequiredError, and SqlError when its lock cannot be
+    had, or PostgreSQL refuses the identity."""
     for attempt in range(1, attempts + 1):
         rows = await wire.query(
             "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
@@ -359,7 +363,7 @@ async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
 async def _check_needed(wire: Wire, oid: int, name: str, before: str) -> None:
     found = await failing(wire, [(oid, before)])
     if found:
-        raise Needed(name, before, found)
+        raise IdentityRequiredError(name, before, found)
 
 
 async def _once(wire: Wire, statements: Sequence[str], sound: Callable[[], Awaitable[None]] | None = None) -> None:

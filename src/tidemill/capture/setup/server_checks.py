@@ -14,11 +14,11 @@ import zlib
 import msgspec
 import structlog
 
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire, identifier, literal
-from tidemill.capture.postgres.errors import LockHeld, SlotLost
+from tidemill.capture.postgres.errors import LockHeldError, SlotLostError
 from tidemill.capture.postgres.pg_snapshot import since
 
 log = structlog.get_logger()
@@ -61,9 +61,10 @@ class SlotState(msgspec.Struct, frozen=True):
 
 
 async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
-    """Raises Invalid, naming the setting or right that is missing and the statement that gives it, and Unavailable."""
+    """Raises InvalidError, naming the setting or right that is missing and the statement that gives it, and
+    UnavailableError."""
     if wire.server_version < OLDEST_VERSION:
-        raise Invalid(f"PostgreSQL is too old: version={wire.server_version}.", fix="Use PostgreSQL 14 or newer.")
+        raise InvalidError(f"PostgreSQL is too old: version={wire.server_version}.", fix="Use PostgreSQL 14 or newer.")
     rows = await wire.query(
         "SELECT current_setting('wal_level'), current_setting('max_replication_slots')::int,"
         " current_setting('max_wal_senders')::int, pg_is_in_recovery(),"
@@ -75,33 +76,33 @@ async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
     wal_level, slots, senders, in_recovery, sender_timeout, may_replicate, user, used, exists = rows[0]
     restart = "and restart PostgreSQL."
     if wal_level != "logical":
-        raise Invalid(
+        raise InvalidError(
             f"PostgreSQL does not log logical changes: wal_level={wal_level}.",
             fix=f"Run ALTER SYSTEM SET wal_level = 'logical' {restart}",
         )
     if in_recovery == "t":
         # One that is promoted is no standby any more: nobody need do anything.
-        raise Unavailable(
+        raise UnavailableError(
             f"the server is a standby: {wire.target}.",
             fix="Point the DSN at the primary, or promote the standby.",
         )
     if int(senders or 0) < 1:
-        raise Invalid(
+        raise InvalidError(
             f"no WAL senders are allowed: max_wal_senders={senders}.",
             fix=f"Run ALTER SYSTEM SET max_wal_senders = 10 {restart}",
         )
     if exists != "t" and int(used or 0) >= int(slots or 0):
-        raise Invalid(
+        raise InvalidError(
             f"no replication slot is free: max_replication_slots={slots} used={used}.",
             fix=f"Drop an unused slot, or raise max_replication_slots {restart}",
         )
     if may_replicate != "t":
-        raise Invalid(
+        raise InvalidError(
             f"the role may not replicate: role={user}.", fix=f"Run ALTER ROLE {identifier(user or '')} REPLICATION."
         )
     system_id = await wire.value("SELECT system_identifier FROM pg_control_system()")
     if config.failover and wire.server_version < FAILOVER_VERSION:
-        raise Invalid(
+        raise InvalidError(
             f"this PostgreSQL has no failover slots: version={wire.server_version // 10_000}.",
             fix=f"Take capture.{config.name}.failover out of tidemill.toml, or use PostgreSQL 17 or newer.",
         )
@@ -152,16 +153,16 @@ def is_good(state: SlotState | None) -> bool:
 
 
 def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
-    """Raises SlotLost when a slot that must be there is gone or was invalidated."""
+    """Raises SlotLostError when a slot that must be there is gone or was invalidated."""
     if state is None:
-        raise SlotLost(
+        raise SlotLostError(
             f"the replication slot is gone: slot={config.slot}.",
             fix=f"Changes since are not in the stream. {start_over(config)}",
         )
     if not is_good(state):
         why = f" reason={state.invalidated}" if state.invalidated else ""
         cure = _CURES.get(state.invalidated, "Raise max_slot_wal_keep_size.")
-        raise SlotLost(
+        raise SlotLostError(
             f"PostgreSQL invalidated the replication slot: slot={config.slot} wal_status={state.wal_status}{why}.",
             fix=f"{cure} {start_over(config)}",
         )
@@ -181,13 +182,13 @@ async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
         " AND database IS DISTINCT FROM current_database()"
     )
     if database is not None:
-        raise Invalid(
+        raise InvalidError(
             f"another database of this server has a slot of this name: slot={config.slot} database={database}.",
             fix="Rename the capture, or drop that slot if nothing uses it.",
         )
     left = await slot_state(wire, config.slot)
     if left is not None and left.active_pid is not None:
-        raise LockHeld(f"the replication slot is in use: slot={config.slot} pid={left.active_pid}.")
+        raise LockHeldError(f"the replication slot is in use: slot={config.slot} pid={left.active_pid}.")
     if left is not None:
         await wire.query(f"SELECT pg_drop_replication_slot({literal(config.slot)})")
     failover = ", failover => true" if config.failover else ""

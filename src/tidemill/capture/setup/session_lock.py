@@ -19,7 +19,7 @@ from tidemill.capture.postgres.connection import Wire, literal
 from tidemill.capture.postgres.control_connection import Answers, Control
 from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.postgres.replication_stream import ReplicationStream
-from tidemill.capture.setup.blockers import Holder, lock_holder, slot_holder
+from tidemill.capture.setup.blockers import Blocker, lock_holder, slot_holder
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, lock_key, try_lock
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 
@@ -36,7 +36,7 @@ _SESSION = "pid || ' ' || extract(epoch FROM backend_start)"
 
 
 async def take_lock(
-    control: Control, config: CaptureConfig, catalogue: Catalogue, clock: Clock, wait: Callable[[Holder | None], None]
+    control: Control, config: CaptureConfig, catalogue: Catalogue, clock: Clock, wait: Callable[[Blocker | None], None]
 ) -> None:
     """Wait until no other session captures under this name; `wait` is told who does."""
     began_s = clock.monotonic_s()
@@ -58,7 +58,7 @@ async def start_when_free(
     control: Control,
     config: CaptureConfig,
     answers: Answers,
-    wait: Callable[[Holder | None], None],
+    wait: Callable[[Blocker | None], None],
 ) -> None:
     """A predecessor's walsender may outlive its client for a moment. Raises SqlError when it stays."""
     for attempt in range(1, SLOT_ATTEMPTS + 1):

@@ -27,8 +27,16 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, TidemillError, Unavailable
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    TidemillError,
+    UnavailableError,
+)
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.capture.catalog.schema_versions import types_as
 from tidemill.capture.catalog.table_discovery import TableInfo
@@ -40,8 +48,8 @@ from tidemill.capture.snapshot.exported_snapshot import Snapshot
 from tidemill.capture.snapshot.throttle import Throttle
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.table_setup import columns_of, refusal_of, says_whole_rows
-from tidemill.capture.tables.table_states import Desk
-from tidemill.capture.topics.partition_writer import Lane
+from tidemill.capture.tables.table_states import TableStates
+from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.capture.topics.topic_writer import CapturedTable, TopicWriter
 from tidemill.metastore.catalogue import CaptureTableRow, TableCopy, TableSnapshot
 from tidemill.topics.api import TopicLog
@@ -57,7 +65,7 @@ BACKLOG_BYTES = 2 << 20
 """Waiting to become durable: what the stream writes of other tables waits behind it."""
 
 
-class GivesWay(Unavailable):
+class CopyPreemptedError(UnavailableError):
     """The copy goes on in a session that sets aside what changes meanwhile (Y6)."""
 
 
@@ -73,7 +81,7 @@ class _Table:
         self.chunks = Chunks(plan.step_blocks, plan.count)
         self.durable = Prefix(plan.done, plan.rows)
         self.failed = False
-        self._written: deque[tuple[int, int, list[tuple[Lane, int]]]] = deque()
+        self._written: deque[tuple[int, int, list[tuple[PartitionWriter, int]]]] = deque()
 
     def wrote(self, number: int, rows: int) -> None:
         """The last row of a chunk has its offset."""
@@ -102,7 +110,7 @@ async def take_snapshot(
     tables: list[TableInfo],
     captured: dict[str, CapturedTable],
     topics: TopicLog,
-    desk: Desk,
+    desk: TableStates,
     progress: SnapshotProgress,
     clock: Clock,
     rand: Rand,
@@ -125,7 +133,7 @@ async def take_snapshot(
             try:
                 await writer.open_table(captured[table.name], None)
                 copied.append(table)
-            except (Invalid, Corrupt) as error:
+            except (InvalidError, CorruptError) as error:
                 await desk.refuse(table.name, refusal_of(error), table.oid)
         copy = Copy(config, captured, writer, desk, progress, clock, gives_way=gives_way)
         return await copy.run(copied, opened) if copied else []
@@ -139,7 +147,7 @@ class Copy:
         config: CaptureConfig,
         captured: dict[str, CapturedTable],
         writer: TopicWriter,
-        desk: Desk,
+        desk: TableStates,
         progress: SnapshotProgress,
         clock: Clock,
         *,
@@ -152,7 +160,7 @@ class Copy:
         self._desk = desk
         self._progress = progress
         self._clock = clock
-        self._pace = Pace(clock)
+        self._pace = CoopBudget(clock)
         self._throttle = Throttle(config.copy_rows_per_s, MOST_ROWS, clock)
         self._tables: list[_Table] = []
         self._source = f"postgres:{server(config.dsn)}"
@@ -207,7 +215,7 @@ class Copy:
         if row.copy is None:
             if not as_begun:
                 why = f"the table was altered just before its copy: table={table.name}."
-                await self._refuse(table, Invalid(why, fix="It is tried again by itself."))
+                await self._refuse(table, InvalidError(why, fix="It is tried again by itself."))
                 return None
             chunks = cut(*await snapshot.blocks(table), self._config.copy_chunk_blocks)
             seen = snapshot.seen
@@ -220,7 +228,7 @@ class Copy:
         same = as_begun and (found.copied_as, found.count) == (plan.storage, plan.attributes)
         if not same or not tells or await snapshot.divided_since(table, plan.xmin):
             why = f"the table was altered or written anew while its copy was cut off: table={table.name}."
-            await self._refuse(table, Invalid(why, fix="Its copy begins anew by itself."))
+            await self._refuse(table, InvalidError(why, fix="Its copy begins anew by itself."))
             return None
         log.info("a copy goes on", capture=self._config.name, table=table.name, chunks=plan.count, done=plan.done)
         return _Table(table, target, plan, tells=tells)
@@ -265,7 +273,7 @@ class Copy:
         try:
             wire = await self._connect(opened)
             await snapshot.join(wire, exported)
-        except Unavailable as error:
+        except UnavailableError as error:
             log.warning("a copy has fewer connections than wanted", capture=self._config.name, cause=str(error))
             return None
         return wire
@@ -307,7 +315,7 @@ class Copy:
             await wire.query("RELEASE one_chunk")
             table.wrote(number, rows)
             self._progress.chunks_done += 1
-        except (Corrupt, Conflict, Fenced):
+        except (CorruptError, ConflictError, FencedError):
             raise
         except Exception as error:  # of whatever type: it is about a row of this table
             if may_pass(error):
@@ -316,11 +324,12 @@ class Copy:
             if not table.failed:
                 table.failed = True
                 what = f"the table cannot be copied: table={table.info.name} error={sentence(error)}"
-                await self._refuse(table.info, Invalid(what))
+                await self._refuse(table.info, InvalidError(what))
 
     # recording ------------------------------------------------------------------------------------
     async def _record(self, snapshot: Snapshot) -> None:
-        """For as long as it copies. Raises Unrecorded, Closed where another session has the copy, and GivesWay."""
+        """For as long as it copies. Raises Unrecorded, ClosedError where another session has the copy, and
+        CopyPreemptedError."""
         while True:
             await asyncio.sleep(RECORD_S)
             for table in [table for table in self._tables if table.tells and not table.failed]:
@@ -333,7 +342,7 @@ class Copy:
                 await self._give_way(snapshot)
 
     async def _give_way(self, snapshot: Snapshot) -> None:
-        """Y6. Raises GivesWay, once there is a table that is gone on with."""
+        """Y6. Raises CopyPreemptedError, once there is a table that is gone on with."""
         rows = self._desk.rows
         waits = [
             table.info.name
@@ -347,7 +356,9 @@ class Copy:
             table.settle()
             if not table.failed and table.durable.done == table.plan.count:
                 await self._complete(snapshot, table)
-        raise GivesWay(f"what changes while a table is copied is set aside from now on: table={','.join(waits)}.")
+        raise CopyPreemptedError(
+            f"what changes while a table is copied is set aside from now on: table={','.join(waits)}."
+        )
 
     async def _tell(self, table: _Table, now: TableCopy) -> None:
         generation = self._desk.rows[table.info.name].generation
@@ -357,7 +368,7 @@ class Copy:
 
         row = await self._desk.change(table.info.name, told)
         if row is None or row.copy != now:
-            raise Closed(f"another session copies the table: table={table.info.name}.")
+            raise ClosedError(f"another session copies the table: table={table.info.name}.")
 
     async def _complete(self, snapshot: Snapshot, table: _Table) -> bool:
         """Record that all of it is in its topic; False when it is refused, or another session has it."""
@@ -389,7 +400,7 @@ class Copy:
 
         try:
             row = await self._desk.change(name, copied)
-        except Invalid as error:
+        except InvalidError as error:
             await self._refuse(table.info, error)
             return False
         return row is not None and (row.snapshot == taken or (row.aside is not None and row.aside.ends == ends))

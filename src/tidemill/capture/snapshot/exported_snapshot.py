@@ -17,7 +17,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
-from tidemill.base.errors import Missing, TidemillError
+from tidemill.base.errors import MissingError, TidemillError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.catalog.columns import Attributes, attributes_of
 from tidemill.capture.catalog.table_discovery import TableInfo, describe, list_partitions
@@ -26,7 +26,7 @@ from tidemill.capture.postgres.connection import BURST_BYTES, Wire, identifier, 
 from tidemill.capture.postgres.errors import SqlError, may_pass
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot, since
 from tidemill.capture.setup.blockers import table_holder
-from tidemill.capture.setup.publication import LOCK_ATTEMPTS, LOCK_PAUSE_S, LOCK_TIMEOUT_MS, LOCKED, Blocked
+from tidemill.capture.setup.publication import LOCK_ATTEMPTS, LOCK_PAUSE_S, LOCK_TIMEOUT_MS, LOCKED, TableLockedError
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 
 DESCRIBED_AT_ONCE = 250
@@ -59,7 +59,7 @@ class Snapshot:
         tries: Counter[str] = Counter()
         while (table := await self._locked(failed)) is not None:
             await self._wire.query("ROLLBACK")
-            blocked = Blocked(table, holder := await table_holder(self._wire, table.oid))
+            blocked = TableLockedError(table, holder := await table_holder(self._wire, table.oid))
             tries[table.name] += 1
             if tries[table.name] == LOCK_ATTEMPTS:
                 failed[table.name] = blocked
@@ -79,7 +79,7 @@ class Snapshot:
             # One that was renamed since has left its name, and the lock, to another.
             relation = self.relations.get(table.oid)
             if table.name not in failed and (relation is None or relation.name != table.name):
-                failed[table.name] = Missing(f"the table is gone: table={table.name}.")
+                failed[table.name] = MissingError(f"the table is gone: table={table.name}.")
         self.tables = [table for table in self.tables if table.name not in failed]
         self.seen, self.lsn = PgSnapshot.parse(rows[0][0] or ""), Lsn.parse(rows[0][1] or "").value
         return failed

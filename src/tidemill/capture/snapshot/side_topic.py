@@ -23,15 +23,15 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Conflict, Invalid
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import ConflictError, InvalidError
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.capture.changes import NEVER, Relation
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.naming import aside_name
 from tidemill.capture.setup.server_checks import SlotState
 from tidemill.capture.snapshot.side_topic_append import Appending
 from tidemill.capture.tables.table_setup import as_described, delete_topic, producer_id, source_of
-from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.topic_writer import CapturedTable
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue, SetAside, TableSnapshot, TopicRow
 from tidemill.shards.api import Binding
@@ -57,7 +57,12 @@ def as_copied(row: CaptureTableRow, relation: Relation) -> bool:
 
 
 async def carried_aside(
-    config: CaptureConfig, catalogue: Catalogue, desk: Desk, row: CaptureTableRow, now: Relation | None, database: str
+    config: CaptureConfig,
+    catalogue: Catalogue,
+    desk: TableStates,
+    row: CaptureTableRow,
+    now: Relation | None,
+    database: str,
 ) -> tuple[CapturedTable, Relation] | None:
     """A table whose copy was cut off, as the stream is to carry it: into its aside, which is made where it has none.
     None = WAL is kept for it. Raises Unrecorded, and what the catalogue raises."""
@@ -94,12 +99,14 @@ def may_set_aside(config: CaptureConfig) -> bool:
     return config.whole and config.copy_aside_max_mb > 0
 
 
-async def _begun(catalogue: Catalogue, desk: Desk, row: CaptureTableRow, name: str, partitions: int) -> TopicRow | None:
+async def _begun(
+    catalogue: Catalogue, desk: TableStates, row: CaptureTableRow, name: str, partitions: int
+) -> TopicRow | None:
     """A new topic, and the row that says so. Without compaction: Z2 counts records."""
     await delete_topic(catalogue, name)
     try:
         topic = await catalogue.create_topic(name, partitions, kind="capture", config={})
-    except (Invalid, Conflict) as error:
+    except (InvalidError, ConflictError) as error:
         log.warning("WAL is kept for a copy", table=row.table, cause=str(error))
         return None
     copy = row.copy
@@ -138,7 +145,9 @@ def ready_to_join(row: CaptureTableRow, latest: Binding | None) -> bool:
     return latest is not None and latest.lsn >= until
 
 
-async def join(catalogue: Catalogue, desk: Desk, row: CaptureTableRow, lsn: int, offsets: tuple[int, ...]) -> bool:
+async def join(
+    catalogue: Catalogue, desk: TableStates, row: CaptureTableRow, lsn: int, offsets: tuple[int, ...]
+) -> bool:
     """Z3. All of the aside up to `offsets` is in the table's topic. Raises Unrecorded."""
     copy, aside = row.copy, row.aside
     assert copy is not None and aside is not None
@@ -162,8 +171,8 @@ async def join(catalogue: Catalogue, desk: Desk, row: CaptureTableRow, lsn: int,
 
 
 async def join_ended(
-    config: CaptureConfig, catalogue: Catalogue, desk: Desk, topics: TopicLog, latest: Binding | None, slot: SlotState,
-    clock: Clock,
+    config: CaptureConfig, catalogue: Catalogue, desk: TableStates, topics: TopicLog, latest: Binding | None, slot:
+    SlotState, clock: Clock,
 ) -> None:  # fmt: skip
     """Tables that are copied whole, and lack little of what was set aside, join the stream that is about to begin.
 
@@ -183,10 +192,10 @@ async def join_ended(
 def appending_of(config: CaptureConfig, row: CaptureTableRow, topics: TopicLog, clock: Clock) -> Appending:
     assert row.aside is not None and row.copy is not None
     own = producer_id(config)
-    return Appending(topics, row.copy.topic_id, row.aside.topic_id, row.aside.ends, own, Pace(clock))
+    return Appending(topics, row.copy.topic_id, row.aside.topic_id, row.aside.ends, own, CoopBudget(clock))
 
 
-async def sweep(catalogue: Catalogue, desk: Desk) -> None:
+async def sweep(catalogue: Catalogue, desk: TableStates) -> None:
     """Topics of asides that no row knows are deleted: who made or left them died before it could."""
     rows = {aside_name(row.topic): row for row in desk.rows.values() if row.topic}
     for topic in await catalogue.list(TopicRow):

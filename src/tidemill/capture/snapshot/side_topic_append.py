@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 import crc32c
 import structlog
 
-from tidemill.base.errors import Corrupt, Unavailable, Unknown
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import CorruptError, UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.capture.topics.partition_writer import SEQUENCE_MODULUS
 from tidemill.objects.store import Buffer
-from tidemill.topics.api import FetchRead, OutOfOrderSequence, ProduceResult, TopicLog
+from tidemill.topics.api import FetchRead, OutOfOrderSequenceError, ProduceResult, TopicLog
 from tidemill.topics.batch import decode_batch, encode_batch, parse_header
 from tidemill.topics.batch.header import CRC_START, HEADER
 
@@ -33,7 +33,7 @@ IN_FLIGHT = 3
 ATTEMPTS = 20
 PAUSE_S = 0.1
 PAUSE_MAX_S = 2.0
-_RETRIABLE = (Unavailable, Unknown, OutOfOrderSequence)
+_RETRIABLE = (UnavailableError, UnknownOutcomeError, OutOfOrderSequenceError)
 
 Batch = tuple[int, int, bytearray]
 """Aside offsets [start, end), and the bytes for the topic."""
@@ -43,7 +43,7 @@ class Appending:
     """Of one table. `ends`: next offset per partition of its topic when its copy was complete."""
 
     def __init__(
-        self, topics: TopicLog, topic_id: str, aside_id: str, ends: Sequence[int], producer_id: int, pace: Pace
+        self, topics: TopicLog, topic_id: str, aside_id: str, ends: Sequence[int], producer_id: int, pace: CoopBudget
     ) -> None:
         self._topics = topics
         self._topic_id = topic_id
@@ -62,7 +62,7 @@ class Appending:
 
     async def to(self, offsets: Sequence[int], moved: Callable[[int], None] = lambda _: None) -> int:
         """Append what was set aside below these offsets; returns how many records that were. `moved`: told how many
-        are appended in all, as they are. Raises Unavailable, Unknown, Corrupt, Missing."""
+        are appended in all, as they are. Raises UnavailableError, UnknownOutcomeError, CorruptError, Missing."""
         before = await self.look()
         for partition, end in enumerate(offsets):
             failures = 0
@@ -84,12 +84,12 @@ class Appending:
             try:
                 high = (await self._topics.offsets(self._topic_id, partition)).high_watermark
                 break
-            except (Unavailable, Unknown):
+            except (UnavailableError, UnknownOutcomeError):
                 if attempt == ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(PAUSE_S)
         if high < self._ends[partition]:
-            raise Corrupt(
+            raise CorruptError(
                 f"the topic of a copied table is shorter than its copy: topic={self._topic_id} partition={partition}"
                 f" high_watermark={high} copied={self._ends[partition]}."
             )
@@ -122,7 +122,7 @@ class Appending:
         start, end, _ = batch
         found = (await future).base_offset
         if found != self._ends[partition] + start:
-            raise Corrupt(
+            raise CorruptError(
                 f"somebody else wrote to a capture's topic: topic={self._topic_id} partition={partition}"
                 f" expected={self._ends[partition] + start} found={found}.",
                 fix="Let only the capture write to it; start the capture over.",
@@ -137,7 +137,7 @@ class Appending:
             raise fetched.error
         if not fetched.batches:
             # Bound, hence durable (W1): who serves the partition now has yet to read so far.
-            raise Unavailable(f"what was set aside is not served yet: topic={self._aside_id} offset={at}.")
+            raise UnavailableError(f"what was set aside is not served yet: topic={self._aside_id} offset={at}.")
         return fetched.batches
 
     def _batches(self, found: Sequence[Buffer], partition: int, at: int, end: int) -> Iterator[Batch]:
@@ -148,7 +148,7 @@ class Appending:
             if start >= stop:
                 continue
             if start != at:
-                raise Corrupt(f"what was set aside has a gap: topic={self._aside_id} at={at} found={start}.")
+                raise CorruptError(f"what was set aside has a gap: topic={self._aside_id} at={at} found={start}.")
             sequence = (self._ends[partition] + start) % SEQUENCE_MODULUS
             if (start, stop) == (header.base_offset, header.next_offset):
                 yield start, stop, _numbered(data, self._producer_id, sequence)

@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
 from tidemill.base.limits import MIB
-from tidemill.capture.tables.context import Beside
+from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.table_setup import delete_topic
-from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.topic_writer import CapturedTable
 from tidemill.metastore.catalogue import CaptureTableRow, SetAside, TopicRow
 from tidemill.shards.api import Binding
@@ -32,20 +32,20 @@ FIRST_RECORD_S = 1.0
 """After a session's beginning: what it knows of an aside is what was recorded."""
 
 
-def kept_for(desk: Desk, carried: Sequence[CapturedTable], latest: Binding | None) -> list[str]:
+def kept_for(desk: TableStates, carried: Sequence[CapturedTable], latest: Binding | None) -> list[str]:
     """J1: names of the tables. Pure."""
     bound = latest.offsets if latest is not None else {}
     unbound = {table.name for table in carried if table.topic.topic_id not in bound and table.name in desk.rows}
     return sorted(unbound | desk.keeps_wal())
 
 
-class Keeping:
+class WalHold:
     """`carried`: tables that this session writes, `aside` by name those that it sets aside. `hold`, `retire`: as of
     Joining. `latest()`: the newest binding."""
 
     def __init__(
         self,
-        beside: Beside,
+        beside: SideLoopContext,
         carried: Sequence[CapturedTable],
         aside: dict[str, CapturedTable],
         clock: Clock,

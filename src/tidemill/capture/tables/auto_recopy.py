@@ -19,7 +19,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.limits import MIB
 from tidemill.capture.catalog.columns import Attributes, attributes_of
 from tidemill.capture.catalog.schema_versions import anew, schema_of, targets_of, widens
@@ -28,7 +28,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire
 from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.postgres.errors import SqlError
-from tidemill.capture.tables.table_states import Desk, accept, recopy
+from tidemill.capture.tables.table_states import TableStates, accept, recopy
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 from tidemill.shards.parts.schema_evolution import changes_to, evolved
 
@@ -52,7 +52,7 @@ def heals(row: CaptureTableRow, found: Attributes | None) -> bool:
     try:
         have = schema_of(row.columns)
         evolved(have, changes_to(have, schema_of(columns_found(found))))
-    except Invalid:
+    except InvalidError:
         return False
     return True
 
@@ -63,10 +63,10 @@ def columns_found(found: Attributes) -> list[CapturedColumn]:
     return [CapturedColumn(t.name, t.type_name, keys[t.name], t.type_oid, t.type_mod) for t in targets_of(found)]
 
 
-class Again:
+class AutoRecopy:
     """Which parked tables are due. One that is not to be copied unasked any more is told to be so."""
 
-    def __init__(self, config: CaptureConfig, control: Control, desk: Desk, clock: Clock) -> None:
+    def __init__(self, config: CaptureConfig, control: Control, desk: TableStates, clock: Clock) -> None:
         self._config = config
         self._control = control
         self._desk = desk

@@ -12,17 +12,17 @@ from collections.abc import Callable, Collection, Mapping
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
-from tidemill.capture.catalog.catalog_cache import Kept
+from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
+from tidemill.capture.catalog.catalog_cache import CachedQuery
 from tidemill.capture.catalog.columns import attributes_of
 from tidemill.capture.catalog.schema_diff import against_catalogue
 from tidemill.capture.catalog.table_discovery import Refusal, TableInfo, came_with_rows, describe, list_partitions
 from tidemill.capture.postgres.errors import SqlError
 from tidemill.capture.setup.publication import LOCKED, Entry, give_back, unpublished
 from tidemill.capture.tables.auto_recopy import heals
-from tidemill.capture.tables.context import Beside
-from tidemill.capture.tables.publication_repair import Mending
-from tidemill.capture.tables.schema_change import Coming
+from tidemill.capture.tables.context import SideLoopContext
+from tidemill.capture.tables.publication_repair import PublicationRepair
+from tidemill.capture.tables.schema_change import PendingSchema
 from tidemill.capture.tables.table_setup import delete_topics, gone
 from tidemill.capture.tables.table_states import accept
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
@@ -36,7 +36,9 @@ LOOKS = 3
 class Watching:
     """`flushed()`: every transaction at or below it is bound."""
 
-    def __init__(self, beside: Beside, mending: Mending, coming: Coming, flushed: Callable[[], int]) -> None:
+    def __init__(
+        self, beside: SideLoopContext, mending: PublicationRepair, coming: PendingSchema, flushed: Callable[[], int]
+    ) -> None:
         self._beside = beside
         self._config = beside.config
         self._control = beside.control
@@ -45,7 +47,7 @@ class Watching:
         self._mending = mending
         self._coming = coming
         self._flushed = flushed
-        self._published = Kept(beside.control, beside.ask_published)
+        self._published = CachedQuery(beside.control, beside.ask_published)
         self._digests: dict[int, str] = {}
         self._looks: dict[int, dict[int, int]] = {}
         """By table: partitions that are new and not looked into yet, and how often that was given up."""
@@ -86,7 +88,7 @@ class Watching:
         for row in flowing:
             if row.oid in published or row.oid in lacking:
                 # Changes are missing from some point on; the next session sees it, too, and has it copied again.
-                raise Unavailable(f"the publication of a captured table was altered: table={row.table}.")
+                raise UnavailableError(f"the publication of a captured table was altered: table={row.table}.")
         for row in [row for row in self._desk.rows.values() if row.aside is not None]:
             if row.table in wanted and altered(row, published):
                 await self._desk.give_up(row.table)  # what changes from here on is in no stream
@@ -164,7 +166,7 @@ class Watching:
         for oid in sorted(set(now) - set(known)) if known is not None and not said else ():
             try:
                 full = await self._control.ask(lambda wire, oid=oid: came_with_rows(wire, oid))  # type: ignore[misc]
-            except (SqlError, Missing) as error:
+            except (SqlError, MissingError) as error:
                 # One that waits keeps nobody from looking into the others.
                 log.warning("a new partition is not looked into yet", table=name, partition=oid, cause=str(error))
                 later[oid] = before.get(oid, 0) + _gave_up(error)
@@ -172,7 +174,7 @@ class Watching:
                     said = f"a partition was attached, and nobody can say whether with rows in it: {error.message}"
                     break
                 continue
-            except Invalid as error:
+            except InvalidError as error:
                 said = f"a partition was attached, and nobody can say whether with rows in it: {error.message}"
                 first = error.fix
                 break
@@ -227,7 +229,7 @@ class Watching:
         for oid, (relation, before) in row.identities.items():
             try:
                 await self._control.ask(lambda wire, oid=oid, b=before: give_back(wire, oid, b, attempts=1))  # type: ignore[misc]
-            except (SqlError, Invalid) as error:
+            except (SqlError, InvalidError) as error:
                 if self._kept_identities.get(oid) != str(error):
                     log.warning("an identity is not given back yet", relation=relation, cause=str(error))
                 self._kept_identities[oid] = str(error)

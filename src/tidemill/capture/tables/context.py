@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.base.lsn import Lsn
-from tidemill.capture.catalog.catalog_cache import Kept, Tables
+from tidemill.capture.catalog.catalog_cache import CachedQuery, Tables
 from tidemill.capture.catalog.columns import Attributes
 from tidemill.capture.catalog.foreign_publications import Objections, objections
 from tidemill.capture.catalog.table_discovery import Choice, Refusal, TableInfo, resolve
@@ -21,15 +21,15 @@ from tidemill.capture.postgres.connection import Wire
 from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.setup.publication import Entry, published_tables
 from tidemill.capture.tables.table_setup import without_taken
-from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.metastore.catalogue import Catalogue
 
 
-class Beside:
+class SideLoopContext:
     """`parking`: while it is taken, the stream's reader stands."""
 
     def __init__(
-        self, config: CaptureConfig, control: Control, desk: Desk, catalogue: Catalogue, parking: asyncio.Lock
+        self, config: CaptureConfig, control: Control, desk: TableStates, catalogue: Catalogue, parking: asyncio.Lock
     ) -> None:
         self.config = config
         self.control = control
@@ -37,7 +37,7 @@ class Beside:
         self.catalogue = catalogue
         self.parking = parking
         self.tables = Tables(control)
-        self._objections = Kept(control, self._ask_objections)
+        self._objections = CachedQuery(control, self._ask_objections)
         self._objected: Objections = {}
         self._resolved: tuple[list[TableInfo], Objections, Choice] | None = None
 
@@ -101,5 +101,5 @@ class Beside:
 async def _resolved(wire: Wire, config: CaptureConfig, found: list[TableInfo], objected: Objections) -> Choice:
     try:
         return resolve(config.tables, found, wire.server_version, whole=config.whole, objections=objected)
-    except Missing:
+    except MissingError:
         return Choice((), {})

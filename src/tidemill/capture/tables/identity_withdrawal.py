@@ -16,12 +16,12 @@ from collections.abc import Iterable
 import msgspec
 import structlog
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.catalog.foreign_publications import Objections
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import Wire
 from tidemill.capture.postgres.errors import SqlError
-from tidemill.capture.setup.publication import Needed, give_back, published_tables, unpublish
+from tidemill.capture.setup.publication import IdentityRequiredError, give_back, published_tables, unpublish
 from tidemill.metastore.catalogue import CaptureTableRow
 
 log = structlog.get_logger()
@@ -61,12 +61,12 @@ async def withdraw(wire: Wire, config: CaptureConfig, one: Withheld) -> bool:
         try:
             try:
                 await give_back(wire, one.oid, identity, attempts=1)
-            except Needed as needed:
+            except IdentityRequiredError as needed:
                 # While only the capture's own publication asks for another one, the table goes out of that.
                 if needed.publications != {config.publication} or not await _unpublished(wire, config, one.row):
                     raise
                 await give_back(wire, one.oid, identity, attempts=1)
-        except (SqlError, Invalid) as error:
+        except (SqlError, InvalidError) as error:
             why = str(error)
             continue
         log.warning("a whole identity is taken back", capture=config.name, relation=one.relation, has=identity)

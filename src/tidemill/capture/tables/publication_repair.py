@@ -13,14 +13,14 @@ from contextlib import suppress
 
 import structlog
 
-from tidemill.base.errors import Unavailable
-from tidemill.capture.catalog.catalog_cache import Kept
+from tidemill.base.errors import UnavailableError
+from tidemill.capture.catalog.catalog_cache import CachedQuery
 from tidemill.capture.catalog.foreign_publications import Objections
 from tidemill.capture.catalog.table_discovery import Hazard, Refusal, TableInfo, hazards
 from tidemill.capture.naming import odd
 from tidemill.capture.postgres.connection import Wire, identifier
 from tidemill.capture.setup.publication import not_full, publish, unpublish
-from tidemill.capture.tables.context import Beside
+from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.identity_withdrawal import withdraw, withheld
 from tidemill.capture.tables.table_states import recopy
 from tidemill.metastore.catalogue import CaptureTableRow
@@ -28,13 +28,13 @@ from tidemill.metastore.catalogue import CaptureTableRow
 log = structlog.get_logger()
 
 
-class Mending:
-    def __init__(self, beside: Beside) -> None:
+class PublicationRepair:
+    def __init__(self, beside: SideLoopContext) -> None:
         self._beside = beside
         self._config = beside.config
         self._control = beside.control
         self._desk = beside.desk
-        self._hazards = Kept(beside.control, self._ask_hazards)
+        self._hazards = CachedQuery(beside.control, self._ask_hazards)
         self._no_identity: dict[int, str] = {}
         """What kept a table from its whole identity the last time: it is tried again each second, and told once."""
 
@@ -92,7 +92,7 @@ class Mending:
 
     async def withdraw(self, objected: Objections, *, streams: bool = True) -> None:
         """`streams`: else nobody would know of a park, and the first row that lacks its old one brings it about. Raises
-        Unavailable where a copy is in the way: the next session begins with it (identity_withdrawal.py, W1)."""
+        UnavailableError where a copy is in the way: the next session begins with it (identity_withdrawal.py, W1)."""
         if not objected:
             return
         rows, left = self._desk.rows, set()
@@ -106,7 +106,9 @@ class Mending:
             elif row.snapshot is None and row.state == "captured":
                 await self._desk.refuse(row.table, why, row.oid)
                 if row.table in left:
-                    raise Unavailable(f"a copy stands in the way of the identity that a table must have: {why.reason}")
+                    raise UnavailableError(
+                        f"a copy stands in the way of the identity that a table must have: {why.reason}"
+                    )
 
     async def _ask_hazards(self, wire: Wire) -> list[Hazard]:
         return await hazards(wire, self._config.publication, self._config.whole)

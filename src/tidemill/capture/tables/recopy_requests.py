@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.metastore.catalogue import Accepted, CaptureTableRow, Catalogue
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.pg_columns import as_held
@@ -41,7 +41,7 @@ def becoming(state: ShardState, wanted: ShardSchema) -> Becoming:
     names = tuple(column.name for column in state.schema.columns)
     try:
         changes = changes_to(state.schema, wanted, names)
-    except Invalid:
+    except InvalidError:
         said = difference(state.schema, wanted)
         return Becoming(state.name, "anew", said, Accepted(state.shard_id, anew=True))
     accepted = Accepted(state.shard_id, changes.retire) if changes.retire else None
@@ -49,7 +49,8 @@ def becoming(state: ShardState, wanted: ShardSchema) -> Becoming:
 
 
 async def ask(catalogue: Catalogue, capture: str, table: str) -> CaptureTableRow:
-    """Have a table copied again, into a new generation of its topic. Raises Missing, Invalid for one that never was."""
+    """Have a table copied again, into a new generation of its topic. Raises MissingError, InvalidError for one that
+    never was."""
 
     def asked(found: CaptureTableRow) -> CaptureTableRow:
         return replace(found, recopy=True, accepted=())
@@ -73,9 +74,11 @@ async def _change(
 ) -> CaptureTableRow:
     def changed(found: CaptureTableRow | None) -> CaptureTableRow:
         if found is None:
-            raise Missing(f"no such captured table: capture={capture} table={table}.", fix="See tidemill capture list.")
+            raise MissingError(
+                f"no such captured table: capture={capture} table={table}.", fix="See tidemill capture list."
+            )
         if found.state in ("refused", "left", "dropped"):
-            raise Invalid(f"the table is not captured: {found.reason}", fix=found.fix)
+            raise InvalidError(f"the table is not captured: {found.reason}", fix=found.fix)
         return change(found)
 
     row = await catalogue.change_table(capture, table, changed)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.catalog.columns import Attributes, attributes_of, type_names
 from tidemill.capture.catalog.schema_diff import against_catalogue, against_stream
@@ -37,12 +37,12 @@ from tidemill.capture.postgres.control_connection import Control
 from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.capture.setup.server_checks import heartbeat
 from tidemill.capture.tables.auto_recopy import heals
-from tidemill.capture.tables.table_states import Desk, accept
+from tidemill.capture.tables.table_states import TableStates, accept
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 
 
 async def follow(
-    desk: Desk, control: Control, message: RelationMessage, now: Relation | None, xid: int, lsn: int
+    desk: TableStates, control: Control, message: RelationMessage, now: Relation | None, xid: int, lsn: int
 ) -> int:
     """The version that the next rows of the stream have. Where it is a new one the catalogue knows it by then; where
     it cannot be carried the table is parked before this transaction. The caller keeps the watcher out.
@@ -68,7 +68,7 @@ async def follow(
         if isinstance(step, Step) and not said:
             try:
                 return await desk.evolve(row.table, step, lsn)
-            except Invalid as error:
+            except InvalidError as error:
                 step = f"{error.message} {error.fix}"
         then = described(row.columns, 1 + sum(at <= lsn for at in row.evolved))
         said.append(anew(row, found) or against_stream(then, message, now) or "its columns are in another order")
@@ -86,13 +86,13 @@ def _past(row: CaptureTableRow, lsn: int) -> bool:
     return bool(row.evolved) and lsn < row.evolved[-1]
 
 
-class Coming:
+class PendingSchema:
     """What the watcher has seen and the stream has not passed yet. `flushed()`: every transaction at or below it is
     bound. `parking`: while it is taken, the stream's reader stands."""
 
     def __init__(
         self,
-        desk: Desk,
+        desk: TableStates,
         control: Control,
         flushed: Callable[[], int],
         parking: asyncio.Lock,
@@ -143,7 +143,7 @@ class Coming:
             if isinstance(step, Step):
                 try:
                     version = await self._desk.evolve(name, step, end)
-                except Invalid as error:
+                except InvalidError as error:
                     return f"{difference}; {error.message} {error.fix}"
                 await self._show(row.oid, step.columns, version)
                 await self._control.ask(heartbeat)  # a binding, with which pipelines come to look

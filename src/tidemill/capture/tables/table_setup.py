@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.capture.catalog.columns import Attributes
 from tidemill.capture.catalog.table_discovery import Choice, Refusal, TableInfo
 from tidemill.capture.changes import Column, Relation
@@ -15,8 +15,8 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.encode.debezium_json import Source
 from tidemill.capture.naming import aside_name, split_name
 from tidemill.capture.postgres.errors import may_pass
-from tidemill.capture.setup.publication import Blocked, Entry
-from tidemill.capture.tables.table_states import Desk
+from tidemill.capture.setup.publication import Entry, TableLockedError
+from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.topic_writer import CapturedTable
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, Catalogue, TopicRow
 
@@ -59,7 +59,12 @@ def _taken(topic: str) -> Refusal:
 
 
 async def start_table(
-    config: CaptureConfig, catalogue: Catalogue, desk: Desk, table: TableInfo, relation: Relation, published: Entry
+    config: CaptureConfig,
+    catalogue: Catalogue,
+    desk: TableStates,
+    table: TableInfo,
+    relation: Relation,
+    published: Entry,
 ) -> TopicRow | None:
     """Its row without a snapshot, and a new topic (a new id: nothing of an earlier attempt is in it). None when it is
     refused, which `desk` tells: also where the registry does not answer, for nothing of it was written then. Raises
@@ -73,7 +78,7 @@ async def start_table(
         # Before anything of an earlier copy is gone.
         topic_name = (earlier.topic if earlier is not None else "") or config.topic_of(table.schema, table.table)
         schemas = await desk.registered(config.envelope, topic_name, columns)
-    except (Invalid, Unavailable, Unknown) as error:
+    except (InvalidError, UnavailableError, UnknownOutcomeError) as error:
         await desk.refuse(table.name, refusal_of(error), table.oid)
         return None
 
@@ -100,7 +105,7 @@ async def start_table(
         if topic is not None:
             await catalogue.delete(TopicRow, row.topic)
         return await catalogue.create_topic(row.topic, config.partitions, kind="capture", config=config.topic_configs)
-    except (Invalid, Conflict) as error:
+    except (InvalidError, ConflictError) as error:
         await desk.refuse(table.name, refusal_of(error), table.oid)
         return None
 
@@ -111,7 +116,7 @@ def says_whole_rows(config: CaptureConfig, table: TableInfo) -> bool:
 
 
 async def go_on_with(
-    config: CaptureConfig, catalogue: Catalogue, desk: Desk, table: TableInfo, relation: Relation
+    config: CaptureConfig, catalogue: Catalogue, desk: TableStates, table: TableInfo, relation: Relation
 ) -> TopicRow | None:
     """The topic of a copy that was cut off, whose row has the epoch of a session that goes on with it
     (partition_writer.py, L3). None = it begins anew. Raises Unrecorded."""
@@ -169,7 +174,7 @@ def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
 
 def refusal_of(error: TidemillError) -> Refusal:
     fix = error.fix or f"{'It' if may_pass(error) else 'Mend it; it'} is tried again by itself."
-    return Refusal("refused", error.message, fix, error.held_by if isinstance(error, Blocked) else "")
+    return Refusal("refused", error.message, fix, error.held_by if isinstance(error, TableLockedError) else "")
 
 
 def gone(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:

@@ -4,11 +4,11 @@ D1  Parking is made durable before the transaction that made it necessary is han
     confirmed: a table is parked at one position, in this life and the next. The lowest position counts.
 D2  What is parked stays so until it is copied again: changes at and above its position are in no topic.
 D3  A table's failure is told under `table:<capture>/<schema.table>`, parked, and never ends the capture.
-D4  A change that may not have been written ends the session (`Unrecorded`): the next one begins from what is durable,
-    so no table flows by the catalogue and is carried by nobody, or the other way round.
+D4  A change that may not have been written ends the session (`TableStateUnknownError`): the next one begins from what
+    is durable, so no table flows by the catalogue and is carried by nobody, or the other way round.
 D6  A table that is to be parked before the stream has come to where its copy is exact (TableSnapshot.exact_lsn) shows
     no state of the database there, and nothing of its topic is bound yet. So it is copied anew, by a session that
-    carries nothing of it (`CopiedAnew`).
+    carries nothing of it (`RecopyRequiredError`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Unavailable, Unknown
+from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.base.lsn import Lsn
 from tidemill.base.pgtypes.avro import AVRO, Described
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.catalog.columns import Attributes
 from tidemill.capture.catalog.schema_versions import Step
 from tidemill.capture.catalog.table_discovery import Refusal, TableInfo
@@ -64,11 +64,11 @@ FRUITLESS_TRIES = 10
 """Of a copy that was cut off: without one more chunk in so many, WAL is kept for it no longer."""
 
 
-class Unrecorded(Unknown):
+class TableStateUnknownError(UnknownOutcomeError):
     """What the catalogue holds of a table is not known (D4)."""
 
 
-class CopiedAnew(Unavailable):
+class RecopyRequiredError(UnavailableError):
     """What was copied of a table is no state of it (D6)."""
 
 
@@ -78,7 +78,7 @@ def asked_of(row: CaptureTableRow, identities: Identities) -> CaptureTableRow:
     return replace(row, identities_asked={**row.identities_asked, **new})
 
 
-class Desk:
+class TableStates:
     """`on_park(oid, lsn, columns)`: nothing of this relation is carried at or above the LSN from now on, but for those
     who follow these columns alone; whether there are any. `on_narrow(oid, reason, columns)`: of those who follow a
     parked table only these are left, and whether there are any. Both are plain calls."""
@@ -88,7 +88,7 @@ class Desk:
         config: CaptureConfig,
         catalogue: Catalogue,
         clock: Clock,
-        tracker: Tracker,
+        tracker: StatusTracker,
         on_park: Callable[[int, int, frozenset[str]], bool] = lambda *_: False,
         schemas: Schemas | None = None,
     ) -> None:
@@ -182,7 +182,8 @@ class Desk:
     ) -> None:
         """Carry no transaction of the table at or above `lsn` (D1). `again`: a copy makes it good (auto_recopy.py),
         once somebody has done what `first` says, if it says anything. `found`: what the database says of its columns,
-        where it parks for nothing but these (unaffected_columns.py). Raises Unrecorded, CopiedAnew."""
+        where it parks for nothing but these (unaffected_columns.py). Raises TableStateUnknownError,
+        RecopyRequiredError."""
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
@@ -214,7 +215,7 @@ class Desk:
         self._refusals.pop(name, None)
         await self.change(name, parked)
         if void:
-            raise CopiedAnew(f"a copied table is no state of the database where it would park: table={name}.")
+            raise RecopyRequiredError(f"a copied table is no state of the database where it would park: table={name}.")
 
     async def gone(self, name: str, reason: str, fix: str) -> None:
         """Record that a table without a stream was dropped or is no longer wanted. The shard of a parked table ends
@@ -318,13 +319,15 @@ class Desk:
 
     async def evolve(self, name: str, step: Step, lsn: int) -> int:
         """From the transaction that commits at `lsn` on the table has the description that `step` ends in; its version.
-        Before the first record under it is written this is in the catalogue. Raises Unrecorded; Invalid where its
-        schema is refused, and nothing has changed then."""
+        Before the first record under it is written this is in the catalogue. Raises TableStateUnknownError; Invalid
+        where its schema is refused, and nothing has changed then."""
         row = self.rows[name]
         try:
             ids = await self.registered(row.envelope, row.topic, step.columns)
-        except (Unavailable, Unknown) as error:
-            raise Unrecorded(f"a schema may not be registered: topic={row.topic} cause={error.message!r}.") from error
+        except (UnavailableError, UnknownOutcomeError) as error:
+            raise TableStateUnknownError(
+                f"a schema may not be registered: topic={row.topic} cause={error.message!r}."
+            ) from error
 
         def evolved(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.columns != step.of or found.generation != row.generation:
@@ -337,24 +340,25 @@ class Desk:
         log.info("a table's description grows", capture=self._config.name, table=name, by=str(step), at=str(Lsn(lsn)))
         now = await self.change(name, evolved)
         if now is None or now.columns != step.columns:
-            raise Unrecorded(f"somebody else changes what is known of a table: table={name}.")
+            raise TableStateUnknownError(f"somebody else changes what is known of a table: table={name}.")
         return now.version
 
     async def registered(self, envelope: str, topic: str, columns: Sequence[Described]) -> tuple[tuple[int, int], ...]:
         """The ids of the schemas that records of these columns have, none where they have none. Raises Invalid where
-        one is refused, Unavailable or Unknown where the registry does not answer: asked again it gives the same."""
+        one is refused, UnavailableError or UnknownOutcomeError where the registry does not answer: asked again it gives
+        the same."""
         return (await registered(self._schemas, topic, columns),) if envelope == AVRO else ()
 
     async def change(
         self, name: str, change: Callable[[CaptureTableRow | None], CaptureTableRow | None]
     ) -> CaptureTableRow | None:
-        """Durably. Raises Unrecorded, and Invalid where nothing was written."""
+        """Durably. Raises TableStateUnknownError, and Invalid where nothing was written."""
         async with self._changing:
             try:
                 row = await self._catalogue.change_table(self._config.name, name, change)
-            except (Unavailable, Unknown) as error:
+            except (UnavailableError, UnknownOutcomeError) as error:
                 what = f"a table's state may not be written: table={name} cause={error.message!r}."
-                raise Unrecorded(what) from error
+                raise TableStateUnknownError(what) from error
         self.changes += 1
         old = self.rows.get(name)
         if row is None:
@@ -388,7 +392,7 @@ class Desk:
     async def set_aside_until(self, name: str, lsn: int, reason: str) -> None:
         """Set no transaction of the table aside at or above `lsn`, for this reason: its WAL is kept, and told again
         once the table has joined the stream there. As durable as a park, and before what is (D1). Raises
-        Unrecorded."""
+        TableStateUnknownError."""
         row = self.rows.get(name)
         if row is None or row.aside is None or 0 < row.aside.until_lsn <= lsn:
             return
@@ -404,7 +408,7 @@ class Desk:
         await self.change(name, ended)
 
     async def give_up(self, name: str) -> None:
-        """A copy that was cut off is not gone on with. Raises Unrecorded."""
+        """A copy that was cut off is not gone on with. Raises TableStateUnknownError."""
         await self.change(name, lambda found: replace(found, copy=None, aside=None) if found is not None else None)
 
     # marks ----------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from collections.abc import Callable
 import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Closed, Corrupt, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ClosedError, CorruptError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.capture.topics.batch_builder import RowRange
-from tidemill.capture.topics.partition_writer import Lane, LaneBatch, Round
-from tidemill.topics.api import OutOfOrderSequence, ProduceResult, TopicLog
+from tidemill.capture.topics.partition_writer import LaneBatch, PartitionWriter, Round
+from tidemill.topics.api import OutOfOrderSequenceError, ProduceResult, TopicLog
 from tidemill.topics.batch import Record
 
 log = structlog.get_logger()
@@ -43,10 +43,10 @@ ROW_MEMORY_BYTES = 250
 REPAIR_PAUSE_S = 0.05
 REPAIR_PAUSE_MAX_S = 2.0
 
-_RETRIABLE = (Unavailable, Unknown, OutOfOrderSequence)
+_RETRIABLE = (UnavailableError, UnknownOutcomeError, OutOfOrderSequenceError)
 
 
-class Rounds:
+class BatchSender:
     """`on_durable(position)`: every record added up to this position is in the log. Called in order."""
 
     def __init__(
@@ -61,13 +61,13 @@ class Rounds:
         self._rand = rand
         self._on_durable = on_durable
         self._under_way: deque[Round] = deque()
-        self._dirty: dict[Lane, None] = {}
+        self._dirty: dict[PartitionWriter, None] = {}
         self._position = ChangePosition(0, 0)
         self._open_bytes = 0
         self._flight_bytes = 0
         self.landed_bytes = 0
         """Durable so far: what moves while a large transaction is written."""
-        self.repairing: dict[Lane, None] = {}
+        self.repairing: dict[PartitionWriter, None] = {}
         """Lanes whose topic does not take their records just now."""
         self._due: asyncio.Handle | None = None
         """The next round's turn, while it waits for it."""
@@ -80,12 +80,12 @@ class Rounds:
         self._tasks = Tasks(self._task_failed)
 
     # plain calls ----------------------------------------------------------------------------------
-    def add(self, lane: Lane, record: Record) -> None:
+    def add(self, lane: PartitionWriter, record: Record) -> None:
         """Queue the record whose offset `lane.take` has just given."""
         self._open_bytes += lane.add(record) + RECORD_MEMORY_BYTES
         self._dirty[lane] = None
 
-    def add_rows(self, lane: Lane, rows: RowRange) -> None:
+    def add_rows(self, lane: PartitionWriter, rows: RowRange) -> None:
         """Queue rows whose offsets `lane.take_rows` has just given."""
         self._open_bytes += lane.add_rows(rows) + ROW_MEMORY_BYTES * len(rows)
         self._dirty[lane] = None
@@ -143,7 +143,7 @@ class Rounds:
 
     async def aclose(self) -> None:
         """Stop sending. What is in flight ends by itself; whoever opens the lanes next finds it or refuses it (L1)."""
-        self._fail(Closed("the topic writer was closed."))
+        self._fail(ClosedError("the topic writer was closed."))
         if self._due is not None:
             self._due.cancel()
         await self._tasks.aclose()
@@ -161,27 +161,27 @@ class Rounds:
             batches = [(lane, batch) for lane in dirty for batch in lane.close_batches(round_)]
         except Exception as error:
             # Its records have offsets, and are in no batch: nothing behind them may be told durable.
-            self._fail(Unavailable(f"records cannot be encoded: {sentence(error)}."))
+            self._fail(UnavailableError(f"records cannot be encoded: {sentence(error)}."))
             return
         for lane, batch in batches:
             self._flight_bytes += len(batch.data)
             if lane not in self.repairing:
                 self._send(lane, batch)
 
-    def _send(self, lane: Lane, batch: LaneBatch) -> None:
+    def _send(self, lane: PartitionWriter, batch: LaneBatch) -> None:
         batch.in_flight = True
         # The log patches offsets in place, so a batch that may be sent again is sent as a copy.
         future = self._topics.produce_nowait(lane.topic_id, lane.partition, bytearray(batch.data))
         future.add_done_callback(lambda ended: self._ended(lane, batch, ended))
 
-    def _ended(self, lane: Lane, batch: LaneBatch, future: asyncio.Future[ProduceResult]) -> None:
+    def _ended(self, lane: PartitionWriter, batch: LaneBatch, future: asyncio.Future[ProduceResult]) -> None:
         batch.in_flight = False
         self._changed.set()
-        error = Closed("the produce call was cancelled.") if future.cancelled() else future.exception()
+        error = ClosedError("the produce call was cancelled.") if future.cancelled() else future.exception()
         if error is None:
             if future.result().base_offset != batch.start:
                 self._fail(
-                    Corrupt(
+                    CorruptError(
                         f"somebody else wrote to a capture's topic: topic={lane.topic} partition={lane.partition}"
                         f" expected={batch.start} found={future.result().base_offset}.",
                         fix="Let only the capture write to it; start the capture over.",
@@ -197,7 +197,7 @@ class Rounds:
                 self.repairing[lane] = None
                 self._tasks.spawn(self._repair(lane, error), name=f"repair {lane.topic}/{lane.partition}")
         else:
-            translated = error if isinstance(error, TidemillError) else Unavailable(f"produce failed: {error!r}.")
+            translated = error if isinstance(error, TidemillError) else UnavailableError(f"produce failed: {error!r}.")
             self._fail(translated)
 
     def _landed(self, batch: LaneBatch) -> None:
@@ -212,7 +212,7 @@ class Rounds:
             self.kick()
         self._changed.set()
 
-    async def _repair(self, lane: Lane, cause: BaseException) -> None:
+    async def _repair(self, lane: PartitionWriter, cause: BaseException) -> None:
         """A batch failed, and with it what was in line behind it. Wait until nothing of this partition is in flight,
         look what the log holds after all, and send the rest again, same sequences, same order."""
         lane.failures += 1
@@ -224,7 +224,7 @@ class Rounds:
                 await self._change()
             try:
                 high_watermark = (await self._topics.offsets(lane.topic_id, lane.partition)).high_watermark
-            except (Unavailable, Unknown):
+            except (UnavailableError, UnknownOutcomeError):
                 lane.failures += 1
                 continue
             break
@@ -235,7 +235,7 @@ class Rounds:
         if high_watermark > lane.expected:
             # A predecessor's batch with other borders landed late: the same records, further than ours. The next
             # session counts from the new tail (and finds out by its position if they were not the same).
-            self._fail(Unavailable(f"the topic moved on its own: topic={lane.topic} partition={lane.partition}."))
+            self._fail(UnavailableError(f"the topic moved on its own: topic={lane.topic} partition={lane.partition}."))
             return
         for batch in lane.pending:
             self._send(lane, batch)
@@ -248,7 +248,9 @@ class Rounds:
         self.check()
 
     def _task_failed(self, _: str, error: BaseException) -> None:
-        self._fail(error if isinstance(error, TidemillError) else Unavailable(f"the topic writer failed: {error!r}."))
+        self._fail(
+            error if isinstance(error, TidemillError) else UnavailableError(f"the topic writer failed: {error!r}.")
+        )
 
     def _fail(self, error: TidemillError) -> None:
         if self._failure is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tidemill.base.errors import Missing, Unavailable, Unknown
+from tidemill.base.errors import MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.topics.api import FetchRead, TopicLog
 from tidemill.topics.batch import Record, decode_batch
 
@@ -17,7 +17,7 @@ async def high_watermark(topics: TopicLog, topic_id: str, partition: int) -> int
     for attempt in range(OPEN_ATTEMPTS):
         try:
             return (await topics.offsets(topic_id, partition)).high_watermark
-        except (Unavailable, Unknown, Missing):
+        except (UnavailableError, UnknownOutcomeError, MissingError):
             if attempt == OPEN_ATTEMPTS - 1:
                 raise
             await asyncio.sleep(0.1)
@@ -31,7 +31,7 @@ async def last_record(topics: TopicLog, topic_id: str, partition: int, end: int)
         (fetched,) = await topics.fetch([read], max_wait_s=0.0, min_bytes=0, max_bytes=TAIL_FETCH_BYTES)
         if fetched.error is None:
             break
-        if not isinstance(fetched.error, Unavailable | Unknown) or attempt == OPEN_ATTEMPTS - 1:
+        if not isinstance(fetched.error, UnavailableError | UnknownOutcomeError) or attempt == OPEN_ATTEMPTS - 1:
             raise fetched.error
         await asyncio.sleep(0.1)
     for batch in fetched.batches:

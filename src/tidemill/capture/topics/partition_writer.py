@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.topics.batch_builder import Entry, RowRange, cut, encode_entries, record_bytes
 from tidemill.topics.batch import Record
@@ -51,7 +51,7 @@ class LaneBatch:
         self.done = False
 
 
-class Lane:
+class PartitionWriter:
     def __init__(self, topic: str, topic_id: str, partition: int, producer_id: int, epoch: int = 0) -> None:
         self.topic = topic
         self.topic_id = topic_id
@@ -72,9 +72,9 @@ class Lane:
 
     def start_at(self, base: int, high_watermark: int, tail: ChangePosition | None) -> None:
         """`base`: next offset as of what is already bound; `tail`: position of the record before the high watermark.
-        Raises Corrupt when bound records are gone."""
+        Raises CorruptError when bound records are gone."""
         if high_watermark < base:
-            raise Corrupt(
+            raise CorruptError(
                 f"the topic is shorter than its newest binding: topic={self.topic} partition={self.partition}"
                 f" high_watermark={high_watermark} bound={base}.",
                 fix="Restore the topic, or start the capture over.",
@@ -109,7 +109,7 @@ class Lane:
 
     def _meets(self, offset: int, position: ChangePosition) -> None:
         if self.tail is not None and self.tail != position:
-            raise Corrupt(
+            raise CorruptError(
                 f"the stream does not lead to the topic's tail: topic={self.topic} partition={self.partition}"
                 f" offset={offset} expected={position} found={self.tail}.",
                 fix="Start the capture over: somebody else wrote to its topic, or its tables changed unseen.",

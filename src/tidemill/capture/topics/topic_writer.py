@@ -55,7 +55,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Corrupt, Invalid, Unavailable, Unknown
+from tidemill.base.errors import CorruptError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import is_fault, sentence
@@ -71,10 +71,10 @@ from tidemill.capture.encode.debezium_avro_columnar import AvroEvents
 from tidemill.capture.encode.debezium_json import NEW_KEY_HEADER, OLD_KEY_HEADER, OPS, SNAPSHOT_OP, EventEncoder, Source
 from tidemill.capture.encode.row_encoder import RowEncoder
 from tidemill.capture.topics.batch_builder import POSITION_HEADER, UNCHANGED_HEADER, WAS_HEADER, RowRange, headers_of
-from tidemill.capture.topics.batch_sender import BACKLOG_BYTES, Rounds
+from tidemill.capture.topics.batch_sender import BACKLOG_BYTES, BatchSender
 from tidemill.capture.topics.commit_boundaries import Boundary, in_snapshot
 from tidemill.capture.topics.partition_tails import OPEN_ATTEMPTS, high_watermark, last_record
-from tidemill.capture.topics.partition_writer import Lane
+from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.metastore.catalogue import TableSnapshot, TopicRow
 from tidemill.topics.api import TopicLog
 from tidemill.topics.batch import Record, encode_batch
@@ -102,7 +102,9 @@ class CapturedTable:
         self.oid = oid
         self.parked_lsn = parked_lsn
         self.topic = topic
-        self.lanes = [Lane(topic.name, topic.topic_id, p, producer_id, epoch) for p in range(topic.partitions)]
+        self.lanes = [
+            PartitionWriter(topic.name, topic.topic_id, p, producer_id, epoch) for p in range(topic.partitions)
+        ]
         self.snapshot: TableSnapshot | None = None
         self.bound_lsn = -1
         self._encoder: RowEncoder | None = None
@@ -136,7 +138,7 @@ class CapturedTable:
                 block.encoded = ONE_BY_ONE
         return block.encoded if isinstance(block.encoded, Encoded) else None
 
-    def lane_of(self, key: bytes) -> Lane:
+    def lane_of(self, key: bytes) -> PartitionWriter:
         return self.lanes[zlib.crc32(key) % len(self.lanes)] if len(self.lanes) > 1 else self.lanes[0]
 
     def holds(self, fragment: Fragment) -> bool:
@@ -176,10 +178,10 @@ class TopicWriter:
         self._on_durable = on_durable
         self._consumer = FragmentConsumer()
         self._boundaries: deque[Boundary] = deque()
-        self._rounds = Rounds(
+        self._rounds = BatchSender(
             topics, rand, lambda position: self._aligned(self._consumer.flushed(position)), backlog_bytes
         )
-        self._touched: dict[Lane, None] = {}
+        self._touched: dict[PartitionWriter, None] = {}
         self._version = 1
         """Of the description that the change at hand is written under."""
 
@@ -189,7 +191,7 @@ class TopicWriter:
     ) -> None:
         """Learn every partition's tail. `bound`: offsets and LSN of the newest binding. `done(n)`: of the nth table.
 
-        Raises Corrupt (a topic lost bound records), Missing (a topic is gone), Unavailable.
+        Raises CorruptError (a topic lost bound records), Missing (a topic is gone), UnavailableError.
         """
         for number, table in enumerate(self._tables.values(), 1):
             done(number)
@@ -213,16 +215,16 @@ class TopicWriter:
                 await self._open_epoch(lane, end)
                 continue
             if offsets is None and end > 0:
-                raise Corrupt(f"a fresh topic holds records: topic={lane.topic} records={end}.")
+                raise CorruptError(f"a fresh topic holds records: topic={lane.topic} records={end}.")
             last = await last_record(self._topics, lane.topic_id, lane.partition, end) if end > base else None
             tail = position_of(last) if last is not None else None
             lane.start_at(base, end, tail)
 
-    async def _open_epoch(self, lane: Lane, end: int) -> None:
+    async def _open_epoch(self, lane: PartitionWriter, end: int) -> None:
         """L3: write the lane's last record once more, which changes nothing for whoever reads it by key."""
         last = await last_record(self._topics, lane.topic_id, lane.partition, end) if end else None
         if last is None:
-            raise Invalid(
+            raise InvalidError(
                 f"a cut-off copy has left its topic empty: topic={lane.topic} partition={lane.partition}.",
                 fix="It begins anew by itself.",
             )
@@ -235,7 +237,7 @@ class TopicWriter:
                 made = await self._topics.produce_nowait(lane.topic_id, lane.partition, bytearray(data))
                 lane.start_behind(made.base_offset)
                 return
-            except (Unavailable, Unknown):
+            except (UnavailableError, UnknownOutcomeError):
                 if attempt == OPEN_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(0.1)
@@ -487,14 +489,14 @@ class TopicWriter:
         if len(key) + len(value) > ROW_BYTES:
             of_avro = table.source is not None and table.source.schemas
             said = key[:200].hex() if of_avro else key[:200].decode(errors="replace")
-            raise Invalid(
+            raise InvalidError(
                 f"a row is too large for a record: table={table.name} key={said} bytes={len(value)} limit={ROW_BYTES}.",
                 fix="Shorten it, then copy the table again.",
             )
 
     def _record(
-        self, lane: Lane, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes, at_ms: int,
-        more: Headers = (),
+        self, lane: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes,
+        at_ms: int, more: Headers = (),
     ) -> bool:  # fmt: skip
         self._touched[lane] = None
         if not lane.take(at):
@@ -503,8 +505,8 @@ class TopicWriter:
         return True
 
     def _put(
-        self, lane: Lane, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes, at_ms: int,
-        more: Headers = (),
+        self, lane: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes, xid: bytes,
+        at_ms: int, more: Headers = (),
     ) -> None:  # fmt: skip
         self._rounds.add(lane, Record(key, value, (*headers_of(at, op, xid, self._version), *more), at_ms))
 
@@ -541,7 +543,7 @@ def later(one: ChangePosition | None, other: ChangePosition | None) -> ChangePos
 
 
 def position_of(record: Record) -> ChangePosition:
-    """The position a capture's record carries. Raises Corrupt when it carries none."""
+    """The position a capture's record carries. Raises CorruptError when it carries none."""
     for name, content in record.headers:
         if name == POSITION_HEADER and content is not None:
             try:
@@ -549,4 +551,4 @@ def position_of(record: Record) -> ChangePosition:
                 return ChangePosition(int(commit_lsn), int(ordinal))
             except ValueError:
                 break
-    raise Corrupt(f"a record of a capture's topic has no position: offset={record.offset}.")
+    raise CorruptError(f"a record of a capture's topic has no position: offset={record.offset}.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import Stores, print_json
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool) -> None:
-    """Show the difference and what becomes of each shard, ask, and write down what was agreed to. Raises Invalid where
-    it was not, or where the table cannot be captured as it is now; Missing."""
+    """Show the difference and what becomes of each shard, ask, and write down what was agreed to. Raises InvalidError
+    where it was not, or where the table cannot be captured as it is now; Missing."""
     from tidemill.capture.tables import recopy_requests
 
     now = _described(opened, row)
@@ -30,7 +30,7 @@ def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool
     if not as_json:
         _show(row, difference, shards, copied)
     if done and not yes and (as_json or not typer.confirm("Do this?")):
-        raise Invalid("nothing was done.", fix="Answer y, or add --yes.")
+        raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
     if done:
         opened.portal.call(recopy_requests.accept(opened.catalogue, row.capture, row.table, needed, copied=copied))
     if as_json:
@@ -51,13 +51,13 @@ def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool
 
 
 def _described(opened: Stores, row: CaptureTableRow) -> Relation:
-    """The table as its database has it now. Raises Missing, Invalid where it cannot be captured so."""
+    """The table as its database has it now. Raises MissingError, InvalidError where it cannot be captured so."""
     from tidemill.capture.catalog.table_discovery import describe
     from tidemill.capture.postgres.connection import Wire
 
     section = opened.config.capture.get(row.capture)
     if section is None:
-        raise Invalid(f"its database is not known: capture={row.capture}.", fix="Name it in tidemill.toml again.")
+        raise InvalidError(f"its database is not known: capture={row.capture}.", fix="Name it in tidemill.toml again.")
 
     async def ask() -> Relation | None:
         wire = await Wire.connect(section.dsn, purpose="accept", capture=row.capture)
@@ -68,14 +68,16 @@ def _described(opened: Stores, row: CaptureTableRow) -> Relation:
 
     now = opened.portal.call(ask())
     if now is None:
-        raise Missing(f"the table is gone from the source: table={row.table}.", fix="Make it anew, or drop its shard.")
+        raise MissingError(
+            f"the table is gone from the source: table={row.table}.", fix="Make it anew, or drop its shard."
+        )
     if now.name != row.table:
-        raise Invalid(
+        raise InvalidError(
             f"the table is now named {now.name}: table={row.table}.",
             fix="It is captured under its new name, if `tables` has that. Its shard ends here.",
         )
     if not now.key_columns:
-        raise Invalid(
+        raise InvalidError(
             f"a captured table needs a primary key: table={row.table}.", fix="Add one, and accept the table then."
         )
     return now
@@ -88,14 +90,14 @@ def _difference(row: CaptureTableRow, now: Relation) -> str:
 
 
 def _schema(row: CaptureTableRow, now: Relation) -> ShardSchema:
-    """What a shard made now would be. Raises Invalid for columns that no shard has."""
+    """What a shard made now would be. Raises InvalidError for columns that no shard has."""
     from tidemill.capture.catalog.schema_versions import schema_of
     from tidemill.capture.tables.table_setup import columns_of
 
     try:
         return schema_of(columns_of(now))
-    except Invalid as error:
-        raise Invalid(f"no shard can hold it: table={row.table} {error.message}", fix=error.fix) from error
+    except InvalidError as error:
+        raise InvalidError(f"no shard can hold it: table={row.table} {error.message}", fix=error.fix) from error
 
 
 def _shards(opened: Stores, row: CaptureTableRow, wanted: ShardSchema) -> list[Becoming]:

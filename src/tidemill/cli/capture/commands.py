@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SetAside
@@ -125,11 +125,11 @@ def drop(
         section = opened.config.capture.get(capture)
         dsn = dsn or (section.dsn if section is not None else "")
         if not dsn:
-            raise Invalid(f"its database is not known: capture={capture}.", fix="Add --dsn postgresql://…")
+            raise InvalidError(f"its database is not known: capture={capture}.", fix="Add --dsn postgresql://…")
         if not yes and not really:
             question = f"Drop capture {capture}, its publication, slot and topics? Its shards stay."
             if not typer.confirm(question):
-                raise Invalid("nothing was done.", fix="Answer y, or add --yes.")
+                raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
         settings = CaptureConfig(name=capture, dsn=dsn, manual=section is not None and section.manual)
         done = opened.portal.call(take_back(settings, opened.catalogue, really=really))
     if as_json:
@@ -137,7 +137,7 @@ def drop(
     else:
         _tell_taken_back(capture, done, section is not None)
     if done.left:
-        raise Unavailable(f"not all is taken back: capture={capture} left={len(done.left)}.", fix="Run it again.")
+        raise UnavailableError(f"not all is taken back: capture={capture} left={len(done.left)}.", fix="Run it again.")
 
 
 def _tell_taken_back(capture: str, done: TakenBack, configured: bool) -> None:
@@ -165,10 +165,12 @@ def find_table(opened: Stores, table: str, capture: str) -> CaptureTableRow:
         if row.table in (name, table) and capture in ("", row.capture)
     ]
     if not rows:
-        raise Missing(f"no such captured table: table={name}.", fix="See tidemill capture list.")
+        raise MissingError(f"no such captured table: table={name}.", fix="See tidemill capture list.")
     if len(rows) > 1:
         captures = ",".join(row.capture for row in rows)
-        raise Invalid(f"several captures have this table: table={name} captures={captures}.", fix="Add --capture NAME.")
+        raise InvalidError(
+            f"several captures have this table: table={name} captures={captures}.", fix="Add --capture NAME."
+        )
     return rows[0]
 
 
@@ -176,7 +178,7 @@ def _confirm(row: CaptureTableRow) -> None:
     rows = row.snapshot.rows if row.snapshot is not None else 0
     question = f"Copy {row.table} again ({rows:,} rows last time)? Its topic {row.topic} is deleted and made anew."
     if not typer.confirm(question):
-        raise Invalid("nothing was done.", fix="Answer y, or add --yes.")
+        raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
 
 
 def _aside(aside: SetAside) -> str:

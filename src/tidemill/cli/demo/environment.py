@@ -13,7 +13,7 @@ import msgspec
 
 from tidemill.base.clock import Rand
 from tidemill.base.config.config import Config, load
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.demo import shop
 from tidemill.cli.demo.postgres import EmbeddedPostgres
 
@@ -40,7 +40,8 @@ def prepare(
     objects_url: str = "",
     master: str = "local[*]",
 ) -> Environment:
-    """Start Postgres, create the shop if needed, write the configuration. Raises Invalid on an unusable directory."""
+    """Start Postgres, create the shop if needed, write the configuration. Raises InvalidError on an unusable
+    directory."""
     directory = directory.absolute()
     _claim(directory, fresh=fresh)
     resumed = (directory / "postgres" / "PG_VERSION").exists()
@@ -71,7 +72,7 @@ def _claim(directory: Path, *, fresh: bool) -> None:
     marker = directory / MARKER
     if fresh and directory.exists():
         if not marker.exists() and any(directory.iterdir()):
-            raise Invalid(
+            raise InvalidError(
                 f"--fresh would delete a directory that is not a demo's: data={directory}.",
                 fix="Name another with --data.",
             )
@@ -80,7 +81,7 @@ def _claim(directory: Path, *, fresh: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         marker.touch()
     except OSError as error:
-        raise Invalid(
+        raise InvalidError(
             f"cannot write the demo's directory: data={directory} error={error.strerror}.",
             fix="Make it writable, or name another with --data.",
         ) from error

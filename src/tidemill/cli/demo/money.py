@@ -12,7 +12,7 @@ from decimal import Decimal
 import msgspec
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.lsn import Lsn
 from tidemill.shards.api import Binding, Remap, Shard
 
@@ -53,7 +53,7 @@ class Money:
             if binding is None or not sums[2] <= binding.lsn <= sums[3]:
                 return None  # while a snapshot is stitched in, capture carries markers on to where it ends
             rows = await self._warehouse.snapshot(binding.time_ms, timeout_s=WAIT_S)
-        except (Unavailable, Unknown, TimeoutError):
+        except (UnavailableError, UnknownOutcomeError, TimeoutError):
             return None
         shard = sum((Decimal(value) for value in rows.column("ytd").to_pylist()), Decimal(0))
         return MoneyCheck(binding.lsn, binding.time_ms, f"{sums[0]:.2f}", f"{sums[1]:.2f}", f"{shard:.2f}")
@@ -80,7 +80,7 @@ class Money:
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
                 return None
         if row is None or after is None:
-            raise Invalid("the shop has no warehouse table.", fix="Start over with --fresh.")
+            raise InvalidError("the shop has no warehouse table.", fix="Start over with --fresh.")
         return row[0], row[1], Lsn.parse(row[2]).value, Lsn.parse(after[0]).value
 
     async def _binding(self, nonce: str, after_ms: int) -> Binding | None:

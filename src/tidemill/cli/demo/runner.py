@@ -21,7 +21,7 @@ import msgspec
 
 from tidemill.base.address import Address
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.freshness import walk
 from tidemill.base.status.status import Derived, State, derive_all
@@ -157,7 +157,7 @@ class Runner:
     async def _until_ready(self) -> None:
         """The node serves and the topic `clicks` exists: producers that come now need no luck."""
         while not self._stopping.is_set():
-            with contextlib.suppress(Unavailable):
+            with contextlib.suppress(UnavailableError):
                 row = await self._catalogue.get(TopicRow, "clicks")
                 if row is not None and await self._answers():
                     return
@@ -188,7 +188,7 @@ class Runner:
 
     async def _watch_marks(self) -> None:
         while True:
-            with contextlib.suppress(Unavailable):
+            with contextlib.suppress(UnavailableError):
                 self.marks = derive_all(await self._board.reports(), self._clock.now_ms())
                 self._note_stuck()
                 facts: dict[str, object] = {"money": [msgspec.to_builtins(c) for c in self.checks[-KEPT_CHECKS:]]}
@@ -217,7 +217,7 @@ class Runner:
         upper = 0
         while True:
             # an observer outlives what it observes: storage may be away for a while
-            with contextlib.suppress(Unavailable):
+            with contextlib.suppress(UnavailableError):
                 if not upper:
                     _, upper = await shard.frontiers()
                 async for delta in shard.listen(upper):
@@ -235,7 +235,7 @@ class Runner:
                     if self.report.first_shard_row_s is None:
                         self.report.first_shard_row_s = (self._clock.now_ms() - self._ready_ms) / 1000
                     return shard
-            except (Missing, Unavailable):
+            except (MissingError, UnavailableError):
                 pass
             await asyncio.sleep(0.1)
 
@@ -305,7 +305,9 @@ class Runner:
             if verify.returncode is None:
                 verify.kill()
         if verify.returncode not in (0, 1) or not output:
-            raise Invalid(f"tables could not be verified: error={errors.decode(errors='replace').strip()[-500:]!r}.")
+            raise InvalidError(
+                f"tables could not be verified: error={errors.decode(errors='replace').strip()[-500:]!r}."
+            )
         self.report.equal = verify.returncode == 0
         for table, found in json.loads(output).items():
             self.report.verify[table] = {count: found[count] for count in VERIFIED}
@@ -314,7 +316,7 @@ class Runner:
         row = await self._catalogue.get(PipelineRow, "shop")
         if row is None or not row.dead_letters:
             return 0
-        with contextlib.suppress(Missing):
+        with contextlib.suppress(MissingError):
             shard = await self._open_shard(row.dead_letters)
             _, upper = await shard.frontiers()
             return len(await shard.snapshot(upper - 1)) if upper else 0
@@ -335,7 +337,7 @@ class Runner:
             await asyncio.sleep(0.2)
 
     async def _upper(self, name: str) -> int:
-        with contextlib.suppress(Missing, Unavailable):
+        with contextlib.suppress(MissingError, UnavailableError):
             return (await (await self._open_shard(name)).frontiers())[1]
         return 0
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tidemill.base.config.config import Config, PipelineSection, load
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
 from tidemill.cli.pipeline.view import (
     derived_line,
@@ -52,7 +52,7 @@ def run(
         instances = max(1, loaded.pipeline[name].spark.instances)
     loaded = overridden(loaded, [name], instances=instances, master=master, driver_memory=driver_memory, conf=conf)
     if label and not (label.isascii() and label.replace("_", "a").isalnum() and label.islower()):
-        raise Invalid(f"bad option: --label {label!r}.", fix="Use a-z, 0-9 and _, starting with a letter.")
+        raise InvalidError(f"bad option: --label {label!r}.", fix="Use a-z, 0-9 and _, starting with a letter.")
     teller = "-".join(part for part in ("pipeline", name, label) if part)
     run_supervised(
         loaded,
@@ -88,7 +88,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
     with stores(config) as opened:
         views = read_view(opened)
     if name not in views:
-        raise Missing(f"no such pipeline: pipeline={name}.", fix="See `tidemill pipeline list`.")
+        raise MissingError(f"no such pipeline: pipeline={name}.", fix="See `tidemill pipeline list`.")
     view = views[name]
     if as_json:
         print_json(view.summary() | {"tables": view.tables, "failing": view.failing, "instances": view.instances})
@@ -131,7 +131,7 @@ def restart(
         else:  # the drivers of other machines, and one that died and still has its report, are nobody's here
             found = [r for r in found if runs_here(r)] or found[:1]
         if not found:
-            raise Missing(
+            raise MissingError(
                 f"no such driver reports: pipeline={name} instance={instance!r}.", fix="See `tidemill pipeline list`."
             )
         for report in found:
@@ -155,7 +155,7 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
         reports = instances_of(opened, name)
         for report in reports:
             if not is_silent(report, opened.clock.now_ms()):
-                raise Invalid(
+                raise InvalidError(
                     f"the pipeline runs: pipeline={name} process={report.process} pid={report.pid} host={report.host}.",
                     fix="Stop it, and take it out of the configuration.",
                 )
@@ -177,7 +177,7 @@ def _with_file(config: Config, name: str, file: Path | None) -> Config:
         return config.model_copy(update={"pipeline": config.pipeline | {name: found}})
     if name not in config.pipeline:
         known = ", ".join(sorted(config.pipeline)) or "none"
-        raise Missing(
+        raise MissingError(
             f"no such pipeline in the configuration: pipeline={name}.", fix=f"Known: {known}; or give --file."
         )
     return config

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Collection
 from pathlib import Path
 
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.status.status import Report, this_process
 from tidemill.cli.context import Stores
 from tidemill.consensus.status.board import Board
@@ -19,19 +19,19 @@ LOOK_S = 0.2
 
 
 def restart_one(opened: Stores, report: Report, others: Collection[str] = ()) -> dict[str, object]:
-    """{process, before, pid, with}: once `others`, which share its driver, are back too. Raises Invalid: it runs
+    """{process, before, pid, with}: once `others`, which share its driver, are back too. Raises InvalidError: it runs
     elsewhere, or is gone; Unavailable: nobody started it anew.
 
     SIGTERM ends it at a batch boundary. One that is stopped (SIGSTOP) would not hear it: SIGKILL, which loses nothing.
     """
     _, host = this_process()
     if report.host != host:
-        raise Invalid(
+        raise InvalidError(
             f"the driver runs on another machine: process={report.process} host={report.host}.",
             fix=f"Run `tidemill pipeline restart` on {report.host}.",
         )
     if not is_driver(report.pid):
-        raise Invalid(
+        raise InvalidError(
             f"the driver is gone: process={report.process} pid={report.pid}.", fix="Start it: tidemill pipeline run."
         )
     os.kill(report.pid, signal.SIGKILL if _stopped(report.pid) else signal.SIGTERM)
@@ -43,7 +43,7 @@ def restart_one(opened: Stores, report: Report, others: Collection[str] = ()) ->
             pid = back[report.process]
             return {"process": report.process, "before": report.pid, "pid": pid, "with": sorted(others)}
         portal.call(asyncio.sleep(LOOK_S))
-    raise Unavailable(
+    raise UnavailableError(
         f"the driver ended and nobody started it anew: process={report.process}.",
         fix="Supervise it: tidemill up, or tidemill pipeline run.",
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.cli.shard.show import Name
 
@@ -25,13 +25,13 @@ def drop(
     with stores(config) as opened:
         users = _users(opened, name)
         if users and not really:
-            raise Invalid(
+            raise InvalidError(
                 f"the shard is in use: shard={name} by={', '.join(users)}.",
                 fix="Readers end without it, and a pipeline makes it again from its source. To delete it all the same:"
                 " --yes-really",
             )
         if not (yes or really) and (as_json or not typer.confirm(f"Delete shard {name} and everything in it?")):
-            raise Invalid(f"nothing was deleted: shard={name}.", fix="Say yes, or give --yes.")
+            raise InvalidError(f"nothing was deleted: shard={name}.", fix="Say yes, or give --yes.")
         done = opened.portal.call(
             drop_shard(opened.consensus, opened.objects, opened.metastore, opened.clock, opened.rand, name)
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.cli.shard.show import Name, when
 from tidemill.shards.read.time_parsing import LATEST, as_of_ms
@@ -39,7 +39,7 @@ def export(
     """
     at = as_of_ms(as_of)
     if to.exists():
-        raise Invalid(f"it is there already: to={to}.", fix="Name a directory that does not exist yet.")
+        raise InvalidError(f"it is there already: to={to}.", fix="Name a directory that does not exist yet.")
     with stores(config) as opened:
         shard = opened.shard(name)
         try:
@@ -53,11 +53,12 @@ def export(
 
 
 async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) -> dict[str, Any]:
-    """Hold the time, then choose: what is chosen stays for as long as the export takes. Raises Invalid, Unavailable."""
+    """Hold the time, then choose: what is chosen stays for as long as the export takes. Raises InvalidError,
+    UnavailableError."""
     _, upper = await shard.frontiers()
     time_ms = upper - 1 if as_of is None else as_of
     if not 0 <= time_ms < upper:
-        raise Invalid(
+        raise InvalidError(
             f"not readable yet: shard={shard.name} as_of={time_ms} upper={upper}.", fix="Ask for a time below upper."
         )
     from tidemill.cli.progress import Bars
@@ -87,7 +88,7 @@ async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) 
             partial.rename(to)
             _sync(to.parent)
         except OSError as error:
-            raise Unavailable(
+            raise UnavailableError(
                 f"cannot write the export: to={to} ({error}).", fix="Make room, or name another."
             ) from error
     return facts

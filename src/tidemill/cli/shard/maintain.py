@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.cli.shard.show import Name
 
@@ -63,7 +63,7 @@ def evolve(
 
     asked = Changes(tuple(map(parse_column, add or ())), tuple(map(parse_column, widen or ())))
     if not asked:
-        raise Invalid("nothing is asked for.", fix='Give --add "name type" or --widen "name type".')
+        raise InvalidError("nothing is asked for.", fix='Give --add "name type" or --widen "name type".')
     with stores(config) as opened:
         shard = opened.shard(name)
         try:
@@ -83,10 +83,10 @@ def evolve(
 
 
 def _ask(opened: Stores, name: str, asked: Changes, as_json: bool) -> None:
-    """Raises Invalid unless the user says yes."""
+    """Raises InvalidError unless the user says yes."""
     from tidemill.maintenance.shards.drop import users_of
 
     users = opened.portal.call(users_of(opened.metastore, name))
     said = f"Written by {', '.join(users)}: the table stops until its file asks for the same. " if users else ""
     if as_json or not typer.confirm(f"{said}Change shard {name} for good: {asked}?"):
-        raise Invalid(f"nothing was changed: shard={name} asked=[{asked}].", fix="Say yes, or give --yes.")
+        raise InvalidError(f"nothing was changed: shard={name} asked=[{asked}].", fix="Say yes, or give --yes.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.cli.context import ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
 
 if TYPE_CHECKING:
@@ -137,12 +137,12 @@ def _default(text: str | None) -> str:
 
 
 def state_of(opened: ConsensusOnly, name: str) -> ShardState:
-    """Raises Missing."""
+    """Raises MissingError."""
     from tidemill.shards.registry import read_shard
 
     state = opened.portal.call(read_shard(opened.consensus, name))
     if state is None:
-        raise Missing(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
+        raise MissingError(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
     return state
 
 

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
 from tidemill.cli.topic.line_format import Reading
 
@@ -43,7 +43,7 @@ class Produced(msgspec.Struct):
 
 
 def produce(settings: dict[str, Any], topic: str, partition: int, source: BinaryIO, lines: Reading) -> Produced:
-    """Every line of `source`, in order. Raises Invalid for a line that is no record: what was read before it is
+    """Every line of `source`, in order. Raises InvalidError for a line that is no record: what was read before it is
     acknowledged first; Missing, Unavailable."""
     from confluent_kafka import KafkaException, Producer
 
@@ -62,17 +62,17 @@ def produce(settings: dict[str, Any], topic: str, partition: int, source: Binary
     try:
         while data := source.readline(KAFKA_REQUEST_BYTES + 2):
             if len(data) > KAFKA_REQUEST_BYTES:
-                raise Invalid(f"a line is too long: bytes>{KAFKA_REQUEST_BYTES}.")
+                raise InvalidError(f"a line is too long: bytes>{KAFKA_REQUEST_BYTES}.")
             record = lines.read(data.removesuffix(b"\n"))
             into = record.partition if record.partition >= 0 else partition
             if into >= count:
-                raise Missing(f"no such partition: topic={topic} partition={into} partitions={count}.")
+                raise MissingError(f"no such partition: topic={topic} partition={into} partitions={count}.")
             _send(client, topic, into, record, delivered)
             done.sent += 1
     except KeyboardInterrupt:
         done.interrupted = True
     except (TidemillError, KafkaException) as error:
-        refused = error if isinstance(error, TidemillError) else Unavailable(f"the client broke: cause={error}.")
+        refused = error if isinstance(error, TidemillError) else UnavailableError(f"the client broke: cause={error}.")
     _flush(client, done)
     if refused is not None:
         print(done.told(topic), file=sys.stderr)
@@ -109,7 +109,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def consume(settings: dict[str, Any], topic: str, asked: Asked, line: Callable[[Any], bytes], out: BinaryIO) -> int:
-    """Write the records asked for to `out`; the exit code. Raises Invalid, Missing, Unavailable."""
+    """Write the records asked for to `out`; the exit code. Raises InvalidError, MissingError, UnavailableError."""
     from confluent_kafka import Consumer
 
     limits = {"queued.max.messages.kbytes": QUEUE_KB, "fetch.message.max.bytes": 4 << 20}
@@ -135,7 +135,7 @@ def _consume(client: Any, topic: str, asked: Asked, line: Callable[[Any], bytes]
     count = _partition_count(client, topic)
     unknown = [each for each in asked.partitions if not 0 <= each < count]
     if unknown:
-        raise Missing(f"no such partition: topic={topic} partition={unknown[0]} partitions={count}.")
+        raise MissingError(f"no such partition: topic={topic} partition={unknown[0]} partitions={count}.")
     spans = {each: _span(client, topic, each, asked) for each in asked.partitions or range(count)}
     open_ends = {each: end for each, (begin, end) in spans.items() if end is None or begin < end}
     client.assign([TopicPartition(topic, each, spans[each][0]) for each in open_ends])
@@ -152,7 +152,7 @@ def _consume(client: Any, topic: str, asked: Asked, line: Callable[[Any], bytes]
         place, end = message.partition(), open_ends.get(message.partition())
         if message.error() is not None:
             if not _ended(message):
-                raise Unavailable(f"reading failed: topic={topic} partition={place} cause={message.error()}.")
+                raise UnavailableError(f"reading failed: topic={topic} partition={place} cause={message.error()}.")
             past = message.offset()
         else:
             past = message.offset() + 1
@@ -171,7 +171,7 @@ def _ended(message: Any) -> bool:
 
 
 def _span(client: Any, topic: str, partition: int, asked: Asked) -> tuple[int, int | None]:
-    """Offsets [begin, end) of one partition; end None = for ever. Raises Invalid, Unavailable."""
+    """Offsets [begin, end) of one partition; end None = for ever. Raises InvalidError, UnavailableError."""
     from confluent_kafka import TopicPartition
 
     place = TopicPartition(topic, partition)
@@ -188,11 +188,11 @@ def _span(client: Any, topic: str, partition: int, asked: Asked) -> tuple[int, i
             return max(int(low), int(high) - int(text[1:]))
         if text.isdecimal() and text.isascii():
             return int(text)
-        raise Invalid(f"no place in a topic: {text!r}.", fix="Use start, end, an offset, -N or @MILLISECONDS.")
+        raise InvalidError(f"no place in a topic: {text!r}.", fix="Use start, end, an offset, -N or @MILLISECONDS.")
 
     begin = at(asked.begin)
     if not low <= begin <= high:
-        raise Invalid(
+        raise InvalidError(
             f"no such offset: topic={topic} partition={partition} offset={begin}.", fix=f"Use {low} to {high}."
         )
     return begin, at(asked.end) if asked.end else None
@@ -204,13 +204,13 @@ def _made(kind: Any, settings: dict[str, Any]) -> Any:
     try:
         return kind({**settings, "log_level": 2})
     except KafkaException as error:
-        raise Invalid(f"a property of the client is wrong: cause={error}.", fix="Correct --client.") from error
+        raise InvalidError(f"a property of the client is wrong: cause={error}.", fix="Correct --client.") from error
 
 
 def _partition_count(client: Any, topic: str) -> int:
     found = _ask(lambda: client.list_topics(topic, timeout=ASK_S)).topics[topic]
     if found.error is not None:
-        raise Missing(f"no such topic: topic={topic} cause={found.error}.", fix="Create it: tidemill topic create")
+        raise MissingError(f"no such topic: topic={topic} cause={found.error}.", fix="Create it: tidemill topic create")
     return len(found.partitions)
 
 
@@ -222,6 +222,6 @@ def _ask(call: Callable[[], Any]) -> Any:
         return call()
     except KafkaException as error:
         waited_s = SystemClock().monotonic_s() - began_s
-        raise Unavailable(
+        raise UnavailableError(
             f"no node answers: cause={error.args[0]} waited_s={waited_s:.0f}.", fix="Is one up? See --bootstrap."
         ) from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 from tidemill.cli.topic.lost import lost
 from tidemill.cli.topic.records import consume, produce
@@ -64,11 +64,11 @@ def alter(
 
     changes = changes_of(settings, unset)
     if partitions is None and not changes:
-        raise Invalid("nothing to change.", fix="Give --partitions, --set or --unset.")
+        raise InvalidError("nothing to change.", fix="Give --partitions, --set or --unset.")
 
     def changed(row: TopicRow) -> TopicRow:
         if row.kind == "capture":
-            raise Invalid(f"a captured table's topic keeps its partitions and configs: topic={name}.")
+            raise InvalidError(f"a captured table's topic keeps its partitions and configs: topic={name}.")
         row = replace(row, config=altered(row.config, changes, typed=True))
         return row if partitions is None else grown(row, partitions)
 
@@ -82,7 +82,7 @@ def alter(
 
 
 def changes_of(settings: list[str] | None, unset: list[str] | None) -> list[Change]:
-    """What --set and --unset ask for. Raises Invalid."""
+    """What --set and --unset ask for. Raises InvalidError."""
     from tidemill.topics.config.alter import Op
 
     changes: list[Change] = [(key, Op.SET, value) for key, value in map(_setting, settings or ())]
@@ -92,7 +92,7 @@ def changes_of(settings: list[str] | None, unset: list[str] | None) -> list[Chan
 def _setting(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise Invalid(f"not a config: {text!r}.", fix="Write it as NAME=VALUE, e.g. --set retention.ms=86400000")
+        raise InvalidError(f"not a config: {text!r}.", fix="Write it as NAME=VALUE, e.g. --set retention.ms=86400000")
     return key, value
 
 
@@ -120,7 +120,7 @@ def delete(name: Name, really: Really = False, config: ConfigOption = None, as_j
         row = _find(opened, name)
         users = opened.portal.call(users_of(opened.catalogue, row))
         if users and not really:
-            raise Invalid(
+            raise InvalidError(
                 f"the topic is in use: topic={name} by={', '.join(users)}.",
                 fix="They stop working without it. To delete it all the same: --yes-really",
             )
@@ -134,7 +134,7 @@ def delete(name: Name, really: Really = False, config: ConfigOption = None, as_j
 def _find(opened: Stores, name: str) -> TopicRow:
     row = opened.portal.call(opened.catalogue.get(TopicRow, name))
     if row is None:
-        raise Missing(f"no such topic: topic={name}.", fix="List them with: tidemill topic list")
+        raise MissingError(f"no such topic: topic={name}.", fix="List them with: tidemill topic list")
     return row
 
 

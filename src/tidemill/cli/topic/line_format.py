@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import orjson
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 Header = tuple[str, bytes | None]
 
@@ -32,7 +32,7 @@ class LineRecord(msgspec.Struct, frozen=True):
 
 class Reading(Protocol):
     def read(self, line: bytes) -> LineRecord:
-        """Of a line without its end. Raises Invalid."""
+        """Of a line without its end. Raises InvalidError."""
         ...
 
 
@@ -48,7 +48,7 @@ class Lines:
         if self._separator:
             key, found, value = line.partition(self._separator)
             if not found:
-                raise Invalid(
+                raise InvalidError(
                     f"a line without a key: line={line[:80]!r}.",
                     fix=f"Write the key and {self._separator.decode()!r} before the value.",
                 )
@@ -67,12 +67,12 @@ class JsonLines:
         try:
             found: Any = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise Invalid(f"a line is no JSON: line={line[:80]!r} cause={error}.") from error
+            raise InvalidError(f"a line is no JSON: line={line[:80]!r} cause={error}.") from error
         if not isinstance(found, dict) or not isinstance(found.get("headers", []), list):
-            raise Invalid(f"a line is no record: line={line[:80]!r}.", fix='Write {"key": …, "value": …}.')
+            raise InvalidError(f"a line is no record: line={line[:80]!r}.", fix='Write {"key": …, "value": …}.')
         pairs = found.get("headers") or []
         if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-            raise Invalid(f"headers are no pairs: line={line[:80]!r}.", fix='Write [["name", "value"], …].')
+            raise InvalidError(f"headers are no pairs: line={line[:80]!r}.", fix='Write [["name", "value"], …].')
         headers = tuple((name, _bytes(value, line)) for name, value in pairs)
         return LineRecord(
             _bytes(found.get("key"), line),
@@ -92,8 +92,8 @@ def _bytes(value: Any, line: bytes) -> bytes | None:
         try:
             return base64.b64decode(value["base64"], validate=True)
         except binascii.Error as error:
-            raise Invalid(f"no base64: line={line[:80]!r} cause={error}.") from error
-    raise Invalid(f"neither text nor base64: line={line[:80]!r}.", fix='Write a string, {"base64": "…"} or null.')
+            raise InvalidError(f"no base64: line={line[:80]!r} cause={error}.") from error
+    raise InvalidError(f"neither text nor base64: line={line[:80]!r}.", fix='Write a string, {"base64": "…"} or null.')
 
 
 def _number(found: dict[str, Any], name: str, line: bytes) -> int:
@@ -101,7 +101,7 @@ def _number(found: dict[str, Any], name: str, line: bytes) -> int:
     if value is None:
         return -1
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value < 2**63:
-        raise Invalid(f"no number: name={name} line={line[:80]!r}.")
+        raise InvalidError(f"no number: name={name} line={line[:80]!r}.")
     return value
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import ConfigOption, JsonOption, Stores, print_json, stores
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _found(opened: Stores, name: str) -> list[LostRange]:
 
     row = opened.portal.call(opened.catalogue.get(TopicRow, name))
     if row is None:
-        raise Missing(f"no such topic: topic={name}.", fix="List them with: tidemill topic list")
+        raise MissingError(f"no such topic: topic={name}.", fix="List them with: tidemill topic list")
     return opened.portal.call(lost_ranges(opened.objects, opened.portal.call(states(row))))
 
 
@@ -74,6 +74,6 @@ def _let_go(opened: Stores, found: list[LostRange], keys: list[str]) -> None:
     lost = {each.object_key for each in found if not each.let_go}
     strange = sorted(set(keys) - lost - {"all"} - {each.object_key for each in found})
     if strange:
-        raise Invalid(f"it is not lost: object={strange[0]}.", fix="Name one that is listed, or all.")
+        raise InvalidError(f"it is not lost: object={strange[0]}.", fix="Name one that is listed, or all.")
     for key in sorted(lost if "all" in keys else lost & set(keys)):
         opened.portal.call(let_go(opened.objects, key))

@@ -10,7 +10,7 @@ import typer
 
 from tidemill.base.address import Address, bare
 from tidemill.base.config.config import Config, load
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.cli.context import ConfigOption
 
 Topic = Annotated[str, typer.Argument(help="Topic name.")]
@@ -49,7 +49,7 @@ def produce(
         done = kafka_client.produce(settings, name, partition, sys.stdin.buffer, lines)
     else:
         if not file.is_file():
-            raise Invalid(f"no such file: path={file}.", fix="Name a file of lines, or leave it out.")
+            raise InvalidError(f"no such file: path={file}.", fix="Name a file of lines, or leave it out.")
         with file.open("rb") as source:
             done = kafka_client.produce(settings, name, partition, source, lines)
     print(done.told(name), file=sys.stderr)
@@ -101,5 +101,5 @@ def address(config: Config) -> str:
 def _pair(text: str, what: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise Invalid(f"not a {what}: {text!r}.", fix="Write it as NAME=VALUE.")
+        raise InvalidError(f"not a {what}: {text!r}.", fix="Write it as NAME=VALUE.")
     return key, value

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 
 Row = tuple[Any, ...]
 EXAMPLES = 5
@@ -116,7 +116,7 @@ class Comparison:
         for row in rows:
             key = order_of(row[:n])
             if last is not None and key < last:
-                raise Corrupt(
+                raise CorruptError(
                     f"{'source' if side == 0 else 'shard'} rows are out of order: key={row[:n]!r}.",
                     fix="Report it with the key's type: the two sides sort it differently.",
                 )

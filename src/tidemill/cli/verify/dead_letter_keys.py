@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.cli.verify.canonical_values import fix_floats, ordered_columns, plain_arrow
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.api import Shard, ShardSchema
@@ -30,7 +30,7 @@ async def poisoned_keys(
         return {}
     try:
         _, upper = await letters.frontiers()
-    except Missing:
+    except MissingError:
         return {}
     found: list[tuple[Any, int, str, str]] = []
     for batch in await letters.batches_until(upper - 1) if upper else ():

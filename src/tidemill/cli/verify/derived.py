@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import DIFF, Shard
@@ -31,14 +31,16 @@ class Recomputed:
         self.time_ms = 0
 
     async def choose_time(self) -> int:
-        """The last time the table was brought to. Raises Unavailable while an input is behind it."""
+        """The last time the table was brought to. Raises UnavailableError while an input is behind it."""
         _, upper = await self._output.frontiers()
         self.time_ms = upper - 1
         for _ in range(ATTEMPTS):
             behind = [s.name for s in self._inputs if await s.wait_upper(self.time_ms, 1.0) <= self.time_ms]
             if not behind:
                 return self.time_ms
-        raise Unavailable(f"inputs are behind the derived table: table={self._table.name} inputs={','.join(behind)}.")
+        raise UnavailableError(
+            f"inputs are behind the derived table: table={self._table.name} inputs={','.join(behind)}."
+        )
 
     async def rows(self, scratch: Path) -> AsyncIterator[list[Row]]:
         contents = [await shard.snapshot(self.time_ms) for shard in self._inputs]

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.naming import split_name
 from tidemill.capture.postgres.connection import qualified, session_settings, settings_statement, where
@@ -80,8 +80,8 @@ class SourcePoint:
         return columns, [str(name) for (name,) in await cursor.fetchall()]
 
     async def rows(self, table: str, schema: ShardSchema) -> AsyncIterator[list[Row]]:
-        """Chunks of canonical rows in key order, with null in what is retired. Raises Invalid when the table lacks a
-        column of the shard."""
+        """Chunks of canonical rows in key order, with null in what is retired. Raises InvalidError when the table lacks
+        a column of the shard."""
         import psycopg
 
         columns = ordered_columns(schema)
@@ -96,7 +96,7 @@ class SourcePoint:
             try:
                 await cursor.execute(query.encode())
             except psycopg.errors.UndefinedColumn as error:
-                raise Invalid(f"table lacks a column of its shard: table={table} ({_said(error)}).") from error
+                raise InvalidError(f"table lacks a column of its shard: table={table} ({_said(error)}).") from error
             while chunk := await cursor.fetchmany(FETCH_ROWS):
                 yield [fix(r) for r in chunk] if fix else chunk
 
@@ -113,7 +113,7 @@ class SourcePoint:
 async def source_point(dsn: str, tables: Sequence[str], nonce: str) -> AsyncIterator[SourcePoint]:
     """Fix a point at which all `tables` (schema.table) can be read, marked by `nonce` in the stream.
 
-    Raises Missing for a table that does not exist, Unavailable when the server or the locks cannot be had.
+    Raises MissingError for a table that does not exist, UnavailableError when the server or the locks cannot be had.
     """
     import psycopg
 
@@ -129,16 +129,16 @@ async def source_point(dsn: str, tables: Sequence[str], nonce: str) -> AsyncIter
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
                 took_s = loop.time() - began_s
                 if loop.time() > until_s:
-                    raise Unavailable(
+                    raise UnavailableError(
                         f"the tables could not be locked for a moment: tables={','.join(tables)}"
                         f" {await _holder(reader, tables)}.",
                         fix="End that transaction, and try again.",
                     ) from error
                 await asyncio.sleep(max(LOCK_PAUSE_S, took_s / LOCK_SHARE))
             except psycopg.errors.UndefinedTable as error:
-                raise Missing(f"no such table: tables={','.join(tables)} ({_said(error)}).") from error
+                raise MissingError(f"no such table: tables={','.join(tables)} ({_said(error)}).") from error
             except psycopg.Error as error:
-                raise Unavailable(f"the source failed: server={where(dsn)} ({_said(error)}).") from error
+                raise UnavailableError(f"the source failed: server={where(dsn)} ({_said(error)}).") from error
         yield SourcePoint(reader, nonce, lsns)
     finally:
         await reader.close()
@@ -175,7 +175,7 @@ async def _mark(dsn: str, tables: Sequence[str], nonce: str, reader: psycopg.Asy
 
 
 async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
-    """In REPEATABLE READ, with the settings of the stream's sessions. Raises Unavailable."""
+    """In REPEATABLE READ, with the settings of the stream's sessions. Raises UnavailableError."""
     import psycopg
 
     try:
@@ -183,7 +183,7 @@ async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
         await connection.execute(settings_statement(session_settings(connection.info.server_version)).encode())
         await connection.commit()
     except psycopg.Error as error:
-        raise Unavailable(
+        raise UnavailableError(
             f"the source cannot be reached: server={where(dsn)} ({_said(error)}).", fix="Start it, or correct the DSN."
         ) from error
     await connection.set_isolation_level(psycopg.IsolationLevel.REPEATABLE_READ)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.cli.verify.canonical_values import fix_floats, ordered_columns, plain_arrow
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.api import DIFF, ShardSchema
@@ -76,7 +76,7 @@ class Spool:
             self._duck.unregister("incoming")
 
     def contents(self) -> AsyncIterator[list[Row]]:
-        """What the updates sum up to, in key order. Raises Corrupt on a negative multiplicity."""
+        """What the updates sum up to, in key order. Raises CorruptError on a negative multiplicity."""
         names = ", ".join(self._names)
         return self._stream(
             f"SELECT {names}, sum(diff)::BIGINT AS n FROM updates GROUP BY {names} HAVING sum(diff) <> 0"
@@ -116,7 +116,7 @@ class Spool:
             if (counts < 0).any():
                 at = int(np.nonzero(counts < 0)[0][0])
                 key = [batch.column(i)[at].as_py() for i in range(max(1, self._keys))]
-                raise Corrupt(f"a row was retracted more often than inserted: key={key} count={int(counts[at])}.")
+                raise CorruptError(f"a row was retracted more often than inserted: key={key} count={int(counts[at])}.")
             if (counts != 1).any():
                 batch = batch.take(pa.array(np.repeat(np.arange(len(counts)), counts)))
         rows: list[Row] = list(zip(*(batch.column(i).to_pylist() for i in range(len(self._columns))), strict=True))

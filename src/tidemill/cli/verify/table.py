@@ -11,7 +11,7 @@ import msgspec
 import pyarrow as pa
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.cli.verify.compare import Comparison, Outcome, Row
 from tidemill.cli.verify.postgres import SourceColumn, SourcePoint, source_point
@@ -68,8 +68,8 @@ async def verify_captured(
 ) -> list[Verified]:
     """Compare captured tables, all at one commit. `tables`: (schema.table, its shard); results in that order.
 
-    Raises Unavailable when no binding was minted or a shard did not reach its time (who holds it is in `why`),
-    Missing for a table the source does not have, Invalid for a shard without a key.
+    Raises UnavailableError when no binding was minted or a shard did not reach its time (who holds it is in `why`),
+    Missing for a table the source does not have, InvalidError for a shard without a key.
     """
     before = await remap.latest()
     nonce = rand.nonce()
@@ -77,7 +77,7 @@ async def verify_captured(
         binding = await marked_binding(remap, nonce, before.time_ms if before else -1)
         if not point.lsns[0] <= binding.lsn <= point.lsns[1]:
             # While a table's snapshot is being stitched in, capture carries markers on to where it ends.
-            raise Unavailable(
+            raise UnavailableError(
                 f"capture bound the marker at another commit: remap={remap.name} lsn={Lsn(binding.lsn)}.",
                 fix="Verify again once the capture's snapshot is done.",
             )
@@ -144,7 +144,7 @@ async def verify_expected(
 
 
 async def marked_binding(remap: Remap, nonce: str, after_ms: int, timeout_s: float = BINDING_TIMEOUT_S) -> Binding:
-    """The binding that capture minted at the marked commit. Raises Unavailable after the timeout."""
+    """The binding that capture minted at the marked commit. Raises UnavailableError after the timeout."""
     waited_s, slice_s = 0.0, 1.0
     while True:
         bindings = await remap.after(after_ms)
@@ -155,7 +155,7 @@ async def marked_binding(remap: Remap, nonce: str, after_ms: int, timeout_s: flo
             after_ms = bindings[-1].time_ms
             continue
         if waited_s >= timeout_s:
-            raise Unavailable(
+            raise UnavailableError(
                 f"capture did not reach the marked commit: remap={remap.name} waited_s={waited_s:.0f}.",
                 fix="See `tidemill why`: the capture is stopped or behind.",
             )
@@ -173,7 +173,7 @@ async def compare_shard(
 ) -> Outcome:
     """Stream both sides in key order; memory is bounded by chunks and the spool's limit."""
     if not shard.schema.key:
-        raise Invalid(f"shard has no key to compare by: shard={shard.name}.", fix="Verify it by its aggregates.")
+        raise InvalidError(f"shard has no key to compare by: shard={shard.name}.", fix="Verify it by its aggregates.")
     with tempfile.TemporaryDirectory(prefix="tidemill-verify-") as scratch:
         spool = Spool(Path(scratch), "shard", shard.schema)
         try:
@@ -188,10 +188,11 @@ async def compare_shard(
 
 
 async def spool_shard(shard: Shard, time_ms: int, spool: Spool, timeout_s: float) -> None:
-    """Every update of the shard up to `time_ms`, some batches at a time. Raises Unavailable, Invalid below since."""
+    """Every update of the shard up to `time_ms`, some batches at a time. Raises UnavailableError, InvalidError below
+    since."""
     upper = await shard.wait_upper(time_ms, timeout_s)
     if upper <= time_ms:
-        raise Unavailable(
+        raise UnavailableError(
             f"shard did not reach the time: shard={shard.name} time_ms={time_ms} upper={upper}.",
             fix=f"See `tidemill why shard:{shard.name}`.",
         )

@@ -10,7 +10,7 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.config.config import Config
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.dead_letter_keys import poisoned_keys
 from tidemill.cli.verify.derived import Recomputed
@@ -61,7 +61,8 @@ class Verifier:
         self._l1 = l1
 
     async def tables(self, names: Iterable[str] = ()) -> list[Verified]:
-        """Verify the named tables, all that pipelines keep when none is named. Raises Missing for an unknown one."""
+        """Verify the named tables, all that pipelines keep when none is named. Raises MissingError for an unknown
+        one."""
         plan = await self._plan(tuple(names))
         found: list[Verified] = []
         for capture, pairs in plan.captured.items():
@@ -80,7 +81,9 @@ class Verifier:
             plan.pipelines |= dict.fromkeys(row.tables, row.name)
         for name in names or tuple(fed_by):
             if name not in fed_by:
-                raise Missing(f"no pipeline keeps this table: table={name}.", fix=f"Known: {', '.join(sorted(fed_by))}")
+                raise MissingError(
+                    f"no pipeline keeps this table: table={name}.", fix=f"Known: {', '.join(sorted(fed_by))}"
+                )
             kind, _, rest = fed_by[name].partition(":")
             if kind == "capture":
                 capture, _, source = rest.partition(":")
@@ -94,7 +97,7 @@ class Verifier:
     async def _captured(self, capture: str, pairs: list[tuple[str, str]]) -> list[Verified]:
         section = self._config.capture.get(capture)
         if section is None:
-            raise Invalid(f"this configuration has no such capture: key=capture.{capture}.", fix="Add its DSN.")
+            raise InvalidError(f"this configuration has no such capture: key=capture.{capture}.", fix="Add its DSN.")
         remap = await open_remap(self._consensus, self._clock, self._rand, f"capture/{capture}")
         parked: dict[str, Verified] = {}
         tables = []
@@ -119,7 +122,7 @@ class Verifier:
             if shard.name in row.tables and row.dead_letters:
                 captured = await self._catalogue.table(row.tables[shard.name].split(":")[1], table)
                 forms = forms_of(captured) if captured is not None else None
-                with contextlib.suppress(Missing):
+                with contextlib.suppress(MissingError):
                     letters = await self._shard(row.dead_letters)
                     found |= await poisoned_keys(letters, table, shard.schema, dict(forms) if forms else None)
         return found
@@ -127,11 +130,11 @@ class Verifier:
     async def _stream(self, name: str, topic: str) -> Verified:
         row = await self._catalogue.get(TopicRow, topic)
         if row is None:
-            raise Missing(f"the topic of this table is gone: table={name} topic={topic}.")
+            raise MissingError(f"the topic of this table is gone: table={name} topic={topic}.")
         remap = await open_remap(self._consensus, self._clock, self._rand, f"topic/{topic}")
         latest = await remap.latest()
         if latest is None:
-            raise Missing(f"nothing was bound for this topic yet: topic={topic}.", fix="Is a node up?")
+            raise MissingError(f"nothing was bound for this topic yet: topic={topic}.", fix="Is a node up?")
         shard = await self._shard(name)
         feed = TopicFeed(row.name, row.topic_id, row.partitions, False, shard.schema)
         fold = TopicFold(remap, PartitionReaderImpl(self._consensus, self._objects, self._l1), feed, latest.time_ms)
@@ -153,5 +156,5 @@ class Verifier:
     def _pipeline(self, name: str) -> Pipeline:
         section = self._config.pipeline.get(name)
         if section is None:
-            raise Invalid(f"this configuration has no such pipeline: key=pipeline.{name}.", fix="Add its file.")
+            raise InvalidError(f"this configuration has no such pipeline: key=pipeline.{name}.", fix="Add its file.")
         return load_pipeline(Path(section.file), name)

@@ -19,18 +19,18 @@ import psycopg
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ClosedError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import LogHead
-from tidemill.consensus.client_base import Facade
+from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.operations import AnyOp, Append, Cas, Changed, Truncate, Wait
 from tidemill.consensus.postgres import connections, group_commit, schema, single_ops, sql
 from tidemill.consensus.postgres.change_detection import Differences
-from tidemill.consensus.postgres.connections import Connection, Lane, without_password
+from tidemill.consensus.postgres.connections import Connection, ConnectionLane, without_password
 from tidemill.consensus.postgres.group_commit import Queued
 from tidemill.consensus.postgres.notifications import Wakeups
 from tidemill.consensus.postgres.session_checks import Admission
-from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.rollback_detection import RollbackDetector
 from tidemill.consensus.supervised_loop import kept
 
 READ_GROUP_OPS = 256
@@ -47,22 +47,22 @@ log = structlog.get_logger()
 class _Line:
     """Waiting work of one lane, and the event that it is not empty."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: ConnectionLane) -> None:
         self.lane = lane
         self.queue: deque[Queued] = deque()
         self.filled = asyncio.Event()
 
 
-class PostgresConsensus(Facade):
+class PostgresConsensus(ConsensusClientBase):
     """`api.Consensus` over a PostgreSQL database. One object per event loop; `start` before use."""
 
     def __init__(self, url: str, clock: Clock, rand: Rand) -> None:
         self._url = url
-        self.seen = Seen(connections.without_password(url))
+        self.seen = RollbackDetector(connections.without_password(url))
         admit = Admission(self.seen, self._in_life).admit
-        self._groups = _Line(Lane(url, rand, writes=True, admit=admit))
-        self._singles = _Line(Lane(url, rand, writes=True, admit=admit))
-        self._reads = _Line(Lane(url, rand, writes=False, admit=admit))
+        self._groups = _Line(ConnectionLane(url, rand, writes=True, admit=admit))
+        self._singles = _Line(ConnectionLane(url, rand, writes=True, admit=admit))
+        self._reads = _Line(ConnectionLane(url, rand, writes=False, admit=admit))
         self._log_ids: dict[str, int] = {}
         self._tasks = Tasks(self._task_failed)
         self._wakeups = Wakeups(url, rand, self._notify, self._heads, self._told)
@@ -73,7 +73,7 @@ class PostgresConsensus(Facade):
         self._closed: TidemillError | None = None
 
     async def start(self) -> None:
-        """Connect and make the schema. Raises Invalid (names, rights, version) or Unavailable."""
+        """Connect and make the schema. Raises Invalid (names, rights, version) or UnavailableError."""
         self._loop = asyncio.get_running_loop()
         try:
             connection = await connections.connect(self._url)
@@ -167,7 +167,7 @@ class PostgresConsensus(Facade):
         except TidemillError as error:
             group.fail(error)
         except BaseException:
-            group.fail(Unknown("The consensus client ended during a commit."))
+            group.fail(UnknownOutcomeError("The consensus client ended during a commit."))
             raise
 
     async def _serve_single(self, line: _Line) -> None:
@@ -187,7 +187,7 @@ class PostgresConsensus(Facade):
         except TidemillError as error:
             queued.fail(error)
         except BaseException:
-            queued.fail(Unknown("The consensus client ended during a write."))
+            queued.fail(UnknownOutcomeError("The consensus client ended during a write."))
             raise
 
     async def _serve_reads(self, line: _Line) -> None:
@@ -211,7 +211,7 @@ class PostgresConsensus(Facade):
                 queued.fail(error)
         except BaseException:
             for queued in batch:
-                queued.fail(self._closed or Unavailable("The consensus client ended during a read."))
+                queued.fail(self._closed or UnavailableError("The consensus client ended during a read."))
             raise
 
     async def _writers_settled(self) -> None:
@@ -281,7 +281,7 @@ class PostgresConsensus(Facade):
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         """Only what ends a process gets here: `kept` holds everything else."""
-        self._end(Unavailable(f"The consensus client broke: task={name} reason={error!r}."))
+        self._end(UnavailableError(f"The consensus client broke: task={name} reason={error!r}."))
 
     def _end(self, error: TidemillError) -> None:
         self._closed = self._closed or error
@@ -292,9 +292,9 @@ class PostgresConsensus(Facade):
         self._wakeups.fail_all(error)
 
     async def aclose(self) -> None:
-        if isinstance(self._closed, Closed):
+        if isinstance(self._closed, ClosedError):
             return
-        self._closed = Closed("This consensus client was closed.")
+        self._closed = ClosedError("This consensus client was closed.")
         await self._tasks.aclose()
         self._end(self._closed)
         for line in (self._groups, self._singles, self._reads):

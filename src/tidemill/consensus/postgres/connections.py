@@ -20,7 +20,7 @@ import psycopg
 from psycopg import errors as pgerrors
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown, mendable
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError, as_unavailable
 from tidemill.consensus.postgres import schema
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ async def connect(url: str) -> Connection:
     return connection
 
 
-class Lane:
+class ConnectionLane:
     def __init__(
         self, url: str, rand: Rand, *, writes: bool, admit: Callable[[Connection], Awaitable[None]] | None = None
     ) -> None:
@@ -83,7 +83,8 @@ class Lane:
         self.away_s = self.answered_s = float("-inf")
 
     async def run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
-        """Do `work` on the connection. Raises what `work` raises, Invalid, Unavailable, or Unknown (writes)."""
+        """Do `work` on the connection. Raises what `work` raises, InvalidError, UnavailableError, or
+        UnknownOutcomeError (writes)."""
         async with self._one_at_a_time:
             self.began_s = asyncio.get_running_loop().time()
             try:
@@ -103,7 +104,9 @@ class Lane:
             except (psycopg.Error, TimeoutError, OSError) as error:
                 lost = await self._lost(error)
                 if lost is None and asyncio.get_running_loop().time() > deadline_s:
-                    lost = Unavailable(f"The connection to PostgreSQL keeps breaking: reason={_first_line(error)!r}.")
+                    lost = UnavailableError(
+                        f"The connection to PostgreSQL keeps breaking: reason={_first_line(error)!r}."
+                    )
                 if lost is not None:
                     raise lost from error
             except TidemillError:
@@ -129,15 +132,17 @@ class Lane:
         refused = isinstance(error, psycopg.Error) and error.sqlstate is not None
         if refused and connection is not None and not connection.closed and not connection.broken:
             assert isinstance(error, psycopg.Error)
-            refused_for = mendable(translate(error))
+            refused_for = as_unavailable(translate(error))
             self._answered(refused_for.message)
             return refused_for
         self._unanswered(f"The connection to PostgreSQL was lost: reason={_first_line(error)!r}.")
         await self._drop(owing=self._writes)
         if isinstance(error, psycopg.DataError | psycopg.ProgrammingError) and not self._writes:
-            return Unavailable(f"The driver cannot say this to PostgreSQL: reason={_first_line(error)!r}.")
+            return UnavailableError(f"The driver cannot say this to PostgreSQL: reason={_first_line(error)!r}.")
         if self._writes:
-            return Unknown(f"The connection to PostgreSQL was lost before the answer: reason={_first_line(error)!r}.")
+            return UnknownOutcomeError(
+                f"The connection to PostgreSQL was lost before the answer: reason={_first_line(error)!r}."
+            )
         return None
 
     async def _connected(self, deadline_s: float) -> Connection:
@@ -156,7 +161,7 @@ class Lane:
                 return self._connection
             except (psycopg.Error, TimeoutError, OSError) as error:
                 # It was right at the start: what is wrong now may be mended, so it is waited for.
-                outcome = mendable(translate_connect(error, self._url))
+                outcome = as_unavailable(translate_connect(error, self._url))
                 self._unanswered(outcome.message)
                 if loop.time() + backoff_s > deadline_s:
                     raise outcome from error
@@ -206,11 +211,11 @@ class Lane:
 def translate(error: psycopg.Error) -> TidemillError:
     """What the server said, after it rolled back."""
     if isinstance(error, (pgerrors.InsufficientPrivilege, pgerrors.UndefinedTable, pgerrors.InvalidSchemaName)):
-        return Invalid(
+        return InvalidError(
             f"The role of consensus.url may not use the schema tidemill: reason={_first_line(error)!r}.",
             fix="Grant it: GRANT CREATE ON DATABASE to the role before the first start, or make it the schema's owner.",
         )
-    return Unavailable(f"PostgreSQL refused: sqlstate={error.sqlstate} reason={_first_line(error)!r}.")
+    return UnavailableError(f"PostgreSQL refused: sqlstate={error.sqlstate} reason={_first_line(error)!r}.")
 
 
 def translate_connect(error: BaseException, url: str) -> TidemillError:
@@ -224,18 +229,18 @@ def translate_connect(error: BaseException, url: str) -> TidemillError:
     unresolved = any(words in str(error) for words in ("could not translate host name", "failed to resolve"))
     mistaken = isinstance(error, psycopg.ProgrammingError) or any(words in str(error) for words in wrong)
     if mistaken and not unresolved:
-        return Invalid(
+        return InvalidError(
             f"PostgreSQL does not let us in: consensus.url={where!r} reason={reason!r}.",
             fix="Correct user, password, host and database in consensus.url.",
         )
     if isinstance(error, TimeoutError | pgerrors.ConnectionTimeout):
         # No connection was refused: the server is slow, or its packets are swallowed.
-        return Unavailable(
+        return UnavailableError(
             f"PostgreSQL does not answer: consensus.url={where!r} reason={reason!r}.",
             fix="See whether its server is overloaded, and whether a firewall drops its packets.",
         )
     # A name that is not known is waited for like a server that is down: where both start together it comes later.
-    return Unavailable(
+    return UnavailableError(
         f"PostgreSQL cannot be reached: consensus.url={where!r} reason={reason!r}.",
         fix="Start it, or correct host and port in consensus.url.",
     )

@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, Versioned
 from tidemill.consensus.operations import Append, Cas
@@ -62,7 +62,7 @@ def take(line: deque[Queued]) -> Group:
     except BaseException as error:
         # Taken from the line and not sent: nobody else would ever answer them.
         for queued in (*group.members, *left):
-            queued.fail(Unavailable(f"The group could not be put together: reason={error!r}."))
+            queued.fail(UnavailableError(f"The group could not be put together: reason={error!r}."))
         raise
     line.extendleft(reversed(left))
     return group
@@ -198,7 +198,7 @@ async def _heads(connection: Connection, ids: list[int]) -> dict[int, LogHead]:
     rows = await (await connection.execute(sql.HEADS_BY_ID, (ids,))).fetchall()
     found = {row[0]: LogHead(*row[1:]) for row in rows}
     if len(found) != len(ids):
-        raise Unavailable("A log's head row is gone: somebody deleted from tidemill.logs.")
+        raise UnavailableError("A log's head row is gone: somebody deleted from tidemill.logs.")
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 LAYOUT_VERSION = 1
 OLDEST_SERVER = 140000
@@ -49,10 +49,11 @@ async def prepare_session(connection: Any) -> None:
 
 
 async def make_schema(connection: Any) -> None:
-    """Check the server and create what is missing. Raises Invalid, or psycopg.Error for the caller to translate."""
+    """Check the server and create what is missing. Raises InvalidError, or psycopg.Error for the caller to
+    translate."""
     version = connection.info.server_version
     if version < OLDEST_SERVER:
-        raise Invalid(
+        raise InvalidError(
             f"The PostgreSQL of consensus.url is too old: version={version // 10000}.",
             fix="Use PostgreSQL 14 or newer.",
         )
@@ -61,7 +62,7 @@ async def make_schema(connection: Any) -> None:
     )
     standby, fsync, exists = await cursor.fetchone()
     if standby:
-        raise Invalid(
+        raise InvalidError(
             "The PostgreSQL of consensus.url is a standby and cannot be written.",
             fix="Point consensus.url at the primary (target_session_attrs=read-write with several hosts).",
         )
@@ -74,7 +75,7 @@ async def make_schema(connection: Any) -> None:
     cursor = await connection.execute("SELECT layout FROM tidemill.meta")
     row = await cursor.fetchone()
     if row is None or row[0] != LAYOUT_VERSION:
-        raise Invalid(
+        raise InvalidError(
             f"The schema tidemill has another layout: layout={row and row[0]} known={LAYOUT_VERSION}.",
             fix="Run the tidemill version that made it, or use another database.",
         )

@@ -1,7 +1,8 @@
 """What a new session must show before anything is asked on it: a primary, and the history that this client has heard.
 
     life    the server process and its timeline: the same one as before, and there is nothing to prove
-    proof   in another life, one look at what `Seen` names, before this client writes or reads anything there
+    proof   in another life, one look at what `RollbackDetector` names, before this client writes or reads anything
+            there
 
 A promoted standby has another life, and so has a server that was restarted or restored. Other processes may write
 past what is missing; the proof compares nonces, so it does not depend on who comes first.
@@ -18,14 +19,14 @@ from psycopg import errors as pgerrors
 from tidemill.consensus.api import Lease, LogHead
 from tidemill.consensus.postgres import group_commit, single_ops, sql
 from tidemill.consensus.postgres.connections import Connection
-from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.rollback_detection import RollbackDetector
 
 
 class Admission:
     """One client's. `adopted(life)` is called when the server has another life than before, which was proved to be a
     continuation: whatever else was cached of the server is void."""
 
-    def __init__(self, seen: Seen, adopted: Callable[[str], None]) -> None:
+    def __init__(self, seen: RollbackDetector, adopted: Callable[[str], None]) -> None:
         self._seen = seen
         self._adopted = adopted
         self._life = ""

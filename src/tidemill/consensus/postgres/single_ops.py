@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.consensus import transitions
 from tidemill.consensus.api import Lease, LogHead, LogRecord, LogSlice, Versioned
 from tidemill.consensus.operations import Acquire, Drop, Fence, Head, HeadOfLog, Leases, Read, Release, Scan, Truncate
@@ -38,7 +38,7 @@ async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> 
                 return _lease(rows[0])
             rows = await _rows(connection, sql.LEASE, (name,))
             if not rows:
-                raise Unavailable(f"The lease vanished: name={name!r}.")
+                raise UnavailableError(f"The lease vanished: name={name!r}.")
             raise transitions.lease_conflict(_lease(rows[0]))
         case Drop(key=key, expected_seq=expected):
             if await _rows(connection, sql.DROP, (key, expected)):

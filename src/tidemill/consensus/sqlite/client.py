@@ -17,11 +17,19 @@ from typing import Any
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Corrupt, Invalid, TidemillError, Unavailable, Unknown, mendable
+from tidemill.base.errors import (
+    ClosedError,
+    CorruptError,
+    InvalidError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+    as_unavailable,
+)
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.consensus.client_base import Facade
+from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.operations import AnyOp, HeadOfLog, Wait
-from tidemill.consensus.rollback_detection import Seen
+from tidemill.consensus.rollback_detection import RollbackDetector
 from tidemill.consensus.sqlite import host_election, lock_holders, protocol, socket_address
 from tidemill.consensus.sqlite.connection import Link, connect
 from tidemill.consensus.supervised_loop import kept
@@ -62,7 +70,7 @@ class _Pending:
         self.started_s = started_s
 
 
-class SqliteConsensus(Facade):
+class SqliteConsensus(ConsensusClientBase):
     """`api.Consensus` over a SQLite file. One object per event loop; `start` before use."""
 
     def __init__(self, database: Path, clock: Clock, rand: Rand) -> None:
@@ -84,14 +92,15 @@ class SqliteConsensus(Facade):
         self._refusal = ""
         self._refused_s = 0.0  # when the first write that was refused began
         self._closed = False
-        self.seen = Seen(f"sqlite:{self._database}")
+        self.seen = RollbackDetector(f"sqlite:{self._database}")
         self._broken: TidemillError | None = None
         self._tasks = Tasks(self._task_failed)
         self._seat: host_election.Seat | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Attach, connect, and host the sequencer if nobody does. Raises Invalid, Corrupt or Unavailable."""
+        """Attach, connect, and host the sequencer if nobody does. Raises InvalidError, CorruptError or
+        UnavailableError."""
         self._loop = asyncio.get_running_loop()
         self._seat = host_election.attach(self._database, self._clock)
         self._away_s = self._loop.time()
@@ -110,11 +119,13 @@ class SqliteConsensus(Facade):
     def _enqueue(self, op: AnyOp) -> tuple[int, asyncio.Future[Any]]:
         """Order is decided here, in a plain call."""
         if self._closed:
-            raise Closed("This consensus client was closed.")
+            raise ClosedError("This consensus client was closed.")
         if self._broken is not None:
             raise self._broken
         if self._generation != host_election.generation:
-            raise Closed("This consensus client belongs to the parent process.", fix="Open a client after the fork.")
+            raise ClosedError(
+                "This consensus client belongs to the parent process.", fix="Open a client after the fork."
+            )
         self._last_id += 1
         future: asyncio.Future[Any] = self._loop.create_future()
         self._pending[self._last_id] = _Pending(op, future, self._loop.time())
@@ -171,7 +182,7 @@ class SqliteConsensus(Facade):
                 try:
                     coded.append(protocol.encode([request]))
                 except Exception as error:
-                    refused = Invalid(f"The operation cannot be coded: reason={error!r}.")
+                    refused = InvalidError(f"The operation cannot be coded: reason={error!r}.")
                     self._settle(self._pending.pop(request[0], None), refused)
             return b"".join(coded)
 
@@ -192,9 +203,9 @@ class SqliteConsensus(Facade):
             error = protocol.decode_error(pending.op, answer)
         except Exception as unread:
             said = f"The sequencer's answer cannot be read: op={type(pending.op).__name__} reason={unread}."
-            self._settle(pending, Unknown(said) if pending.op.writes else Unavailable(said))
+            self._settle(pending, UnknownOutcomeError(said) if pending.op.writes else UnavailableError(said))
             raise
-        if isinstance(error, Unavailable | Unknown | Corrupt):
+        if isinstance(error, UnavailableError | UnknownOutcomeError | CorruptError):
             if not self._refusal:
                 self._refused_s = pending.started_s
             self._refusal = error.message
@@ -257,9 +268,9 @@ class SqliteConsensus(Facade):
         if not pending.future.done():
             return False
         error = pending.future.exception()
-        if isinstance(error, Invalid):
+        if isinstance(error, InvalidError):
             self._reason = error.message
-            self._fail_all(mendable(error) if self._served else error)
+            self._fail_all(as_unavailable(error) if self._served else error)
         return error is None
 
     def _host(self) -> None:
@@ -270,12 +281,12 @@ class SqliteConsensus(Facade):
         except TidemillError as error:
             failure = error
         except (OSError, RuntimeError) as error:
-            failure = Unavailable(f"This process cannot host the sequencer: reason={error}.")
-        if isinstance(failure, Invalid) and self._served:
-            failure = mendable(failure)
+            failure = UnavailableError(f"This process cannot host the sequencer: reason={error}.")
+        if isinstance(failure, InvalidError) and self._served:
+            failure = as_unavailable(failure)
         if failure is not None:
             self._reason = failure.message
-            if isinstance(failure, Invalid | Corrupt) or not self._served:
+            if isinstance(failure, InvalidError | CorruptError) or not self._served:
                 # Opening again would fail the same way: say so to everybody instead of timing out.
                 self._fail_all(failure)
         elif not self._seat.hosting:
@@ -293,7 +304,7 @@ class SqliteConsensus(Facade):
         self._reason = f"the process that holds its lock does not run: {stopped}"
         if not self._served:
             self._fail_all(
-                Unavailable(
+                UnavailableError(
                     f"The process that serves the database does not run: database={self._database} {stopped}.",
                     fix=f"Let it go on (kill -CONT {stopped.pid}) or end it.",
                 )
@@ -309,7 +320,7 @@ class SqliteConsensus(Facade):
                 del self._pending[request_id]
                 if not pending.future.done():
                     pending.future.set_exception(
-                        Unknown(f"The connection broke before the answer: op={type(pending.op).__name__}.")
+                        UnknownOutcomeError(f"The connection broke before the answer: op={type(pending.op).__name__}.")
                     )
             else:
                 pending.sent = False
@@ -328,7 +339,7 @@ class SqliteConsensus(Facade):
                 del self._pending[request_id]
                 if not pending.future.done():
                     pending.future.set_exception(
-                        Unavailable(
+                        UnavailableError(
                             f"No sequencer answers for the database: database={self._database} last={self._reason!r}"
                             f" {lock_holders.who_locks(socket_address.lock_path(self._database))}.",
                             fix="Look for a stopped process that holds the lock file beside it.",
@@ -339,7 +350,7 @@ class SqliteConsensus(Facade):
                     # Not asked again for ever; a write is settled with its connection.
                     del self._pending[request_id]
                     said = f"The sequencer does not answer: database={self._database} waited_s={age_s:.0f}."
-                    self._settle(pending, Unavailable(said))
+                    self._settle(pending, UnavailableError(said))
                 self._link.abort()
                 return
 
@@ -350,7 +361,7 @@ class SqliteConsensus(Facade):
                 continue
             doubtful = pending.sent and pending.op.writes
             pending.future.set_exception(
-                Unknown(f"No answer came before the end: {error.message}") if doubtful else error
+                UnknownOutcomeError(f"No answer came before the end: {error.message}") if doubtful else error
             )
         self._pending.clear()
         self._unsent.clear()
@@ -374,7 +385,7 @@ class SqliteConsensus(Facade):
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         """Only what ends a process gets here: `kept` holds everything else."""
-        self._broken = Unavailable(f"The consensus client broke: task={name} reason={error!r}.")
+        self._broken = UnavailableError(f"The consensus client broke: task={name} reason={error!r}.")
         self._fail_all(self._broken)
 
     async def aclose(self) -> None:
@@ -386,7 +397,7 @@ class SqliteConsensus(Facade):
         await self._tasks.aclose()
         if self._link is not None:
             self._link.abort()
-        self._fail_all(Closed("This consensus client was closed."))
+        self._fail_all(ClosedError("This consensus client was closed."))
         seat, self._seat = self._seat, None
         if seat is not None:
             await asyncio.to_thread(host_election.detach, seat)

@@ -17,7 +17,7 @@ from typing import Any
 import apsw
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.consensus import transitions
 from tidemill.consensus.api import LogHead, LogSlice, Versioned
 from tidemill.consensus.change_journal import Journal
@@ -67,7 +67,7 @@ back at each look, in the commit that is under way."""
 _LIVES = itertools.count()
 
 
-class Doubtful(Exception):
+class CommitOutcomeUnknownError(Exception):
     """COMMIT itself failed: nobody knows whether the group happened until the file is opened anew."""
 
 
@@ -86,7 +86,7 @@ class _Staged:
 
 
 class Engine:
-    """Owned by one thread. After `Doubtful` or Corrupt it must be closed and opened anew."""
+    """Owned by one thread. After `CommitOutcomeUnknownError` or Corrupt it must be closed and opened anew."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
@@ -110,7 +110,8 @@ class Engine:
     # writes --------------------------------------------------------------------------------------
 
     def commit(self, ops: list[WriteOp]) -> list[Outcome]:
-        """One outcome per operation, durable on return. Raises Doubtful, or Unavailable when nothing happened."""
+        """One outcome per operation, durable on return. Raises CommitOutcomeUnknownError, or UnavailableError when
+        nothing happened."""
         look = self._check_space()
         staged = _Staged()
         try:
@@ -137,12 +138,12 @@ class Engine:
         try:
             self._db.execute("COMMIT")
         except apsw.Error as error:
-            raise Doubtful(str(error)) from error
+            raise CommitOutcomeUnknownError(str(error)) from error
         self._remember(staged)
         return outcomes
 
     def _check_space(self) -> bool:
-        """Was the disk looked at now? Raises Unavailable where it is as good as full."""
+        """Was the disk looked at now? Raises UnavailableError where it is as good as full."""
         now_s = self._steady.monotonic_s()
         look = now_s >= self._look_at_s
         if look:
@@ -150,7 +151,7 @@ class Engine:
             self._free_bytes = found.f_bavail * found.f_frsize
             self._look_at_s = now_s + SPACE_LOOK_S
         if self._free_bytes < SPACE_RESERVE_BYTES:
-            raise Unavailable(
+            raise UnavailableError(
                 f"The disk is full: path={self._path} free_bytes={self._free_bytes} kept_bytes={SPACE_RESERVE_BYTES}.",
                 fix="Free space on the database's disk.",
             )
@@ -214,7 +215,7 @@ class Engine:
                 self._db.execute("INSERT INTO logs (name, term, start, next) VALUES (?, 0, 0, 0)", (name,))
                 ids[name] = self._db.last_insert_rowid()
                 if ids[name] >= LOG_IDS:
-                    raise Unavailable(f"The database holds as many logs as it can: logs={LOG_IDS}.")
+                    raise UnavailableError(f"The database holds as many logs as it can: logs={LOG_IDS}.")
         if staged.marked:
             # Appends alone need no write here: their records say it.
             marked = [(staged.heads[name], ids[name]) for name in sorted(staged.marked)]
@@ -282,7 +283,7 @@ class Engine:
     # reads ---------------------------------------------------------------------------------------
 
     def answer(self, op: AnyOp) -> Any:
-        """Read committed state. Raises Missing, Corrupt or Unavailable."""
+        """Read committed state. Raises Missing, Corrupt or UnavailableError."""
         try:
             self._refresh()
             match op:
@@ -308,7 +309,7 @@ class Engine:
                     sql = "SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE {} ORDER BY name"
                     return [LeaseRow(*row).view(now_ms) for row in self._prefixed(sql, "name", prefix)]
                 case _:
-                    raise Unavailable(f"Not a read: op={type(op).__name__}.")
+                    raise UnavailableError(f"Not a read: op={type(op).__name__}.")
         except apsw.Error as error:
             raise schema.translate(error, self._path) from error
 

@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 
 from tidemill.base.errors import (
-    Closed,
-    Conflict,
-    Corrupt,
-    Fenced,
-    Invalid,
-    Missing,
+    ClosedError,
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    MissingError,
     TidemillError,
-    Unavailable,
-    Unknown,
+    UnavailableError,
+    UnknownOutcomeError,
 )
 from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.operations import (
@@ -84,14 +84,14 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
 
 
 ERRORS: dict[int, type[TidemillError]] = {
-    1: Conflict,
-    2: Fenced,
-    3: Invalid,
-    4: Missing,
-    5: Unavailable,
-    6: Unknown,
-    7: Corrupt,
-    8: Closed,
+    1: ConflictError,
+    2: FencedError,
+    3: InvalidError,
+    4: MissingError,
+    5: UnavailableError,
+    6: UnknownOutcomeError,
+    7: CorruptError,
+    8: ClosedError,
 }
 _OUTCOMES = {kind: number for number, kind in ERRORS.items()}
 
@@ -167,8 +167,8 @@ def decode_result(op: Op, answer: Answer) -> Any:
 
 def decode_error(op: Op, answer: Answer) -> TidemillError:
     refusal = _refusal_decoder.decode(answer.body)
-    kind = ERRORS.get(answer.outcome, Unknown)
-    if kind is Conflict or kind is Fenced:
+    kind = ERRORS.get(answer.outcome, UnknownOutcomeError)
+    if kind is ConflictError or kind is FencedError:
         decoder = _current_decoders.get(type(op))
         current = decoder.decode(refusal.current) if decoder else None
         return kind(refusal.message, current=current, fix=refusal.fix)
@@ -182,7 +182,7 @@ class Splitter:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Whole bodies so far. Raises Corrupt when the stream cannot be this protocol's."""
+        """Whole bodies so far. Raises CorruptError when the stream cannot be this protocol's."""
         if self._buffer:
             self._buffer += data
             source: bytes | bytearray = self._buffer
@@ -193,7 +193,7 @@ class Splitter:
         while end - start >= 4:
             size = int.from_bytes(source[start : start + 4], "little")
             if size > FRAME_BYTES:
-                raise Corrupt(f"A frame is longer than the protocol allows: size_bytes={size}.")
+                raise CorruptError(f"A frame is longer than the protocol allows: size_bytes={size}.")
             if end - start - 4 < size:
                 break
             bodies.append(bytes(source[start + 4 : start + 4 + size]))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import apsw
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.base.limits import MIB
 from tidemill.consensus.api import LogHead, LogRecord
 from tidemill.consensus.sqlite.row_checksums import seal, unseal
@@ -107,7 +107,7 @@ class Records:
             try:
                 records = _decode_group(unseal(body, f"A group of records is damaged: id={group_id}"))
             except msgspec.MsgspecError as error:
-                raise Corrupt(f"A group of records cannot be read: id={group_id} reason={error}.") from error
+                raise CorruptError(f"A group of records cannot be read: id={group_id} reason={error}.") from error
             self._remember(_Group(group_id, records, _size(records)))
         self.unswept: set[int] = {row[0] for row in self._rows("SELECT id FROM logs WHERE swept < start")}
 
@@ -228,7 +228,7 @@ class Records:
                     break
                 records.append(LogRecord(placed.position, placed.term, placed.nonce, placed.data))
         if not records or records[0].position != start:
-            raise Corrupt(f"A record is missing from the database: log_id={log_id} position={start}.")
+            raise CorruptError(f"A record is missing from the database: log_id={log_id} position={start}.")
         return records
 
     def _settled(self, log_id: int, start: int, end: int) -> Any:
@@ -243,7 +243,7 @@ class Records:
             try:
                 rows = _decode_chunk(unseal(body, f"A chunk of records is damaged: id={chunk_id}"))
             except msgspec.MsgspecError as error:
-                raise Corrupt(f"A chunk of records cannot be read: id={chunk_id} reason={error}.") from error
+                raise CorruptError(f"A chunk of records cannot be read: id={chunk_id} reason={error}.") from error
             for position, (term, nonce, data) in enumerate(rows, chunk_id - base):
                 if position >= start:
                     yield LogRecord(position, term, nonce, data)

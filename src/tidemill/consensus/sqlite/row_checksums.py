@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import crc32c
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 
 SEAL = b"\xc1"
 _HEAD_BYTES = 5
@@ -22,12 +22,12 @@ def seal(body: bytes, context: bytes = b"") -> bytes:
 
 
 def unseal(stored: bytes, what: str, context: bytes = b"") -> bytes:
-    """Raises Corrupt. What has no seal is given as it is."""
+    """Raises CorruptError. What has no seal is given as it is."""
     if stored[:1] != SEAL:
         return stored
     body = stored[_HEAD_BYTES:]
     if stored[1:_HEAD_BYTES] != _crc(body, context):
-        raise Corrupt(f"{what} bytes={len(stored)}.", fix=FIX)
+        raise CorruptError(f"{what} bytes={len(stored)}.", fix=FIX)
     return body
 
 
@@ -37,9 +37,9 @@ def context_of(key: str, seq: int, nonce: str) -> bytes:
 
 
 def unsealed_register(key: str, seq: int, nonce: str, stored: bytes) -> bytes:
-    """Raises Corrupt, also where there is no seal."""
+    """Raises CorruptError, also where there is no seal."""
     if stored[:1] != SEAL:
-        raise Corrupt(f"A register is damaged: key={key} bytes={len(stored)}.", fix=FIX)
+        raise CorruptError(f"A register is damaged: key={key} bytes={len(stored)}.", fix=FIX)
     return unseal(stored, f"A register is damaged: key={key}", context_of(key, seq, nonce))
 
 

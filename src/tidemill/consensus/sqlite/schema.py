@@ -16,7 +16,7 @@ from typing import Any
 
 import apsw
 
-from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable
+from tidemill.base.errors import CorruptError, InvalidError, TidemillError, UnavailableError
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.consensus.sqlite import lock_holders
 from tidemill.consensus.sqlite.row_checksums import context_of, seal
@@ -59,14 +59,14 @@ CREATE TABLE IF NOT EXISTS leases (
 def check_library() -> None:
     version = tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
     if version < OLDEST_SQLITE:
-        raise Invalid(
+        raise InvalidError(
             f"This SQLite can corrupt a WAL database: version={apsw.sqlite_lib_version()}.",
             fix="Install apsw 3.51.3 or newer, which carries its own SQLite.",
         )
 
 
 def connect(path: Path) -> apsw.Connection:
-    """Open or create the database, durable in every commit. Raises Invalid, Corrupt or Unavailable."""
+    """Open or create the database, durable in every commit. Raises InvalidError, CorruptError or UnavailableError."""
     check_library()
     make_directory(path.parent)
     try:
@@ -82,7 +82,7 @@ def connect(path: Path) -> apsw.Connection:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchall()[0][0]
         if mode != "wal":
-            raise Invalid(
+            raise InvalidError(
                 f"The file system does not support SQLite's WAL: path={path} journal_mode={mode}.",
                 fix="Put the database on a local disk.",
             )
@@ -96,7 +96,7 @@ def connect(path: Path) -> apsw.Connection:
             _seal_registers(connection)
             layout = LAYOUT_VERSION
         if layout != LAYOUT_VERSION:
-            raise Invalid(
+            raise InvalidError(
                 f"The database has another layout: path={path} layout={layout} known={LAYOUT_VERSION}.",
                 fix="Run the tidemill version that wrote it, or point consensus.url at a new file.",
             )
@@ -124,35 +124,38 @@ def translate(error: apsw.Error, path: Path, *, opening: bool = False) -> Tidemi
     `opening`: what is wrong with the path is for the operator. Later the same is waited for, since it was right once.
     """
     if isinstance(error, (apsw.CorruptError, apsw.NotADBError)):
-        return Corrupt(f"SQLite finds the database damaged: path={path} reason={error}.", fix="Restore it from a copy.")
+        return CorruptError(
+            f"SQLite finds the database damaged: path={path} reason={error}.", fix="Restore it from a copy."
+        )
     if isinstance(error, (apsw.BusyError, apsw.LockedError)):
-        return Unavailable(
+        return UnavailableError(
             f"Another process has locked the database: path={path} {lock_holders.who_locks(path)}.",
             fix="Let that process end its transaction, or end it; only tidemill may open this file.",
         )
     if isinstance(error, (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError)):
-        kind = Invalid if opening else Unavailable
+        kind = InvalidError if opening else UnavailableError
         return kind(
             f"The database of consensus.url cannot be written: path={path} reason={error}.",
             fix="Point consensus.url at a file in a directory this user may write.",
         )
     if isinstance(error, apsw.FullError):
-        return Unavailable(f"The disk is full: path={path}.", fix="Free space on the database's disk.")
-    return Unavailable(f"SQLite refused: path={path} reason={error}.")
+        return UnavailableError(f"The disk is full: path={path}.", fix="Free space on the database's disk.")
+    return UnavailableError(f"SQLite refused: path={path} reason={error}.")
 
 
 def translate_os(error: OSError, what: str, path: Path) -> TidemillError:
     """An operating system error on the way to the database."""
     if error.errno in _CONFIGURATION:
-        return Invalid(
+        return InvalidError(
             f"{what}: path={path} reason={error.strerror}.",
             fix="Point consensus.url at a file in a directory this user may write.",
         )
-    return Unavailable(f"{what}: path={path} reason={error.strerror}.", fix="Check the disk and the open files.")
+    return UnavailableError(f"{what}: path={path} reason={error.strerror}.", fix="Check the disk and the open files.")
 
 
 def make_directory(directory: Path) -> None:
-    """mkdir -p whose new entries survive power loss and are nobody else's to look into. Raises Invalid, Unavailable."""
+    """mkdir -p whose new entries survive power loss and are nobody else's to look into. Raises InvalidError,
+    UnavailableError."""
     try:
         make_private_directory(directory)
     except OSError as error:

@@ -21,11 +21,11 @@ from typing import Any
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Corrupt, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import CorruptError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime import file_descriptors
 from tidemill.consensus.operations import AnyOp, Append, Wait
 from tidemill.consensus.sqlite import protocol, socket_address
-from tidemill.consensus.sqlite.engine import Doubtful, Engine
+from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError, Engine
 from tidemill.consensus.sqlite.server_sockets import Connection, listen
 
 RECEIVE_BYTES = 1 << 20
@@ -92,7 +92,7 @@ class Sequencer:
             self.failure = error
             log.error("sequencer stopped", database=str(self._database), error=str(error))
         except BaseException as error:
-            self.failure = Unavailable(f"The sequencer failed: database={self._database} reason={error!r}.")
+            self.failure = UnavailableError(f"The sequencer failed: database={self._database} reason={error!r}.")
             log.exception("sequencer failed", database=str(self._database))
         finally:
             for connection in list(self._connections.values()):
@@ -146,7 +146,7 @@ class Sequencer:
                 answer = engine.answer(op)
             except TidemillError as error:
                 connection.answers.append(protocol.refusal(request_id, error))
-                if isinstance(error, Corrupt):
+                if isinstance(error, CorruptError):
                     log.error("database damaged", database=str(self._database), error=str(error))
             except Exception as error:
                 connection.answers.append(protocol.refusal(request_id, _foreign(op, error)))
@@ -164,17 +164,17 @@ class Sequencer:
     def _commit(self, engine: Engine, writes: list[tuple[Connection, int, Any]], reads: list[Any]) -> None:
         try:
             outcomes = engine.commit([op for _, _, op in writes])
-        except Doubtful as error:
-            doubt: TidemillError = Unknown(f"The commit's outcome is not known: reason={error}.")
+        except CommitOutcomeUnknownError as error:
+            doubt: TidemillError = UnknownOutcomeError(f"The commit's outcome is not known: reason={error}.")
             self._refuse_all(writes, doubt)
-            self._refuse_all(reads, Unavailable("The sequencer reopens its database after a failed commit."))
-            raise Unavailable(f"A commit failed, the database is opened anew: reason={error}.") from error
-        except Corrupt as error:
+            self._refuse_all(reads, UnavailableError("The sequencer reopens its database after a failed commit."))
+            raise UnavailableError(f"A commit failed, the database is opened anew: reason={error}.") from error
+        except CorruptError as error:
             self._refuse_all(writes, error)
             self._refuse_all(reads, error)
             raise
         except TidemillError as error:
-            self._refuse_all(writes, error if isinstance(error, Unavailable) else Unavailable(str(error)))
+            self._refuse_all(writes, error if isinstance(error, UnavailableError) else UnavailableError(str(error)))
             return
         except Exception as error:
             # It was rolled back. One of them does what nobody foresaw: the others are made without it.
@@ -307,7 +307,7 @@ class Sequencer:
 
     def _greet(self, connection: Connection, request_id: int, hello: protocol.Hello) -> None:
         if hello.version != protocol.WIRE_VERSION:
-            mismatch = Invalid(
+            mismatch = InvalidError(
                 f"Two versions of tidemill share a database: database={self._database}"
                 f" theirs={hello.version} ours={protocol.WIRE_VERSION}.",
                 fix="Run the same version in every process.",
@@ -364,7 +364,7 @@ class Sequencer:
         connection.sock.close()
 
 
-def _foreign(op: object, error: Exception) -> Unavailable:
+def _foreign(op: object, error: Exception) -> UnavailableError:
     """A request that does what nobody foresaw is refused, and nothing larger."""
     log.error("an operation failed", op=type(op).__name__, exc_info=error)
-    return Unavailable(f"The sequencer could not do it: op={type(op).__name__} reason={error!r}.")
+    return UnavailableError(f"The sequencer could not do it: op={type(op).__name__} reason={error!r}.")

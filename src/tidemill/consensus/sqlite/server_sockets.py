@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.consensus.sqlite import protocol, socket_address
 
 
@@ -45,7 +45,7 @@ def listen(database: Path) -> tuple[socket.socket, str]:
             except OSError as error:
                 listener.close()
                 reasons.append(f"{path}: {error}")
-    raise Invalid(
+    raise InvalidError(
         f"No Unix socket can be made for the database: database={database} reasons={reasons}.",
         fix="Put the database in a directory on a local file system, with a shorter path.",
     )

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from tidemill.base.errors import Corrupt, Missing, TidemillError
+from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.consensus.api import Consensus, LogRecord
 from tidemill.consensus.state_log import codec
 
@@ -52,7 +52,7 @@ class Replica(Generic[S]):
             while True:
                 try:
                     found = await self._consensus.read(self.log, self.position)
-                except Missing:
+                except MissingError:
                     await self._restart()
                     continue
                 for record in found.records:
@@ -121,7 +121,7 @@ class Replica(Generic[S]):
         while following != 0:
             try:
                 found = await self._consensus.read(self.log, position)
-            except Missing:
+            except MissingError:
                 return
             for record in found.records:
                 if not record.data or record.data[0] != codec.ROLLUP:
@@ -140,9 +140,11 @@ class Replica(Generic[S]):
         self._following = 0
         self._rolled_over = start
 
-    def _break(self, reason: str) -> Corrupt:
+    def _break(self, reason: str) -> CorruptError:
         """What this process holds can no longer be trusted: refuse everything from here on."""
-        error = Corrupt(f"{reason} log={self.log!r}.", fix="Report it with the log's records; nothing was overwritten.")
+        error = CorruptError(
+            f"{reason} log={self.log!r}.", fix="Report it with the log's records; nothing was overwritten."
+        )
         self._broken = self._broken or error
         return error
 

@@ -16,7 +16,15 @@ from typing import Generic, NamedTuple
 import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    CorruptError,
+    FencedError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.base.limits import MIB
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogRecord
@@ -79,7 +87,7 @@ class StateLog(Replica[S]):
               have their turn while it works: `encode` has what it needs of the state before its first await.
     term      0 for writers that race as equals; a leader calls `lead(term)`
 
-    Every method may raise Unavailable, Closed, Corrupt, and the writing ones Fenced (step down).
+    Every method may raise UnavailableError, ClosedError, CorruptError, and the writing ones FencedError (step down).
     """
 
     def __init__(
@@ -112,7 +120,7 @@ class StateLog(Replica[S]):
     # writing -------------------------------------------------------------------------------------
 
     async def lead(self, term: int) -> S:
-        """Fence the log at `term` and load everything before it. Raises Fenced when a newer term exists."""
+        """Fence the log at `term` and load everything before it. Raises FencedError when a newer term exists."""
         async with self._appending:
             await self._consensus.fence(self.log, term)
             self.term = term
@@ -179,7 +187,7 @@ class StateLog(Replica[S]):
             nonce = self._rand.nonce()
             try:
                 await self._consensus.append(self.log, self.term, start, records, nonce)
-            except Conflict:
+            except ConflictError:
                 attempts += 1
                 await self._pause(attempts)
                 continue
@@ -190,7 +198,7 @@ class StateLog(Replica[S]):
     async def aclose(self) -> None:
         """Stop. A proposal under way ends as Unknown, waiting ones as Closed. The consensus stays open."""
         if self._broken is None:
-            self._broken = Closed(f"The state log was closed: log={self.log!r}.")
+            self._broken = ClosedError(f"The state log was closed: log={self.log!r}.")
         await self._tasks.aclose()
         self._fail_queue(self._broken)
 
@@ -239,7 +247,11 @@ class StateLog(Replica[S]):
         try:
             return await self._append(flight)
         except BaseException as error:
-            ended = error if isinstance(error, TidemillError) else Unknown(f"An append was cut off: log={self.log!r}.")
+            ended = (
+                error
+                if isinstance(error, TidemillError)
+                else UnknownOutcomeError(f"An append was cut off: log={self.log!r}.")
+            )
             self._fail(batch, ended)
             raise
         finally:
@@ -249,15 +261,15 @@ class StateLog(Replica[S]):
         records = [codec.encode_command(proposal.command) for proposal in flight.batch]
         try:
             await self._consensus.append(self.log, self.term, flight.expected, records, flight.nonce)
-        except Conflict:
+        except ConflictError:
             self._requeue(flight)
             await self._resolve(flight, landed=False)
             return True
-        except Unknown:
+        except UnknownOutcomeError:
             # Ours is recognised by nonce while catching up; the backend ended the attempt before it told us.
             await self._resolve(flight, landed=None)
             return False
-        except Fenced as error:
+        except FencedError as error:
             self._fail(flight.batch, error)
             self._fail_queue(error)
             return False
@@ -282,23 +294,23 @@ class StateLog(Replica[S]):
             try:
                 await self.catch_up()
                 break
-            except Unavailable as error:
+            except UnavailableError as error:
                 if landed is False:
                     self._fail_queue(error)
                     return
                 await self._pause(attempt + 2)
             except TidemillError as error:
-                hidden = Unknown(f"The outcome of an append cannot be read: reason={error.message!r}.")
-                self._fail(flight.batch, error if landed is False or isinstance(error, Corrupt) else hidden)
+                hidden = UnknownOutcomeError(f"The outcome of an append cannot be read: reason={error.message!r}.")
+                self._fail(flight.batch, error if landed is False or isinstance(error, CorruptError) else hidden)
                 self._fail_queue(error)
                 return
         else:
-            self._fail(flight.batch, Unknown(f"The log cannot be asked for an outcome: log={self.log!r}."))
+            self._fail(flight.batch, UnknownOutcomeError(f"The log cannot be asked for an outcome: log={self.log!r}."))
             return
         if landed is False or all(proposal.future.done() for proposal in flight.batch):
             return
         if landed or self._rolled_over > flight.expected:
-            self._fail(flight.batch, Unknown(f"The log was rolled up over an outcome: log={self.log!r}."))
+            self._fail(flight.batch, UnknownOutcomeError(f"The log was rolled up over an outcome: log={self.log!r}."))
         else:
             self._requeue(flight)
 
@@ -358,7 +370,7 @@ class StateLog(Replica[S]):
         """Something nobody foresaw, in a task of ours. What was under way knows it (`_step`); what waits did not
         happen; the next proposal starts another driver. Only a state that cannot be trusted breaks the log."""
         _log.error("a state log's task failed", log=self.log, task=name, exc_info=error)
-        failed = Unavailable(f"The state log could not append: log={self.log!r} reason={error!r}.", fix="Retry.")
+        failed = UnavailableError(f"The state log could not append: log={self.log!r} reason={error!r}.", fix="Retry.")
         self._fail_queue(error if isinstance(error, TidemillError) else failed)
 
     async def _rollup_quietly(self) -> None:

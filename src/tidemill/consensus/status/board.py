@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.status.status import Report
 from tidemill.consensus.api import REPORTS, Consensus, Versioned
 from tidemill.consensus.status.pages import Pager, head_of, join
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 
 class Board:
-    """One per process and loop. Methods raise Unavailable and Closed as the consensus does."""
+    """One per process and loop. Methods raise UnavailableError and Closed as the consensus does."""
 
     def __init__(self, consensus: Consensus, rand: Rand) -> None:
         self._consensus = consensus
@@ -50,7 +50,8 @@ class Board:
         self._tidied_ms = 0
 
     async def publish(self, report: Report) -> None:
-        """Show `report` in place of this process's last one. Raises Unknown only when it could not be settled."""
+        """Show `report` in place of this process's last one. Raises UnknownOutcomeError only when it could not be
+        settled."""
         key = PREFIX + report.process
         if report.process not in self._pagers:
             # An earlier life under this name may have had more pages than this one will.
@@ -91,14 +92,14 @@ class Board:
             return None
 
     async def look(self, trouble: Callable[[], str]) -> list[Report]:
-        """`reports` within LOOK_S, for whoever waits for an answer. Raises Unavailable with `trouble()`, or that
+        """`reports` within LOOK_S, for whoever waits for an answer. Raises UnavailableError with `trouble()`, or that
         consensus does not answer."""
         try:
             async with asyncio.timeout(LOOK_S):
                 return await self.reports()
         except TimeoutError as error:
             said = trouble() or f"Consensus does not answer: waited_s={LOOK_S:g}."
-            raise Unavailable(said, fix="See whether its server runs and can be reached.") from error
+            raise UnavailableError(said, fix="See whether its server runs and can be reached.") from error
 
     async def forget(self, process: str) -> None:
         """Drop the report of a process that ended for good; one that speaks up meanwhile keeps it."""
@@ -129,11 +130,11 @@ class Board:
                 self._seqs[key] = current.seq if current else 0
             try:
                 version = await self._consensus.cas(key, self._seqs[key], data, self._rand.nonce())
-            except Conflict as lost:
+            except ConflictError as lost:
                 self._seqs[key] = lost.current.seq if isinstance(lost.current, Versioned) else 0
                 if not isinstance(lost.current, Versioned):
                     self._written.clear()  # our registers were dropped: every page is to be written again
-            except Unknown:
+            except UnknownOutcomeError:
                 # Whether it landed or not, writing the same again is right.
                 self._seqs.pop(key, None)
                 self._written.pop(key, None)
@@ -143,7 +144,7 @@ class Board:
                 self._seqs[key] = version.seq
                 self._written[key] = data
                 return
-        raise Invalid(
+        raise InvalidError(
             f"Several processes publish marks under one name: process={key[len(PREFIX) :]!r}.",
             fix="Give every process its own node name.",
         )
@@ -162,7 +163,7 @@ class Board:
         """False when it spoke up again, somebody else dropped it, or nobody knows."""
         try:
             await self._consensus.drop(key, seq)
-        except (Conflict, Unknown, Unavailable) as error:
+        except (ConflictError, UnknownOutcomeError, UnavailableError) as error:
             log.debug("a register of the board stays", key=key, cause=error.message)
             return False
         return True

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 import msgspec
 
 from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
-from tidemill.base.status.status import Mark, Report
+from tidemill.base.status.status import Report, StageStatus
 
 NAME_CHARS = 300
 TEXT_CHARS = 600
 
 
 class Page(msgspec.Struct, frozen=True):
-    marks: list[Mark]
+    marks: list[StageStatus]
     facts: dict[str, object]
 
 
@@ -46,7 +46,7 @@ class Pager:
 
     def __init__(self) -> None:
         self._page_of: dict[str, int] = {}
-        self._marks: dict[str, tuple[Mark, bytes]] = {}
+        self._marks: dict[str, tuple[StageStatus, bytes]] = {}
 
     def cut(self, report: Report) -> tuple[bytes, list[bytes]]:
         """The head, and every page in order, each below a register's limit."""
@@ -124,7 +124,7 @@ def join(head: bytes, pages: Iterable[bytes]) -> Report:
     """The report again. Raises msgspec.MsgspecError, and ValueError where a page is missing: what is not there is
     never read as health. An entry that stood on two pages for a moment is there once."""
     found = _decode_head(head)
-    marks: dict[str, Mark] = {}
+    marks: dict[str, StageStatus] = {}
     facts: dict[str, object] = {}
     known = list(pages)
     if len(known) < found.pages:
@@ -141,7 +141,7 @@ def head_of(head: bytes) -> Report:
     return _decode_head(head).report
 
 
-def _cut_mark(mark: Mark) -> Mark:
+def _cut_mark(mark: StageStatus) -> StageStatus:
     if max(len(mark.name), len(mark.held_by), len(mark.upstream)) <= NAME_CHARS and (
         len(mark.reason) <= TEXT_CHARS and len(mark.error) <= TEXT_CHARS
     ):

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from tidemill.kafka import error_codes
-from tidemill.kafka.net.listener_security import Visitor
+from tidemill.kafka.net.listener_security import ClientIdentity
 from tidemill.metastore.rows.topics import TopicRow
-from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import OPERATIONS, Operation, Resource, bits
 from tidemill.security.audit import Audit
 
@@ -38,12 +38,12 @@ DENIED: Final = {
 class Access:
     """`rulebook` None = everybody may do everything."""
 
-    def __init__(self, rulebook: Rulebook | None, audit: Audit) -> None:
+    def __init__(self, rulebook: AclCache | None, audit: Audit) -> None:
         self._rulebook = rulebook
         self._audit = audit
 
     @property
-    def rulebook(self) -> Rulebook | None:
+    def rulebook(self) -> AclCache | None:
         return self._rulebook
 
     @property
@@ -55,7 +55,7 @@ class Access:
     def asks(self) -> bool:
         return self._rulebook is not None
 
-    def may(self, visitor: Visitor, operation: Operation, resource: Resource, name: str) -> bool:
+    def may(self, visitor: ClientIdentity, operation: Operation, resource: Resource, name: str) -> bool:
         """A refusal is told."""
         if self.sees(visitor, operation, resource, name):
             return True
@@ -70,19 +70,19 @@ class Access:
         )
         return False
 
-    def sees(self, visitor: Visitor, operation: Operation, resource: Resource, name: str) -> bool:
+    def sees(self, visitor: ClientIdentity, operation: Operation, resource: Resource, name: str) -> bool:
         """As `may`, for what is left out of an answer without a word."""
         rulebook = self._rulebook
         return rulebook is None or rulebook.authorizer.allows(
             visitor.principal, visitor.host, operation, resource, name
         )
 
-    def may_some(self, visitor: Visitor, operation: Operation, resource: Resource) -> bool:
+    def may_some(self, visitor: ClientIdentity, operation: Operation, resource: Resource) -> bool:
         rulebook = self._rulebook
         return rulebook is None or rulebook.authorizer.allows_some(visitor.principal, visitor.host, operation, resource)
 
     def topic(
-        self, visitor: Visitor, operation: Operation, asked: str, row: RowOrCode, *, is_id: bool
+        self, visitor: ClientIdentity, operation: Operation, asked: str, row: RowOrCode, *, is_id: bool
     ) -> RowOrCode | int:
         """`row`, or TOPIC_AUTHORIZATION_FAILED; of a name that is refused nobody learns whether it exists."""
         name = asked if not is_id else row.name if isinstance(row, TopicRow) else None
@@ -90,7 +90,7 @@ class Access:
             return row
         return error_codes.TOPIC_AUTHORIZATION_FAILED
 
-    def operations(self, visitor: Visitor, resource: Resource, name: str) -> int:
+    def operations(self, visitor: ClientIdentity, resource: Resource, name: str) -> int:
         """KIP-430: bits of what is allowed."""
         if self._rulebook is None:
             return bits(OPERATIONS[resource])

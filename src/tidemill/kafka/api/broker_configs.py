@@ -10,10 +10,10 @@ from typing import Final
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.groups.assignors import ASSIGNORS
-from tidemill.topics.config.alter import BadRequest
+from tidemill.topics.config.alter import InvalidConfigRequestError
 from tidemill.topics.config.configs import SETTINGS
 
 TOPIC: Final = 2
@@ -124,16 +124,21 @@ def is_own(context: Context, resource_name: str) -> bool:
 
 
 def refuse_change(context: Context, resource_name: str, names: Sequence[str]) -> None:
-    """`names`: what is to be set. Raises BadRequest, or Invalid for a config that does not exist; nothing to change is
-    fine. So is deleting: none is ever set, and Kafka's tools delete throttles of replication that they have not set."""
+    """`names`: what is to be set. Raises InvalidConfigRequestError, or InvalidError for a config that does not exist;
+    nothing to change is fine. So is deleting: none is ever set, and Kafka's tools delete throttles of replication that
+    they have not set."""
     if resource_name != DEFAULT_BROKER and not is_own(context, resource_name):
-        raise BadRequest(f"another broker's configs: asked={resource_name!r} this={context.own.node_id}.")
+        raise InvalidConfigRequestError(
+            f"another broker's configs: asked={resource_name!r} this={context.own.node_id}."
+        )
     known = {config.name: config for config in broker_configs(context)}
     for name in names:
         if name in THROTTLES:
-            raise BadRequest(f"no replica follows another, so there is nothing to throttle: name={name}.")
+            raise InvalidConfigRequestError(
+                f"no replica follows another, so there is nothing to throttle: name={name}."
+            )
         if name not in known:
-            raise Invalid(f"unknown broker config: name={name}.")
+            raise InvalidError(f"unknown broker config: name={name}.")
         key = known[name].key
         fix = f"Set {key} in tidemill.toml and start the node anew." if key else "It cannot be otherwise here."
-        raise BadRequest(f"a broker's configs do not change while it runs: name={name}.", fix=fix)
+        raise InvalidConfigRequestError(f"a broker's configs do not change while it runs: name={name}.", fix=fix)

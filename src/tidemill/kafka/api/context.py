@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.base.runtime.coop import STRETCH_S, Pace
+from tidemill.base.runtime.coop import STRETCH_S, CoopBudget
 from tidemill.kafka.api.authorizer import Access
 from tidemill.kafka.metadata.encoded_partitions import Layouts
 from tidemill.kafka.metadata.topic_cache import TopicCache
@@ -17,7 +17,7 @@ from tidemill.kafka.net.listeners import DEFAULT, Advertised
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.security.audit import Audit
-from tidemill.security.quota_cache import Quotabook
+from tidemill.security.quota_cache import QuotaCache
 from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog
 from tidemill.topics.produce.producer_ids import ProducerIds
@@ -77,7 +77,7 @@ class Context:
         producer_ids: ProducerIds,
         users: Users,
         access: Access,
-        quotas: Quotabook,
+        quotas: QuotaCache,
         group_configs: GroupConfigs,
         nodes: Nodes | None,
         clock: Clock,
@@ -96,9 +96,9 @@ class Context:
         self.group_configs = group_configs
         self.clock = clock
         self.audit = audit
-        self.pace = Pace(clock)
+        self.pace = CoopBudget(clock)
         self.layouts = Layouts()
-        self.beginnings = Pace(clock, 2 * STRETCH_S)
+        self.beginnings = CoopBudget(clock, 2 * STRETCH_S)
         self.settings = settings
         self.own = own
         self.listener = DEFAULT

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 import structlog
 
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.base.runtime.tasks import is_own_fault, sentence
 from tidemill.kafka.api.required_operations import checked
 from tidemill.kafka.error_codes import UNKNOWN_SERVER_ERROR
 from tidemill.kafka.schema.codec_compiler import Body, decode_request, encode_response, is_flexible
-from tidemill.kafka.schema.primitives import I32, BadFrame, begin_request, read_i16, skip_tags
+from tidemill.kafka.schema.primitives import I32, MalformedFrameError, begin_request, read_i16, skip_tags
 from tidemill.objects.store import Buffer
 
 if TYPE_CHECKING:
     from tidemill.kafka.api.context import Context
-    from tidemill.kafka.net.listener_security import Visitor
+    from tidemill.kafka.net.listener_security import ClientIdentity
 
 HEADER_BYTES_MIN = 10
 API_VERSIONS = 18
@@ -80,7 +80,7 @@ class Request(msgspec.Struct):
     reserving: Awaitable[None] | None = None
     throttle_ms: int = 0
     spent_s: float = 0.0
-    visitor: Visitor = None  # type: ignore[assignment]  # set by the session, before `begin`
+    visitor: ClientIdentity = None  # type: ignore[assignment]  # set by the session, before `begin`
 
 
 class Api(msgspec.Struct, frozen=True):
@@ -147,8 +147,9 @@ def _decode(request: Request) -> Body:
     return decode_request(request.key, request.version, request.view, request.position)
 
 
-async def decoded(pace: Pace, request: Request, decode: Callable[[Request], T]) -> T:
-    """The request's body; a large one is read in a thread, so that it does not hold the loop. Raises BadFrame."""
+async def decoded(pace: CoopBudget, request: Request, decode: Callable[[Request], T]) -> T:
+    """The request's body; a large one is read in a thread, so that it does not hold the loop. Raises
+    MalformedFrameError."""
 
     def work() -> T:
         begin_request()
@@ -161,7 +162,7 @@ async def decoded(pace: Pace, request: Request, decode: Callable[[Request], T]) 
     return work()
 
 
-async def encoded(pace: Pace, request: Request, body: Body) -> Reply:
+async def encoded(pace: CoopBudget, request: Request, body: Body) -> Reply:
     """The answer's bytes; a large one is written in a thread."""
     if _weight(body) >= LARGE_ANSWER_ELEMENTS:
         return [await asyncio.to_thread(encode_response, request.key, request.version, body)]
@@ -182,7 +183,7 @@ def _weight(body: Body) -> int:
     return weight
 
 
-async def each(items: Sequence[T], work: Callable[[T], Coroutine[Any, Any, R]], pace: Pace) -> list[R]:
+async def each(items: Sequence[T], work: Callable[[T], Coroutine[Any, Any, R]], pace: CoopBudget) -> list[R]:
     """`work` of every item, in order, a few at a time: a request names thousands of things, and the loop has others."""
     found: list[R] = []
     for at in range(0, len(items), AT_ONCE):
@@ -202,19 +203,19 @@ async def within(timeout_ms: int, work: Coroutine[Any, Any, T], *, late: T) -> T
 
 
 def peek(view: memoryview) -> tuple[int, int, int]:
-    """(key, version, correlation id). Raises BadFrame."""
+    """(key, version, correlation id). Raises MalformedFrameError."""
     if len(view) < HEADER_BYTES_MIN - 2:
-        raise BadFrame(f"request shorter than a header: bytes={len(view)}.")
+        raise MalformedFrameError(f"request shorter than a header: bytes={len(view)}.")
     return read_i16(view, 0)[0], read_i16(view, 2)[0], I32.unpack_from(view, 4)[0]
 
 
 def read_request(view: memoryview, key: int, version: int, correlation_id: int) -> Request:
-    """Read the rest of the header of a version we serve. Raises BadFrame."""
+    """Read the rest of the header of a version we serve. Raises MalformedFrameError."""
     length, position = read_i16(view, 8)
     client_id = ""
     if length >= 0:
         if position + length > len(view):
-            raise BadFrame(f"client id passes the end of the frame: length={length}.")
+            raise MalformedFrameError(f"client id passes the end of the frame: length={length}.")
         client_id = str(view[position : position + length], "utf-8", "replace")
         position += length
     if is_flexible(key, version):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.net.listener_security import Visitor
+from tidemill.kafka.net.listener_security import ClientIdentity
 from tidemill.security.sasl import Step
-from tidemill.security.scram import Refused
+from tidemill.security.scram import AuthenticationFailedError
 
 
-async def prove(context: Context, visitor: Visitor, message: bytes) -> tuple[Step, int]:
-    """(the step, ms that the session lives from now on; 0 = for ever). Raises Refused, Unavailable."""
+async def prove(context: Context, visitor: ClientIdentity, message: bytes) -> tuple[Step, int]:
+    """(the step, ms that the session lives from now on; 0 = for ever). Raises AuthenticationFailedError,
+    Unavailable."""
     exchange = visitor.exchange
     assert exchange is not None
     try:
@@ -25,8 +26,10 @@ async def prove(context: Context, visitor: Visitor, message: bytes) -> tuple[Ste
             return step, 0
         lifetime_ms = _lifetime_ms(context, visitor, step)
         if visitor.known and (visitor.principal, visitor.proved_by) != (step.principal, visitor.mechanism):
-            raise Refused(f"it was {visitor.principal} before, by {visitor.proved_by}", step.principal)
-    except Refused as refused:
+            raise AuthenticationFailedError(
+                f"it was {visitor.principal} before, by {visitor.proved_by}", step.principal
+            )
+    except AuthenticationFailedError as refused:
         visitor.exchange = None
         await _slow_down(context, visitor, refused)
         raise
@@ -39,18 +42,18 @@ async def prove(context: Context, visitor: Visitor, message: bytes) -> tuple[Ste
     return step, lifetime_ms
 
 
-def _lifetime_ms(context: Context, visitor: Visitor, step: Step) -> int:
+def _lifetime_ms(context: Context, visitor: ClientIdentity, step: Step) -> int:
     lifetimes = [int(visitor.gate.session_lifetime_s * 1000)] if visitor.gate.session_lifetime_s else []
     if step.expires_ms:
         lifetimes.append(step.expires_ms - context.clock.now_ms())
     if not lifetimes:
         return 0
     if min(lifetimes) <= 0:
-        raise Refused("the proof has expired meanwhile", step.principal)
+        raise AuthenticationFailedError("the proof has expired meanwhile", step.principal)
     return min(lifetimes)
 
 
-async def _slow_down(context: Context, visitor: Visitor, refused: Refused) -> None:
+async def _slow_down(context: Context, visitor: ClientIdentity, refused: AuthenticationFailedError) -> None:
     context.audit.refused(
         "kafka.authentication_failed",
         (visitor.host, refused.user),

@@ -12,11 +12,11 @@ from typing import Final, cast
 
 import structlog
 
-from tidemill.base.errors import Missing, TidemillError
+from tidemill.base.errors import MissingError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.metadata.topic_cache import SETTLE_ROUNDS
-from tidemill.kafka.net.listener_security import Visitor
+from tidemill.kafka.net.listener_security import ClientIdentity
 from tidemill.kafka.schema.fetch import FetchPartition, FetchRequest, FetchTopic, PartitionRecords
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.security.acls import Operation
@@ -36,7 +36,7 @@ Key = tuple[str, int]
 
 
 class Interest:
-    def __init__(self, context: Context, visitor: Visitor, *, by_id: bool) -> None:
+    def __init__(self, context: Context, visitor: ClientIdentity, *, by_id: bool) -> None:
         self._context = context
         self._visitor = visitor
         self.by_id = by_id
@@ -133,9 +133,9 @@ class Interest:
             found[cast(Key, key)] = self._answer(cast(Key, key), got)
             if pace.due:
                 await pace.rest()
-        if any(isinstance(got.error, Missing) for _, got in answered):
+        if any(isinstance(got.error, MissingError) for _, got in answered):
             await self._settle()
-            gone = [cast(Key, key) for key, got in answered if isinstance(got.error, Missing)]
+            gone = [cast(Key, key) for key, got in answered if isinstance(got.error, MissingError)]
             found |= {key: PartitionRecords(key[1], self._refused[key][1]) for key in gone if key in self._refused}
         return found
 
@@ -179,7 +179,7 @@ class Interest:
             offsets = (got.high_watermark, got.log_start_offset)
             aborted = got.aborted if self._committed else None
             return PartitionRecords(key[1], 0, *offsets, got.batches, got.last_stable, aborted)
-        if isinstance(got.error, Missing):
+        if isinstance(got.error, MissingError):
             # As in Produce: the row was stale.
             self._gone(key)
             return PartitionRecords(key[1], error_codes.NOT_LEADER_OR_FOLLOWER)

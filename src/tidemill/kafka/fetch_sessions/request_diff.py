@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tidemill.kafka.schema.fetch import FIRST_FLEXIBLE, FIRST_WITH_IDS, FetchPartition, FetchTopic, asked_at
 from tidemill.kafka.schema.fetch import asked_bytes as entry_bytes
-from tidemill.kafka.schema.primitives import BadFrame, read_length
+from tidemill.kafka.schema.primitives import MalformedFrameError, read_length
 
 _PREFIX_BYTES = 64
 
@@ -167,7 +167,7 @@ def _walk(body: bytes, version: int) -> _Groups | None:
             found.append((key, body[at:end]))
             starts.append(start)
             at = end + flexible
-    except BadFrame:
+    except MalformedFrameError:
         return None
     return _Groups(found, starts, at)
 

@@ -19,14 +19,14 @@ from tidemill.kafka.groups import consumer_reconciliation
 from tidemill.kafka.groups.assignors import Partitions
 from tidemill.kafka.groups.classic_state import Join, JoinAnswer, Sync, SyncAnswer, metadata_bytes
 from tidemill.kafka.groups.consumer import ID_BYTES, check
-from tidemill.kafka.groups.consumer_state import Classic, Consumer, ConsumerGroup, Seen, minus, places
+from tidemill.kafka.groups.consumer_state import Classic, Consumer, ConsumerGroup, TopicSnapshot, minus, places
 from tidemill.kafka.groups.subscriptions import CONSUMER, Place, Subscription, encode_assignment, subscription_of
-from tidemill.kafka.schema.primitives import BadFrame
+from tidemill.kafka.schema.primitives import MalformedFrameError
 
 NO_LEADER: Final = ""
 
 
-def join(group: ConsumerGroup, now: int, ask: Join, seen: Seen) -> JoinAnswer:
+def join(group: ConsumerGroup, now: int, ask: Join, seen: TopicSnapshot) -> JoinAnswer:
     """An error changes nothing."""
     code = refusal(group, ask)
     if code:
@@ -75,7 +75,7 @@ def _is_spoken(group: ConsumerGroup, ask: Join) -> bool:
     names = {name for name, _ in ask.protocols}
     try:
         subscription_of(ask.protocols[0][1] if ask.protocols else b"")
-    except BadFrame:
+    except MalformedFrameError:
         return False
     for member in group.members.values():
         is_itself = member.member_id == ask.member_id or member.instance_id == (ask.instance_id or "")
@@ -115,7 +115,7 @@ def _learn(group: ConsumerGroup, member: Consumer, ask: Join, subscription: Subs
     group.unstored = True
 
 
-def by_id(named: tuple[Place, ...] | list[Place], seen: Seen) -> Partitions:
+def by_id(named: tuple[Place, ...] | list[Place], seen: TopicSnapshot) -> Partitions:
     """Those of topics that exist."""
     found: dict[str, frozenset[int]] = {}
     for name, partition in named:

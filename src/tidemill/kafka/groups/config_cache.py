@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.kafka.groups import configs
 from tidemill.kafka.groups.classic_state import GroupLimits
 from tidemill.metastore.cached_rows import refresh_for_ever
@@ -65,8 +65,8 @@ class GroupConfigs:
     async def change(
         self, group: str, change: Callable[[dict[str, str]], dict[str, str]], *, validate_only: bool = False
     ) -> Mapping[str, str]:
-        """All of it or nothing; what the group says then. Raises what `change` raises, Invalid for what the node does
-        not allow."""
+        """All of it or nothing; what the group says then. Raises what `change` raises, InvalidError for what the node
+        does not allow."""
 
         def changed(config: dict[str, str]) -> dict[str, str]:
             new = change(config)
@@ -75,7 +75,9 @@ class GroupConfigs:
 
         own = await self.of(group)
         if not own and len(self._own) >= GROUPS_MAX:
-            raise Invalid(f"too many groups with configs: limit={GROUPS_MAX}.", fix="Set the node's, for all groups.")
+            raise InvalidError(
+                f"too many groups with configs: limit={GROUPS_MAX}.", fix="Set the node's, for all groups."
+            )
         if validate_only:
             return changed(dict(own))
         new = await self._catalogue.change_group_config(group, changed)

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.kafka.groups.classic_state import GroupLimits
 from tidemill.topics.config.alter import Kind
 from tidemill.topics.config.configs import Setting
@@ -34,13 +34,13 @@ _REFUSED: Final = {"share.": "Share groups (KIP-932)", "streams.": "Streams grou
 
 
 def check(config: Mapping[str, str]) -> None:
-    """Raises Invalid, naming the first config that is unknown or cannot be read."""
+    """Raises InvalidError, naming the first config that is unknown or cannot be read."""
     for name, value in sorted(config.items()):
         for prefix, what in _REFUSED.items():
             if name.startswith(prefix):
-                raise Invalid(f"not served: name={name}.", fix=f"{what} are not served here.")
+                raise InvalidError(f"not served: name={name}.", fix=f"{what} are not served here.")
         if name not in SETTINGS:
-            raise Invalid(f"unknown group config: name={name}.", fix=f"Known are {', '.join(SETTINGS)}.")
+            raise InvalidError(f"unknown group config: name={name}.", fix=f"Known are {', '.join(SETTINGS)}.")
         SETTINGS[name].parse(name, value)
 
 
@@ -48,17 +48,17 @@ GROUP: Final = Kind(SETTINGS, check)
 
 
 def refuse_change(limits: GroupLimits, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Raises Invalid for what the node does not allow; what stands already and is not touched is not judged."""
+    """Raises InvalidError for what the node does not allow; what stands already and is not touched is not judged."""
     for name, value in after.items():
         if before.get(name) == value:
             continue
         check({name: value})
         low, high = _bounds(limits, name)
         if not low <= int(value) <= high:
-            raise Invalid(f"bad value: name={name} value={value!r}.", fix=f"Use {low} to {high}.")
+            raise InvalidError(f"bad value: name={name} value={value!r}.", fix=f"Use {low} to {high}.")
     wanted = _nearest(limits, after)
     if before != after and wanted.consumer_session_ms <= wanted.consumer_heartbeat_ms:
-        raise Invalid(
+        raise InvalidError(
             f"{SESSION} must be greater than {HEARTBEAT}: session={wanted.consumer_session_ms} "
             f"heartbeat={wanted.consumer_heartbeat_ms}.",
             fix="Set both.",

@@ -17,11 +17,11 @@ from tidemill.kafka.groups.classic_state import Answer, BeatAnswer, Waiter, fail
 from tidemill.kafka.groups.consumer_state import (
     LEAVES,
     LEAVES_FOR_A_WHILE,
-    Beat,
     Consumer,
     ConsumerGroup,
-    Seen,
+    HeartbeatRequest,
     Storing,
+    TopicSnapshot,
     subscription_bytes,
     within,
 )
@@ -30,7 +30,7 @@ ID_BYTES: Final = 255
 """Of a member id, an instance id and a rack id: what a row's key must hold."""
 
 
-def heartbeat(group: ConsumerGroup, now: int, ask: Beat, seen: Seen) -> BeatAnswer:
+def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: TopicSnapshot) -> BeatAnswer:
     """An error changes nothing."""
     message = _malformed(ask)
     if message:
@@ -57,7 +57,7 @@ def heartbeat(group: ConsumerGroup, now: int, ask: Beat, seen: Seen) -> BeatAnsw
     return BeatAnswer(0, "", member.member_id, member.epoch, member.assigned if tells else None)
 
 
-def _malformed(ask: Beat) -> str:
+def _malformed(ask: HeartbeatRequest) -> str:
     texts = (ask.member_id, ask.instance_id, ask.rack_id)
     if not ask.member_id:
         return "MemberId can't be empty."
@@ -79,7 +79,7 @@ def _malformed(ask: Beat) -> str:
     return ""
 
 
-def _refusal_to_join(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
+def _refusal_to_join(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer | None:
     """Also who joins again under its id, because it was fenced or lost an answer."""
     before = group.members.get(ask.member_id)
     if ask.instance_id is not None and ask.instance_id in group.instances:
@@ -93,7 +93,7 @@ def _refusal_to_join(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
     return None
 
 
-def _too_large(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
+def _too_large(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer | None:
     member = group.members.get(ask.member_id)
     topics = ask.topics if ask.topics is not None else member.topics if member is not None else frozenset()
     pattern = ask.pattern if ask.pattern is not None else member.pattern if member is not None else ""
@@ -108,7 +108,7 @@ def _too_large(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
     return None
 
 
-def _join(group: ConsumerGroup, ask: Beat) -> None:
+def _join(group: ConsumerGroup, ask: HeartbeatRequest) -> None:
     """It begins with nothing: what it held before is free, and what it should have is given anew."""
     member = group.members.get(ask.member_id)
     if member is not None and member.instance_id != ask.instance_id:
@@ -136,7 +136,7 @@ def _join(group: ConsumerGroup, ask: Beat) -> None:
         consumer_reconciliation.resubscribed(group)
 
 
-def _learn(group: ConsumerGroup, member: Consumer, ask: Beat) -> None:
+def _learn(group: ConsumerGroup, member: Consumer, ask: HeartbeatRequest) -> None:
     before = (member.rack_id, member.rebalance_ms, member.client_id, member.client_host)
     member.rack_id = ask.rack_id if ask.rack_id is not None else member.rack_id
     member.rebalance_ms = ask.rebalance_ms if ask.rebalance_ms >= 0 else member.rebalance_ms
@@ -157,7 +157,7 @@ def _change(group: ConsumerGroup, member: Consumer) -> None:
     group.unstored = True
 
 
-def _fences(group: ConsumerGroup, ask: Beat) -> BeatAnswer | None:
+def _fences(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer | None:
     code = _check_speaker(group, ask)
     if code:
         return BeatAnswer(code, "The member is not in the group.")
@@ -185,13 +185,13 @@ def check(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
     return 0 if member_id in group.members else error_codes.UNKNOWN_MEMBER_ID
 
 
-def _check_speaker(group: ConsumerGroup, ask: Beat) -> int:
+def _check_speaker(group: ConsumerGroup, ask: HeartbeatRequest) -> int:
     return check(group, ask.member_id, ask.instance_id) or (
         error_codes.UNKNOWN_MEMBER_ID if group.speaks_classic(ask.member_id) else 0
     )
 
 
-def _leave(group: ConsumerGroup, now: int, ask: Beat) -> BeatAnswer:
+def _leave(group: ConsumerGroup, now: int, ask: HeartbeatRequest) -> BeatAnswer:
     code = _check_speaker(group, ask)
     if code:
         return BeatAnswer(code, "The member is not in the group.")

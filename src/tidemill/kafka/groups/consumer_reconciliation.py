@@ -13,10 +13,10 @@ Source: KIP-848, "Assignment" and "Member reconciliation".
 from __future__ import annotations
 
 from tidemill.kafka.groups.assignors import ASSIGNORS, DEFAULT, Partitions
-from tidemill.kafka.groups.consumer_state import Consumer, ConsumerGroup, Seen, digest_of, minus, places
+from tidemill.kafka.groups.consumer_state import Consumer, ConsumerGroup, TopicSnapshot, digest_of, minus, places
 
 
-def look(group: ConsumerGroup, seen: Seen) -> None:
+def look(group: ConsumerGroup, seen: TopicSnapshot) -> None:
     """Subscriptions or topics may have changed: a new epoch, and a target for it."""
     if group.topics is None or group.seen_version != seen.version:
         group.matches = {pattern: seen.matching(pattern) for pattern in group.patterns()}

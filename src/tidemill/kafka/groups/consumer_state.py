@@ -21,7 +21,7 @@ PARTITION_BYTES: Final = 8
 """What a partition that somebody has takes in memory, about."""
 
 
-class Beat(msgspec.Struct, frozen=True):
+class HeartbeatRequest(msgspec.Struct, frozen=True):
     """One ConsumerGroupHeartbeat; `epoch` 0 joins. None = as it said before. `pattern` "" = none."""
 
     member_id: str
@@ -42,7 +42,7 @@ class Topic(NamedTuple):
     partitions: int
 
 
-class Seen(Protocol):
+class TopicSnapshot(Protocol):
     """The topics that exist, as a node sees them. `version` changes whenever anything here does."""
 
     @property

@@ -15,12 +15,12 @@ from prometheus_client import Gauge
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError
-from tidemill.base.runtime.tasks import Restarts, Tasks, sentence
-from tidemill.base.status.status import Tracker
+from tidemill.base.runtime.tasks import Backoff, Tasks, sentence
+from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic_state import GroupLimits
-from tidemill.kafka.groups.group_runner import LedGroup
-from tidemill.kafka.groups.group_store import NO_FAULTS, GroupRows, Lost
+from tidemill.kafka.groups.group_runner import GroupRunner
+from tidemill.kafka.groups.group_store import NO_FAULTS, GroupFencedError, GroupRows
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUPS
 
@@ -42,7 +42,7 @@ def is_name(group: str) -> bool:
     return bool(group) and len(GROUPS.key(group)) <= GROUP_BYTES
 
 
-class Refused(Exception):
+class GroupUnavailableError(Exception):
     """No group to be had here: `code` says why, in Kafka's words."""
 
     def __init__(self, code: int) -> None:
@@ -65,7 +65,7 @@ class Coordinator:
         limits: Callable[[str], GroupLimits],
         groups_max: int,
         groups_bytes_max: int,
-        tracker: Tracker,
+        tracker: StatusTracker,
         faults: frozenset[str] = NO_FAULTS,
     ) -> None:
         self.rows = GroupRows(metastore, f"{node}/{rand.nonce()[:12]}", clock, rand, faults)
@@ -78,8 +78,8 @@ class Coordinator:
         self._tracker = tracker
         self._counted_bytes = 0
         self._count_again_s = 0.0
-        self._led: dict[str, LedGroup] = {}
-        self._opening: dict[str, asyncio.Task[LedGroup]] = {}
+        self._led: dict[str, GroupRunner] = {}
+        self._opening: dict[str, asyncio.Task[GroupRunner]] = {}
         self._failing: set[str] = set()
         self._tasks = Tasks(self._task_broke)
         self._adopting = False
@@ -95,42 +95,42 @@ class Coordinator:
         """What a new member's id ends with."""
         return self._rand.uuid()
 
-    def led(self) -> Sequence[LedGroup]:
+    def led(self) -> Sequence[GroupRunner]:
         return list(self._led.values())
 
-    def found(self, group: str) -> LedGroup | None:
+    def found(self, group: str) -> GroupRunner | None:
         """The group if it is in memory here. Plain."""
         return self._led.get(group)
 
-    async def get(self, group: str, *, growing: bool = False) -> LedGroup:
-        """The group, taken over if need be. `growing`: somebody wants to join it. Raises Refused."""
+    async def get(self, group: str, *, growing: bool = False) -> GroupRunner:
+        """The group, taken over if need be. `growing`: somebody wants to join it. Raises GroupUnavailableError."""
         if not is_name(group):
-            raise Refused(error_codes.INVALID_GROUP_ID)
+            raise GroupUnavailableError(error_codes.INVALID_GROUP_ID)
         if self._closed or not self._is_own(group):
-            raise Refused(error_codes.NOT_COORDINATOR)
+            raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
         if growing and self._is_full():
             log.warning("kafka.groups_full", used_bytes=self._counted_bytes, limit_bytes=self.bytes_max)
-            raise Refused(error_codes.GROUP_MAX_SIZE_REACHED)
+            raise GroupUnavailableError(error_codes.GROUP_MAX_SIZE_REACHED)
         led = self._led.get(group)
         if led is not None:
             return led
         if group not in self._opening:
             if len(self._led) + len(self._opening) >= self._groups_max:
                 log.warning("kafka.groups_full", groups=len(self._led), limit=self._groups_max, key="kafka.groups_max")
-                raise Refused(error_codes.COORDINATOR_NOT_AVAILABLE)
+                raise GroupUnavailableError(error_codes.COORDINATOR_NOT_AVAILABLE)
             self._opening[group] = self._tasks.spawn(self._open(group), name=f"open group {group}")
         try:
             async with asyncio.timeout(OPENING_S):
                 led = await asyncio.shield(self._opening[group])
         except TimeoutError:
-            raise Refused(error_codes.COORDINATOR_LOAD_IN_PROGRESS) from None
-        except Refused:
+            raise GroupUnavailableError(error_codes.COORDINATOR_LOAD_IN_PROGRESS) from None
+        except GroupUnavailableError:
             raise
         except Exception as error:
             # Of whatever type: the fault of this group, told by its task (`_task_broke`).
-            raise Refused(error_codes.COORDINATOR_NOT_AVAILABLE) from error
+            raise GroupUnavailableError(error_codes.COORDINATOR_NOT_AVAILABLE) from error
         if led.is_over:
-            raise Refused(error_codes.NOT_COORDINATOR)
+            raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
         return led
 
     def _is_full(self) -> bool:
@@ -140,12 +140,12 @@ class Coordinator:
             self._counted_bytes, self._count_again_s = self.used_bytes, now_s + COUNT_EVERY_S
         return self._counted_bytes > self.bytes_max
 
-    async def _open(self, group: str) -> LedGroup:
+    async def _open(self, group: str) -> GroupRunner:
         try:
             taken = await self.rows.take_over(group)
             if self._closed or not self._is_own(group):
-                raise Refused(error_codes.NOT_COORDINATOR)
-            led = LedGroup(self.rows, taken, self._limits(group), self._clock, self._tasks, self._ended)
+                raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
+            led = GroupRunner(self.rows, taken, self._limits(group), self._clock, self._tasks, self._ended)
             self._led[group] = led
             _LOADED.set(len(self._led))
             return led
@@ -157,12 +157,12 @@ class Coordinator:
         for led in self._led.values():
             led.group.limits = self._limits(led.group.name)
 
-    def _ended(self, led: LedGroup, fault: BaseException | None) -> None:
+    def _ended(self, led: GroupRunner, fault: BaseException | None) -> None:
         name = led.group.name
         if self._led.get(name) is led:
             del self._led[name]
         _LOADED.set(len(self._led))
-        if fault is None or isinstance(fault, Lost):
+        if fault is None or isinstance(fault, GroupFencedError):
             return
         log.error("kafka.group_ended", group=name, error=sentence(fault), exc_info=fault)
         self._fail(name, fault)
@@ -191,7 +191,7 @@ class Coordinator:
 
     async def _adopt_all(self) -> None:
         """Take every group over that has members and belongs here now; what cannot be taken is tried again."""
-        restarts = Restarts()
+        restarts = Backoff()
         try:
             while self._moved:
                 self._moved = False
@@ -214,13 +214,13 @@ class Coordinator:
             if head.members and head.group not in self._led and self._is_own(head.group):
                 try:
                     await self.get(head.group)
-                except Refused as refused:
+                except GroupUnavailableError as refused:
                     left = f"group={head.group} code={refused.code}"
         return left
 
     def _task_broke(self, name: str, error: BaseException) -> None:
         """A group that cannot be taken over: those who wait for it are told to come again; here it is told why."""
-        if isinstance(error, Refused):
+        if isinstance(error, GroupUnavailableError):
             return
         log.error("kafka.groups_task_broke", task=name, error=sentence(error), exc_info=error)
         self._fail(name.removeprefix("open group "), error)

@@ -19,7 +19,7 @@ from itertools import islice
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Fenced, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import FencedError, InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks, is_own_fault
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import classic, consumer, protocol_dispatch
@@ -33,9 +33,9 @@ from tidemill.kafka.groups.classic_state import (
     Sync,
     SyncAnswer,
 )
-from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup, Seen
+from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, TopicSnapshot
 from tidemill.kafka.groups.group_records import CLASSIC, CONSUMER, Rows, emptied, group_from
-from tidemill.kafka.groups.group_store import GroupRows, Lost, Taken
+from tidemill.kafka.groups.group_store import GroupFencedError, GroupRows, GroupTakeover
 
 log = structlog.get_logger()
 
@@ -65,17 +65,17 @@ class _Part:
         self.members = members
 
 
-class LedGroup:
+class GroupRunner:
     """Made by the coordinator from what a take-over found. `ended(self, fault)` is called once, when it is over."""
 
     def __init__(
         self,
         rows: GroupRows,
-        taken: Taken,
+        taken: GroupTakeover,
         limits: GroupLimits,
         clock: Clock,
         tasks: Tasks,
-        ended: Callable[[LedGroup, BaseException | None], None],
+        ended: Callable[[GroupRunner, BaseException | None], None],
     ) -> None:
         self._rows = rows
         self._clock = clock
@@ -103,7 +103,7 @@ class LedGroup:
         return int(self._clock.monotonic_s() * 1000)
 
     # requests -------------------------------------------------------------------------------------
-    def join(self, ask: Join, seen: Seen | None = None) -> asyncio.Future[JoinAnswer]:
+    def join(self, ask: Join, seen: TopicSnapshot | None = None) -> asyncio.Future[JoinAnswer]:
         """`seen` None: who asks took this for a group of the classic protocol."""
         waiter: asyncio.Future[JoinAnswer] = self._loop.create_future()
         if self.is_over:
@@ -130,7 +130,7 @@ class LedGroup:
             self._settle()
         return code
 
-    def beat(self, ask: Beat, seen: Seen) -> asyncio.Future[BeatAnswer]:
+    def beat(self, ask: HeartbeatRequest, seen: TopicSnapshot) -> asyncio.Future[BeatAnswer]:
         """Of the consumer protocol."""
         waiter: asyncio.Future[BeatAnswer] = self._loop.create_future()
         if self.is_over:
@@ -179,7 +179,7 @@ class LedGroup:
     async def is_led(self) -> bool:
         """Has nobody else taken it over? Else it is over here, for the next request to take it back: where nodes are of
         two minds about who owns it, the other may give it up unnoticed, and heartbeats alone write nothing that would
-        be refused. Raises Unavailable."""
+        be refused. Raises UnavailableError."""
         head = await self._rows.head(self.group.name)
         if (head is None or not self._rows.wrote(head)) and "stays-replaced" not in self._rows.faults:
             self.end(error_codes.NOT_COORDINATOR)
@@ -346,7 +346,7 @@ class LedGroup:
             return 0
         try:
             seqno = await self._durable(list(rows.items()))
-        except Invalid as error:
+        except InvalidError as error:
             log.error("kafka.group_write_refused", group=self.group.name, parts=len(parts), error=str(error))
             return error_codes.INVALID_REQUEST
         for part in parts:
@@ -365,19 +365,19 @@ class LedGroup:
         return rows, lambda code: classic.stored(group, self._now(), storing, code)
 
     async def _durable(self, rows: Rows) -> int:
-        """Raises Lost; Invalid; Unavailable when it was tried for too long."""
+        """Raises GroupFencedError; Invalid; Unavailable when it was tried for too long."""
         until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
         error: TidemillError
         while True:
             try:
                 return await self._rows.write(self.group.name, rows, self._seqno)
-            except (Fenced, Unavailable) as failed:
+            except (FencedError, UnavailableError) as failed:
                 error = failed
-            except Unknown as failed:
+            except UnknownOutcomeError as failed:
                 error = failed
                 self._seqno = await self._rows.renew(self.group.name, self._seqno)
             if self._clock.monotonic_s() > until_s:
-                raise Unavailable(f"A group cannot be written: group={self.group.name} cause={error.message!r}.")
+                raise UnavailableError(f"A group cannot be written: group={self.group.name} cause={error.message!r}.")
             await asyncio.sleep(RETRY_PAUSE_S)
 
     def end(self, code: int, fault: BaseException | None = None) -> None:
@@ -410,4 +410,4 @@ def _end(done: asyncio.Future[int], code: int) -> None:
 
 
 def _code_of(error: BaseException) -> int:
-    return error_codes.NOT_COORDINATOR if isinstance(error, Lost) else error_codes.COORDINATOR_NOT_AVAILABLE
+    return error_codes.NOT_COORDINATOR if isinstance(error, GroupFencedError) else error_codes.COORDINATOR_NOT_AVAILABLE

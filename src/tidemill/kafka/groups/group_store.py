@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Fenced, Unknown
+from tidemill.base.errors import ConflictError, FencedError, UnknownOutcomeError
 from tidemill.kafka.groups.classic_state import Group
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
 from tidemill.kafka.groups.group_records import Rows, classic_rows, consumer_rows, gone_rows, head_row
@@ -33,11 +33,11 @@ PAUSE_S = 0.05
 READ_AT_ONCE = 1_000
 
 
-class Lost(Exception):
+class GroupFencedError(Exception):
     """Another node coordinates the group now, or it was deleted."""
 
 
-class Taken(NamedTuple):
+class GroupTakeover(NamedTuple):
     """What was found, and the seqno of the head row since."""
 
     seqno: int
@@ -57,7 +57,7 @@ class GroupRows:
         self._rand = rand
         self.owner = owner
 
-    async def take_over(self, group: str) -> Taken:
+    async def take_over(self, group: str) -> GroupTakeover:
         """Coordinate it from now on; a group that nobody knows begins. May not end while the metastore is away."""
         key = GROUPS.key(group)
         while True:
@@ -67,21 +67,21 @@ class GroupRows:
             seqno = await self._write_head(head, found.seqno if found is not None else 0)
             if seqno:
                 members = await self._metastore.rows(GROUP_MEMBERS, group, fresh=False)
-                return Taken(seqno, old or GroupRow(group), members)
+                return GroupTakeover(seqno, old or GroupRow(group), members)
 
     async def renew(self, group: str, seqno: int) -> int:
         """After a write of unknown outcome that expected `seqno`: fence it, and give the seqno to go on with (CG4).
 
-        What the head row says stays: the member rows beside it are of the same write. Raises Lost.
+        What the head row says stays: the member rows beside it are of the same write. Raises GroupFencedError.
         """
         key = GROUPS.key(group)
         while True:
             found = await self._metastore.get_row(key)
             if found is None or not found.value:
-                raise Lost
+                raise GroupFencedError
             head = GROUPS.decode(key, found.value)
             if found.seqno != seqno and not self.wrote(head):
-                raise Lost
+                raise GroupFencedError
             seqno = found.seqno
             renewed = await self._write_head(msgspec.structs.replace(head, owner=self._own()), seqno)
             if renewed:
@@ -100,21 +100,22 @@ class GroupRows:
         key, value = GROUPS.encode(head)
         try:
             return await self._metastore.commit([(key, value)], expects={key: expected})
-        except (Conflict, Fenced, Unknown):
+        except (ConflictError, FencedError, UnknownOutcomeError):
             await asyncio.sleep(self._rand.uniform(0, PAUSE_S))
         found = await self._metastore.get_row(key)
         return found.seqno if found is not None and found.value == value else 0
 
     async def write(self, group: str, rows: Rows, seqno: int) -> int:
-        """Write rows of the group, if its head row still has this seqno. Raises Lost, Fenced, Unknown, Invalid."""
+        """Write rows of the group, if its head row still has this seqno. Raises GroupFencedError, FencedError,
+        UnknownOutcomeError, Invalid."""
         key = GROUPS.key(group)
         expects = {key: seqno}
         if "unfenced-offset" in self.faults and not any(row[0] == key for row in rows):
             expects = {}
         try:
             return await self._metastore.commit(rows, expects=expects)
-        except Conflict as conflict:
-            raise Lost from conflict
+        except ConflictError as conflict:
+            raise GroupFencedError from conflict
 
     def encoded(self, group: Group, stored: set[str]) -> Rows:
         """The head row and the member rows of a group of the classic protocol as it is to be durable; those who were

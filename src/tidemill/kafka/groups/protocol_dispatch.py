@@ -8,7 +8,7 @@ from __future__ import annotations
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import classic, classic_members, classic_rebalance, consumer, protocol_migration
 from tidemill.kafka.groups.classic_state import Answer, BeatAnswer, Group, Join, JoinAnswer, Sync, Waiter
-from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup, Seen
+from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest, TopicSnapshot
 
 AnyGroup = Group | ConsumerGroup
 
@@ -18,7 +18,7 @@ def taken_over(group: AnyGroup, now: int) -> AnyGroup:
     return protocol_migration.settled(group, now) if isinstance(group, ConsumerGroup) else group
 
 
-def join(group: AnyGroup, now: int, ask: Join, waiter: Waiter, seen: Seen | None) -> AnyGroup:
+def join(group: AnyGroup, now: int, ask: Join, waiter: Waiter, seen: TopicSnapshot | None) -> AnyGroup:
     """`seen` None: who asks took it for a group of the classic protocol, which needs to see nothing."""
     if isinstance(group, ConsumerGroup) and protocol_migration.goes_back_with(group, ask):
         group = protocol_migration.downgraded_without(group, now, ask)
@@ -46,7 +46,7 @@ def heartbeat(group: AnyGroup, now: int, member_id: str, instance_id: str | None
     return classic.heartbeat(group, now, member_id, instance_id, generation)
 
 
-def beat(group: AnyGroup, now: int, ask: Beat, waiter: Waiter, seen: Seen) -> AnyGroup:
+def beat(group: AnyGroup, now: int, ask: HeartbeatRequest, waiter: Waiter, seen: TopicSnapshot) -> AnyGroup:
     """Of the consumer protocol."""
     made = group if isinstance(group, ConsumerGroup) else _upgraded(group, now, ask, seen)
     said = made if isinstance(made, BeatAnswer) else consumer.heartbeat(made, now, ask, seen)
@@ -57,7 +57,7 @@ def beat(group: AnyGroup, now: int, ask: Beat, waiter: Waiter, seen: Seen) -> An
     return protocol_migration.settled(made, now)
 
 
-def _upgraded(group: Group, now: int, ask: Beat, seen: Seen) -> ConsumerGroup | BeatAnswer:
+def _upgraded(group: Group, now: int, ask: HeartbeatRequest, seen: TopicSnapshot) -> ConsumerGroup | BeatAnswer:
     if ask.epoch != 0:
         return BeatAnswer(error_codes.UNKNOWN_MEMBER_ID, "The member is not in the group.")
     if not group.members:

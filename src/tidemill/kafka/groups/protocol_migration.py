@@ -26,12 +26,12 @@ from tidemill.kafka.groups.classic_state import (
     SyncAnswer,
     failed,
 )
-from tidemill.kafka.groups.consumer_state import Classic, Consumer, ConsumerGroup, Seen, places
+from tidemill.kafka.groups.consumer_state import Classic, Consumer, ConsumerGroup, TopicSnapshot, places
 from tidemill.kafka.groups.subscriptions import CONSUMER, assignment_of, subscription_of
-from tidemill.kafka.schema.primitives import BadFrame
+from tidemill.kafka.schema.primitives import MalformedFrameError
 
 
-def upgraded(group: Group, now: int, seen: Seen) -> ConsumerGroup | BeatAnswer:
+def upgraded(group: Group, now: int, seen: TopicSnapshot) -> ConsumerGroup | BeatAnswer:
     """The same members in the consumer protocol, or what to tell who wants to join them in it. `group` stays."""
     if not group.limits.upgrades:
         return _refused("online upgrades are disabled (group.consumer.migration.policy)")
@@ -47,7 +47,7 @@ def upgraded(group: Group, now: int, seen: Seen) -> ConsumerGroup | BeatAnswer:
     for member in group.members.values():
         try:
             found = _consumer(group, member, seen)
-        except BadFrame:
+        except MalformedFrameError:
             return _refused("what a member says of itself is no consumer's")
         if found is None:
             return _refused("its assignor keeps data of its own in assignments")
@@ -63,7 +63,7 @@ def upgraded(group: Group, now: int, seen: Seen) -> ConsumerGroup | BeatAnswer:
     return made
 
 
-def _keep_owned(group: ConsumerGroup, now: int, member: Consumer, seen: Seen) -> None:
+def _keep_owned(group: ConsumerGroup, now: int, member: Consumer, seen: TopicSnapshot) -> None:
     """MI3. What is assigned to anybody was free when it was."""
     assert member.classic is not None
     owned = classic_members.by_id(subscription_of(member.classic.protocols[0][1]).owned, seen)
@@ -80,8 +80,8 @@ def _refused(why: str) -> BeatAnswer:
     return BeatAnswer(error_codes.GROUP_ID_NOT_FOUND, f"The group cannot become one of the consumer protocol: {why}.")
 
 
-def _consumer(group: Group, member: Member, seen: Seen) -> Consumer | None:
-    """None where its assignment has data of its assignor, which would be lost. Raises BadFrame."""
+def _consumer(group: Group, member: Member, seen: TopicSnapshot) -> Consumer | None:
+    """None where its assignment has data of its assignor, which would be lost. Raises MalformedFrameError."""
     assigned, user_data = assignment_of(member.assignment)
     # The protocol that was elected comes first: it is the one that the member knows itself by.
     others = tuple(each for each in member.protocols if each[0] != group.protocol)

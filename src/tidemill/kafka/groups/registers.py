@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import msgspec
 import structlog
 
-from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, Unknown
+from tidemill.base.errors import ConflictError, CorruptError, FencedError, InvalidError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import GROUP_OFFSETS, GROUPS
@@ -39,12 +39,12 @@ async def carry_over(consensus: Consensus, metastore: Metastore, now_ms: int) ->
         group = key.removeprefix(PREFIX).removesuffix(SUFFIX)
         try:
             await _carry(metastore, group, version.data, now_ms)
-        except (Corrupt, Invalid) as error:
+        except (CorruptError, InvalidError) as error:
             log.error("kafka.group_not_carried_over", group=group, error=str(error))
             continue
         try:
             await consensus.drop(key, version.seq)
-        except (Conflict, Unknown):
+        except (ConflictError, UnknownOutcomeError):
             continue  # another node was faster, or the next start looks again
         done += 1
     return done
@@ -54,7 +54,7 @@ async def _carry(metastore: Metastore, group: str, data: bytes, now_ms: int) -> 
     try:
         offsets = msgspec.msgpack.decode(data, type=Offsets) if data else Offsets()
     except msgspec.DecodeError as error:
-        raise Corrupt(f"The committed offsets of a group are unreadable: group={group} cause={error}.") from error
+        raise CorruptError(f"The committed offsets of a group are unreadable: group={group} cause={error}.") from error
     head = GROUPS.key(group)
     rows = dict(_rows(group, offsets, now_ms))
     # What checkpoints copied of it is older, and may be of topics that are gone.
@@ -66,9 +66,9 @@ async def _carry(metastore: Metastore, group: str, data: bytes, now_ms: int) -> 
             try:
                 await metastore.commit(batch[at : at + PART_ROWS], expects={head: 0})
                 break
-            except Conflict:
+            except ConflictError:
                 return
-            except (Fenced, Unknown):
+            except (FencedError, UnknownOutcomeError):
                 await asyncio.sleep(RETRY_PAUSE_S)
 
 

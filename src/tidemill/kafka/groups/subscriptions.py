@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from tidemill.kafka.groups.classic_state import Group, Phase
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
-from tidemill.kafka.schema.primitives import I16, I32, BadFrame, read_i16, short
+from tidemill.kafka.schema.primitives import I16, I32, MalformedFrameError, read_i16, short
 
 CONSUMER: Final = "consumer"
 
@@ -38,7 +38,7 @@ class Subscription(NamedTuple):
 
 
 def subscription_of(metadata: bytes) -> Subscription:
-    """Raises BadFrame for what no consumer writes."""
+    """Raises MalformedFrameError for what no consumer writes."""
     view = memoryview(metadata)
     version, position = read_i16(view, 0)
     topics, position = _topics(view, position)
@@ -54,7 +54,7 @@ def subscription_of(metadata: bytes) -> Subscription:
 
 
 def topics_of(metadata: bytes) -> frozenset[str]:
-    """Raises BadFrame for what no consumer writes."""
+    """Raises MalformedFrameError for what no consumer writes."""
     return subscription_of(metadata).topics
 
 
@@ -70,7 +70,7 @@ def subscribed_to(group: Group | ConsumerGroup, topic: str) -> bool:
         return True
     try:
         return any(topic in topics_of(member.metadata(group.protocol)) for member in group.members.values())
-    except BadFrame:
+    except MalformedFrameError:
         return True
 
 
@@ -78,17 +78,17 @@ def assigned_topics(group: Group) -> frozenset[str]:
     """Topics of which its members were assigned something; none where that cannot be read."""
     try:
         return frozenset(topic for member in group.members.values() for topic, _ in assigned_in(member.assignment))
-    except BadFrame:
+    except MalformedFrameError:
         return frozenset()
 
 
 def assigned_in(assignment: bytes) -> list[Place]:
-    """The partitions that a consumer was assigned. Raises BadFrame for what no consumer writes."""
+    """The partitions that a consumer was assigned. Raises MalformedFrameError for what no consumer writes."""
     return assignment_of(assignment)[0]
 
 
 def assignment_of(assignment: bytes) -> tuple[list[Place], bytes]:
-    """With the user data. One that was never made is none. Raises BadFrame."""
+    """With the user data. One that was never made is none. Raises MalformedFrameError."""
     if not assignment:
         return [], b""
     view = memoryview(assignment)

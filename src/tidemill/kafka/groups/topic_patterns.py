@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.kafka.groups.consumer_state import Topic
 from tidemill.kafka.metadata.topic_cache import TopicCache
 
@@ -28,7 +28,7 @@ ANY_NAME: Final = ("t",)
 its first one, and this module is read before the node's process hides it."""
 
 
-class Sight(NamedTuple):
+class TopicView(NamedTuple):
     """`consumer_state.Seen`: every topic, and of some patterns those that `may` be seen. To be used before the next
     await, while `cache` is what it was."""
 
@@ -56,15 +56,15 @@ class Subscribable:
         self._version = -1
         self._matches: dict[str, frozenset[str]] = {}
 
-    async def seen(self, patterns: Callable[[], set[str]], may: Callable[[str], bool]) -> Sight:
-        """As of this moment, when it returns. Raises Invalid for what RE2 does not take, Unavailable where topics come
-        and go faster than they can be looked at."""
+    async def seen(self, patterns: Callable[[], set[str]], may: Callable[[str], bool]) -> TopicView:
+        """As of this moment, when it returns. Raises InvalidError for what RE2 does not take, UnavailableError where
+        topics come and go faster than they can be looked at."""
         for _ in range(TRIES_MAX):
             self._look()
             wanted = patterns()
             missing = wanted - self._matches.keys()
             if not missing:
-                return Sight(self._cache, {pattern: self._matches[pattern] for pattern in wanted}, may)
+                return TopicView(self._cache, {pattern: self._matches[pattern] for pattern in wanted}, may)
             version = self._version
             names = [row.name for row in self._cache.rows()]
             found, error = await asyncio.to_thread(match, missing, names)
@@ -75,19 +75,19 @@ class Subscribable:
                 if len(self._matches) + len(found) > PATTERNS_MAX:
                     self._matches.clear()
                 self._matches |= found
-        raise Unavailable("Topics change too fast for their names to be matched.")
+        raise UnavailableError("Topics change too fast for their names to be matched.")
 
     def _look(self) -> None:
         if self._version != self._cache.version:
             self._version, self._matches = self._cache.version, {}
 
 
-def match(patterns: set[str], names: list[str]) -> tuple[dict[str, frozenset[str]], Invalid | None]:
+def match(patterns: set[str], names: list[str]) -> tuple[dict[str, frozenset[str]], InvalidError | None]:
     """The names of which each pattern matches the whole. For a thread. Those that are no patterns are left out, and one
     of them is told."""
     column = pa.array(names, pa.string())
     found: dict[str, frozenset[str]] = {}
-    error: Invalid | None = None
+    error: InvalidError | None = None
     for pattern in patterns:
         try:
             if len(pattern) > PATTERN_CHARS:
@@ -96,7 +96,7 @@ def match(patterns: set[str], names: list[str]) -> tuple[dict[str, frozenset[str
             pc.match_substring_regex(pa.array(ANY_NAME), pattern)
             is_match = pc.match_substring_regex(column, rf"\A(?:{pattern})\z")
         except pa.ArrowInvalid as refused:
-            error = Invalid(f"not a regular expression of RE2: pattern={pattern[:100]!r} cause={refused}.")
+            error = InvalidError(f"not a regular expression of RE2: pattern={pattern[:100]!r} cause={refused}.")
         else:
             found[pattern] = frozenset(column.filter(is_match).to_pylist())
     return found, error

@@ -28,8 +28,8 @@ from typing import Final
 
 import structlog
 
-from tidemill.base.errors import Missing, Unavailable
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import MissingError, UnavailableError
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Reply, Request, Stall
@@ -38,7 +38,7 @@ from tidemill.kafka.schema.primitives import I32
 from tidemill.kafka.schema.produce import PartitionAnswer, PartitionData, ProduceRequest, TopicData, decode, encode
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.security.acls import Operation, Resource
-from tidemill.topics.api import InvalidRecords, InvalidTransaction, ProduceResult, Within
+from tidemill.topics.api import InvalidRecordsError, InvalidTransactionError, ProduceResult, ProduceTransaction
 
 log = structlog.get_logger()
 
@@ -98,7 +98,7 @@ def _allowed(
     ]
 
 
-async def _go_on(work: Iterator[None], pace: Pace, gathering: _Gathering) -> None:
+async def _go_on(work: Iterator[None], pace: CoopBudget, gathering: _Gathering) -> None:
     """The rest of a long request. Nothing of its connection begins meanwhile (`Request.reserving`)."""
     try:
         await pace.rest()
@@ -152,7 +152,7 @@ def _reserve_one(
     try:
         within = None
         if produce.transactional_id is not None:
-            within = Within(produce.transactional_id, request.version >= FIRST_THAT_ADDS)
+            within = ProduceTransaction(produce.transactional_id, request.version >= FIRST_THAT_ADDS)
         future = context.topics.produce_nowait(
             row.topic_id, data.partition, data.records, sender=request.sender, within=within
         )
@@ -228,14 +228,14 @@ class _Gathering:
         future.add_done_callback(ended)
 
     def fail(self, topic: int, place: int, index: int, error: BaseException, row: TopicRow) -> None:
-        if isinstance(error, Missing):
+        if isinstance(error, MissingError):
             self._context.cache.forget(row.name)
             self._stale = row.name
         elif not error_codes.is_expected(error):
             log.error("kafka.produce_failed", topic=row.name, partition=index, error=repr(error), exc_info=error)
-        record_errors = error.record_errors if isinstance(error, InvalidRecords) else ()
+        record_errors = error.record_errors if isinstance(error, InvalidRecordsError) else ()
         code = error_codes.code_of(error)
-        if isinstance(error, InvalidTransaction) and self._request.version >= FIRST_THAT_ABORTS:
+        if isinstance(error, InvalidTransactionError) and self._request.version >= FIRST_THAT_ABORTS:
             code = error_codes.TRANSACTION_ABORTABLE
         answer = PartitionAnswer(index, code, error_message=str(error), record_errors=record_errors)
         self.answer(topic, place, answer)
@@ -248,10 +248,10 @@ class _Gathering:
 
     def _finish(self) -> None:
         if self._stale:
-            self.future.set_exception(Unavailable(f"the topic was deleted, or made anew: topic={self._stale}."))
+            self.future.set_exception(UnavailableError(f"the topic was deleted, or made anew: topic={self._stale}."))
             return
         if not self._request.answered and self._failed:
-            failed = Unavailable(f"a Produce without acknowledgement failed: error_code={self._failed}.")
+            failed = UnavailableError(f"a Produce without acknowledgement failed: error_code={self._failed}.")
             self.future.set_exception(failed)
             return
         self.future.set_result([encode(zip(self._names, self._answers, strict=True), self._request.version)])

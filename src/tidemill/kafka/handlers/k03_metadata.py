@@ -17,7 +17,7 @@ from typing import Final
 
 import structlog
 
-from tidemill.base.errors import Conflict, Invalid, TidemillError
+from tidemill.base.errors import ConflictError, InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Broker, Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
@@ -98,7 +98,7 @@ class _Answering:
             row = await self._find(name, topic_id)
         except _Denied:
             return _refused(name, topic_id, error_codes.TOPIC_AUTHORIZATION_FAILED)
-        except Invalid:
+        except InvalidError:
             return _refused(name, topic_id, error_codes.INVALID_TOPIC_EXCEPTION)
         except TidemillError:
             row = cache.by_name(name) if name else cache.by_id(topic_id)
@@ -131,7 +131,7 @@ class _Answering:
         return row
 
     async def _create(self, name: str) -> TopicRow | None:
-        """None where it may not be. Raises Invalid for a bad name."""
+        """None where it may not be. Raises InvalidError for a bad name."""
         context, settings = self._context, self._context.settings
         check_topic_name(name)
         if self.may_create <= 0:
@@ -149,7 +149,7 @@ class _Answering:
             return await context.catalogue.create_topic(
                 name, settings.default_partitions, config=settings.topic_defaults
             )
-        except Conflict as lost:
+        except ConflictError as lost:
             return lost.current if isinstance(lost.current, TopicRow) else None
 
     async def describe(self, row: TopicRow) -> Body:

@@ -12,7 +12,7 @@ from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
-from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows import GROUP_OFFSETS
@@ -70,7 +70,7 @@ async def _commit(context: Context, version: int, group: str, body: Body, rows: 
         return 0
     try:
         led = await context.groups.get(group)
-    except Refused as refused:
+    except GroupUnavailableError as refused:
         return refused.code
     member_id, generation = body.get("member_id") or "", body.get("generation_id_or_member_epoch", -1)
     code = led.commit_refusal(member_id, body.get("group_instance_id"), generation)

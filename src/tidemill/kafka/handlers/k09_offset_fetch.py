@@ -16,7 +16,7 @@ from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
-from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.handlers.k08_offset_commit import find, no_partition
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.rows.groups import GroupOffsetRow
@@ -41,7 +41,7 @@ async def _checked(context: Context, asked: Body, *, by_id: bool, stable: bool) 
     if member_id and epoch >= 0:
         try:
             led = await context.groups.get(group)
-        except Refused as refused:
+        except GroupUnavailableError as refused:
             return {"group_id": group, "error_code": refused.code, "topics": []}
         code = led.commit_refusal(member_id, None, epoch) if isinstance(led.group, ConsumerGroup) else 0
         if code:

@@ -13,13 +13,13 @@ from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.groups.classic_state import Join, JoinAnswer
 from tidemill.kafka.groups.consumer_state import ConsumerGroup
-from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.groups.group_runner import LedGroup
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
+from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import subscription_of
-from tidemill.kafka.groups.topic_patterns import Sight
+from tidemill.kafka.groups.topic_patterns import TopicView
 from tidemill.kafka.handlers.k68_consumer_group_heartbeat import sight
 from tidemill.kafka.schema.codec_compiler import Body
-from tidemill.kafka.schema.primitives import BadFrame
+from tidemill.kafka.schema.primitives import MalformedFrameError
 
 REBALANCE_MS_MIN: Final = 100
 CLIENT_CHARS: Final = 100
@@ -30,7 +30,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         led = await context.groups.get(body["group_id"] or "", growing=True)
         seen = await _seen(context, request, led, body)
-    except Refused as refused:
+    except GroupUnavailableError as refused:
         return failed(body, refused.code)
     except TidemillError:
         return failed(body, error_codes.COORDINATOR_LOAD_IN_PROGRESS)
@@ -54,13 +54,13 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return _body(request, await led.join(ask, seen))
 
 
-async def _seen(context: Context, request: Request, led: LedGroup, body: Body) -> Sight | None:
+async def _seen(context: Context, request: Request, led: GroupRunner, body: Body) -> TopicView | None:
     """The topics, where the group is of the consumer protocol, whose coordinator assigns."""
     if not isinstance(led.group, ConsumerGroup) or not led.group.members:
         return None
     try:
         subscription = subscription_of(bytes(body["protocols"][0]["metadata"]))
-    except (IndexError, BadFrame):
+    except (IndexError, MalformedFrameError):
         return await sight(context, request, led, ())
     return await sight(context, request, led, subscription.topics | {topic for topic, _ in subscription.owned})
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.groups.classic_state import Sync, SyncAnswer
-from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         led = await context.groups.get(body["group_id"] or "")
-    except Refused as refused:
+    except GroupUnavailableError as refused:
         return failed(body, refused.code)
     ask = Sync(
         member_id=body["member_id"] or "",

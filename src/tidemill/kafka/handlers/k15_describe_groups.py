@@ -13,7 +13,7 @@ from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold, each
 from tidemill.kafka.groups.classic_state import Group, Member, Phase
-from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_records import CLASSIC
 from tidemill.kafka.schema.codec_compiler import Body
 
@@ -42,7 +42,7 @@ async def _described(context: Context, request: Request, name: str) -> Body:
             if not head.members:
                 return _answer(name, 0, Phase.EMPTY, protocol_type=head.protocol_type)
             led = await context.groups.get(name)
-        except Refused as refused:
+        except GroupUnavailableError as refused:
             return _answer(name, refused.code, None)
         except TidemillError:
             return _answer(name, error_codes.COORDINATOR_NOT_AVAILABLE, None)

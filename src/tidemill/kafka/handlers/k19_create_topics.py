@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tidemill.base.errors import Conflict, Invalid, TidemillError
+from tidemill.base.errors import ConflictError, InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold, each, within
-from tidemill.kafka.api.replica_assignments import Assigned, check_assignments
+from tidemill.kafka.api.replica_assignments import InvalidReplicaAssignmentError, check_assignments
 from tidemill.kafka.handlers.k32_describe_configs import topic_entries
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import PARTITIONS_MAX, TopicRow, check_topic_name
@@ -43,7 +43,7 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
     configs = {config["name"]: config["value"] for config in topic["configs"] if config["value"] is not None}
     try:
         check_topic_name(name)
-    except Invalid as error:
+    except InvalidError as error:
         return _refused(name, error_codes.INVALID_TOPIC_EXCEPTION, str(error))
     if topic["assignments"]:
         if topic["num_partitions"] != -1 or topic["replication_factor"] != -1:
@@ -53,9 +53,11 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
         assigned = {each["partition_index"]: each["broker_ids"] for each in topic["assignments"]}
         try:
             if sorted(assigned) != list(range(len(topic["assignments"]))):
-                raise Assigned(f"the partitions assigned are not 0 to n-1: partitions={sorted(assigned)}.")
+                raise InvalidReplicaAssignmentError(
+                    f"the partitions assigned are not 0 to n-1: partitions={sorted(assigned)}."
+                )
             check_assignments(list(assigned.values()), len(assigned), context.brokers())
-        except Assigned as error:
+        except InvalidReplicaAssignmentError as error:
             return _refused(name, error_codes.INVALID_REPLICA_ASSIGNMENT, str(error))
     if not 1 <= partitions <= PARTITIONS_MAX:
         return _refused(name, error_codes.INVALID_PARTITIONS, f"Use 1 to {PARTITIONS_MAX} partitions.")
@@ -63,7 +65,7 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
         return _refused(name, error_codes.INVALID_REPLICATION_FACTOR, "Use 1, or -1 for the default.")
     try:
         topic_config(configs)
-    except Invalid as error:
+    except InvalidError as error:
         return _refused(name, error_codes.INVALID_CONFIG, str(error))
     limit = context.settings.partitions_max
     if context.cache.partitions + context.cache.creating + partitions > limit:
@@ -75,14 +77,14 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
         if validate_only:
             row = await context.catalogue.get(TopicRow, name)
             if row is not None:
-                raise Conflict(f"topic exists: topic={name}.", current=row)
+                raise ConflictError(f"topic exists: topic={name}.", current=row)
             row = TopicRow(name, "", partitions, config=configs)
         else:
             row = await context.catalogue.create_topic(
                 name, partitions, config=context.settings.topic_defaults | configs
             )
             context.cache.learn(row)
-    except Conflict as error:
+    except ConflictError as error:
         return _refused(name, error_codes.TOPIC_ALREADY_EXISTS, str(error))
     except TidemillError as error:
         return _refused(name, error_codes.REQUEST_TIMED_OUT, str(error))

@@ -6,7 +6,7 @@ pipeline reads is POLICY_VIOLATION: only `tidemill topic delete` takes it, when 
 
 from __future__ import annotations
 
-from tidemill.base.errors import Missing, TidemillError
+from tidemill.base.errors import MissingError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
@@ -44,7 +44,7 @@ async def _delete(context: Context, request: Request, name: str | None, topic_id
             return {**answer, "error_code": error_codes.POLICY_VIOLATION, "error_message": message}
         await context.catalogue.delete(TopicRow, row.name)
         context.cache.forget(row.name)
-    except Missing:
+    except MissingError:
         return {**answer, "error_code": error_codes.UNKNOWN_TOPIC_OR_PARTITION}
     except TidemillError as error:
         return {**answer, "error_code": error_codes.REQUEST_TIMED_OUT, "error_message": str(error)}

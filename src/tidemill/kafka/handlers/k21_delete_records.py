@@ -18,7 +18,7 @@ from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold, each, within
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.api import StillRead
+from tidemill.topics.api import RecordsStillNeededError
 
 log = structlog.get_logger()
 
@@ -50,7 +50,7 @@ async def _delete(context: Context, name: str, asked: Body) -> Body:
     try:
         found = await context.cache.with_row(name, index, delete)
         return _answer(asked, found) if isinstance(found, int) else found
-    except StillRead as error:
+    except RecordsStillNeededError as error:
         # The answer has no place for it.
         log.warning("kafka.records_not_deleted", topic=name, partition=index, cause=str(error))
         return _answer(asked, error_codes.POLICY_VIOLATION)

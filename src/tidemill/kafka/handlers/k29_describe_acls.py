@@ -5,7 +5,7 @@ Where nothing is authorized: SECURITY_DISABLED, as in Kafka. A filter that means
 
 from __future__ import annotations
 
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
@@ -21,7 +21,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         return _answer(error_codes.SECURITY_DISABLED, DISABLED)
     try:
         found = await rulebook.find(filter_of(body))
-    except Invalid as error:
+    except InvalidError as error:
         return _answer(error_codes.INVALID_REQUEST, str(error))
     except TidemillError as error:
         return _answer(error_codes.REQUEST_TIMED_OUT, str(error))
@@ -40,7 +40,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 
 def filter_of(body: Body) -> Filter:
-    """Raises Invalid for a kind, pattern, operation or permission that is none."""
+    """Raises InvalidError for a kind, pattern, operation or permission that is none."""
     found = Filter(
         body["resource_type_filter"],
         body.get("pattern_type_filter", Pattern.LITERAL),
@@ -59,7 +59,9 @@ def filter_of(body: Body) -> Filter:
     for field, (kind, last) in known.items():
         value = getattr(found, field)
         if not 1 <= value <= last:
-            raise Invalid(f"not a filter: {field}={value}.", fix=f"Known are {', '.join(each.name for each in kind)}.")
+            raise InvalidError(
+                f"not a filter: {field}={value}.", fix=f"Known are {', '.join(each.name for each in kind)}."
+            )
     return found
 
 

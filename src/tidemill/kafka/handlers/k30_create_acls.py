@@ -5,7 +5,7 @@ Each is checked for itself: a rule that could never mean anything is INVALID_REQ
 
 from __future__ import annotations
 
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
@@ -24,7 +24,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         await rulebook.add(good)
     except TidemillError as error:
-        code = error_codes.INVALID_REQUEST if isinstance(error, Invalid) else error_codes.REQUEST_TIMED_OUT
+        code = error_codes.INVALID_REQUEST if isinstance(error, InvalidError) else error_codes.REQUEST_TIMED_OUT
         return {"results": [each if each["error_code"] else _result(code, str(error)) for each in results]}
     for rule in good:
         by, host = request.visitor.principal, request.visitor.host
@@ -47,7 +47,7 @@ def _rule(creation: Body) -> Rule:
 def _checked(rule: Rule) -> Body:
     try:
         check_rule(rule)
-    except Invalid as error:
+    except InvalidError as error:
         return _result(error_codes.INVALID_REQUEST, str(error))
     return _result(0, None)
 

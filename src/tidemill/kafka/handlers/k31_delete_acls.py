@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.handlers.k29_describe_acls import DISABLED, filter_of
 from tidemill.kafka.schema.codec_compiler import Body
-from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import Rule
 
 
@@ -19,11 +19,11 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {"filter_results": [await _delete(context, request, rulebook, each) for each in body["filters"]]}
 
 
-async def _delete(context: Context, request: Request, rulebook: Rulebook, asked: Body) -> Body:
+async def _delete(context: Context, request: Request, rulebook: AclCache, asked: Body) -> Body:
     try:
         found = await rulebook.find(filter_of(asked))
         await rulebook.delete(found)
-    except Invalid as error:
+    except InvalidError as error:
         return _result(error_codes.INVALID_REQUEST, str(error))
     except TidemillError as error:
         return _result(error_codes.REQUEST_TIMED_OUT, str(error))

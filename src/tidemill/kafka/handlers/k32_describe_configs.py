@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.broker_configs import BROKER, DEFAULT_BROKER, GROUP, TOPIC, broker_configs, is_own
 from tidemill.kafka.api.context import Context
@@ -90,7 +90,7 @@ def _honoured(row: TopicRow, name: str) -> str | None:
     """The topic's own value, if it is one that is taken: a row may be older than the checks."""
     try:
         topic_config({name: row.config[name]})
-    except (KeyError, Invalid):
+    except (KeyError, InvalidError):
         return None
     return row.config[name]
 

@@ -12,7 +12,7 @@ from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Reply, Request, decoded, encoded
 from tidemill.kafka.api.sasl_step import prove
 from tidemill.kafka.schema.codec_compiler import Body, decode_request
-from tidemill.security.scram import Refused
+from tidemill.security.scram import AuthenticationFailedError
 
 
 async def begin(context: Context, request: Request) -> Reply:
@@ -31,7 +31,7 @@ async def _handle(context: Context, request: Request, message: bytes) -> Body:
         return _refused(error_codes.ILLEGAL_SASL_STATE, "SaslAuthenticate comes after SaslHandshake.")
     try:
         step, lifetime_ms = await prove(context, visitor, message)
-    except Refused:
+    except AuthenticationFailedError:
         visitor.rejected = ""
         text = f"Authentication failed: the credentials do not count. mechanism={visitor.mechanism}"
         return _refused(error_codes.SASL_AUTHENTICATION_FAILED, text)

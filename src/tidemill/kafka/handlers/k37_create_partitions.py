@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.base.errors import InvalidError, MissingError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold, within
-from tidemill.kafka.api.replica_assignments import Assigned, check_assignments
+from tidemill.kafka.api.replica_assignments import InvalidReplicaAssignmentError, check_assignments
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow, grown
 
@@ -51,11 +51,11 @@ async def _grow(context: Context, topic: Body, *, validate_only: bool) -> tuple[
             return error_codes.POLICY_VIOLATION, f"Too many partitions in all: kafka.partitions_max={limit}."
         if not validate_only:
             context.cache.learn(await context.catalogue.grow_topic(name, count))
-    except Assigned as error:
+    except InvalidReplicaAssignmentError as error:
         return error_codes.INVALID_REPLICA_ASSIGNMENT, str(error)
-    except Invalid as error:
+    except InvalidError as error:
         return error_codes.INVALID_PARTITIONS, str(error)
-    except Missing:
+    except MissingError:
         return error_codes.UNKNOWN_TOPIC_OR_PARTITION, "No such topic."
     except TidemillError as error:
         return error_codes.REQUEST_TIMED_OUT, str(error)

@@ -9,7 +9,7 @@ from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold, each
-from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.schema.codec_compiler import Body
 
 
@@ -25,7 +25,7 @@ async def _delete(context: Context, group: str) -> int:
         if group and context.owners.is_own(group) and await context.groups.rows.head(group) is None:
             return error_codes.GROUP_ID_NOT_FOUND
         return await (await context.groups.get(group)).delete(partial(context.transactions.let_go, group))
-    except Refused as refused:
+    except GroupUnavailableError as refused:
         return refused.code
     except TidemillError:
         return error_codes.COORDINATOR_NOT_AVAILABLE

@@ -15,7 +15,7 @@ from functools import partial
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.base.errors import InvalidError, MissingError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.broker_configs import BROKER, GROUP, TOPIC, refuse_change
 from tidemill.kafka.api.context import Context
@@ -25,12 +25,12 @@ from tidemill.kafka.groups.coordinator import is_name
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.config import alter
-from tidemill.topics.config.alter import BadRequest, Kind, Op, altered
+from tidemill.topics.config.alter import InvalidConfigRequestError, Kind, Op, altered
 
 log = structlog.get_logger()
 
 Altered = Callable[[Mapping[str, str], Body, Kind], dict[str, str]]
-"""(config, the resource of the request, what has it) → its new config. Raises Invalid."""
+"""(config, the resource of the request, what has it) → its new config. Raises InvalidError."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -65,26 +65,26 @@ async def _alter(
 
     try:
         if named[kind, name] > 1:
-            raise BadRequest("the request names this resource twice.")
+            raise InvalidConfigRequestError("the request names this resource twice.")
         if kind == BROKER:
             kept = [c["name"] for c in asked["configs"] if c.get("config_operation") != Op.DELETE]
             refuse_change(context, name, kept)
         elif kind not in (TOPIC, GROUP) or not name:
-            raise BadRequest(
+            raise InvalidConfigRequestError(
                 f"only configs of topics, groups and brokers are served: resource_type={kind} name={name!r}."
             )
         elif kind == GROUP:
             if not is_name(name):
-                raise BadRequest(f"the group's name is too long: bytes={len(name.encode())}.")
+                raise InvalidConfigRequestError(f"the group's name is too long: bytes={len(name.encode())}.")
             await context.group_configs.change(name, group, validate_only=validate_only)
         else:
             code, message = await _topic(context, name, topic, validate_only=validate_only)
             return answer(asked, code, message)
-    except BadRequest as error:
+    except InvalidConfigRequestError as error:
         return answer(asked, error_codes.INVALID_REQUEST, str(error))
-    except Missing:
+    except MissingError:
         return answer(asked, error_codes.UNKNOWN_TOPIC_OR_PARTITION, "No such topic.")
-    except Invalid as error:
+    except InvalidError as error:
         return answer(asked, error_codes.INVALID_CONFIG, str(error))
     except TidemillError as error:
         return answer(asked, error_codes.REQUEST_TIMED_OUT, str(error))
@@ -96,7 +96,7 @@ async def _topic(
 ) -> tuple[int, str | None]:
     row = await context.catalogue.get(TopicRow, name)
     if row is None:
-        raise Missing(f"no such topic: topic={name}.")
+        raise MissingError(f"no such topic: topic={name}.")
     new = change(row.config)
     if row.kind == "capture" and new != row.config:
         return error_codes.POLICY_VIOLATION, f"A captured table's topic keeps its configs: topic={name}."

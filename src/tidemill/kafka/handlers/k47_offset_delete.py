@@ -9,8 +9,8 @@ from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
-from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.groups.group_runner import LedGroup
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
+from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import CONSUMER, subscribed_to
 from tidemill.kafka.handlers.k08_offset_commit import find, look_for, no_partition
 from tidemill.kafka.schema.codec_compiler import Body
@@ -24,7 +24,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         if group and context.owners.is_own(group) and await context.groups.rows.head(group) is None:
             return _refused(error_codes.GROUP_ID_NOT_FOUND)
         led = await context.groups.get(group)
-    except Refused as refused:
+    except GroupUnavailableError as refused:
         return _refused(refused.code)
     except TidemillError:
         return _refused(error_codes.COORDINATOR_NOT_AVAILABLE)
@@ -55,7 +55,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {"error_code": 0, "topics": topics}
 
 
-async def _delete(context: Context, led: LedGroup, group: str, places: set[tuple[str, int]]) -> int:
+async def _delete(context: Context, led: GroupRunner, group: str, places: set[tuple[str, int]]) -> int:
     rows = [(GROUP_OFFSETS.key(group, *place), b"") for place in sorted(places)]
     try:
         return await context.transactions.delete_offsets(group, places, partial(led.write, rows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
@@ -28,7 +28,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         try:
             user, client = _entity(entry["entity"])
             if (user, client) in seen:
-                raise Invalid("an entity is named twice.")
+                raise InvalidError("an entity is named twice.")
             seen.add((user, client))
             put, removed = _changes(user, client, entry["ops"])
             if not body["validate_only"]:
@@ -41,7 +41,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
                     put=[repr(q) for q in put],
                     removed=[repr(q) for q in removed],
                 )
-        except Invalid as error:
+        except InvalidError as error:
             code, message = error_codes.INVALID_REQUEST, str(error)
         except TidemillError as error:
             code, message = error_codes.REQUEST_TIMED_OUT, str(error)
@@ -50,19 +50,19 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 
 def _entity(parts: list[Body]) -> tuple[str, str]:
-    """Raises Invalid."""
+    """Raises InvalidError."""
     found = {part["entity_type"]: named(part["entity_name"]) for part in parts}
     if not found or len(found) < len(parts) or not set(found) <= {USER, CLIENT}:
-        raise Invalid(f"an entity is a {USER}, a {CLIENT}, or both.")
+        raise InvalidError(f"an entity is a {USER}, a {CLIENT}, or both.")
     if "=" in found.values():
-        raise Invalid("a name is empty.", fix="Leave it out (null) for the default.")
+        raise InvalidError("a name is empty.", fix="Leave it out (null) for the default.")
     return found.get(USER, NOBODY), found.get(CLIENT, NOBODY)
 
 
 def _changes(user: str, client: str, ops: list[Body]) -> tuple[list[Quota], list[Quota]]:
-    """Raises Invalid."""
+    """Raises InvalidError."""
     if len({op["key"] for op in ops}) < len(ops):
-        raise Invalid("a quota is named twice.")
+        raise InvalidError("a quota is named twice.")
     put = [Quota(user, client, op["key"], op["value"]) for op in ops if not op["remove"]]
     removed = [Quota(user, client, op["key"], 1.0) for op in ops if op["remove"] and op["key"] not in NOT_SERVED]
     for quota in (*put, *removed):

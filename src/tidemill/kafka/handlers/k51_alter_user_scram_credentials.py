@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
@@ -32,7 +32,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         refused = refused or next(filter(None, map(_refused, upsertions)), None)
         try:
             code, message = refused or await _change(context, request, name, deletions, upsertions)
-        except Invalid as error:
+        except InvalidError as error:
             code, message = error_codes.UNACCEPTABLE_CREDENTIAL, str(error)
         except TidemillError as error:
             code, message = error_codes.REQUEST_TIMED_OUT, str(error)

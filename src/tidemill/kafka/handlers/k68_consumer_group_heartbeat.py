@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.groups.assignors import Partitions
 from tidemill.kafka.groups.classic_state import BeatAnswer, Group
-from tidemill.kafka.groups.consumer_state import Beat, ConsumerGroup
-from tidemill.kafka.groups.coordinator import Refused
-from tidemill.kafka.groups.group_runner import LedGroup
+from tidemill.kafka.groups.consumer_state import ConsumerGroup, HeartbeatRequest
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
+from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import assigned_topics
-from tidemill.kafka.groups.topic_patterns import Sight
+from tidemill.kafka.groups.topic_patterns import TopicView
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.acls import Operation, Resource
 
@@ -31,16 +31,16 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
         led = await context.groups.get(body["group_id"] or "", growing=ask.epoch == 0)
         seen = await sight(context, request, led, _names(led.group, ask), ask.pattern)
-    except Refused as refused:
+    except GroupUnavailableError as refused:
         return failed(body, refused.code)
-    except Invalid as error:
+    except InvalidError as error:
         return _body(BeatAnswer(error_codes.INVALID_REGULAR_EXPRESSION, str(error)))
     except TidemillError:
         return failed(body, error_codes.COORDINATOR_LOAD_IN_PROGRESS)
     return _body(await led.beat(ask, seen), led.group.limits.consumer_heartbeat_ms)
 
 
-def _ask(context: Context, request: Request, body: Body) -> Beat:
+def _ask(context: Context, request: Request, body: Body) -> HeartbeatRequest:
     topics, owned = body["subscribed_topic_names"], body["topic_partitions"]
     pattern = body.get("subscribed_topic_regex")
     member_id = body["member_id"] or ""
@@ -48,7 +48,7 @@ def _ask(context: Context, request: Request, body: Body) -> Beat:
         # These members have no patterns: who joins says everything.
         pattern = "" if topics is not None else None
         member_id = member_id or (context.groups.new_id() if body["member_epoch"] == 0 else "")
-    return Beat(
+    return HeartbeatRequest(
         member_id=member_id,
         epoch=body["member_epoch"],
         instance_id=body["instance_id"],
@@ -71,15 +71,15 @@ def _partitions(topics: list[Body]) -> Partitions:
     return found
 
 
-def _names(group: Group | ConsumerGroup, ask: Beat) -> frozenset[str]:
+def _names(group: Group | ConsumerGroup, ask: HeartbeatRequest) -> frozenset[str]:
     """Topics that must be known here: what a group is about to be upgraded with counts by its topics' ids."""
     named = ask.topics or frozenset()
     return named | assigned_topics(group) if ask.epoch == 0 and isinstance(group, Group) else named
 
 
 async def sight(
-    context: Context, request: Request, led: LedGroup, names: Iterable[str], pattern: str | None = None
-) -> Sight:
+    context: Context, request: Request, led: GroupRunner, names: Iterable[str], pattern: str | None = None
+) -> TopicView:
     """The topics as this node sees them, looked at anew where it has not seen one of `names`. Raises what
     `Subscribable.seen` raises."""
 

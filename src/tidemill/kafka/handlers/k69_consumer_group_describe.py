@@ -14,7 +14,7 @@ from tidemill.kafka.api.dispatch import Api, Request, cold, each
 from tidemill.kafka.groups.assignors import Partitions
 from tidemill.kafka.groups.classic_state import GroupLimits
 from tidemill.kafka.groups.consumer_state import Consumer, ConsumerGroup
-from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.groups.group_records import CONSUMER, group_from
 from tidemill.kafka.handlers.k15_describe_groups import NO_OPERATIONS
 from tidemill.kafka.handlers.k68_consumer_group_heartbeat import listed
@@ -45,7 +45,7 @@ async def _described(context: Context, name: str) -> Body:
             if not head.members or head.kind != CONSUMER:
                 return _group(context, group_from(head, [], GroupLimits(), 0))
             led = await context.groups.get(name)
-    except Refused as refused:
+    except GroupUnavailableError as refused:
         return _answer(name, refused.code)
     except TidemillError:
         return _answer(name, error_codes.COORDINATOR_NOT_AVAILABLE)

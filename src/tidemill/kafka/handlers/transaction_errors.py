@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Final
 
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
 from tidemill.kafka.transactions.state import key_of
@@ -25,7 +25,7 @@ async def coded(work: Awaitable[int], *, too_large: int = error_codes.INVALID_RE
     finds what was done."""
     try:
         return await work
-    except Invalid:
+    except InvalidError:
         return too_large
     except TidemillError:
         return error_codes.COORDINATOR_NOT_AVAILABLE

@@ -18,7 +18,7 @@ from typing import TypeVar
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Missing, TidemillError
+from tidemill.base.errors import MissingError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 
@@ -117,13 +117,13 @@ class TopicCache:
         """The result of `work` for the topic's row, or the error code where there is no such topic or partition.
 
         A row can be stale: its topic was deleted through another node, and perhaps created again under its name. Then
-        `work` raises Missing, and is called again with the row of the next refresh. Raises what `work` raises."""
+        `work` raises MissingError, and is called again with the row of the next refresh. Raises what `work` raises."""
         row = self._row_of(name, partition)
         if isinstance(row, int):
             return row
         try:
             return await work(row)
-        except Missing:
+        except MissingError:
             if self._by_name.get(name) == row:
                 self.forget(name)
             await self.settle([(name, partition)], is_id=False)

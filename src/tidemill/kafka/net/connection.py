@@ -15,9 +15,9 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.kafka.net.framing import Frame, FrameReader
-from tidemill.kafka.schema.primitives import BadFrame
+from tidemill.kafka.schema.primitives import MalformedFrameError
 from tidemill.objects.store import Buffer
 
 _READS_PER_TURN = 8
@@ -32,7 +32,7 @@ class Connection:
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
         reader: FrameReader,
-        pace: Pace,
+        pace: CoopBudget,
         on_frames: Callable[[list[Frame]], None],
         on_lost: Callable[[Exception | None], None],
     ) -> None:
@@ -126,7 +126,7 @@ class Connection:
             self.received_bytes += count
             try:
                 frames = self._reader.received(count)
-            except BadFrame as error:
+            except MalformedFrameError as error:
                 self.close(error)
                 return
             if frames:

@@ -25,7 +25,7 @@ _OPEN = Gauge("tidemill_kafka_connections", "Open connections of Kafka clients")
 _REFUSED = Count("tidemill_kafka_connections_refused", "Connections refused at a limit", ("reason",))
 
 
-class Door:
+class ConnectionQuotas:
     def __init__(self, settings: KafkaSettings) -> None:
         self.connections_max = min(settings.connections_max, file_descriptors.current().kafka)
         self._per_address_max = settings.connections_per_address_max

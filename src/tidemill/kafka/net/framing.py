@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Final
 
 from tidemill.kafka.net.buffer_pool import LARGEST_BYTES, SCRATCH_BYTES, BufferPool
-from tidemill.kafka.schema.primitives import I32, BadFrame
+from tidemill.kafka.schema.primitives import I32, MalformedFrameError
 
 _PREFIX: Final = 4
 
@@ -107,7 +107,8 @@ class FrameReader:
         return scratch[carried : None if self._roomy(SCRATCH_BYTES) else HEAD_BYTES]
 
     def received(self, count: int) -> list[Frame]:
-        """Account for `count` bytes put into `buffer()`; the frames they complete. Raises BadFrame on a bad size."""
+        """Account for `count` bytes put into `buffer()`; the frames they complete. Raises MalformedFrameError on a bad
+        size."""
         if self._buffer is not None:
             self._filled += count
             if self._filled < self._size:
@@ -124,7 +125,7 @@ class FrameReader:
         while end - position >= _PREFIX:
             size = I32.unpack_from(scratch, position)[0]
             if not 0 < size <= self.request_bytes_max:
-                raise BadFrame(
+                raise MalformedFrameError(
                     f"request size out of bounds: size={size} limit={self.request_bytes_max}.",
                     fix="Point only Kafka clients without TLS at this port, with message.max.bytes below the limit.",
                 )

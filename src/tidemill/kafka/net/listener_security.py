@@ -28,11 +28,11 @@ UNKNOWN_REQUEST_BYTES: Final = 128 << 10
 """Of a request before its connection is known."""
 
 
-class Refused(ConnectionError):
+class ConnectionRejectedError(ConnectionError):
     """A connection that is not to be: closed, and told in one line."""
 
 
-class Gate:
+class ListenerSecurity:
     """One listener's. `tls` None = in clear text; without `mechanisms` nothing is asked by SASL.
 
     session_lifetime_s   how long a proof by SASL holds; 0 = as long as the connection, or as the token
@@ -60,22 +60,24 @@ class Gate:
         within = "SSL" if self.tls is not None else "PLAINTEXT"
         return f"SASL_{within}" if self.mechanisms else within
 
-    def visitor(self, host: str) -> Visitor:
-        return Visitor(self, host, known=self.tls is None and not self.mechanisms)
+    def visitor(self, host: str) -> ClientIdentity:
+        return ClientIdentity(self, host, known=self.tls is None and not self.mechanisms)
 
-    def secured(self, visitor: Visitor, sock: TlsSocket) -> None:
-        """The handshake of `visitor` has ended. Raises Refused for a certificate that no rule names."""
+    def secured(self, visitor: ClientIdentity, sock: TlsSocket) -> None:
+        """The handshake of `visitor` has ended. Raises ConnectionRejectedError for a certificate that no rule names."""
         certificate = sock.certificate()
         if certificate is not None and not self.mechanisms:
             name = subject_of(certificate)
             principal = self.principal_of(name)
             if principal is None:
-                raise Refused(f"no rule of tls.principal_rules names the client's certificate: subject={name!r}")
+                raise ConnectionRejectedError(
+                    f"no rule of tls.principal_rules names the client's certificate: subject={name!r}"
+                )
             visitor.principal = principal
         visitor.known = not self.mechanisms
 
 
-class Visitor:
+class ClientIdentity:
     """Who is at the other end of one connection. `known`: it may ask for anything that exists.
 
     mechanism   what SaslHandshake chose last; `proved_by` what it was known by
@@ -98,7 +100,7 @@ class Visitor:
         "rejected",
     )
 
-    def __init__(self, gate: Gate, host: str, *, known: bool) -> None:
+    def __init__(self, gate: ListenerSecurity, host: str, *, known: bool) -> None:
         self.gate = gate
         self.host = host
         self.known = known

@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 
 from tidemill.base.address import Address
-from tidemill.base.errors import Invalid
-from tidemill.kafka.net.listener_security import Gate
+from tidemill.base.errors import InvalidError
+from tidemill.kafka.net.listener_security import ListenerSecurity
 
 DEFAULT: Final = "default"
 """The listener of node.kafka, which every node has."""
@@ -31,11 +31,11 @@ class Listener(msgspec.Struct, frozen=True):
     port: int
     advertised_host: str = ""
     advertised_port: int = 0
-    gate: Gate = msgspec.field(default_factory=Gate)
+    gate: ListenerSecurity = msgspec.field(default_factory=ListenerSecurity)
     key: str = "node.kafka"
 
     def bind(self) -> socket.socket:
-        """Raises Invalid, with the key to change."""
+        """Raises InvalidError, with the key to change."""
         bound = Address(self.host, self.port)
         found = socket.socket(bound.family, socket.SOCK_STREAM)
         try:
@@ -47,7 +47,7 @@ class Listener(msgspec.Struct, frozen=True):
             found.close()
             taken = error.errno == errno.EADDRINUSE
             what = "Kafka port is taken" if taken else "Kafka address cannot be bound"
-            raise Invalid(
+            raise InvalidError(
                 f"{what}: host={self.host} port={self.port} error={error.strerror}.",
                 fix=f"Set {self.key} to a free host:port in tidemill.toml, or stop the process that holds it.",
             ) from error

@@ -27,7 +27,7 @@ from kio.serial._introspect import classify_field, get_field_tag, get_schema_fie
 from tidemill.kafka.error_codes import text
 from tidemill.kafka.schema import fetch, produce
 from tidemill.kafka.schema.primitives import (
-    BadFrame,
+    MalformedFrameError,
     read_bytes,
     read_length,
     read_string,
@@ -77,7 +77,7 @@ def _response_schema(key: int, version: int) -> Any:
 
 
 def decode_request(key: int, version: int, view: memoryview, position: int) -> Body:
-    """The body of a request. Raises BadFrame.
+    """The body of a request. Raises MalformedFrameError.
 
     Bytes after it are ignored, as Kafka does: librdkafka 2.16 leaves three of them when it asks for all topics
     (Metadata 9 and later, an array count of four bytes where one is meant).
@@ -204,7 +204,7 @@ def _struct_reader(schema: Any) -> Read:
                 name, reader = tagged[tag]
                 body[name], position = reader(view[:end], position)
                 if position != end:
-                    raise BadFrame(f"tagged field of a wrong size: field={name} size={size}.")
+                    raise MalformedFrameError(f"tagged field of a wrong size: field={name} size={size}.")
             position = end
         return body, position
 
@@ -229,7 +229,7 @@ def _not_null(name: str, reader: Read) -> Read:
     def read(view: memoryview, position: int) -> tuple[Any, int]:
         value, end = reader(view, position)
         if value is None:
-            raise BadFrame(f"null where the schema has none: field={name}.")
+            raise MalformedFrameError(f"null where the schema has none: field={name}.")
         return value, end
 
     return read

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tidemill.kafka.schema.primitives import (
     I32,
-    BadFrame,
+    MalformedFrameError,
     read_i32,
     read_i64,
     read_length,
@@ -108,7 +108,7 @@ class PartitionRecords(NamedTuple):
 
 
 def decode(view: memoryview, position: int, version: int) -> FetchRequest:
-    """Raises BadFrame."""
+    """Raises MalformedFrameError."""
     flexible = version >= FIRST_FLEXIBLE
     session_id, session_epoch = 0, -1
     if version <= 14:
@@ -192,7 +192,7 @@ def _read_topic(view: memoryview, position: int, version: int) -> tuple[str, int
         return read_uuid(view, position)
     name, position = read_string(view, position, compact=version >= FIRST_FLEXIBLE)
     if name is None:
-        raise BadFrame("null topic name in a Fetch request.")
+        raise MalformedFrameError("null topic name in a Fetch request.")
     return name, position
 
 

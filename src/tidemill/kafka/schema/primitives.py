@@ -8,7 +8,7 @@ Protocol guide: https://kafka.apache.org/protocol (primitive types); KIP-482 (co
     compact …       unsigned varint of length + 1 (0 = null) · the same
     tagged fields   unsigned varint count · (unsigned varint tag · unsigned varint size · size bytes)*
 
-Readers return (value, next position) and raise BadFrame, never IndexError or struct.error: a length that
+Readers return (value, next position) and raise MalformedFrameError, never IndexError or struct.error: a length that
 passes the end of the frame is refused before anything is allocated for it.
 """
 
@@ -18,7 +18,7 @@ import struct
 import threading
 from typing import Final
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 I16 = struct.Struct(">h")
 I32 = struct.Struct(">i")
@@ -37,12 +37,12 @@ class _Elements(threading.local):
 _elements = _Elements()
 
 
-class BadFrame(Invalid):
+class MalformedFrameError(InvalidError):
     """The client's bytes are not the request they claim to be: the connection is closed."""
 
 
-def short(what: str, position: int) -> BadFrame:
-    return BadFrame(f"frame ends inside a field: field={what} position={position}.")
+def short(what: str, position: int) -> MalformedFrameError:
+    return MalformedFrameError(f"frame ends inside a field: field={what} position={position}.")
 
 
 def begin_request() -> None:
@@ -51,10 +51,13 @@ def begin_request() -> None:
 
 
 def spend(count: int) -> None:
-    """Account for the elements of an array before they are read. Raises BadFrame when the request has too many."""
+    """Account for the elements of an array before they are read. Raises MalformedFrameError when the request has too
+    many."""
     _elements.left -= max(count, 0)
     if _elements.left < 0:
-        raise BadFrame(f"a request names too many things: limit={ELEMENTS_MAX}.", fix="Ask in several requests.")
+        raise MalformedFrameError(
+            f"a request names too many things: limit={ELEMENTS_MAX}.", fix="Ask in several requests."
+        )
 
 
 def read_uvarint(view: memoryview, position: int) -> tuple[int, int]:
@@ -71,7 +74,7 @@ def read_uvarint(view: memoryview, position: int) -> tuple[int, int]:
             return value, position
         shift += 7
         if shift > 28:
-            raise BadFrame(f"varint longer than five bytes: position={position}.")
+            raise MalformedFrameError(f"varint longer than five bytes: position={position}.")
 
 
 def write_uvarint(out: bytearray, value: int) -> None:
@@ -100,7 +103,7 @@ def read_i64(view: memoryview, position: int) -> tuple[int, int]:
 
 
 def read_length(view: memoryview, position: int, *, compact: bool, wide: bool) -> tuple[int, int]:
-    """A length or count, −1 for null. Raises BadFrame when it exceeds the bytes that are left."""
+    """A length or count, −1 for null. Raises MalformedFrameError when it exceeds the bytes that are left."""
     if compact:
         value, position = read_uvarint(view, position)
         value -= 1
@@ -109,7 +112,7 @@ def read_length(view: memoryview, position: int, *, compact: bool, wide: bool) -
     else:
         value, position = read_i16(view, position)
     if value < -1 or value > len(view) - position:
-        raise BadFrame(f"length passes the end of the frame: length={value} left={len(view) - position}.")
+        raise MalformedFrameError(f"length passes the end of the frame: length={value} left={len(view) - position}.")
     return value, position
 
 
@@ -120,7 +123,7 @@ def read_string(view: memoryview, position: int, *, compact: bool) -> tuple[str 
     try:
         return str(view[position : position + length], "utf-8"), position + length
     except UnicodeDecodeError as error:
-        raise BadFrame(f"string is not UTF-8: position={position}.") from error
+        raise MalformedFrameError(f"string is not UTF-8: position={position}.") from error
 
 
 def read_bytes(view: memoryview, position: int, *, compact: bool) -> tuple[memoryview | None, int]:

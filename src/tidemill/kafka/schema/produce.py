@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tidemill.kafka.schema.primitives import (
     I32,
-    BadFrame,
+    MalformedFrameError,
     read_bytes,
     read_i16,
     read_i32,
@@ -75,7 +75,7 @@ class PartitionAnswer(NamedTuple):
 
 
 def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
-    """Raises BadFrame."""
+    """Raises MalformedFrameError."""
     flexible = version >= FIRST_FLEXIBLE
     transactional_id, position = read_string(view, position, compact=flexible)
     acks, position = read_i16(view, position)
@@ -90,7 +90,7 @@ def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
         else:
             name, position = read_string(view, position, compact=flexible)
         if name is None:
-            raise BadFrame("null topic name in a Produce request.")
+            raise MalformedFrameError("null topic name in a Produce request.")
         partitions: list[PartitionData] = []
         partition_count, position = read_length(view, position, compact=flexible, wide=True)
         spend(partition_count)

@@ -41,18 +41,23 @@ from tidemill.kafka.handlers.k18_api_versions import unsupported_version
 from tidemill.kafka.net.buffer_pool import BufferPool
 from tidemill.kafka.net.connection import Connection
 from tidemill.kafka.net.framing import Frame, FrameReader
-from tidemill.kafka.net.listener_security import SASL_AUTHENTICATE, UNKNOWN_REQUEST_BYTES, Gate, Refused
+from tidemill.kafka.net.listener_security import (
+    SASL_AUTHENTICATE,
+    UNKNOWN_REQUEST_BYTES,
+    ConnectionRejectedError,
+    ListenerSecurity,
+)
 from tidemill.kafka.net.memory_budget import Budget
 from tidemill.kafka.net.tls_socket import TlsConnection, TlsSocket
 from tidemill.kafka.schema.codec_compiler import throttle_at
 from tidemill.kafka.schema.fetch import set_throttle
-from tidemill.kafka.schema.primitives import I32, BadFrame, begin_request
+from tidemill.kafka.schema.primitives import I32, MalformedFrameError, begin_request
 from tidemill.kafka.schema.produce import set_throttle as set_produce_throttle
 from tidemill.kafka.server.cpu_meter import Metered
 from tidemill.objects.store import Buffer
 from tidemill.security import quotas
 from tidemill.security.principals import USER
-from tidemill.security.scram import Refused as Denied
+from tidemill.security.scram import AuthenticationFailedError
 
 log = structlog.get_logger()
 
@@ -82,7 +87,7 @@ class Session:
         tasks: Tasks,
         on_end: Callable[[Session], None],
         number: int,
-        gate: Gate,
+        gate: ListenerSecurity,
     ) -> None:
         self._number = number
         self._gate = gate
@@ -220,7 +225,7 @@ class Session:
                 self._stalled = True
                 self._tasks.spawn(self._wait_out(stall), name="kafka.stall")
                 break
-            except (BadFrame, Refused) as error:
+            except (MalformedFrameError, ConnectionRejectedError) as error:
                 self._end(error)
             except Exception as error:
                 # Nobody knows who still reads the frame: it is dropped, its buffer never used again (S3).
@@ -261,24 +266,27 @@ class Session:
         self._work_off()
 
     def _begin(self, frame: Frame) -> Awaitable[None] | None:
-        """What must end before anything else of the connection begins, if anything. Raises BadFrame, Stall."""
+        """What must end before anything else of the connection begins, if anything. Raises MalformedFrameError,
+        Stall."""
         if self.visitor.raw:
             return self._begin_raw(frame)
         begin_request()
         key, version, correlation_id = peek(frame.view)
         forbidden = self.visitor.forbids(key, self._context.clock.monotonic_s())
         if forbidden:
-            raise Refused(forbidden)
+            raise ConnectionRejectedError(forbidden)
         api = handlers.APIS.get(key)
         if api is None or not api.min_version <= version <= api.max_version:
             if key != API_VERSIONS:
-                raise BadFrame(f"request of an API or version that was not offered: key={key} version={version}.")
+                raise MalformedFrameError(
+                    f"request of an API or version that was not offered: key={key} version={version}."
+                )
             self._answer(self._new_slot(), key, 0, correlation_id, [unsupported_version()])
             self._give(frame)
             frame.release()
             return None
         if key != PRODUCE and len(frame.view) > OTHER_REQUEST_BYTES:
-            raise BadFrame(f"request too large for its API: key={key} bytes={len(frame.view)}.")
+            raise MalformedFrameError(f"request too large for its API: key={key} bytes={len(frame.view)}.")
         request = read_request(frame.view, key, version, correlation_id)
         request.sender, request.visitor = self._number, self.visitor
         clock, of_time = self._context.clock, self._context.quotas.limits.of_time
@@ -327,7 +335,7 @@ class Session:
             frame.release()
             error = asyncio.CancelledError() if done.cancelled() else done.exception()
             if error is not None:
-                self._end(None if isinstance(error, Denied) else ConnectionAbortedError(repr(error)))
+                self._end(None if isinstance(error, AuthenticationFailedError) else ConnectionAbortedError(repr(error)))
             elif not self._connection.closed:
                 self._is_known()
                 slot.response = done.result()
@@ -361,7 +369,7 @@ class Session:
                 done.exception()
             return
         error = None if done.cancelled() else done.exception()
-        if isinstance(error, BadFrame):
+        if isinstance(error, MalformedFrameError):
             self._end(error)
             return
         if done.cancelled() or error is not None:
@@ -381,7 +389,7 @@ class Session:
         if request.key == SASL_AUTHENTICATE:
             self._is_known()
         if self.visitor.rejected is not None:
-            self._end(Refused(self.visitor.rejected) if self.visitor.rejected else None)
+            self._end(ConnectionRejectedError(self.visitor.rejected) if self.visitor.rejected else None)
         self.consider_reading()
 
     def _charge(self, request: Request, name: str, amount: float) -> int:
@@ -457,10 +465,10 @@ class Session:
         self._connection.close(error)
 
     def _lost(self, error: Exception | None) -> None:
-        if isinstance(error, ssl.SSLError | Refused) or (error is not None and not self.visitor.known):
+        if isinstance(error, ssl.SSLError | ConnectionRejectedError) or (error is not None and not self.visitor.known):
             host = self.visitor.host
             self._context.audit.refused("kafka.connection_not_secured", (host,), host=host, reason=str(error))
-        elif isinstance(error, BadFrame):
+        elif isinstance(error, MalformedFrameError):
             log.warning("kafka.bad_frame", peer=self._peer, error=str(error))
         elif error is not None and not isinstance(error, ConnectionError):
             log.info("kafka.connection_closed", peer=self._peer, reason=str(error))

@@ -22,7 +22,7 @@ from tidemill.base.address import Address, plain_host
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.runtime.memory_budget import Budget as Memory
 from tidemill.base.runtime.tasks import Tasks, keep, sentence
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.kafka import handlers
 from tidemill.kafka.api.authorizer import Access
@@ -36,8 +36,8 @@ from tidemill.kafka.groups.registers import carry_over
 from tidemill.kafka.groups.topic_patterns import Subscribable
 from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.kafka.net.buffer_pool import BufferPool
-from tidemill.kafka.net.connection_limits import Door
-from tidemill.kafka.net.listener_security import Gate, Refused
+from tidemill.kafka.net.connection_limits import ConnectionQuotas
+from tidemill.kafka.net.listener_security import ConnectionRejectedError, ListenerSecurity
 from tidemill.kafka.net.listeners import DEFAULT, Advertised, Listener
 from tidemill.kafka.net.memory_budget import Budget
 from tidemill.kafka.server.client_session import Session
@@ -46,9 +46,9 @@ from tidemill.kafka.transactions.coordinator import Transactions
 from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets
 from tidemill.kafka.transactions.hints import Hints
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acl_cache import AclCache
 from tidemill.security.audit import Audit
-from tidemill.security.quota_cache import Quotabook
+from tidemill.security.quota_cache import QuotaCache
 from tidemill.security.tls import Certificates
 from tidemill.security.users import Users
 from tidemill.topics.api import TopicLog
@@ -96,11 +96,11 @@ class KafkaServer:
         port: int = 0,
         advertised_host: str = "",
         advertised_port: int = 0,
-        gate: Gate | None = None,
-        rulebook: Rulebook | None = None,
+        gate: ListenerSecurity | None = None,
+        rulebook: AclCache | None = None,
         listeners: Sequence[Listener] = (),
         settings: KafkaSettings | None = None,
-        tracker: Tracker | None = None,
+        tracker: StatusTracker | None = None,
         memory: Memory | None = None,
     ) -> None:
         self._topics = topics
@@ -111,13 +111,13 @@ class KafkaServer:
         self._rand = rand
         self._name = name
         self._node_id = node_id
-        first = Listener(DEFAULT, host, port, advertised_host, advertised_port, gate or Gate())
+        first = Listener(DEFAULT, host, port, advertised_host, advertised_port, gate or ListenerSecurity())
         self._listeners = (first, *listeners)
         self._settings = settings or KafkaSettings()
         self._rulebook = rulebook
-        self.quotas = Quotabook(catalogue.metastore, clock)
+        self.quotas = QuotaCache(catalogue.metastore, clock)
         self.group_configs = GroupConfigs(catalogue, self._settings.group_limits)
-        self._tracker = tracker if tracker is not None else Tracker()
+        self._tracker = tracker if tracker is not None else StatusTracker()
         self._units = Tasks(self._unit_broke)
         self._requests = Tasks(_told_by_its_session)
         self._sessions: set[Session] = set()
@@ -133,7 +133,7 @@ class KafkaServer:
         self.fetch_sessions = sessions = FetchSessions(clock, rand, self._settings)
         if memory is not None:
             memory.share("kafka fetch sessions", sessions.bytes_max, lambda: sessions.used_bytes)
-        self._door = Door(self._settings)
+        self._door = ConnectionQuotas(self._settings)
         self._accepted = 0
         self._bound: dict[str, socket.socket] = {}
         self._transactions: Transactions | None = None
@@ -339,7 +339,7 @@ class KafkaServer:
                 log.error("kafka.connection_broke", peer=peer[0], error=repr(error), exc_info=error)
                 sock.close()
 
-    def _enter(self, sock: socket.socket, peer: tuple[str, int], context: Context, gate: Gate) -> None:
+    def _enter(self, sock: socket.socket, peer: tuple[str, int], context: Context, gate: ListenerSecurity) -> None:
         address = plain_host(peer[0])
         if not self._door.enter(address, self._clock.monotonic_s()):
             sock.close()
@@ -375,7 +375,11 @@ class KafkaServer:
             oldest = next(iter(self._unknown))
             del self._unknown[oldest]
             if not oldest.visitor.known:
-                oldest.close(Refused("too many connections have not proved who they are, and this one is the oldest"))
+                oldest.close(
+                    ConnectionRejectedError(
+                        "too many connections have not proved who they are, and this one is the oldest"
+                    )
+                )
 
     async def _renew(self, certificates: Sequence[Certificates]) -> None:
         """Raises Invalid while the files cannot be used; the former ones serve meanwhile."""

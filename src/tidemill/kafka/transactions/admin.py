@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Missing
+from tidemill.base.errors import ConflictError, MissingError
 from tidemill.consensus.api import Consensus
 from tidemill.kafka import error_codes
 from tidemill.kafka.transactions import transitions
@@ -20,15 +20,19 @@ LOOK_S = 0.1
 async def abort(consensus: Consensus, clock: Clock, rand: Rand, transactional_id: str, *, wait_s: float) -> Transaction:
     """Abort what is open, and fence its producer; waits at most so long until the nodes have carried it to its end.
 
-    Raises Missing for an id that nobody knows, Conflict where nothing is open, Unavailable.
+    Raises MissingError for an id that nobody knows, ConflictError where nothing is open, Unavailable.
     """
     decision, found = await change(
         consensus, rand, transactional_id, lambda before: transitions.abort(before, clock.now_ms())
     )
     if decision.code == error_codes.TRANSACTIONAL_ID_NOT_FOUND or found is None:
-        raise Missing(f"no such transactional id: id={transactional_id!r}.", fix="List them with: tidemill txn list")
+        raise MissingError(
+            f"no such transactional id: id={transactional_id!r}.", fix="List them with: tidemill txn list"
+        )
     if decision.code:
-        raise Conflict(f"no transaction is open: id={transactional_id!r} state={found.state.kafka_name}.", current=None)
+        raise ConflictError(
+            f"no transaction is open: id={transactional_id!r} state={found.state.kafka_name}.", current=None
+        )
     for lease in await consensus.leases(LEASE_PREFIX):
         if lease.live:
             await send(consensus, rand, lease.name.removeprefix(LEASE_PREFIX), transactional_id)

@@ -21,8 +21,8 @@ from weakref import WeakValueDictionary
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Invalid, Missing, TidemillError, Unknown
-from tidemill.base.runtime.tasks import Restarts, Tasks, is_own_fault, sentence
+from tidemill.base.errors import ConflictError, InvalidError, MissingError, TidemillError, UnknownOutcomeError
+from tidemill.base.runtime.tasks import Backoff, Tasks, is_own_fault, sentence
 from tidemill.consensus.api import Consensus
 from tidemill.kafka import error_codes
 from tidemill.kafka.transactions import transitions
@@ -39,14 +39,14 @@ from tidemill.kafka.transactions.store import (
 )
 from tidemill.kafka.transactions.transitions import Decision
 from tidemill.topics.api import (
-    ConcurrentTransactions,
+    ConcurrentTransactionsError,
     Here,
-    InvalidProducerEpoch,
-    InvalidTransaction,
+    InvalidProducerEpochError,
+    InvalidTransactionError,
     Marker,
-    NotLeader,
+    NotLeaderError,
+    ProduceTransaction,
     TopicLog,
-    Within,
 )
 from tidemill.topics.produce.producer_ids import ProducerIds
 
@@ -172,7 +172,7 @@ class Transactions:
     async def commit_offsets(
         self, transactional_id: str, producer_id: int, epoch: int, group: str, offsets: Offsets, *, adds: bool = False
     ) -> int:
-        """Raises Invalid when it is more than a transaction holds."""
+        """Raises InvalidError when it is more than a transaction holds."""
         if adds:
             await name_for_group(self._consensus, self._rand, group, transactional_id)
 
@@ -210,7 +210,9 @@ class Transactions:
         await self._ended(transactional_id)
         return 0, *after.identity
 
-    async def confirm(self, within: Within, producer_id: int, epoch: int, topic_id: str, partition: int) -> None:
+    async def confirm(
+        self, within: ProduceTransaction, producer_id: int, epoch: int, topic_id: str, partition: int
+    ) -> None:
         """`topics.api.Confirm`."""
         if within.adds:
             code = await self._add_written((within.transactional_id, producer_id, epoch), topic_id, partition)
@@ -219,11 +221,11 @@ class Transactions:
             code = transitions.verify(found, producer_id, epoch, topic_id, partition).code
         facts = f"transactional_id={within.transactional_id!r} producer_id={producer_id} epoch={epoch}"
         if code == error_codes.PRODUCER_FENCED:
-            raise InvalidProducerEpoch(f"a newer producer has this transactional id: {facts}.")
+            raise InvalidProducerEpochError(f"a newer producer has this transactional id: {facts}.")
         if code == error_codes.CONCURRENT_TRANSACTIONS:
-            raise ConcurrentTransactions(f"the transaction before it is being ended: {facts}.", fix="Retry.")
+            raise ConcurrentTransactionsError(f"the transaction before it is being ended: {facts}.", fix="Retry.")
         if code:
-            raise InvalidTransaction(f"not in an open transaction: {facts} partition={topic_id}/{partition}.")
+            raise InvalidTransactionError(f"not in an open transaction: {facts} partition={topic_id}/{partition}.")
 
     async def _add_written(self, identity: tuple[str, int, int], topic_id: str, partition: int) -> int:
         """A partition that a batch is on its way to. Whoever's turn it is adds all that wait for theirs."""
@@ -266,13 +268,13 @@ class Transactions:
 
     async def let_go(self, group: str, places: Set[tuple[str, int]] | None = None) -> None:
         """What transactions hold of a group whose offsets are deleted, all or these (topic id, partition), is never
-        committed. Raises Unavailable, Unknown."""
+        committed. Raises Unavailable, UnknownOutcomeError."""
         await let_go(self._consensus, self._rand, group, places, self._clock.now_ms())
 
     async def delete_offsets(
         self, group: str, places: Set[tuple[str, int]], delete: Callable[[], Awaitable[int]]
     ) -> int:
-        """Nothing that is being committed comes between. Raises Unavailable, Unknown."""
+        """Nothing that is being committed comes between. Raises Unavailable, UnknownOutcomeError."""
         async with self._groups.turn(group):
             await self.let_go(group, places)
             return await delete()
@@ -287,7 +289,9 @@ class Transactions:
             if not self._coordinates(transactional_id):
                 continue
             if transaction.started_ms < 0 and transaction.updated_ms < forgotten_ms:
-                with contextlib.suppress(Conflict, Unknown):  # used again just now, or forgotten the next time
+                with contextlib.suppress(
+                    ConflictError, UnknownOutcomeError
+                ):  # used again just now, or forgotten the next time
                     await self._consensus.drop(key_of(transactional_id), seq)
                 continue
             self._look_after(transactional_id, transaction)
@@ -332,7 +336,7 @@ class Transactions:
 
     async def _carry(self, transactional_id: str) -> None:
         """Until it is complete, whoever completes it."""
-        pauses = Restarts(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         try:
             while not self._closed:
                 try:
@@ -398,10 +402,10 @@ class Transactions:
                 if isinstance(seen, TidemillError):
                     raise seen
                 await self._topics.mark(topic_id, partition, marker, seen)
-            except Missing:
+            except MissingError:
                 return True  # deleted: nobody reads it
             except TidemillError as error:
-                if not isinstance(error, NotLeader):  # which most partitions of most transactions are not led here
+                if not isinstance(error, NotLeaderError):  # which most partitions of most transactions are not led here
                     log.info("transaction.not_marked", id=transactional_id, topic_id=topic_id, partition=partition,
                              cause=str(error))  # fmt: skip
                 self.remind(self._topics.leader_of(topic_id, partition), transactional_id)
@@ -417,7 +421,7 @@ class Transactions:
 
         try:
             await self._groups.commit(group, wanted)
-        except Invalid as error:
+        except InvalidError as error:
             # It would never be taken, and what it is of is committed: said, and passed over.
             log.error("transaction.offsets_refused", group=group, error=str(error))
         except TidemillError as error:

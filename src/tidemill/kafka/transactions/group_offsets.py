@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups.coordinator import Coordinator, Refused
+from tidemill.kafka.groups.coordinator import Coordinator, GroupUnavailableError
 from tidemill.kafka.transactions.state import Offsets
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
@@ -49,11 +49,11 @@ async def keep(
     adds: bool,
     faults: frozenset[str] = NO_FAULTS,
 ) -> int:
-    """TxnOffsetCommit at the group's coordinator: a code. Raises Invalid when it is more than a transaction holds,
-    Unavailable, Unknown: call again."""
+    """TxnOffsetCommit at the group's coordinator: a code. Raises InvalidError when it is more than a transaction holds,
+    UnavailableError, Unknown: call again."""
     try:
         led = await groups.get(group)
-    except Refused as refused:
+    except GroupUnavailableError as refused:
         return refused.code
     code = led.commit_refusal(*member, in_transaction=True)
     code = code or await transactions.commit_offsets(*identity, group, offsets, adds=adds)
@@ -82,19 +82,19 @@ class CoordinatedOffsets:
             yield
 
     async def commit(self, group: str, wanted: Callable[[], Awaitable[Offsets]]) -> None:
-        """Raises Unavailable; Invalid where they will never be taken."""
+        """Raises UnavailableError; Invalid where they will never be taken."""
         code = 0
         async with self.turn(group):
             try:
                 led = await self._groups.get(group)
                 if offsets := await wanted():
                     code = await led.write(self._rows(group, offsets))
-            except Refused as refused:
+            except GroupUnavailableError as refused:
                 code = refused.code
         if code in _NEVER:
-            raise Invalid(f"the group takes no offsets: group={group!r} code={code}.")
+            raise InvalidError(f"the group takes no offsets: group={group!r} code={code}.")
         if code:
-            raise Unavailable(f"the group does not take offsets now: group={group!r} code={code}.")
+            raise UnavailableError(f"the group does not take offsets now: group={group!r} code={code}.")
 
     def _rows(self, group: str, offsets: Offsets) -> list[tuple[bytes, bytes]]:
         now_ms = self._clock.now_ms()

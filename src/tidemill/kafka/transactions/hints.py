@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, TidemillError, Unknown
+from tidemill.base.errors import ConflictError, TidemillError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.consensus.api import Consensus
 
@@ -32,9 +32,9 @@ async def send(consensus: Consensus, rand: Rand, node: str, transactional_id: st
         head = await consensus.log_head(name)
         try:
             await consensus.append(name, 0, head.next, [transactional_id.encode()], rand.nonce())
-        except Conflict:
+        except ConflictError:
             continue
-        except Unknown:
+        except UnknownOutcomeError:
             pass
         return
 

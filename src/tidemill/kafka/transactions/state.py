@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 
 PREFIX: Final = "kafka/transaction/"
 
@@ -110,10 +110,10 @@ def encode(transaction: Transaction) -> bytes:
 
 
 def decode(data: bytes, transactional_id: str) -> Transaction | None:
-    """Raises Corrupt."""
+    """Raises CorruptError."""
     try:
         return _decoder.decode(data) if data else None
     except msgspec.DecodeError as error:
-        raise Corrupt(
+        raise CorruptError(
             f"the state of a transactional id is unreadable: id={transactional_id!r} cause={error}."
         ) from error

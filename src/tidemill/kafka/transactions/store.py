@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, TidemillError, Unknown
+from tidemill.base.errors import ConflictError, TidemillError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, Versioned, resolve_cas
 from tidemill.kafka.transactions import transitions
 from tidemill.kafka.transactions.state import PREFIX, State, Transaction, decode, encode, id_of, key_of
@@ -50,7 +50,8 @@ async def read(consensus: Consensus, transactional_id: str) -> Transaction | Non
 async def change(
     consensus: Consensus, rand: Rand, transactional_id: str, decide_on: Decide
 ) -> tuple[Decision, Transaction | None]:
-    """What was decided, and the transaction after it. Raises Unavailable, Unknown, Invalid (too large), Corrupt."""
+    """What was decided, and the transaction after it. Raises Unavailable, UnknownOutcomeError, Invalid (too large),
+    Corrupt."""
     key = key_of(transactional_id)
     while True:
         version = await consensus.head(key)
@@ -67,9 +68,9 @@ async def _stored(consensus: Consensus, rand: Rand, key: str, version: Versioned
     seq, nonce = version.seq if version is not None else 0, rand.nonce()
     try:
         await consensus.cas(key, seq, data, nonce)
-    except Conflict:
+    except ConflictError:
         return False
-    except Unknown:
+    except UnknownOutcomeError:
         return await resolve_cas(consensus, key, seq, nonce) is not None
     return True
 
@@ -107,7 +108,7 @@ async def name_for_group(consensus: Consensus, rand: Rand, group: str, transacti
 async def let_go(
     consensus: Consensus, rand: Rand, group: str, places: Set[tuple[str, int]] | None, now_ms: int
 ) -> None:
-    """`transitions.let_go` of every transaction that may hold the group. Raises Unavailable, Unknown."""
+    """`transitions.let_go` of every transaction that may hold the group. Raises Unavailable, UnknownOutcomeError."""
     for transactional_id in await _named(consensus, group):
         await change(consensus, rand, transactional_id, lambda found: transitions.let_go(found, group, places, now_ms))
 
@@ -141,7 +142,7 @@ async def forget_in_groups(consensus: Consensus, rand: Rand, now_ms: int) -> Non
         kept = Named(sorted(held), {each: since_ms for each, since_ms in left.items() if now_ms - since_ms < LEAVE_MS})
         if kept == named:
             continue
-        with contextlib.suppress(Conflict, Unknown):  # named just now, or the next time
+        with contextlib.suppress(ConflictError, UnknownOutcomeError):  # named just now, or the next time
             if kept != Named():
                 await consensus.cas(key, version.seq, _encoder.encode(kept), rand.nonce())
             else:

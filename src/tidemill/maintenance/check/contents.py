@@ -17,7 +17,7 @@ from typing import TypeVar
 import crc32c
 import pyarrow as pa
 
-from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.check.findings import Findings, RowSource
 from tidemill.metastore.rows import SHARD_BATCHES
@@ -67,7 +67,7 @@ async def _shards(consensus: Consensus, objects: ObjectStore, findings: Findings
                 await replica.catch_up()
                 if any(part.object_key == key for batch in replica.state.batches for part in batch.parts):
                     findings.add(f"table {create.name}", key, "the object is missing", FIX)
-        except Corrupt:
+        except CorruptError:
             continue  # its log is a finding of `logs`
 
 
@@ -76,7 +76,7 @@ async def _batches_of(rows: RowSource) -> AsyncIterator[Batch]:
         for key, value in zip(keys, values, strict=True):
             try:
                 yield decode_batch(SHARD_BATCHES.decode(key, value).batch)
-            except (Corrupt, Invalid):
+            except (CorruptError, InvalidError):
                 continue  # a finding of `rows`
 
 
@@ -89,9 +89,9 @@ async def _parts(objects: ObjectStore, findings: Findings, subject: str, batches
         try:
             data = await objects.get(part.object_key) if part.object_key else part.inline
             await asyncio.to_thread(_check_part, part, data)
-        except Missing:
+        except MissingError:
             missing.append(part.object_key)
-        except Corrupt as error:
+        except CorruptError as error:
             findings.add(subject or "table", part.object_key or "inline part", error.message.rstrip("."), FIX)
         findings.walked["parts"] += 1
         findings.walked["part bytes"] += part.size_bytes
@@ -102,14 +102,14 @@ async def _parts(objects: ObjectStore, findings: Findings, subject: str, batches
 
 
 def _check_part(part: Part, data: Buffer) -> None:
-    """Raises Corrupt."""
+    """Raises CorruptError."""
     try:
         file = open_part(part, data)
         rows = file.metadata.num_rows if part.crc >= 0 else file.read(use_threads=False).num_rows
     except (pa.ArrowException, OSError) as error:
-        raise Corrupt(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
+        raise CorruptError(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
     if rows != part.rows:
-        raise Corrupt(f"part has other rows: object={part.object_key or 'inline'} rows={rows} want={part.rows}.")
+        raise CorruptError(f"part has other rows: object={part.object_key or 'inline'} rows={rows} want={part.rows}.")
 
 
 # topics -----------------------------------------------------------------------------------------------
@@ -123,9 +123,9 @@ async def _listed(objects: ObjectStore, findings: Findings, prefix: str, what: s
     async def one(meta: ObjectMeta) -> None:
         try:
             await check(objects, meta)
-        except Missing:
+        except MissingError:
             return  # collected meanwhile; what refers to one that is not there is a finding of `objectcheck`
-        except Corrupt as error:
+        except CorruptError as error:
             findings.add(what, meta.key, error.message.rstrip("."), FIX)
         findings.walked[f"{what}s"] += 1
         findings.walked[f"{what.split()[0]} bytes"] += meta.size_bytes
@@ -165,24 +165,24 @@ async def _check_l1(objects: ObjectStore, meta: ObjectMeta) -> None:
                 batch = view[at : at + int(index.sizes[number])]
                 place = region.first_byte + start + at
                 if _check_batch(batch, where, place) != len(batch):
-                    raise Corrupt(f"record batch has another size than its index says: {where} byte={place}.")
+                    raise CorruptError(f"record batch has another size than its index says: {where} byte={place}.")
                 if parse_header(batch).base_offset != int(index.bases[number]):
-                    raise Corrupt(f"record batch has another offset than its index says: {where} byte={place}.")
+                    raise CorruptError(f"record batch has another offset than its index says: {where} byte={place}.")
             first = last + 1
 
 
 def _check_batch(data: memoryview, where: str, byte: int) -> int:
-    """Size of the batch that `data` begins with. Raises Corrupt."""
+    """Size of the batch that `data` begins with. Raises CorruptError."""
     try:
         header = parse_header(data)
-    except Invalid as error:
-        raise Corrupt(f"record batch is unreadable: {where} byte={byte} ({error.message}).") from error
+    except InvalidError as error:
+        raise CorruptError(f"record batch is unreadable: {where} byte={byte} ({error.message}).") from error
     size = header.size_bytes
     if not CRC_START < size <= len(data):
-        raise Corrupt(f"record batch has an impossible size: {where} byte={byte} bytes={size}.")
+        raise CorruptError(f"record batch has an impossible size: {where} byte={byte} bytes={size}.")
     computed = crc32c.crc32c(data[CRC_START:size])
     if computed != header.crc:
-        raise Corrupt(
+        raise CorruptError(
             f"record batch is damaged: {where} byte={byte} stored_crc32c={header.crc:08x} "
             f"computed_crc32c={computed:08x}."
         )

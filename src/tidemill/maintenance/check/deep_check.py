@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError, Unavailable
+from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError, UnavailableError
 from tidemill.consensus.api import Consensus
 from tidemill.maintenance.check.contents import check_contents
 from tidemill.maintenance.check.logs import check_logs
@@ -64,12 +64,14 @@ async def deep_check(
 ) -> Checked:
     """`contents`: every stored byte is read and verified as well, which takes as long as reading the bucket does.
 
-    Raises Missing when there is neither a cluster in consensus nor one in the bucket, Unavailable."""
+    Raises MissingError when there is neither a cluster in consensus nor one in the bucket, UnavailableError."""
     findings = Findings(progress)
     found = await _cluster_manifest(objects, findings)
     known = await read_cluster(consensus)
     if known is None and found is None and findings.clean:
-        raise Missing("There is no cluster: consensus is empty, and the bucket holds none.", fix="Start a node first.")
+        raise MissingError(
+            "There is no cluster: consensus is empty, and the bucket holds none.", fix="Start a node first."
+        )
     async with AsyncExitStack() as stack:
         domains: list[Domain] = []
         rows: RowSource | None = None
@@ -93,7 +95,7 @@ async def deep_check(
                     await check_logs(consensus, objects, checker.topics.values(), walk)
             elif rows is not None and found is not None:
                 checker = await check_rows(rows, walk, references, found.incarnation)
-        except (Missing, Corrupt, Invalid) as error:
+        except (MissingError, CorruptError, InvalidError) as error:
             _add_unreadable(walk, error)
         findings.include(walk)
         gathered_ms = checker.gathered_ms if checker is not None else 0
@@ -118,9 +120,9 @@ async def _cluster_manifest(objects: ObjectStore, findings: Findings) -> Cluster
         try:
             newest = (await cluster_manifest.load_manifest(objects, key)).manifest
             findings.walked["cluster manifests"] += 1
-        except Missing:
+        except MissingError:
             continue
-        except (Corrupt, Invalid) as error:
+        except (CorruptError, InvalidError) as error:
             findings.add("bucket", key, error.message.rstrip("."), error.fix)
     return newest
 
@@ -190,10 +192,10 @@ async def _walk_again(
             findings, references = Findings(progress), References()
             try:
                 return findings, references, await check_rows(rows, findings, references, incarnation)
-            except (Missing, Corrupt, Invalid) as error:
+            except (MissingError, CorruptError, InvalidError) as error:
                 for domain in domains:
                     await domain.sync()
-                if isinstance(error, Missing) and [domain.state.manifest for domain in domains] != manifests:
+                if isinstance(error, MissingError) and [domain.state.manifest for domain in domains] != manifests:
                     continue
                 _add_unreadable(findings, error)
                 return findings, references, None
@@ -223,7 +225,7 @@ async def _snapshots(domains: Sequence[Domain], stack: AsyncExitStack) -> _Snaps
         await domain.sync()
         try:
             snapshot = await domain.snapshot()
-        except Unavailable:  # nobody has led it yet: it has no rows
+        except UnavailableError:  # nobody has led it yet: it has no rows
             snapshots.append(None)
             continue
         stack.callback(snapshot.close)
@@ -236,7 +238,7 @@ async def _bucket_rows(
 ) -> RowSource | None:
     try:
         rows = await BucketRows.open(objects, await find_source(objects, rand), clock, rand)
-    except (Corrupt, Invalid, Missing) as error:
+    except (CorruptError, InvalidError, MissingError) as error:
         findings.add("bucket", "", f"its rows cannot be read: {error.message.rstrip('.')}", error.fix)
         return None
     stack.push_async_callback(rows.aclose)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tidemill.base.errors import Corrupt, Missing
+from tidemill.base.errors import CorruptError, MissingError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.rows.topics import TopicRow
@@ -34,7 +34,7 @@ async def check_logs(
         replica = shard_replica(consensus, create.shard_id)
         try:
             await replica.catch_up()
-        except Corrupt as error:
+        except CorruptError as error:
             findings.add(f"shard {create.name}", f"log {replica.log}", error.message.rstrip("."), error.fix or FIX)
         findings.walked["logs"] += 1
 
@@ -54,10 +54,10 @@ async def _check_partition(consensus: Consensus, objects: ObjectStore, log: str,
                 findings.add(f"log {log}", "", f"it begins at {start} with no rollup", FIX)
                 return
             decode_state(await objects.get(command.object_key), command.object_key)
-        except Missing as error:
+        except MissingError as error:
             if (await consensus.log_head(log)).start == start:
                 findings.add(f"log {log}", "its rollup", error.message.rstrip("."), FIX)
                 return
-        except Corrupt as error:
+        except CorruptError as error:
             findings.add(f"log {log}", "its rollup", error.message.rstrip("."), FIX)
             return

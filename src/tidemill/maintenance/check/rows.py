@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.metastore.check.checker import Checker, Examine
 from tidemill.metastore.check.findings import Findings, RowSource
 from tidemill.metastore.check.objects import References
@@ -77,7 +77,7 @@ def _fold(offsets: dict[str, Offsets], row: BindingRow) -> None:
     """`offsets` of the source as of this row: a delta names only what moved."""
     try:
         stored = decode_stored(row.binding)
-    except Corrupt:
+    except CorruptError:
         return  # a finding already
     before = offsets.get(row.source, {}) if stored.back else {}
     offsets[row.source] = {**before, **stored.binding.offsets}
@@ -145,7 +145,7 @@ def _binding(row: BindingRow) -> str:
 def _problem(check: Callable[[], object]) -> str:
     try:
         found = check()
-    except Corrupt as error:
+    except CorruptError as error:
         return error.message
     return found if isinstance(found, str) else ""
 
@@ -154,5 +154,5 @@ def _decoded(family: Family[R], key: bytes, value: bytes) -> R | None:
     """None for a row that the checker has named already."""
     try:
         return family.decode(key, value)
-    except (Corrupt, Invalid):
+    except (CorruptError, InvalidError):
         return None

@@ -9,7 +9,7 @@ from collections.abc import Set
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.backup.checkpoint import Unit
 from tidemill.metastore.metastore import Metastore
@@ -50,7 +50,7 @@ class RegistersStage:
             ids = msgspec.msgpack.decode(found.data, type=dict[str, int])
         except msgspec.DecodeError as error:
             text = f"The register of node ids is unreadable: register={NODES_REGISTER} cause={error}."
-            self.unreadable[THING] = Corrupt(text)
+            self.unreadable[THING] = CorruptError(text)
             return {}
         rows = dict(NODES.encode(NodeRow(name, node_id=node_id)) for name, node_id in ids.items())
         self._next = rows, found.seq

@@ -20,7 +20,7 @@ from tidemill.metastore.rows import SHARDS
 SEEN_KEPT = 256
 
 
-class Held(NamedTuple):
+class PersistedShard(NamedTuple):
     """What of a shard the newest manifest holds."""
 
     version: int = 0
@@ -31,11 +31,11 @@ class Held(NamedTuple):
 class Persisted:
     def __init__(self, metastore: Metastore) -> None:
         self._metastore = metastore
-        self._seen: dict[str, deque[tuple[int, Held]]] = {}
+        self._seen: dict[str, deque[tuple[int, PersistedShard]]] = {}
         """shard id → its row as it was seen with its seqno, oldest first"""
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, PersistedShard] = {}
 
-    async def held(self, name: str, shard_id: str) -> Held:
+    async def held(self, name: str, shard_id: str) -> PersistedShard:
         """The newest row of the shard that is known to be in the bucket's newest manifest; zeros = none yet."""
         key = SHARDS.key(name)
         found = await self._metastore.get_row(key, fresh=False)
@@ -43,11 +43,11 @@ class Persisted:
         if found is not None and found.value:
             row = SHARDS.decode(key, found.value)
             if row.shard_id == shard_id and (not seen or seen[-1][0] < found.seqno):
-                seen.append((found.seqno, Held(row.version, row.since, row.upper)))
+                seen.append((found.seqno, PersistedShard(row.version, row.since, row.upper)))
         covered = await self._covered(key)
         while seen and seen[0][0] <= covered:
             self._held[shard_id] = seen.popleft()[1]
-        return self._held.get(shard_id, Held())
+        return self._held.get(shard_id, PersistedShard())
 
     async def mentions(self) -> set[str]:
         """Ids of the shards that rows are about, as committed."""

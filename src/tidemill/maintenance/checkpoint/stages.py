@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.maintenance.checkpoint.registers import RegistersStage
@@ -50,7 +50,7 @@ def checkpointer(
     *,
     holder: str,
     interval_s: float,
-    tracker: Tracker | None = None,
+    tracker: StatusTracker | None = None,
 ) -> Checkpointer:
     stages = (
         PartitionsStage(consensus, objects, metastore, clock),

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
 from tidemill.maintenance.check.rows import check_rows
 from tidemill.metastore.backup.restore import (
@@ -119,7 +119,7 @@ class Restorer:
 
     async def run(self, chosen: Sequence[str] = ()) -> Restored:
         """Raises Invalid (not empty, alive), Replaced (another restore was first), Corrupt (naming the object),
-        Missing, Unavailable, Unknown."""
+        Missing, UnavailableError, UnknownOutcomeError."""
         source = await self.source(chosen)
         if not await has_claim(self._consensus, self._objects):
             await check_not_alive(self._objects, source, self._clock, self._progress)
@@ -290,9 +290,9 @@ class Restorer:
             try:
                 await domain.commit([(key, value)], expects={key: 0})
                 return
-            except Conflict:
+            except ConflictError:
                 return
-            except (Unavailable, Unknown, Fenced):
+            except (UnavailableError, UnknownOutcomeError, FencedError):
                 if attempt == COMMIT_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(COMMIT_PAUSE_S)
@@ -310,7 +310,7 @@ class Restorer:
                     return
                 await domain.commit([(key, value)], expects={key: row.seqno})
                 return
-            except (Unavailable, Unknown, Fenced, Conflict):
+            except (UnavailableError, UnknownOutcomeError, FencedError, ConflictError):
                 if attempt == COMMIT_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(COMMIT_PAUSE_S)

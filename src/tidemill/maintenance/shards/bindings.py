@@ -25,12 +25,12 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.maintenance.checkpoint.restore_horizon import Persisted
 from tidemill.maintenance.checkpoint.stages import sources_of
-from tidemill.maintenance.context import Grounds
-from tidemill.maintenance.failure_status import TOLD_AT_ONCE, Told
+from tidemill.maintenance.context import JobContext
+from tidemill.maintenance.failure_status import TOLD_AT_ONCE, FailureStatus
 from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import PIPELINES
 from tidemill.metastore.rows.pipelines import PipelineRow, source_of
@@ -56,9 +56,9 @@ class _Tended(msgspec.Struct):
 
 
 class BindingsUpkeep:
-    def __init__(self, grounds: Grounds, tracker: Tracker) -> None:
+    def __init__(self, grounds: JobContext, tracker: StatusTracker) -> None:
         self._g = grounds
-        self._told = Told("keeper:bindings", tracker, grounds.clock)
+        self._told = FailureStatus("keeper:bindings", tracker, grounds.clock)
         self._persisted = Persisted(grounds.metastore)
         self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
         self._tended: dict[str, _Tended] = {}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import PIPELINES
@@ -59,13 +59,13 @@ async def drop_shard(
 ) -> Dropped:
     """Drop the shard `name`; with `shard_id` that very shard (DS2), and again after an interrupted run (DS1).
 
-    Raises Missing (no such shard), Unavailable, Unknown (call again with the shard id).
+    Raises MissingError (no such shard), Unavailable, Unknown (call again with the shard id).
     """
     found = await registered(consensus, name)
     if found is None or (isinstance(found[0], Drop) and shard_id in ("", found[0].shard_id)):
-        raise Missing(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
+        raise MissingError(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
     created = found[0]
     if not isinstance(created, Create) or shard_id not in ("", created.shard_id):
-        raise Missing(f"the shard was dropped before: shard={name} id={shard_id}.")
+        raise MissingError(f"the shard was dropped before: shard={name} id={shard_id}.")
     held = await drop_created(consensus, objects, clock, rand, created)
     return Dropped(name, created.shard_id, held.rows, held.size_bytes, await users_of(metastore, name))

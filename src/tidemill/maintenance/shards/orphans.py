@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from tidemill.maintenance.checkpoint.restore_horizon import Persisted
-from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import Budget
 from tidemill.objects.store import ObjectMeta
 from tidemill.shards.api import STAGED, written_ms
@@ -31,7 +31,7 @@ LISTED_AT_ONCE = 20_000
 
 
 class Orphans:
-    def __init__(self, grounds: Grounds) -> None:
+    def __init__(self, grounds: JobContext) -> None:
         self._g = grounds
         self._persisted = Persisted(grounds.metastore)
         self._after = ""

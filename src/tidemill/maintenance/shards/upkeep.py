@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.maintenance.checkpoint.restore_horizon import Persisted
-from tidemill.maintenance.context import Grounds
-from tidemill.maintenance.failure_status import Told
+from tidemill.maintenance.context import JobContext
+from tidemill.maintenance.failure_status import FailureStatus
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.shards.garbage import collect
 from tidemill.shards.compaction.compaction import compact_once
@@ -52,9 +52,9 @@ class Figures(msgspec.Struct):
 
 
 class ShardUpkeep:
-    def __init__(self, grounds: Grounds, tracker: Tracker) -> None:
+    def __init__(self, grounds: JobContext, tracker: StatusTracker) -> None:
         self._g = grounds
-        self._told = Told("keeper:shards", tracker, grounds.clock)
+        self._told = FailureStatus("keeper:shards", tracker, grounds.clock)
         self._persisted = Persisted(grounds.metastore)
         self._tended: dict[str, _Tended] = {}
         """shard id → its handle"""

@@ -19,17 +19,17 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tidemill.base.errors import Conflict, TidemillError
+from tidemill.base.errors import ConflictError, TidemillError
 from tidemill.base.limits import L1_OBJECT_BYTES
-from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.compaction_pass import Bounds, CompactionPass
 from tidemill.metastore.rows import L1_PARTITIONS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1PartitionRow
 from tidemill.topics.config.configs import TopicConfig, stored_config
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reader import L1Reader
-from tidemill.topics.lifecycle.retention import NEVER_MS, Holds, is_compacted
+from tidemill.topics.lifecycle.retention import NEVER_MS, RetentionHolds, is_compacted
 from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import AbortedIndex
@@ -64,8 +64,8 @@ class Dirt(msgspec.Struct, frozen=True):
 class TopicCompaction:
     def __init__(
         self,
-        grounds: Grounds,
-        holds: Holds,
+        grounds: JobContext,
+        holds: RetentionHolds,
         *,
         room: int = KEYS_ROOM,
         target_bytes: int = L1_OBJECT_BYTES,
@@ -78,7 +78,7 @@ class TopicCompaction:
         self._holds = holds
         self._room = room
         self._target_bytes = target_bytes
-        self._rows = L1Rows(grounds.metastore, grounds.clock, grounds.rand)
+        self._rows = ExtentStore(grounds.metastore, grounds.clock, grounds.rand)
         self._reader = L1Reader(self._rows, grounds.objects, cache_bytes=0)
         self._pass: CompactionPass | None = None
         self._looked: dict[Place, tuple[L1PartitionRow, TopicConfig, int]] = {}
@@ -102,7 +102,7 @@ class TopicCompaction:
         running, more = self._pass, False
         try:
             more = await running.step(budget)
-        except Conflict:
+        except ConflictError:
             self._figures.left_out += 1  # another node compacts it
         except TidemillError as error:
             self._failing[running.topic_id, running.partition] = error

@@ -17,8 +17,8 @@ from functools import partial
 
 import msgspec
 
-from tidemill.base.errors import Invalid, Unavailable
-from tidemill.maintenance.context import Grounds
+from tidemill.base.errors import InvalidError, UnavailableError
+from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, l1_key
 from tidemill.topics.api import BatchRef
@@ -63,7 +63,7 @@ class CompactionPass:
     """`step` until it returns False."""
 
     def __init__(
-        self, grounds: Grounds, reader: L1Reader, bounds: Bounds, *, room: int, target_bytes: int,
+        self, grounds: JobContext, reader: L1Reader, bounds: Bounds, *, room: int, target_bytes: int,
         captured: bool = False,
     ) -> None:  # fmt: skip
         """`room`: keys of the map; `target_bytes`: of an object, which is held while it is made; `captured`: the topic
@@ -88,7 +88,8 @@ class CompactionPass:
         self.removed_bytes = 0
 
     async def step(self, budget: Budget) -> bool:
-        """True while something is left. Raises Corrupt, Unavailable, Unknown; Conflict when another pass took over."""
+        """True while something is left. Raises Corrupt, UnavailableError, Unknown; Conflict when another pass took
+        over."""
         while True:
             if self._end is None:
                 await self._map(budget)
@@ -142,7 +143,7 @@ class CompactionPass:
         """One object more, of extents that are neighbours; those in which nothing goes are passed over."""
         row = await self._rows.partition(self.topic_id, self.partition)
         if row is None:
-            raise Unavailable(f"the partition is not in L1 any more: partition={self.topic_id}/{self.partition}.")
+            raise UnavailableError(f"the partition is not in L1 any more: partition={self.topic_id}/{self.partition}.")
         build, old = ObjectBuilder(self.topic_id), list[L1ExtentRow]()
         tombstones = 0
         async for extent in self._rows.extents(self.topic_id, self.partition, self._at):
@@ -196,10 +197,10 @@ class CompactionPass:
         size = sum(len(part) for part in parts)
         try:
             await self._rows.replace(Replace(self.topic_id, name, size, footer.regions, {self.partition: epoch}))
-        except Invalid as stale:
+        except InvalidError as stale:
             self._tries += 1
             if self._tries >= TRIES:
-                raise Unavailable(
+                raise UnavailableError(
                     f"the extents of a partition keep changing: partition={self.topic_id}/{self.partition}.",
                     fix="Retry.",
                 ) from stale

@@ -12,8 +12,8 @@ committed meanwhile, or a member that comes, wins.
 
 from __future__ import annotations
 
-from tidemill.base.errors import Conflict, Fenced, Unknown
-from tidemill.maintenance.context import Grounds
+from tidemill.base.errors import ConflictError, FencedError, UnknownOutcomeError
+from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import GROUP_OFFSETS, GROUPS, TOPICS
 from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 5_000
 
 
 class GroupOffsets:
-    def __init__(self, grounds: Grounds) -> None:
+    def __init__(self, grounds: JobContext) -> None:
         self._g = grounds
         self._dropped = self._expired = self._forgotten = 0
         self._after = ""
@@ -89,7 +89,7 @@ class GroupOffsets:
             expects[key] = found.seqno
         try:
             await metastore.commit(rows, expects=expects)
-        except (Conflict, Fenced, Unknown):
+        except (ConflictError, FencedError, UnknownOutcomeError):
             return False
         return True
 

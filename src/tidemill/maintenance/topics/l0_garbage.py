@@ -19,10 +19,10 @@ from functools import partial
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Missing, TidemillError
+from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.maintenance.checkpoint.restore_horizon import Persisted
-from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.objects.store import ObjectMeta
@@ -83,7 +83,7 @@ class Figures(msgspec.Struct):
 
 
 class TopicObjects:
-    def __init__(self, grounds: Grounds, *, quiet_s: float = QUIET_S, fault: str = "") -> None:
+    def __init__(self, grounds: JobContext, *, quiet_s: float = QUIET_S, fault: str = "") -> None:
         self._g = grounds
         self._quiet_s = quiet_s
         self._fault = fault
@@ -198,9 +198,9 @@ class TopicObjects:
             read += 1
             try:
                 places = await self._places(meta)
-            except Missing:
+            except MissingError:
                 continue
-            except Corrupt:
+            except CorruptError:
                 self._strange.add(meta.key)
                 continue
             if self._fault == "first-region":
@@ -213,7 +213,7 @@ class TopicObjects:
         return False
 
     async def _places(self, meta: ObjectMeta) -> tuple[Place, ...]:
-        """Raises Corrupt, Missing."""
+        """Raises CorruptError, MissingError."""
         return await checked(self._g.objects, meta.key, partial(self._read_places, meta))
 
     async def _read_places(self, meta: ObjectMeta) -> tuple[Place, ...]:
@@ -223,7 +223,7 @@ class TopicObjects:
             tail = await self._g.objects.get(meta.key, start, meta.size_bytes)
             try:
                 return tuple((region.topic_id, region.partition) for region in decode_footer(tail))
-            except Corrupt:
+            except CorruptError:
                 if start == 0:
                     raise
                 size *= 16

@@ -18,14 +18,14 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from tidemill.base.errors import Conflict
+from tidemill.base.errors import ConflictError
 from tidemill.maintenance.checkpoint.restore_horizon import Persisted
-from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS, TOPICS
 from tidemill.metastore.rows.l1 import PREFIX, L1ObjectRow, l1_key
 from tidemill.topics.l1 import row_transitions
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 
 REGISTERED_S = 3600.0
 """An upload and its add take seconds; who was paused for longer begins anew."""
@@ -46,13 +46,13 @@ class Figures(msgspec.Struct):
 
 
 class TopicL1:
-    def __init__(self, grounds: Grounds, *, registered_s: float = REGISTERED_S, fault: str = "") -> None:
+    def __init__(self, grounds: JobContext, *, registered_s: float = REGISTERED_S, fault: str = "") -> None:
         self._g = grounds
         self._registered_s = registered_s
         self._fault = fault
         """Test-only: `unpersisted` deletes before the row that says so is in the bucket."""
         self._persisted = Persisted(grounds.metastore)
-        self._rows = L1Rows(grounds.metastore, grounds.clock, grounds.rand)
+        self._rows = ExtentStore(grounds.metastore, grounds.clock, grounds.rand)
         self._seen: dict[bytes, tuple[L1ObjectRow, float]] = {}
         """rows that may go → as they are, and since when"""
         self._gone: dict[str, tuple[float, list[int]]] = {}
@@ -124,7 +124,7 @@ class TopicL1:
         """False: a row changed, which is seen in the next step. Raises Unavailable, Unknown, Fenced."""
         try:
             await self._g.metastore.commit(rows, expects=expects)
-        except Conflict:
+        except ConflictError:
             return False
         return True
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Invalid, TidemillError
+from tidemill.base.errors import CorruptError, InvalidError, TidemillError
 from tidemill.base.limits import L1_OBJECT_BYTES
-from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import L1_PARTITIONS
 from tidemill.metastore.rows.l1 import L1PartitionRow, l1_key
 from tidemill.topics.l1.builder import ObjectBuilder
 from tidemill.topics.l1.extent_merge import FANOUT, Run, add_run, run_of
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.format import object_id
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.row_transitions import Replace
@@ -41,11 +41,11 @@ class Figures(msgspec.Struct):
 
 
 class TopicL1Levels:
-    def __init__(self, grounds: Grounds, *, target_bytes: int = L1_OBJECT_BYTES, fanout: int = FANOUT) -> None:
+    def __init__(self, grounds: JobContext, *, target_bytes: int = L1_OBJECT_BYTES, fanout: int = FANOUT) -> None:
         self._g = grounds
         self._fanout = fanout
         self._target_bytes = target_bytes
-        self._rows = L1Rows(grounds.metastore, grounds.clock, grounds.rand)
+        self._rows = ExtentStore(grounds.metastore, grounds.clock, grounds.rand)
         self._reader = L1Reader(self._rows, grounds.objects, cache_bytes=0)
         self._looked: dict[tuple[str, int], int] = {}
         """partition → its extents when no run was found in it"""
@@ -89,7 +89,7 @@ class TopicL1Levels:
                 continue
             try:
                 held = [(await self._reader.index(extent), await self._reader.data(extent)) for extent in run]
-            except Corrupt:
+            except CorruptError:
                 self._figures.left_out += 1  # the deep check names it; its neighbours wait with it
                 self._looked[topic_id, row.partition] = row.extent_count
                 continue
@@ -107,7 +107,7 @@ class TopicL1Levels:
         object_bytes = sum(len(part) for part in parts)
         try:
             stale = await self._rows.replace(Replace(topic_id, name, object_bytes, footer.regions, epochs))
-        except Invalid:
+        except InvalidError:
             self._figures.left_out += len(runs)
             return False
         self._figures.objects += 1

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 from tidemill.consensus.api import LogHead
 from tidemill.consensus.change_cursor import ChangedLogs
-from tidemill.maintenance.context import Grounds
+from tidemill.maintenance.context import JobContext
 from tidemill.maintenance.scheduler import Budget
 from tidemill.metastore.rows import PARTITIONS, TOPICS
 from tidemill.topics.lifecycle.settle import end_log
@@ -32,7 +32,7 @@ PREFIX = "rollup/topic/"
 
 
 class TopicRollups:
-    def __init__(self, grounds: Grounds, *, fault: str = "") -> None:
+    def __init__(self, grounds: JobContext, *, fault: str = "") -> None:
         self._g = grounds
         self._fault = fault
         """Test-only: `forgotten-log` never ends the log of a deleted topic."""

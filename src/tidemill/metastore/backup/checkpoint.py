@@ -27,9 +27,9 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, TidemillError
+from tidemill.base.errors import ClosedError, ConflictError, FencedError, InvalidError, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_ROWS, METASTORE_VALUE_BYTES
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.domain.state import batch_bytes
 from tidemill.metastore.metastore import Metastore
@@ -72,7 +72,7 @@ class Stage(Protocol):
         ...
 
     async def gather(self) -> dict[str, Unit]:
-        """What the rows lack as of some moment during this call, by thing. Raises Unavailable, Closed."""
+        """What the rows lack as of some moment during this call, by thing. Raises Unavailable, ClosedError."""
         ...
 
     unreadable: dict[str, TidemillError]
@@ -98,7 +98,7 @@ class Checkpointer:
         *,
         holder: str,
         interval_s: float = 10.0,
-        tracker: Tracker | None = None,
+        tracker: StatusTracker | None = None,
     ) -> None:
         self._metastore = metastore
         self._stages = list(stages)
@@ -124,14 +124,15 @@ class Checkpointer:
         }
 
     async def run(self) -> None:
-        """For ever, a round every interval. Raises Closed; everything else is shown by the mark and tried again."""
+        """For ever, a round every interval. Raises ClosedError; everything else is shown by the mark and tried
+        again."""
         try:
             while True:
                 started_s = self._clock.monotonic_s()
                 try:
                     await self.round()
                     pause_s = max(0.0, self._interval_s - (self._clock.monotonic_s() - started_s))
-                except Closed:
+                except ClosedError:
                     raise
                 except TidemillError as error:
                     self._mark(self._clock.now_ms(), str(error))
@@ -146,8 +147,8 @@ class Checkpointer:
     async def round(self) -> int:
         """Gather and write; returns how many rows were written.
 
-        Raises Fenced when another keeper has taken over meanwhile, Unavailable, Unknown: then the next round begins
-        from the rows. What a log that cannot be read raised (CP5) comes after everything else was written.
+        Raises FencedError when another keeper has taken over meanwhile, Unavailable, Unknown: then the next round
+        begins from the rows. What a log that cannot be read raised (CP5) comes after everything else was written.
         """
         self._late = set()
         try:
@@ -236,8 +237,8 @@ class Checkpointer:
         key, value = CHECKPOINTS.encode(row)
         try:
             seqno = await self._metastore.commit([*rows, (key, value)], expects={key: seqno})
-        except Conflict as conflict:
-            raise Fenced(
+        except ConflictError as conflict:
+            raise FencedError(
                 f"another process keeps the checkpoint now: holder={self._holder}.", current=conflict.current
             ) from conflict
         self._owned[index] = (seqno, row)
@@ -257,11 +258,11 @@ class Checkpointer:
 
 
 async def each_readable(gathering: Mapping[str, Awaitable[T]], unreadable: dict[str, TidemillError]) -> dict[str, T]:
-    """What these give, by thing; those that raise are put into `unreadable` instead. Raises Closed."""
+    """What these give, by thing; those that raise are put into `unreadable` instead. Raises ClosedError."""
     found: dict[str, T] = {}
     outcomes = await asyncio.gather(*gathering.values(), return_exceptions=True)
     for thing, outcome in zip(gathering, outcomes, strict=True):
-        if isinstance(outcome, TidemillError) and not isinstance(outcome, Closed):
+        if isinstance(outcome, TidemillError) and not isinstance(outcome, ClosedError):
             unreadable[thing] = outcome
         elif isinstance(outcome, BaseException):
             raise outcome
@@ -277,7 +278,7 @@ def too_large(units: Mapping[str, Unit]) -> dict[str, TidemillError]:
         value_bytes = max((len(value) for group in unit for _, value in group), default=0)
         group_rows = max(map(len, unit), default=0)
         if value_bytes > METASTORE_VALUE_BYTES or group_rows > COMMIT_ROWS:
-            found[thing] = Invalid(
+            found[thing] = InvalidError(
                 f"Part of the checkpoint is too large: thing={thing} value_bytes={value_bytes} rows={group_rows}.",
                 fix="Report it; until then this thing is restored as it was last written.",
             )

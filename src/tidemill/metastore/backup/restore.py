@@ -18,7 +18,7 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Corrupt, Invalid, Unknown
+from tidemill.base.errors import ConflictError, CorruptError, InvalidError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.backup.restore_source import DomainSource, Source
@@ -60,7 +60,7 @@ async def _registered(consensus: Consensus) -> Attempt | None:
 async def read_attempt(consensus: Consensus) -> Attempt | None:
     """The attempt that has claimed this consensus and not finished; None when it is empty.
 
-    Raises Invalid, naming what was found, when it is neither (RS1).
+    Raises InvalidError, naming what was found, when it is neither (RS1).
     """
     claimed = await _registered(consensus)
     cluster = await read_cluster(consensus)
@@ -71,7 +71,7 @@ async def read_attempt(consensus: Consensus) -> Attempt | None:
     if not present:
         return None
     what = f"cluster={cluster[0].uuid} " if cluster is not None else ""
-    raise Invalid(
+    raise InvalidError(
         f"Consensus is not empty: {what}entries={len(present)} first={','.join(present[:3])}.",
         fix="Restore into an empty one: name a new consensus.url, or move the old database away.",
     )
@@ -80,7 +80,7 @@ async def read_attempt(consensus: Consensus) -> Attempt | None:
 async def begin(consensus: Consensus, clock: Clock, rand: Rand, source: Source) -> Attempt:
     """Claim the consensus for `source`; the attempt that stands there, the new one or the one begun earlier (RS2).
 
-    Raises Invalid when that one is from other manifests, or consensus is not empty.
+    Raises InvalidError when that one is from other manifests, or consensus is not empty.
     """
     while True:
         attempt = await read_attempt(consensus)
@@ -89,10 +89,10 @@ async def begin(consensus: Consensus, clock: Clock, rand: Rand, source: Source) 
         fresh = Attempt(rand.nonce(), source.cluster.cluster_uuid, source.found.key, source.keys, clock.now_ms())
         try:
             await consensus.cas(ATTEMPT_REGISTER, 0, msgspec.msgpack.encode(fresh), fresh.nonce)
-        except (Conflict, Unknown):
+        except (ConflictError, UnknownOutcomeError):
             continue
     if (attempt.cluster_manifest, attempt.manifests) != (source.found.key, source.keys):
-        raise Invalid(
+        raise InvalidError(
             f"Another restore was begun here: attempt={attempt.nonce} cluster_manifest={attempt.cluster_manifest}.",
             fix="Run it again without --manifest, or begin anew with an empty consensus.",
         )
@@ -121,7 +121,7 @@ async def has_claim(consensus: Consensus, objects: ObjectStore) -> bool:
 async def take_claim(consensus: Consensus, objects: ObjectStore, clock: Clock) -> Cluster:
     """From here on what is left of the old cluster stops, and no other restore of this bucket goes on. Idempotent.
 
-    Raises Replaced when another restore was first, Unavailable, Unknown.
+    Raises Replaced when another restore was first, Unavailable, UnknownOutcomeError.
     """
     cluster, _ = await _claimed(consensus)
     await claim(objects, clock, cluster)
@@ -168,5 +168,7 @@ async def finish(consensus: Consensus, rand: Rand) -> Cluster:
 async def _claimed(consensus: Consensus) -> tuple[Cluster, int]:
     found = await read_cluster(consensus)
     if found is None:
-        raise Corrupt(f"The cluster register is gone: register={REGISTER}.", fix="Restore into empty consensus again.")
+        raise CorruptError(
+            f"The cluster register is gone: register={REGISTER}.", fix="Restore into empty consensus again."
+        )
     return found

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.bucket_claim import greatest_claim
 from tidemill.metastore.cluster import domain_of
@@ -63,8 +63,8 @@ class Source(msgspec.Struct, frozen=True):
 async def find_source(objects: ObjectStore, rand: Rand, chosen: Sequence[str] = (), cluster_key: str = "") -> Source:
     """`chosen`: keys of manifests to use instead of the newest of their domains; `cluster_key`: likewise.
 
-    Raises Missing (no cluster in the bucket, or a chosen object is not there), Corrupt naming the damaged object,
-    Invalid (a newer format, or a chosen key that is no manifest of this cluster), Unavailable.
+    Raises MissingError (no cluster in the bucket, or a chosen object is not there), CorruptError naming the damaged
+    object, InvalidError (a newer format, or a chosen key that is no manifest of this cluster), Unavailable.
     """
     found = await (
         cluster_manifest.load_manifest(objects, cluster_key)
@@ -72,7 +72,7 @@ async def find_source(objects: ObjectStore, rand: Rand, chosen: Sequence[str] = 
         else cluster_manifest.newest_manifest(objects)
     )
     if found is None:
-        raise Missing(
+        raise MissingError(
             "The bucket holds no cluster: nothing was ever persisted to it.",
             fix="Check objects.url, its prefix included.",
         )
@@ -80,7 +80,7 @@ async def find_source(objects: ObjectStore, rand: Rand, chosen: Sequence[str] = 
     for key in chosen:
         parts = _MANIFEST_KEY.fullmatch(key)
         if parts is None or parts[1] not in found.manifest.domains:
-            raise Invalid(
+            raise InvalidError(
                 f"Not a manifest of this cluster: manifest={key} domains={','.join(found.manifest.domains)}.",
                 fix="Name it as `restore --dry-run` and the bucket list it: metastore/<domain>/manifest/….",
             )
@@ -101,20 +101,20 @@ async def _domain_source(objects: ObjectStore, rand: Rand, uuid: str, chosen: st
         return DomainSource(uuid, "", None)
     try:
         manifest = await bucket.load(chosen)
-    except Corrupt as error:
-        raise Corrupt(
+    except CorruptError as error:
+        raise CorruptError(
             f"The newest manifest of a domain is damaged: manifest={chosen} domain={uuid} cause={error.message}",
             fix="Choose an older one with --manifest; `restore --dry-run --manifest …` says how old it is.",
         ) from error
     if manifest.domain_uuid != uuid:
-        raise Corrupt(f"A manifest lies in another domain's place: manifest={chosen} uuid={manifest.domain_uuid}.")
+        raise CorruptError(f"A manifest lies in another domain's place: manifest={chosen} uuid={manifest.domain_uuid}.")
     return DomainSource(uuid, chosen, manifest)
 
 
 async def check_not_alive(
     objects: ObjectStore, source: Source, clock: Clock, progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> None:
-    """Raises Invalid while the cluster may be alive: two clusters on one bucket would destroy each other's work.
+    """Raises InvalidError while the cluster may be alive: two clusters on one bucket would destroy each other's work.
 
     A cluster that lives writes a new sign within a third of what its signs name. So the bucket is watched for as long
     as they name, by this machine's monotonic clock: the clocks of two machines are never compared. Without a sign,
@@ -130,7 +130,7 @@ async def check_not_alive(
         progress("signs of life", int(passed_s), max(1, int(watch_s)))
         await asyncio.sleep(min(LOOK_S, watch_s / 10))
         if new := [key async for key in _signs_of(objects, sign.incarnation) if key not in before]:
-            raise Invalid(
+            raise InvalidError(
                 "The bucket's cluster is alive: it wrote a sign of life while this command watched:"
                 f" cluster={sign.cluster_uuid} node={sign.node} watched_s={clock.monotonic_s() - began_s:.0f}"
                 f" object={new[0]}.",
@@ -146,7 +146,7 @@ async def _signs_of(objects: ObjectStore, incarnation: int) -> AsyncIterator[str
 
 
 class BucketRows:
-    """The rows of a source, read from the bucket. Reads raise Missing, Corrupt, Invalid, Unavailable."""
+    """The rows of a source, read from the bucket. Reads raise MissingError, CorruptError, InvalidError, Unavailable."""
 
     def __init__(self, databases: Sequence[Database]) -> None:
         self._databases = list(databases)
@@ -200,4 +200,4 @@ class _Fixed:
         return self._manifest
 
     async def write(self, manifest: Manifest) -> None:
-        raise Invalid("A manifest that is restored from is not written.")
+        raise InvalidError("A manifest that is restored from is not written.")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.metastore.check.findings import Findings, RowSource
 from tidemill.metastore.check.l1 import L1Check
 from tidemill.metastore.check.objects import References
@@ -103,7 +103,7 @@ class Checker:
             for key, value in zip(keys, values, strict=True):
                 try:
                     row = family.decode(key, value)
-                except (Corrupt, Invalid) as error:
+                except (CorruptError, InvalidError) as error:
                     self._findings.add(f"{family.name} row {key.hex()}", "", error.message.rstrip("."), RESTORE)
                     continue
                 self._findings.walked[family.name] += 1

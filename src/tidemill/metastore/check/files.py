@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.domain.settings import prefix_of
 from tidemill.metastore.lsm.block_cache import BlockCache
@@ -67,9 +67,9 @@ async def _manifests(bucket: BucketManifests, uuid: str, findings: Findings) -> 
     for name in names:
         try:
             manifest = await bucket.load(name.key)
-        except Missing:
+        except MissingError:
             continue  # collected meanwhile
-        except (Corrupt, Invalid) as error:
+        except (CorruptError, InvalidError) as error:
             fix = error.fix if name is names[-1] else FIX_MANIFEST
             findings.add(f"domain {uuid}", name.key, error.message.rstrip("."), fix or FIX_FILE)
             continue
@@ -96,9 +96,9 @@ async def _check_file(tables: Tables, file: FileMeta, size_bytes: int | None, de
                 problem = _order(file, [key for block in blocks for key in block.keys])
                 if problem:
                     return problem
-    except Missing:
+    except MissingError:
         return "the object is missing"
-    except (Corrupt, Invalid) as error:
+    except (CorruptError, InvalidError) as error:
         return error.message.rstrip(".")
     finally:
         tables.forget(file)

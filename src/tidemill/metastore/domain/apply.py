@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from tidemill.base.errors import Conflict, Corrupt
+from tidemill.base.errors import ConflictError, CorruptError
 from tidemill.metastore.domain.codec import decode_command
 from tidemill.metastore.domain.commands import PersistManifest, ResetManifest, SetDomainUuid, WriteBatch
 from tidemill.metastore.domain.state import DomainState, VolatileBatch, batch_bytes
@@ -24,7 +24,7 @@ NO_FAULTS: frozenset[str] = frozenset()
 """Faults are for the simulation alone, which must find them: `lower-manifest`, `forget-delta`."""
 
 
-class UnreadableRecord(Exception):
+class UnreadableRecordError(Exception):
     """Not one of the refusals, on purpose: whoever skipped a record that others applied would hold another state.
 
     The state log stops at it and answers Corrupt from then on.
@@ -34,12 +34,12 @@ class UnreadableRecord(Exception):
 def apply(state: DomainState, data: bytes, position: int, term: int, faults: frozenset[str] = NO_FAULTS) -> DomainState:
     """The same object, changed by the update in `data` from the record at `position` and `term`.
 
-    Raises Conflict or Invalid, having changed nothing; UnreadableRecord when the bytes are no update.
+    Raises ConflictError or Invalid, having changed nothing; UnreadableRecordError when the bytes are no update.
     """
     try:
         command = decode_command(data)
-    except Corrupt as error:
-        raise UnreadableRecord(error.message) from error
+    except CorruptError as error:
+        raise UnreadableRecordError(error.message) from error
     if isinstance(command, PersistManifest) and "lower-manifest" in faults:
         _persist(state, command)
         return state
@@ -48,7 +48,7 @@ def apply(state: DomainState, data: bytes, position: int, term: int, faults: fro
         case WriteBatch(keys=keys, values=values):
             seqno = state.seqno(position)
             if seqno <= state.newest_seqno:
-                raise Conflict(
+                raise ConflictError(
                     f"The seqno of a batch would decrease: seqno={seqno} newest_seqno={state.newest_seqno} "
                     f"position={position}.",
                     fix="Report it: log positions only grow.",
@@ -57,7 +57,7 @@ def apply(state: DomainState, data: bytes, position: int, term: int, faults: fro
             state.volatile_bytes += batch_bytes(keys, values)
         case PersistManifest(manifest=manifest):
             if manifest.epoch != state.epoch(term):
-                raise Conflict(
+                raise ConflictError(
                     f"A manifest is persisted in its own term only: epoch={manifest.epoch} "
                     f"expected={state.epoch(term)} term={term}.",
                     current=state.manifest,

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.metastore.domain.commands import Command
 from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch, batch_bytes
 
@@ -54,12 +54,12 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(data: bytes) -> Command:
-    """Raises Corrupt when the bytes are no update of this format."""
+    """Raises CorruptError when the bytes are no update of this format."""
     try:
         command: Command = _decode_command(data)
         return command
     except msgspec.MsgspecError as error:
-        raise Corrupt(
+        raise CorruptError(
             f"A record of a domain's log cannot be read: size_bytes={len(data)} reason={str(error)!r}.",
             fix="Upgrade tidemill if a newer one wrote it.",
         ) from error
@@ -91,7 +91,7 @@ def _rollup(state: DomainState, volatile: list[VolatileBatch]) -> _Rollup[list[V
 
 
 def decode_state(data: bytes) -> DomainState:
-    """Raises Corrupt when the bytes are no rollup of this format."""
+    """Raises CorruptError when the bytes are no rollup of this format."""
     state, batches = _decode_steps(data)
     for _ in batches:
         pass
@@ -148,15 +148,15 @@ def _check_format(data: bytes) -> None:
         raise _unknown_format(written)
 
 
-def _unknown_format(written: int) -> Corrupt:
-    return Corrupt(
+def _unknown_format(written: int) -> CorruptError:
+    return CorruptError(
         f"A domain's rollup has an unknown format: format={written} known={ROLLUP_FORMAT}.",
         fix="Upgrade tidemill: a newer one wrote it.",
     )
 
 
-def _unreadable(data: bytes, error: msgspec.MsgspecError) -> Corrupt:
-    return Corrupt(f"A domain's rollup cannot be read: size_bytes={len(data)} reason={str(error)!r}.")
+def _unreadable(data: bytes, error: msgspec.MsgspecError) -> CorruptError:
+    return CorruptError(f"A domain's rollup cannot be read: size_bytes={len(data)} reason={str(error)!r}.")
 
 
 def _array_head(count: int) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.errors import Conflict, Invalid
+from tidemill.base.errors import ConflictError, InvalidError
 from tidemill.metastore.domain.state import DomainState, PersistedManifest
 
 
@@ -19,9 +19,9 @@ class SetDomainUuid(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     def check(self, state: DomainState) -> None:
         if not self.domain_uuid:
-            raise Invalid("A domain uuid cannot be empty.", fix="Draw a new one.")
+            raise InvalidError("A domain uuid cannot be empty.", fix="Draw a new one.")
         if state.domain_uuid:
-            raise Conflict(
+            raise ConflictError(
                 f"The domain has its uuid: current={state.domain_uuid} offered={self.domain_uuid}.",
                 current=state.domain_uuid,
                 fix="Use the current one.",
@@ -38,7 +38,7 @@ class WriteBatch(msgspec.Struct, frozen=True, array_like=True, tag=2):
     def check(self, state: DomainState) -> None:
         check_uuid(state, self.domain_uuid)
         if not self.keys or len(self.keys) != len(self.values):
-            raise Invalid(
+            raise InvalidError(
                 f"A write batch needs rows: keys={len(self.keys)} values={len(self.values)}.",
                 fix="Give at least one row, each a key and a value.",
             )
@@ -65,11 +65,11 @@ class ResetManifest(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     def check(self, state: DomainState) -> None:
         if not self.domain_uuid:
-            raise Invalid("A domain uuid cannot be empty.", fix="Name the domain that is restored.")
+            raise InvalidError("A domain uuid cannot be empty.", fix="Name the domain that is restored.")
         if self.manifest is not None:
             check_counts(self.manifest)
         if state.volatile or state.persisted_seqno:
-            raise Conflict(
+            raise ConflictError(
                 f"The domain is not empty: uuid={state.domain_uuid} newest_seqno={state.newest_seqno}.",
                 current=state.manifest,
                 fix="Reset only a domain that holds nothing; restore into empty consensus.",
@@ -81,7 +81,7 @@ Command = SetDomainUuid | WriteBatch | PersistManifest | ResetManifest
 
 def check_counts(manifest: PersistedManifest) -> None:
     if manifest.last_seqno < 0 or manifest.epoch < 0:
-        raise Invalid(
+        raise InvalidError(
             f"A manifest counts from 0: last_seqno={manifest.last_seqno} epoch={manifest.epoch}.",
             fix="Restore from a manifest that this program wrote.",
         )
@@ -89,7 +89,7 @@ def check_counts(manifest: PersistedManifest) -> None:
 
 def check_uuid(state: DomainState, domain_uuid: str) -> None:
     if not domain_uuid or domain_uuid != state.domain_uuid:
-        raise Conflict(
+        raise ConflictError(
             f"The update is for another domain: uuid={domain_uuid!r} current={state.domain_uuid!r}.",
             current=state.domain_uuid,
             fix="Reopen the domain; it was reset or never named.",
@@ -99,7 +99,7 @@ def check_uuid(state: DomainState, domain_uuid: str) -> None:
 def check_issued(state: DomainState, manifest: PersistedManifest) -> None:
     """F22: rows would count as persisted by the manifest's claim alone."""
     if manifest.last_seqno > state.newest_seqno:
-        raise Invalid(
+        raise InvalidError(
             f"The manifest claims what was never written: last_seqno={manifest.last_seqno} "
             f"newest_seqno={state.newest_seqno}.",
             fix="Report it: a manifest's last seqno is taken when the memtable is frozen.",
@@ -113,7 +113,7 @@ def check_not_lower(state: DomainState, manifest: PersistedManifest) -> None:
     # The number is beyond the seed's rule: of two manifests with one seqno, the elder names files that may be gone.
     before = (manifest.epoch, manifest.number) < (stored.epoch, stored.number)
     if before or manifest.last_seqno < stored.last_seqno:
-        raise Conflict(
+        raise ConflictError(
             f"A newer manifest is persisted: last_seqno={manifest.last_seqno} epoch={manifest.epoch} "
             f"number={manifest.number} stored_seqno={stored.last_seqno} stored_epoch={stored.epoch} "
             f"stored_number={stored.number}.",

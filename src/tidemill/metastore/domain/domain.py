@@ -19,9 +19,18 @@ from functools import partial
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Fenced, Invalid, Missing, TidemillError, Unavailable, Unknown, ends_process
+from tidemill.base.errors import (
+    ClosedError,
+    FencedError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+    ends_process,
+)
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.leader_election import lead
 from tidemill.consensus.state_log.state_log import StateLog
@@ -29,11 +38,11 @@ from tidemill.metastore.domain.apply import NO_FAULTS, apply
 from tidemill.metastore.domain.codec import decode_state_slowly, encode_state_slowly
 from tidemill.metastore.domain.follower import Follower
 from tidemill.metastore.domain.forwarding_client import Requester
-from tidemill.metastore.domain.forwarding_server import Serving
+from tidemill.metastore.domain.forwarding_server import ForwardingServer
 from tidemill.metastore.domain.leader import Leader
 from tidemill.metastore.domain.read_barrier import Barrier
 from tidemill.metastore.domain.read_path import Reading
-from tidemill.metastore.domain.settings import DomainSettings, Grounds
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.domain.state import DomainState, PersistedManifest
 from tidemill.metastore.domain.write_path import NOTHING, measured
 from tidemill.metastore.lsm.compaction.executor import Merger
@@ -52,9 +61,9 @@ CONFIRM_S = 2.0
 
 
 class Domain(Reading):
-    """Made by `factory`. Every method may raise Unavailable, Closed, Corrupt."""
+    """Made by `factory`. Every method may raise UnavailableError, ClosedError, Corrupt."""
 
-    def __init__(self, grounds: Grounds, own_earlier_life: Callable[[str], bool]) -> None:
+    def __init__(self, grounds: DomainContext, own_earlier_life: Callable[[str], bool]) -> None:
         self.marks = grounds.tracker
         self._grounds = grounds
         self._settings = grounds.settings
@@ -96,7 +105,7 @@ class Domain(Reading):
         clock: Clock,
         rand: Rand,
         settings: DomainSettings | None = None,
-        tracker: Tracker | None = None,
+        tracker: StatusTracker | None = None,
         merger: Merger | None = None,
         own_earlier_life: Callable[[str], bool] = lambda _: False,
         faults: frozenset[str] = NO_FAULTS,
@@ -106,7 +115,7 @@ class Domain(Reading):
         `holder` names this process in the lease; it is made unique. `own_earlier_life(holder)`: see
         `consensus.leading.lead`. Consensus, objects and merger stay the caller's.
         """
-        grounds = Grounds(
+        grounds = DomainContext(
             name,
             consensus,
             objects,
@@ -114,7 +123,7 @@ class Domain(Reading):
             clock,
             rand,
             settings or DomainSettings(),
-            tracker or Tracker(),
+            tracker or StatusTracker(),
             merger,
             faults,
         )
@@ -147,7 +156,7 @@ class Domain(Reading):
         return self._log.state
 
     async def until_leading(self, timeout_s: float) -> None:
-        """Raises Unavailable when this process does not lead after so long, with the reason as far as known."""
+        """Raises UnavailableError when this process does not lead after so long, with the reason as far as known."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.leading:
@@ -156,7 +165,7 @@ class Domain(Reading):
                     await self._turned.wait()
         except TimeoutError as error:
             cause = self.failed.message if self.failed is not None else "another process holds the lease"
-            raise Unavailable(
+            raise UnavailableError(
                 f"This process does not lead the domain: domain={self.name} timeout_s={timeout_s} cause={cause!r}."
             ) from error
 
@@ -208,7 +217,7 @@ class Domain(Reading):
         it was reset and this process could not open it anew.
         """
         if manifest is not None and manifest.domain_uuid != domain_uuid:
-            raise Invalid(
+            raise InvalidError(
                 f"The manifest is of another domain: uuid={domain_uuid} manifest_uuid={manifest.domain_uuid}.",
                 fix="Restore each domain from its own manifest.",
             )
@@ -223,10 +232,10 @@ class Domain(Reading):
         await leader.reset(domain_uuid, persisted)
         try:
             await self.until_leading(timeout_s)
-        except Unavailable as error:
+        except UnavailableError as error:
             # It is done, so Unavailable would be a lie. Another process may have opened it: then nothing is wrong.
             if self.failed is not None:
-                raise Unknown(
+                raise UnknownOutcomeError(
                     f"The domain was reset but could not be opened: domain={self.name} uuid={domain_uuid} "
                     f"cause={self.failed.message!r}.",
                     fix="Mend the cause; the domain then opens by itself.",
@@ -251,7 +260,7 @@ class Domain(Reading):
         """One round of the barrier."""
         leader = self._leader
         if leader is not None and not leader.ended:
-            with contextlib.suppress(Fenced):
+            with contextlib.suppress(FencedError):
                 await leader.stands()
                 return
         await self._log.catch_up()
@@ -275,7 +284,7 @@ class Domain(Reading):
                 await self._log.wait(FOLLOW_WAIT_S)
                 if not self.leading:
                     await self._follower.advance()
-            except (Unavailable, Unknown, Missing, Fenced) as error:
+            except (UnavailableError, UnknownOutcomeError, MissingError, FencedError) as error:
                 self._note(error, following=True)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
@@ -328,7 +337,7 @@ class Domain(Reading):
         grounds = self._grounds
         leader = await Leader.open(grounds, self._log, lease.term)
         try:
-            serving = Serving(grounds.consensus, grounds.clock, grounds.rand, self.name, self._log, leader)
+            serving = ForwardingServer(grounds.consensus, grounds.clock, grounds.rand, self.name, self._log, leader)
             leader.serve(serving.run(), name=f"serve {grounds.log}")
             if not self._settings.lead:
                 leader.serve(self._linger(leader, serving), name=f"linger {grounds.log}")
@@ -336,21 +345,21 @@ class Domain(Reading):
             self._turned.set()
             await self._follower.release()
             cause = await leader.run()
-            if not isinstance(cause, Closed | Fenced):
+            if not isinstance(cause, ClosedError | FencedError):
                 self._note(cause)
         finally:
             self._leader = None
             self._turned.set()
             await leader.aclose()
 
-    async def _linger(self, leader: Leader, serving: Serving) -> None:
+    async def _linger(self, leader: Leader, serving: ForwardingServer) -> None:
         """Whoever led for want of another gives up once nothing is left to do, neither for it nor for those who asked:
         a request that it executed and did not answer would wait for the next leader."""
         while True:
             self._busy = False
             await asyncio.sleep(self._settings.linger_s)
             if not self._requester.waiting and not self._busy and not serving.busy:
-                leader.step_down(Closed(f"Nothing is left to do here: domain={self.name}."))
+                leader.step_down(ClosedError(f"Nothing is left to do here: domain={self.name}."))
                 return
 
     # the end ------------------------------------------------------------------------------------
@@ -380,7 +389,7 @@ class Domain(Reading):
         if self._closing:
             return
         self._closing = True
-        self._closed = self._closed or Closed(f"The domain was closed: domain={self.name}.")
+        self._closed = self._closed or ClosedError(f"The domain was closed: domain={self.name}.")
         self._turned.set()
         await self._tasks.aclose()
         await self._requester.aclose()
@@ -402,7 +411,9 @@ class Domain(Reading):
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         _log.error("a task of the domain failed", domain=self.name, task=name, cause=str(error))
-        broken = error if isinstance(error, TidemillError) else Closed(f"A task broke: task={name!r} reason={error!r}.")
+        broken = (
+            error if isinstance(error, TidemillError) else ClosedError(f"A task broke: task={name!r} reason={error!r}.")
+        )
         self._note(broken)
         self._closed = self._closed or broken
         self._turned.set()

@@ -13,7 +13,7 @@ import asyncio
 
 from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH, FollowedManifests, read_manifest
-from tidemill.metastore.domain.settings import Grounds
+from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.domain.state import DomainState, PersistedManifest
 from tidemill.metastore.lsm.database import Database
 
@@ -24,7 +24,7 @@ FEED_ROWS = 2_000
 class Follower:
     """Opened by the first `advance`, again after `release` or when the domain was renamed."""
 
-    def __init__(self, grounds: Grounds, log: StateLog[DomainState]) -> None:
+    def __init__(self, grounds: DomainContext, log: StateLog[DomainState]) -> None:
         self._grounds = grounds
         self._log = log
         self._lock = asyncio.Lock()

@@ -32,7 +32,16 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Conflict, Corrupt, Invalid, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.base.limits import MIB
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogHead, resolve_append
@@ -122,7 +131,7 @@ def decode_place(state: DomainState, value: bytes | None) -> int:
     try:
         place: Place = _decode_place(value)
     except msgspec.MsgspecError as error:
-        raise Corrupt(f"The position of requests cannot be read: value={value.hex()}.") from error
+        raise CorruptError(f"The position of requests cannot be read: value={value.hex()}.") from error
     same_log = (place.seqno_delta, place.epoch_delta) == (state.seqno_delta, state.epoch_delta)
     return place.position if same_log else 0
 
@@ -138,7 +147,7 @@ def decode_request(data: bytes) -> Request | None:
 
 def refusal(nonce: str, error: TidemillError) -> Reply:
     """What a requester is told of a commit that certainly did not happen."""
-    if isinstance(error, Conflict) and isinstance(error.current, Mapping):
+    if isinstance(error, ConflictError) and isinstance(error.current, Mapping):
         rows = [
             (key, row.seqno if row is not None else -1, row.value if row is not None else b"")
             for key, row in error.current.items()
@@ -146,7 +155,7 @@ def refusal(nonce: str, error: TidemillError) -> Reply:
         if sum(len(key) + len(value) for key, _, value in rows) > CONFLICT_BYTES:
             rows = []
         return Reply(nonce, CONFLICT, 0, rows, error.message)
-    return Reply(nonce, INVALID if isinstance(error, Invalid) else UNAVAILABLE, 0, [], error.message)
+    return Reply(nonce, INVALID if isinstance(error, InvalidError) else UNAVAILABLE, 0, [], error.message)
 
 
 def outcome(reply: Reply) -> int | TidemillError:
@@ -154,27 +163,27 @@ def outcome(reply: Reply) -> int | TidemillError:
         return reply.seqno
     if reply.kind == CONFLICT:
         current = {key: None if seqno < 0 else Row(seqno, value) for key, seqno, value in reply.rows}
-        return Conflict(reply.text, current=current or None, fix="Read again and decide anew.")
+        return ConflictError(reply.text, current=current or None, fix="Read again and decide anew.")
     if reply.kind == UNKNOWN:
-        return Unknown(reply.text, fix="Read the rows to see whether it was done.")
-    return Invalid(reply.text) if reply.kind == INVALID else Unavailable(reply.text, fix="Retry.")
+        return UnknownOutcomeError(reply.text, fix="Read the rows to see whether it was done.")
+    return InvalidError(reply.text) if reply.kind == INVALID else UnavailableError(reply.text, fix="Retry.")
 
 
 async def append_as_equal(consensus: Consensus, rand: Rand, log: str, records: Sequence[bytes], at: int) -> LogHead:
     """Append wherever the log ends, `at` being a guess; the head's `next` is where the records end.
 
-    Raises Unavailable (it did not happen), Unknown.
+    Raises UnavailableError (it did not happen), UnknownOutcomeError.
     """
     while True:
         nonce = rand.nonce()
         try:
             return await consensus.append(log, 0, at, records, nonce)
-        except Conflict as lost:
+        except ConflictError as lost:
             at = lost.current.next if isinstance(lost.current, LogHead) else (await consensus.log_head(log)).next
-        except Unknown as unknown:
+        except UnknownOutcomeError as unknown:
             try:
                 landed = await resolve_append(consensus, log, at, nonce)
-            except (Missing, Unavailable) as error:
+            except (MissingError, UnavailableError) as error:
                 # Truncated over the answer, or nobody to ask: it may have happened.
                 raise unknown from error
             if landed:
@@ -218,7 +227,7 @@ class Requester:
         if self._closed is not None:
             raise self._closed
         if len(self._unsent) >= UNSENT_MAX:
-            raise Unavailable(
+            raise UnavailableError(
                 f"Too many requests wait to be sent: log={self._requests!r} count={len(self._unsent)}.",
                 fix="Look at the consensus database.",
             )
@@ -234,11 +243,11 @@ class Requester:
                 return await future
         except TimeoutError as error:
             if not _withdrawn(self._unsent, future):
-                raise Unknown(
+                raise UnknownOutcomeError(
                     f"No leader answered in time: log={self._requests!r} timeout_s={timeout_s}.",
                     fix="Read the rows to see whether it was done; it may still be.",
                 ) from error
-            raise Unavailable(
+            raise UnavailableError(
                 f"The request could not be sent in time: log={self._requests!r} timeout_s={timeout_s}.",
                 fix="Look at the consensus database.",
             ) from error
@@ -306,7 +315,7 @@ class Requester:
         self._guess, self._backlog = requests.next, requests.next - requests.start
         if self._backlog > BACKLOG_MAX:
             self._fail_unsent(
-                Unavailable(
+                UnavailableError(
                     f"Too many requests wait for a leader: count={self._backlog}.",
                     fix="Start a node, so that somebody leads the metastore.",
                 )
@@ -329,10 +338,10 @@ class Requester:
                     try:
                         if await self._consensus.wait(self._replies, self._heard, WAIT_S):
                             await self._hear()
-                    except Missing:
+                    except MissingError:
                         # Truncated before we read it: whose reply that was finds no answer in time.
                         self._heard = (await self._consensus.log_head(self._replies)).start
-                except (Unavailable, Unknown):
+                except (UnavailableError, UnknownOutcomeError):
                     await asyncio.sleep(RETRY_PAUSE_S)
         finally:
             self._listening = False
@@ -357,18 +366,22 @@ class Requester:
     def _task_failed(self, name: str, error: BaseException) -> None:
         """Sending or listening met what nobody foresaw: all of this moment hear of it, the next request begins anew."""
         _log.error("requests broke", task=name, exc_info=error)
-        self._fail_unsent(Unavailable(f"The request could not be sent: task={name!r} reason={error!r}.", fix="Retry."))
+        self._fail_unsent(
+            UnavailableError(f"The request could not be sent: task={name!r} reason={error!r}.", fix="Retry.")
+        )
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(Unknown(f"The answer was not heard: task={name!r} reason={error!r}."))
+                future.set_exception(UnknownOutcomeError(f"The answer was not heard: task={name!r} reason={error!r}."))
 
     async def aclose(self) -> None:
         """Those who wait hear Unknown: what was sent may still be done."""
-        self._closed = Closed(f"The domain was closed: log={self._requests!r}.")
+        self._closed = ClosedError(f"The domain was closed: log={self._requests!r}.")
         await self._tasks.aclose()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(Unknown(f"The domain was closed before an answer came: log={self._requests!r}."))
+                future.set_exception(
+                    UnknownOutcomeError(f"The domain was closed before an answer came: log={self._requests!r}.")
+                )
 
 
 def _withdrawn(unsent: list[Unsent], future: asyncio.Future[int]) -> bool:

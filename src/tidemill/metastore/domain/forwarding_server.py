@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Fenced, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import FencedError, MissingError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogRecord
 from tidemill.consensus.state_log.state_log import StateLog
@@ -48,7 +48,7 @@ ANSWER_ATTEMPTS = 5
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Serving:
+class ForwardingServer:
     """Runs while the leader leads; whatever ends it ends the leader."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Serving:
         return self._executing or len(self._flushes) > 0
 
     async def run(self) -> None:
-        """Raises Fenced when the term is over."""
+        """Raises FencedError when the term is over."""
         async with self._flushes:
             await self._begin()
             while True:
@@ -84,7 +84,7 @@ class Serving:
                         await self._execute()
                     elif self._truncated < self._position:
                         await self._truncate()
-                except (Unavailable, Unknown) as error:
+                except (UnavailableError, UnknownOutcomeError) as error:
                     _log.warning("requests wait", log=self._requests, cause=error.message)
                     await asyncio.sleep(RETRY_PAUSE_S)
                 finally:
@@ -101,7 +101,7 @@ class Serving:
                 position = decode_place(self._log.state, row.value if row is not None else None)
                 await self._answer_for_the_last(head.start, position)
                 break
-            except (Unavailable, Unknown) as error:
+            except (UnavailableError, UnknownOutcomeError) as error:
                 _log.warning("requests wait", log=self._requests, cause=error.message)
                 await asyncio.sleep(BEGIN_PAUSE_S)
         self._position = max(position, head.start)
@@ -112,7 +112,7 @@ class Serving:
         while start < position:
             try:
                 found = await self._consensus.read(self._requests, start, min(READ_REQUESTS, position - start))
-            except Missing:
+            except MissingError:
                 # The last leader truncates late: what is gone it had answered.
                 start = (await self._consensus.log_head(self._requests)).start
                 continue
@@ -122,14 +122,14 @@ class Serving:
             text = "The leader that executed this request ended; what it answered may be lost."
             replies = [_encode(Reply(r.nonce, UNKNOWN, 0, [], text)) for r in requests if r.hears_unknown]
             if replies and not await self._answer(replies):
-                raise Unavailable("The last leader's requests cannot be answered yet.")
+                raise UnavailableError("The last leader's requests cannot be answered yet.")
             start += len(found.records)
 
     async def _execute(self) -> None:
         """One read's worth of requests: all admitted in order, then awaited, then answered in one append."""
         try:
             found = await self._consensus.read(self._requests, self._position, READ_REQUESTS)
-        except Missing:
+        except MissingError:
             # Another leader executed and truncated them: it has fenced this one, or will show that it has.
             await self._leader.stands()
             raise
@@ -142,7 +142,7 @@ class Serving:
             reply = refused
             try:
                 seqno = await executed
-            except Unavailable as error:
+            except UnavailableError as error:
                 settled = False
                 reply = refusal(request.nonce, error) if request is not None else None
             else:
@@ -177,11 +177,11 @@ class Serving:
                     return request, refusal(request.nonce, _too_late(request)), await writing.admit((), {}, beside)
                 try:
                     return request, None, await writing.admit(request.rows, request.expects, beside)
-                except (Fenced, Unavailable, Unknown):
+                except (FencedError, UnavailableError, UnknownOutcomeError):
                     raise
                 except TidemillError as error:
                     return request, refusal(request.nonce, error), await writing.admit((), {}, beside)
-            except Unavailable as error:
+            except UnavailableError as error:
                 # No room: it was not executed, so it is tried again rather than refused.
                 _log.warning("requests wait", log=self._requests, cause=error.message)
                 await asyncio.sleep(RETRY_PAUSE_S)
@@ -192,7 +192,7 @@ class Serving:
             try:
                 await (await self._leader.writing.admit((), {}, self._beside(self._position)))
                 return
-            except Unavailable:
+            except UnavailableError:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     def _beside(self, position: int) -> list[tuple[bytes, bytes]]:
@@ -217,7 +217,7 @@ class Serving:
             try:
                 head = await append_as_equal(self._consensus, self._rand, self._replies, replies, self._replies_at)
                 break
-            except (Unavailable, Unknown) as error:
+            except (UnavailableError, UnknownOutcomeError) as error:
                 # Said twice does no harm; not said at all, the requester hears Unknown in the end.
                 _log.warning("requests are not answered", log=self._replies, count=len(replies), cause=error.message)
                 await asyncio.sleep(RETRY_PAUSE_S * attempt)
@@ -226,7 +226,9 @@ class Serving:
         self._replies_at = head.next
         if self._replies_at - self._replies_from > 2 * REPLIES_KEPT:
             start = self._replies_at - REPLIES_KEPT
-            with contextlib.suppress(Unavailable, Unknown):  # the next answer tries again; those who wait come first
+            with contextlib.suppress(
+                UnavailableError, UnknownOutcomeError
+            ):  # the next answer tries again; those who wait come first
                 await self._consensus.truncate(self._replies, start)
                 self._replies_from = start
         return True
@@ -236,8 +238,8 @@ class Serving:
         self._truncated = self._position
 
 
-def _too_late(request: Request) -> Unavailable:
-    return Unavailable(
+def _too_late(request: Request) -> UnavailableError:
+    return UnavailableError(
         f"The request was not executed in time, and will not be: expires_ms={request.expires_ms}.",
         fix="Ask again; if that is refused too, compare the clocks of the machines.",
     )

@@ -31,7 +31,7 @@ class Claim:
         """Set while it waits."""
 
 
-class Line:
+class ClaimQueue:
     """Plain calls only; `Claim.turn` is what their callers wait for."""
 
     def __init__(self) -> None:

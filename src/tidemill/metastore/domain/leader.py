@@ -18,13 +18,21 @@ from typing import Any
 
 import structlog
 
-from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    FencedError,
+    InvalidError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.codec import encode_command
 from tidemill.metastore.domain.commands import ResetManifest, SetDomainUuid
 from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH, ReplicatedManifests
-from tidemill.metastore.domain.settings import Grounds
+from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.domain.state import DomainState, PersistedManifest, VolatileBatch
 from tidemill.metastore.domain.write_path import Writing
 from tidemill.metastore.lsm.database import Database
@@ -49,7 +57,7 @@ AGES_KEPT = 16
 class Leader:
     """`run` until it returns; `step_down` makes it return; then `aclose`."""
 
-    def __init__(self, grounds: Grounds, log: StateLog[DomainState], term: int) -> None:
+    def __init__(self, grounds: DomainContext, log: StateLog[DomainState], term: int) -> None:
         self.term = term
         self._grounds = grounds
         self._settings = grounds.settings
@@ -67,8 +75,9 @@ class Leader:
         self._fed_seqno = 0
 
     @classmethod
-    async def open(cls, grounds: Grounds, log: StateLog[DomainState], term: int) -> Leader:
-        """LD1. Raises Fenced (a newer term exists), Unavailable, Unknown, Corrupt, Invalid (a newer format)."""
+    async def open(cls, grounds: DomainContext, log: StateLog[DomainState], term: int) -> Leader:
+        """LD1. Raises FencedError (a newer term exists), UnavailableError, UnknownOutcomeError, Corrupt, InvalidError
+        (a newer format)."""
         state = await log.lead(term)
         if not state.domain_uuid:
             await _name(grounds, log)
@@ -120,10 +129,10 @@ class Leader:
             raise
 
     async def _check_epoch(self, epoch: int) -> None:
-        """LD4. Raises Fenced, Unavailable."""
+        """LD4. Raises FencedError, UnavailableError."""
         newest = await self._grounds.bucket(self._domain_uuid).newest(ANY_EPOCH)
         if newest is not None and newest.epoch >= epoch:
-            raise Fenced(
+            raise FencedError(
                 f"The bucket holds a manifest of this epoch or a newer one, for consensus lost terms: domain="
                 f"{self._grounds.name} epoch={epoch} manifest={newest.key}.",
                 current=newest.epoch,
@@ -152,7 +161,7 @@ class Leader:
         if self._closed or self._ended.done():
             return False
         if state.domain_uuid != self._domain_uuid or state.persisted_seqno > self._fed_seqno:
-            self.step_down(Fenced(f"Another term has gone on: term={self.term} uuid={self._domain_uuid}."))
+            self.step_down(FencedError(f"Another term has gone on: term={self.term} uuid={self._domain_uuid}."))
             return False
         return True
 
@@ -170,11 +179,12 @@ class Leader:
         self._note_age(batches[0].seqno)
 
     async def stands(self) -> None:
-        """Raises Fenced unless this term stood after the call; the database holds all that was durable at the call."""
+        """Raises FencedError unless this term stood after the call; the database holds all that was durable at the
+        call."""
         self._check()
         head = await self._grounds.consensus.log_head(self._log.log)
         if head.term != self.term:
-            self.step_down(Fenced(f"A newer term was fenced: term={self.term} newer={head.term}.", current=head))
+            self.step_down(FencedError(f"A newer term was fenced: term={self.term} newer={head.term}.", current=head))
         elif head.next > self._log.position:
             await self._log.catch_up()
         self.feed()
@@ -192,24 +202,25 @@ class Leader:
             self._check()  # whoever closed this leader cancelled it; the caller was not cancelled
         outcome: int | TidemillError = flushing.result()
         if isinstance(outcome, TidemillError):
-            if isinstance(outcome, Closed):
+            if isinstance(outcome, ClosedError):
                 self._check()
             raise outcome
         return outcome
 
     async def reset(self, domain_uuid: str, manifest: PersistedManifest | None) -> None:
-        """Make the empty domain go on as `domain_uuid` from `manifest`. Ends this term. Raises Conflict: not empty."""
+        """Make the empty domain go on as `domain_uuid` from `manifest`. Ends this term. Raises ConflictError: not
+        empty."""
         command = ResetManifest(domain_uuid, manifest)
 
         def made(state: DomainState) -> bytes:
             self._check()
             if self._log.term != self.term:
-                raise Fenced(f"The term is over: term={self.term} current={self._log.term}.")
+                raise FencedError(f"The term is over: term={self.term} current={self._log.term}.")
             command.check(state)
             return encode_command(command)
 
         await self._log.propose_late_nowait(made)
-        self.step_down(Fenced(f"The domain was reset: uuid={domain_uuid} before={self._domain_uuid}."))
+        self.step_down(FencedError(f"The domain was reset: uuid={domain_uuid} before={self._domain_uuid}."))
 
     # the term ------------------------------------------------------------------------------------
 
@@ -236,14 +247,14 @@ class Leader:
         """Plain and idempotent (LD2)."""
         if self._ended.done():
             return
-        tell = _log.info if isinstance(error, Closed) else _log.warning
+        tell = _log.info if isinstance(error, ClosedError) else _log.warning
         tell("stepping down", domain=self._grounds.name, term=self.term, cause=error.message)
         self._ended.set_result(error)
         self.writing.stop(self._over())
 
     async def aclose(self) -> None:
         """Stop everything; flushes nothing. Groups under way still learn their outcome."""
-        self.step_down(Closed(f"The leader was closed: domain={self._grounds.name} term={self.term}."))
+        self.step_down(ClosedError(f"The leader was closed: domain={self._grounds.name} term={self.term}."))
         self._closed = True
         self._grounds.tracker.remove(self._mark_name)
         await self._tasks.aclose()
@@ -253,9 +264,9 @@ class Leader:
         if self._ended.done():
             raise self._over()
 
-    def _over(self) -> Fenced:
+    def _over(self) -> FencedError:
         cause = self._ended.result()
-        return Fenced(
+        return FencedError(
             f"This process does not lead the domain any more: domain={self._grounds.name} term={self.term} "
             f"cause={cause.message!r}.",
             fix="Ask again; another leader is elected within the lease time.",
@@ -263,7 +274,9 @@ class Leader:
 
     def task_failed(self, name: str, error: BaseException) -> None:
         """Whatever this term runs and fails ends the term; the next one begins anew."""
-        broken = error if isinstance(error, TidemillError) else Closed(f"A task broke: task={name!r} reason={error!r}.")
+        broken = (
+            error if isinstance(error, TidemillError) else ClosedError(f"A task broke: task={name!r} reason={error!r}.")
+        )
         self.step_down(broken)
 
     # persisting ----------------------------------------------------------------------------------
@@ -276,7 +289,7 @@ class Leader:
             self._flush_now.clear()
             try:
                 await self.database.flush(self._settings.flush_timeout_s)
-            except Unavailable as error:
+            except UnavailableError as error:
                 self._trouble = error.message
                 _log.warning("not persisted", domain=self._grounds.name, cause=error.message)
                 await asyncio.sleep(pause_s)
@@ -335,7 +348,7 @@ class Leader:
                 continue
             try:
                 await self._log.rollup()
-            except (Unavailable, Unknown, Invalid) as error:
+            except (UnavailableError, UnknownOutcomeError, InvalidError) as error:
                 # Invalid: the state is larger than one append. The next manifest makes it smaller.
                 _log.warning("not rolled up", domain=self._grounds.name, cause=error.message)
             except TidemillError as error:
@@ -382,12 +395,12 @@ class Leader:
         )
 
 
-async def _name(grounds: Grounds, log: StateLog[DomainState]) -> None:
+async def _name(grounds: DomainContext, log: StateLog[DomainState]) -> None:
     """Give the domain its uuid, or find that somebody has."""
     command = SetDomainUuid(grounds.rand.uuid())
     try:
         await log.propose(encode_command(command), check=command.check)
-    except Conflict:
+    except ConflictError:
         if not log.state.domain_uuid:
             raise
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.errors import ClosedError, TidemillError
 from tidemill.base.runtime.tasks import FailureHandler, Tasks
 
 
@@ -44,7 +44,7 @@ class Barrier:
             if self._joinable is not None:
                 # Only where a round broke: those who had joined the next one must not wait for ever.
                 joined, self._joinable = self._joinable, None
-                _fail(joined, self._closed or Closed(f"The barrier broke: barrier={self._name}."))
+                _fail(joined, self._closed or ClosedError(f"The barrier broke: barrier={self._name}."))
 
     async def _round(self, joined: asyncio.Future[None]) -> None:
         try:
@@ -52,13 +52,13 @@ class Barrier:
         except TidemillError as error:
             _fail(joined, error)
         except BaseException as error:
-            _fail(joined, Closed(f"The barrier broke: barrier={self._name} reason={error!r}."))
+            _fail(joined, ClosedError(f"The barrier broke: barrier={self._name} reason={error!r}."))
             raise
         else:
             joined.set_result(None)
 
     async def aclose(self) -> None:
-        self._closed = Closed(f"The barrier was closed: barrier={self._name}.")
+        self._closed = ClosedError(f"The barrier was closed: barrier={self._name}.")
         joinable, self._joinable = self._joinable, None
         await self._tasks.aclose()
         if joinable is not None:

@@ -9,7 +9,14 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from tidemill.base.errors import Closed, Fenced, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    FencedError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.metastore.domain.follower import Follower
 from tidemill.metastore.domain.leader import Leader
 from tidemill.metastore.lsm.database import Database
@@ -70,10 +77,12 @@ class Reading:
                     given = True
                     yield chunk
                 return
-            except (Closed, Fenced, Unknown, Missing) as error:
+            except (ClosedError, FencedError, UnknownOutcomeError, MissingError) as error:
                 await self._begin_again(database, error)
                 if given:
-                    raise Unavailable(f"The scan was cut off: reason={error.message!r}.", fix="Scan again.") from error
+                    raise UnavailableError(
+                        f"The scan was cut off: reason={error.message!r}.", fix="Scan again."
+                    ) from error
                 met = error
         raise self._restless(met)
 
@@ -81,10 +90,10 @@ class Reading:
         return self.scan(prefix, prefix_end(prefix), reverse=reverse)
 
     async def snapshot(self) -> Snapshot:
-        """The database as it is now; ends with leadership. Raises Unavailable while nobody has led yet."""
+        """The database as it is now; ends with leadership. Raises UnavailableError while nobody has led yet."""
         database = await self._serving()
         if database is None:
-            raise Unavailable(f"The domain has no rows yet: domain={self.name}.", fix="Write to it first.")
+            raise UnavailableError(f"The domain has no rows yet: domain={self.name}.", fix="Write to it first.")
         return database.snapshot()
 
     async def _read(self, read: Callable[[Database], Awaitable[T]], nothing: T) -> T:
@@ -95,7 +104,7 @@ class Reading:
                 return nothing
             try:
                 return await read(database)
-            except (Closed, Fenced, Unknown, Missing) as error:
+            except (ClosedError, FencedError, UnknownOutcomeError, MissingError) as error:
                 await self._begin_again(database, error)
                 met = error
         raise self._restless(met)
@@ -115,21 +124,23 @@ class Reading:
         self._check()
         leader = self._leader
         if leader is not None and leader.database is database and not leader.ended:
-            if isinstance(error, Missing):
+            if isinstance(error, MissingError):
                 # Deposed without knowing it: the next leader may have collected what this one still reads.
-                with contextlib.suppress(Fenced):
+                with contextlib.suppress(FencedError):
                     await leader.stands()
                     raise error
                 return
             raise error
-        if isinstance(error, Missing) and database is self._follower.database:
+        if isinstance(error, MissingError) and database is self._follower.database:
             await self._follower.refresh()
 
     def _restless(self, met: TidemillError | None) -> TidemillError:
         """What is missing under every version of the database was not collected: it is gone."""
-        if isinstance(met, Missing):
+        if isinstance(met, MissingError):
             return met
-        return Unavailable(f"Leadership keeps changing: domain={self.name} attempts={READ_ATTEMPTS}.", fix="Retry.")
+        return UnavailableError(
+            f"Leadership keeps changing: domain={self.name} attempts={READ_ATTEMPTS}.", fix="Retry."
+        )
 
     def _check(self) -> None:
         if self._closed is not None:

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.consensus.state_log.state_log import StateLog
 from tidemill.metastore.domain.codec import encode_command
 from tidemill.metastore.domain.commands import PersistManifest
@@ -19,9 +27,10 @@ ANY_EPOCH = 10**20 - 1
 
 
 def read_manifest(state: DomainState, domain_uuid: str, max_epoch: int) -> Manifest | None:
-    """The replicated manifest. Raises Fenced when the domain was renamed or has a newer epoch; Corrupt; Invalid."""
+    """The replicated manifest. Raises FencedError when the domain was renamed or has a newer epoch; Corrupt;
+    Invalid."""
     if state.domain_uuid != domain_uuid:
-        raise Fenced(
+        raise FencedError(
             f"The domain is another one now: opened={domain_uuid} current={state.domain_uuid}.",
             current=state.domain_uuid,
             fix="Reopen it.",
@@ -30,14 +39,14 @@ def read_manifest(state: DomainState, domain_uuid: str, max_epoch: int) -> Manif
     if persisted is None:
         return None
     if persisted.epoch > max_epoch:
-        raise Fenced(
+        raise FencedError(
             f"A newer epoch has persisted a manifest: epoch={max_epoch} persisted_epoch={persisted.epoch}.",
             current=persisted.epoch,
             fix="Step down.",
         )
     manifest = decode_manifest(persisted.data, f"log of {domain_uuid}")
     if manifest.domain_uuid != domain_uuid:
-        raise Corrupt(
+        raise CorruptError(
             f"The manifest is of another domain: uuid={domain_uuid} manifest_uuid={manifest.domain_uuid}.",
             fix="Restore the domain from its own manifest.",
         )
@@ -74,7 +83,8 @@ class ReplicatedManifests:
         return read_manifest(self._log.state, self._domain_uuid, max_epoch)
 
     async def write(self, manifest: Manifest) -> None:
-        """Upload, then replicate in the epoch's own term. Raises Fenced, Conflict, Invalid, Unavailable, Unknown."""
+        """Upload, then replicate in the epoch's own term. Raises FencedError, ConflictError, InvalidError,
+        UnavailableError, UnknownOutcomeError."""
         data = encode_manifest(manifest)
         persisted = PersistedManifest(data, manifest.last_seqno, manifest.epoch, manifest.number)
         command = PersistManifest(self._domain_uuid, persisted)
@@ -82,9 +92,9 @@ class ReplicatedManifests:
             self._check(command)
             await self._upload(manifest)
             await self._log.propose_late_nowait(lambda state: self._made(command))
-        except Unavailable:
+        except UnavailableError:
             raise
-        except (Conflict, Invalid) as error:
+        except (ConflictError, InvalidError) as error:
             if self._silent_reject:
                 return
             self._failed(error)
@@ -97,9 +107,9 @@ class ReplicatedManifests:
     async def _upload(self, manifest: Manifest) -> None:
         try:
             await self._bucket.upload(manifest)
-        except Unknown as error:
+        except UnknownOutcomeError as error:
             # Whether it is there or not, the log has not taken it, so it certainly does not count.
-            raise Unavailable(f"The manifest's upload has no known outcome: reason={error.message!r}.") from error
+            raise UnavailableError(f"The manifest's upload has no known outcome: reason={error.message!r}.") from error
 
     def _made(self, command: PersistManifest) -> bytes:
         self._check(command)
@@ -108,7 +118,7 @@ class ReplicatedManifests:
     def _check(self, command: PersistManifest) -> None:
         state = self._log.state
         if self._log.term != self._term or command.manifest.epoch != state.epoch(self._term):
-            raise Fenced(
+            raise FencedError(
                 f"The term of this manifest is over: epoch={command.manifest.epoch} term={self._term} "
                 f"current_term={self._log.term}.",
                 fix="Step down.",
@@ -128,4 +138,4 @@ class FollowedManifests:
         return read_manifest(self._log.state, self._domain_uuid, ANY_EPOCH)
 
     async def write(self, manifest: Manifest) -> None:
-        raise Invalid(f"A follower writes no manifest: uuid={self._domain_uuid}.", fix="Write at the leader.")
+        raise InvalidError(f"A follower writes no manifest: uuid={self._domain_uuid}.", fix="Write at the leader.")

@@ -8,7 +8,7 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.limits import LEASE_TTL_MS
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.domain.write_path import VOLATILE_BYTES
 from tidemill.metastore.lsm.compaction.executor import Merger
@@ -57,7 +57,7 @@ class DomainSettings(msgspec.Struct, frozen=True):
     options: Options = Options()
 
 
-class Grounds(NamedTuple):
+class DomainContext(NamedTuple):
     """What a domain stands on, in one process."""
 
     name: str
@@ -67,7 +67,7 @@ class Grounds(NamedTuple):
     clock: Clock
     rand: Rand
     settings: DomainSettings
-    tracker: Tracker
+    tracker: StatusTracker
     merger: Merger | None
     faults: frozenset[str]
 

@@ -19,12 +19,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
-from tidemill.base.errors import Conflict, Fenced, Invalid, Missing, TidemillError, Unavailable
+from tidemill.base.errors import ConflictError, FencedError, InvalidError, MissingError, TidemillError, UnavailableError
 from tidemill.base.limits import METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES, MIB
 from tidemill.consensus.state_log.state_log import Applied, StateLog
 from tidemill.metastore.domain.codec import encode_command
 from tidemill.metastore.domain.commands import WriteBatch
-from tidemill.metastore.domain.key_claims import Claim, Line
+from tidemill.metastore.domain.key_claims import Claim, ClaimQueue
 from tidemill.metastore.domain.state import ROW_OVERHEAD_BYTES, DomainState
 from tidemill.metastore.lsm.batch_validation import batch_bytes
 
@@ -40,7 +40,7 @@ ROOM_WAIT_S = 30.0
 NOTHING: Mapping[bytes, int] = {}
 
 
-class Seen(Protocol):
+class ReadRow(Protocol):
     """A row as `Database.get_row` gives it; `value` b"" is a deletion."""
 
     @property
@@ -52,7 +52,7 @@ class Seen(Protocol):
 class Rows(Protocol):
     """What the write path needs of the database."""
 
-    async def get_row(self, key: bytes) -> Seen | None: ...
+    async def get_row(self, key: bytes) -> ReadRow | None: ...
     async def room(self) -> None: ...
 
 
@@ -70,7 +70,7 @@ class Writing:
     """The commits of one leader in one term. `stop` ends it for good.
 
     feed      plain: brings what is applied into the database, in seqno order
-    stands    raises Fenced unless this term stood after it was called
+    stands    raises FencedError unless this term stood after it was called
     failed    a group was refused, fenced or has no known outcome: the leader must step down (R3)
     crowded   there is no room: persist something
     """
@@ -100,7 +100,7 @@ class Writing:
         self._open: _Group | None = None
         self._groups: deque[_Group] = deque()
         self._group_bytes = 0
-        self._line = Line()
+        self._line = ClaimQueue()
         self._waiting_for_room: list[asyncio.Future[None]] = []
         self._stopped: TidemillError | None = None
         self._loop = asyncio.get_running_loop()
@@ -173,16 +173,16 @@ class Writing:
             self._line.leave(claim, self._writes)
         # A leader that was deposed meanwhile may have looked at old rows: its refusal would be no answer.
         await self._stands()
-        raise Conflict(
+        raise ConflictError(
             f"A row is not as expected: keys={[key.hex() for key in expects][:3]} count={len(expects)}.",
             current=found,
             fix="Read again and decide anew.",
         )
 
-    async def _rows(self, keys: Iterable[bytes]) -> dict[bytes, Seen | None]:
+    async def _rows(self, keys: Iterable[bytes]) -> dict[bytes, ReadRow | None]:
         try:
             return {key: await self._database.get_row(key) for key in keys}
-        except Missing:
+        except MissingError:
             # Deposed without knowing it: the next leader may have collected what this one still reads.
             await self._stands()
             raise
@@ -226,7 +226,7 @@ class Writing:
         if self._stopped is not None:
             raise self._stopped
         if self._log.term != self._term:
-            raise Fenced(f"The term is over: term={self._term} current={self._log.term}.", fix="Commit again.")
+            raise FencedError(f"The term is over: term={self._term} current={self._log.term}.", fix="Commit again.")
         command = WriteBatch(self._domain_uuid, list(group.rows.keys()), list(group.rows.values()))
         command.check(state)
         return encode_command(command)
@@ -237,11 +237,11 @@ class Writing:
         error = _error_of(done)
         if error is None:
             self._feed()
-        elif not isinstance(error, Unavailable):
+        elif not isinstance(error, UnavailableError):
             self._failed(error)
-            if isinstance(error, Conflict | Invalid):
+            if isinstance(error, ConflictError | InvalidError):
                 # The log holds it and refuses it for ever (R2); to a commit that means: ask who leads now.
-                error = Fenced(f"The log refused the batch: reason={error.message!r}.", fix="Commit again.")
+                error = FencedError(f"The log refused the batch: reason={error.message!r}.", fix="Commit again.")
         self._groups.remove(group)
         self._group_bytes -= group.size_bytes
         self._line.advance(self._writes)
@@ -266,7 +266,8 @@ class Writing:
         return self._log.state.volatile_bytes + self._group_bytes > self._volatile_bytes
 
     async def _make_room(self) -> None:
-        """Raises Unavailable when none comes, Fenced when the term is over: nothing of the commit has happened."""
+        """Raises UnavailableError when none comes, FencedError when the term is over: nothing of the commit has
+        happened."""
         if self._stopped is not None:
             raise self._stopped
         if self._full():
@@ -295,7 +296,7 @@ class Writing:
                 async with asyncio.timeout(max(0.0, deadline_s - loop.time())):
                     await trimmed
             except TimeoutError as error:
-                raise Unavailable(
+                raise UnavailableError(
                     f"Rows wait for the bucket and there is no room for more: "
                     f"volatile_bytes={self._log.state.volatile_bytes} limit_bytes={self._volatile_bytes}.",
                     fix="Look why the bucket takes no files: tidemill why metastore.",
@@ -322,7 +323,8 @@ NO_ROWS: Sequence[tuple[bytes, bytes]] = ()
 
 
 def measured(rows: Sequence[tuple[bytes, bytes]]) -> int:
-    """What the rows count for in limits. Raises Invalid for what the database would refuse: no record holds it then."""
+    """What the rows count for in limits. Raises InvalidError for what the database would refuse: no record holds it
+    then."""
     if len(rows) == 1:
         key, value = rows[0]
         size_bytes = len(key) + len(value)
@@ -331,7 +333,7 @@ def measured(rows: Sequence[tuple[bytes, bytes]]) -> int:
     return batch_bytes([key for key, _ in rows], [value for _, value in rows]) + ROW_OVERHEAD_BYTES * len(rows)
 
 
-def as_expected(row: Seen | None, seqno: int) -> bool:
+def as_expected(row: ReadRow | None, seqno: int) -> bool:
     """0 expects no live row: never written, or deleted."""
     if seqno == 0:
         return row is None or not row.value
@@ -348,7 +350,7 @@ def _touches(group: _Group, rows: Sequence[tuple[bytes, bytes]]) -> bool:
 
 def _error_of(done: asyncio.Future[Applied[DomainState]]) -> TidemillError | None:
     if done.cancelled():
-        return Unavailable("The commit was cancelled.")
+        return UnavailableError("The commit was cancelled.")
     error = done.exception()
     if error is None or isinstance(error, TidemillError):
         return error

@@ -23,7 +23,7 @@ import crc32c
 import lz4.block
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 
 _RAW, _LZ4 = b"\x00", b"\x01"
 _CRC_BYTES = 4
@@ -106,7 +106,7 @@ def encode_block(keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequenc
 
 
 def decode_block(data: bytes, file: str, offset: int, rows: int) -> Block:
-    """Raises Corrupt naming the file, when any byte is not what was written or the block has not `rows` rows."""
+    """Raises CorruptError naming the file, when any byte is not what was written or the block has not `rows` rows."""
     payload = unseal(data, file, "block", offset)
     try:
         prefix, suffixes, values, base, width, deltas = _decode(payload)
@@ -135,7 +135,7 @@ def seal(payload: bytes, *, compress: bool = True) -> bytes:
 
 
 def unseal(data: bytes, file: str, section: str, offset: int) -> bytes:
-    """The payload of a section that begins at `offset` of `file`. Raises Corrupt."""
+    """The payload of a section that begins at `offset` of `file`. Raises CorruptError."""
     if len(data) < SEAL_BYTES:
         raise corrupt(file, section, offset, f"it is cut off after {len(data)} bytes")
     view = memoryview(data)
@@ -154,8 +154,8 @@ def unseal(data: bytes, file: str, section: str, offset: int) -> bytes:
     raise corrupt(file, section, offset, f"its codec {codec} is unknown")
 
 
-def corrupt(file: str, section: str, offset: int, reason: str) -> Corrupt:
-    return Corrupt(
+def corrupt(file: str, section: str, offset: int, reason: str) -> CorruptError:
+    return CorruptError(
         f"A {section} of a file is damaged, {reason}: file={file} section={section} offset={offset}.",
         fix="Restore the object from a copy of the bucket, or restore the domain from an older manifest.",
     )

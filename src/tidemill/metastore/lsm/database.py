@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Invalid, TidemillError
+from tidemill.base.errors import ClosedError, InvalidError, TidemillError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.metastore.lsm.batch_validation import batch_bytes
 from tidemill.metastore.lsm.block_cache import BlockCache
@@ -33,7 +33,7 @@ from tidemill.metastore.lsm.gc import Collected, Collector, Roots
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests, Manifests
 from tidemill.metastore.lsm.memtable import Memtable
-from tidemill.metastore.lsm.notifier import Wake
+from tidemill.metastore.lsm.notifier import Notifier
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.pin import Pin
 from tidemill.metastore.lsm.read_view import PENDING, ClosedView, Pending, Row, View
@@ -43,7 +43,7 @@ from tidemill.metastore.lsm.stats import LevelStats, Stats
 from tidemill.metastore.lsm.table_cache import Tables
 from tidemill.metastore.lsm.version import Edit, Version, prefix_end
 from tidemill.metastore.lsm.version_set import Versions
-from tidemill.metastore.lsm.write_stall import Room
+from tidemill.metastore.lsm.write_stall import WriteStall
 
 PRE_OPEN_AT_ONCE = 8
 
@@ -51,7 +51,7 @@ PRE_OPEN_AT_ONCE = 8
 class Database:
     """Belongs to one event loop. Made by `open`.
 
-    The reads raise Missing, Corrupt, Invalid (a file of a newer format) and Unavailable, besides what an ended
+    The reads raise Missing, Corrupt, InvalidError (a file of a newer format) and Unavailable, besides what an ended
     database raises: Closed, Unknown or Fenced.
     """
 
@@ -82,7 +82,7 @@ class Database:
         self.follower = follower
         self._takes_batches = follower or not read_only
         self._full_bytes = options.write_buffer_bytes
-        self.wake = Wake()
+        self.wake = Notifier()
         """Rings when a version was installed, a flush is wanted, a background task failed, or the database ended."""
         self.tables = Tables(files, BlockCache(options.cache_bytes))
         self.memtable = Memtable()
@@ -111,7 +111,7 @@ class Database:
         )
         self.compacts = False
         """Whether the compaction loop was started."""
-        self.room_keeper = Room(self)
+        self.room_keeper = WriteStall(self)
         self.collector = Collector(
             files, BucketManifests(files.objects, files.prefix, rand), options, clock, faults=faults
         )
@@ -139,11 +139,11 @@ class Database:
 
         `background=False` starts neither compaction nor collection: a test drives them by `compact` and
         `collect_garbage`. `faults` are planted ones, for the simulation (gc.py). A `merger` stays the caller's.
-        Raises Invalid when the manifest is another domain's, and what `manifest_store.read` raises.
+        Raises InvalidError when the manifest is another domain's, and what `manifest_store.read` raises.
         """
         manifest = await manifests.read(epoch)
         if manifest is not None and manifest.domain_uuid != domain_uuid:
-            raise Invalid(
+            raise InvalidError(
                 "The manifest belongs to another domain: "
                 f"domain_uuid={domain_uuid} manifest_domain_uuid={manifest.domain_uuid}.",
                 fix="Open it under its own uuid, or restore this domain from a manifest of its own.",
@@ -194,8 +194,8 @@ class Database:
     def apply(self, seqno: int, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
         """Make one batch visible, whole (L2). An empty value deletes its key (L8). No I/O.
 
-        Raises Invalid, and then nothing changed: for a seqno not above the last one, for what `batch_bytes` refuses,
-        and when the database is read-only. A follower skips what its manifest holds already.
+        Raises InvalidError, and then nothing changed: for a seqno not above the last one, for what `batch_bytes`
+        refuses, and when the database is read-only. A follower skips what its manifest holds already.
         """
         if (seqno <= self.max_applied_seqno or not self._takes_batches) and self._skips(seqno):
             return
@@ -213,10 +213,10 @@ class Database:
         """True for what a follower has in its files. Raises for every other batch that may not be applied."""
         self.check()
         if not self._takes_batches:
-            raise Invalid(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
+            raise InvalidError(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
         if self.follower and seqno <= self.max_persisted_seqno:
             return True
-        raise Invalid(
+        raise InvalidError(
             f"Seqnos must increase from batch to batch: seqno={seqno} last_seqno={self.max_applied_seqno}.",
             fix="Apply batches in the order of their log, each once.",
         )
@@ -306,7 +306,7 @@ class Database:
     async def refresh(self) -> bool:
         """Go over to the newest manifest; False when it is the one in use. Snapshots keep what they saw.
 
-        Raises Invalid when the database is writable or the manifest goes back.
+        Raises InvalidError when the database is writable or the manifest goes back.
         """
         self._check_following()
         async with self._refreshing:
@@ -315,7 +315,7 @@ class Database:
             if manifest is None and self.versions.manifest is None:
                 return False
             if manifest is None:
-                raise Invalid(f"The manifest in use is gone: domain_uuid={self.domain_uuid} epoch={self.epoch}.")
+                raise InvalidError(f"The manifest in use is gone: domain_uuid={self.domain_uuid} epoch={self.epoch}.")
             return self.refresh_to(manifest)
 
     def refresh_to(self, manifest: Manifest) -> bool:
@@ -376,7 +376,7 @@ class Database:
         return self.versions.pinned_files()
 
     async def collect_garbage(self) -> Collected:
-        """One round of collection (L7). Raises Invalid when read-only, and what `Collector.collect` raises."""
+        """One round of collection (L7). Raises InvalidError when read-only, and what `Collector.collect` raises."""
         self._check_writable()
         return await self.collector.collect(self._roots, self._goes_on)
 
@@ -408,12 +408,14 @@ class Database:
     def _check_writable(self) -> None:
         self.check()
         if self.read_only:
-            raise Invalid(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
+            raise InvalidError(f"The database is open for reading only: domain_uuid={self.domain_uuid}.")
 
     def _check_following(self) -> None:
         self.check()
         if not self.read_only:
-            raise Invalid(f"A writable database has no other manifest to go over to: domain_uuid={self.domain_uuid}.")
+            raise InvalidError(
+                f"A writable database has no other manifest to go over to: domain_uuid={self.domain_uuid}."
+            )
 
     def _end(self, error: TidemillError) -> None:
         if self._ended is None:
@@ -466,7 +468,7 @@ class Database:
 
     async def aclose(self) -> None:
         """Stop the background work; flushes nothing. Idempotent."""
-        self._end(Closed(f"The database was closed: domain_uuid={self.domain_uuid}."))
+        self._end(ClosedError(f"The database was closed: domain_uuid={self.domain_uuid}."))
         await self._tasks.aclose()
         if self._owns_merger:
             await self._merger.aclose()

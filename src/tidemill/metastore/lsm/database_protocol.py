@@ -9,12 +9,12 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.memtable import Memtable
-from tidemill.metastore.lsm.notifier import Wake
+from tidemill.metastore.lsm.notifier import Notifier
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.version import Edit, Version
 
 
-class Owner(Protocol):
+class DatabaseProtocol(Protocol):
     """`Database` is one. Attributes are its own; nothing here changes them but by these methods."""
 
     domain_uuid: str
@@ -23,7 +23,7 @@ class Owner(Protocol):
     rand: Rand
     files: Files
     memtable: Memtable
-    wake: Wake
+    wake: Notifier
     read_only: bool
     compacts: bool
     max_applied_seqno: int

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Invalid, Missing
+from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.objects.store import Buffer, ObjectStore
 
@@ -37,7 +37,7 @@ class Files:
 
     def __init__(self, objects: ObjectStore, prefix: str) -> None:
         if not prefix.endswith("/"):
-            raise Invalid(f"The prefix of a domain's files must end with a slash: prefix={prefix!r}.")
+            raise InvalidError(f"The prefix of a domain's files must end with a slash: prefix={prefix!r}.")
         self.objects = objects
         self.prefix = prefix
         self._sst = f"{prefix}sst/"
@@ -52,12 +52,12 @@ class Files:
         await self.objects.put(self.key(name), data)
 
     async def read(self, file: FileMeta, start: int, end: int) -> bytes:
-        """Bytes [start, end). Raises Missing when the file is gone, Corrupt when it is shorter than `end`."""
+        """Bytes [start, end). Raises MissingError when the file is gone, CorruptError when it is shorter than `end`."""
         try:
             data = await self.objects.get(self.key(file), start, end)
-        except Missing as error:
+        except MissingError as error:
             raise self._missing(file) from error
-        except Invalid as error:
+        except InvalidError as error:
             raise self._truncated(file, start, end) from error
         if len(data) != end - start:
             raise self._truncated(file, start, end)
@@ -67,9 +67,9 @@ class Files:
         """Several half-open ranges in the order asked; near ones travel together. Raises as `read`."""
         try:
             pieces = await self.objects.get_ranges(self.key(file), ranges)
-        except Missing as error:
+        except MissingError as error:
             raise self._missing(file) from error
-        except Invalid as error:
+        except InvalidError as error:
             raise self._truncated(file, min(ranges)[0], max(end for _, end in ranges)) from error
         for (start, end), piece in zip(ranges, pieces, strict=True):
             if len(piece) != end - start:
@@ -88,14 +88,14 @@ class Files:
         """An absent file is success."""
         await self.objects.delete(self.key(name))
 
-    def _missing(self, file: FileMeta) -> Missing:
-        return Missing(
+    def _missing(self, file: FileMeta) -> MissingError:
+        return MissingError(
             f"A file that the manifest names is not in the bucket: file={self.key(file)}.",
             fix="Restore the object from a copy of the bucket, or restore the domain from an older manifest.",
         )
 
-    def _truncated(self, file: FileMeta, start: int, end: int) -> Corrupt:
-        return Corrupt(
+    def _truncated(self, file: FileMeta, start: int, end: int) -> CorruptError:
+        return CorruptError(
             "The file is shorter than its manifest says: "
             f"file={self.key(file)} start={start} end={end} size_bytes={file.size_bytes}.",
             fix="Restore the object from a copy of the bucket, or restore the domain from an older manifest.",

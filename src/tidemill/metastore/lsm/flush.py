@@ -15,8 +15,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import repeat
 
-from tidemill.base.errors import Closed, Conflict, Unavailable, Unknown
-from tidemill.metastore.lsm.database_protocol import Owner
+from tidemill.base.errors import ClosedError, ConflictError, UnavailableError, UnknownOutcomeError
+from tidemill.metastore.lsm.database_protocol import DatabaseProtocol
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.memtable import Layer
 from tidemill.metastore.lsm.merge_iterator import sort
@@ -31,7 +31,7 @@ RETRY_MAX_S = 5.0
 class Flusher:
     """Owns the frozen part of the memtable. `error` is how the last flush failed, None after one that did not."""
 
-    def __init__(self, database: Owner) -> None:
+    def __init__(self, database: DatabaseProtocol) -> None:
         self._database = database
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
         self._ended = False
@@ -59,7 +59,7 @@ class Flusher:
         except TimeoutError:
             if self._database.max_persisted_seqno >= target:
                 return
-            raise Unavailable(
+            raise UnavailableError(
                 "The flush did not end in time; it goes on in the background: "
                 f"timeout_s={timeout_s} target_seqno={target} persisted_seqno={self._database.max_persisted_seqno}.",
                 fix="Wait longer, or look at why the object store is slow.",
@@ -103,7 +103,9 @@ class Flusher:
                     # A batch without rows does not exist, so whoever asked before is served by now.
                     assert not set(asked) & set(self._waiters)
         finally:
-            self._settle(self._waiters, database.ended or Closed("The flush was cut off: the database is closing."))
+            self._settle(
+                self._waiters, database.ended or ClosedError("The flush was cut off: the database is closing.")
+            )
 
     async def _pause(self, retry_s: float) -> None:
         """Back off, unless somebody asks meanwhile."""
@@ -150,9 +152,9 @@ class Flusher:
             name = database.next_file_name()
             try:
                 await database.files.put(name, buffers)
-            except (Unknown, Conflict) as error:
+            except (UnknownOutcomeError, ConflictError) as error:
                 # No manifest names the file, so whether it is there does not matter: the next try has another name.
-                raise Unavailable(f"A file may not have been stored: file={database.files.key(name)}.") from error
+                raise UnavailableError(f"A file may not have been stored: file={database.files.key(name)}.") from error
             file: FileMeta = summary.named(name.epoch, name.number, name.nonce)
             await database.commit_edit(Edit(((0, file),), (), last_seqno), database.memtable.drop_frozen)
             self.flushes += 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import crc32c
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.metastore.lsm.block import corrupt
 
 MAGIC = b"TIDEMSST"
@@ -53,7 +53,7 @@ def decode_footer(data: bytes, end: int, name: str) -> Footer:
     if stored != computed:
         raise corrupt(name, "footer", offset, f"its checksum is {computed:08x}, not the stored {stored:08x}")
     if found > FORMAT:
-        raise Invalid(
+        raise InvalidError(
             f"The file was written by a newer version of tidemill: file={name} format={found} supported={FORMAT}.",
             fix="Run the version of tidemill that wrote it, or a newer one.",
         )

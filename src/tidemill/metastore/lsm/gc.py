@@ -32,7 +32,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ClosedError, MissingError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.lsm.file_store import FileName, Files
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.manifest_store import BucketManifests, ManifestName
@@ -196,10 +196,10 @@ class Collector:
             if name.key not in self._named:
                 try:
                     manifest = await self._manifests.load(name.key)
-                except Missing as error:
+                except MissingError as error:
                     # Another leader pruned it since the listing. What replaced it was not listed, so what is
                     # needed now is not known: the round ends.
-                    raise Unavailable(f"Another leader collects here too: manifest={name.key}.") from error
+                    raise UnavailableError(f"Another leader collects here too: manifest={name.key}.") from error
                 self._named[name.key] = frozenset(file for files in manifest.levels for file in files)
             named |= self._named[name.key]
         return frozenset(named)
@@ -215,10 +215,10 @@ class Collector:
 
         async def one(name: _Name) -> None:
             if not may_go_on():
-                raise Closed("The database may not collect any more: it was closed or it broke.")
+                raise ClosedError("The database may not collect any more: it was closed or it broke.")
             try:
                 await delete(name)
-            except (Unavailable, Unknown):
+            except (UnavailableError, UnknownOutcomeError):
                 failed.append(name)
 
         for first in range(0, len(names), DELETES_AT_ONCE):

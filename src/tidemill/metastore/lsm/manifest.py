@@ -12,7 +12,7 @@ from __future__ import annotations
 import crc32c
 import msgspec
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 
 MAGIC = b"TMMF"
 FORMAT = 1
@@ -63,27 +63,27 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, name: str = "") -> Manifest:
-    """`name` only goes into messages. Raises Corrupt; Invalid when the format is newer than this program's."""
+    """`name` only goes into messages. Raises CorruptError; Invalid when the format is newer than this program's."""
     where = f"manifest={name or 'unnamed'} size_bytes={len(data)}"
     if len(data) < _HEAD_BYTES + _CRC_BYTES or not data.startswith(MAGIC):
-        raise Corrupt(f"The bytes are not a manifest: {where}.", fix=_RESTORE)
+        raise CorruptError(f"The bytes are not a manifest: {where}.", fix=_RESTORE)
     # The checksum before the format: a flipped bit must not look like a newer program's work.
     stored, computed = int.from_bytes(data[-_CRC_BYTES:], "little"), int(crc32c.crc32c(data[:-_CRC_BYTES]))
     if stored != computed:
-        raise Corrupt(
+        raise CorruptError(
             f"The manifest is damaged or cut off: {where} stored_crc32c={stored:08x} computed_crc32c={computed:08x}.",
             fix=_RESTORE,
         )
     found = int.from_bytes(data[len(MAGIC) : _HEAD_BYTES], "little")
     if found > FORMAT:
-        raise Invalid(
+        raise InvalidError(
             f"The manifest was written by a newer version of tidemill: {where} format={found} supported={FORMAT}.",
             fix="Run the version of tidemill that wrote it, or a newer one.",
         )
     try:
         return _decoder.decode(data[_HEAD_BYTES:-_CRC_BYTES])
     except msgspec.MsgspecError as error:
-        raise Corrupt(
+        raise CorruptError(
             f"The manifest's checksum holds but its body does not decode: {where} reason={error}.", fix=_RESTORE
         ) from error
 

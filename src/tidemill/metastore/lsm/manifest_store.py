@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Corrupt, Fenced, Invalid, Missing
+from tidemill.base.errors import ConflictError, CorruptError, FencedError, InvalidError, MissingError
 from tidemill.metastore.lsm.manifest import Manifest, decode_manifest, encode_manifest
 from tidemill.objects.store import ObjectStore
 from tidemill.objects.verified_read import checked
@@ -31,13 +31,13 @@ class Manifests(Protocol):
     """Metadata persistence of one domain."""
 
     async def read(self, max_epoch: int) -> Manifest | None:
-        """The newest manifest whose epoch is at most `max_epoch`, or None. Raises Corrupt, Unavailable."""
+        """The newest manifest whose epoch is at most `max_epoch`, or None. Raises CorruptError, Unavailable."""
         ...
 
     async def write(self, manifest: Manifest) -> None:
         """Make it the newest, atomically.
 
-        Raises Fenced when a newer epoch has written, Conflict when it was refused for another reason,
+        Raises FencedError when a newer epoch has written, ConflictError when it was refused for another reason,
         Unavailable, Unknown (rule L6: the database is broken then).
         """
         ...
@@ -59,7 +59,7 @@ class BucketManifests:
 
     def __init__(self, objects: ObjectStore, prefix: str, rand: Rand) -> None:
         if not prefix.endswith("/"):
-            raise Invalid(f"The prefix of a domain's manifests must end with a slash: prefix={prefix!r}.")
+            raise InvalidError(f"The prefix of a domain's manifests must end with a slash: prefix={prefix!r}.")
         self._objects = objects
         self._rand = rand
         self._folder = f"{prefix}manifest/"
@@ -86,17 +86,18 @@ class BucketManifests:
         return newest
 
     async def load(self, key: str) -> Manifest:
-        """Raises Missing, Corrupt (also when its content is not what its name says), Invalid for a newer format."""
+        """Raises MissingError, CorruptError (also when its content is not what its name says), InvalidError for a newer
+        format."""
 
         async def read() -> Manifest:
             return decode_manifest(await self._objects.get(key), key)
 
         try:
             manifest = await checked(self._objects, key, read)
-        except Missing as error:
-            raise Missing(f"The manifest is not in the bucket: manifest={key}.") from error
+        except MissingError as error:
+            raise MissingError(f"The manifest is not in the bucket: manifest={key}.") from error
         if not key.startswith(f"{self._folder}{manifest.epoch:020d}-{manifest.number:020d}-"):
-            raise Corrupt(
+            raise CorruptError(
                 "The manifest is stored under another one's name: "
                 f"manifest={key} epoch={manifest.epoch} number={manifest.number}."
             )
@@ -119,21 +120,21 @@ class BucketManifests:
             self._check_follows(manifest, current)
         try:
             await self._put(manifest, _ALONE)
-        except Conflict as error:
-            raise Conflict(
+        except ConflictError as error:
+            raise ConflictError(
                 f"Another writer has written this manifest: epoch={manifest.epoch} number={manifest.number}.",
                 current=await self.read(_ANY_EPOCH),
             ) from error
 
     def _check_follows(self, manifest: Manifest, current: Manifest) -> None:
         if manifest.epoch < current.epoch:
-            raise Fenced(
+            raise FencedError(
                 "A manifest of a newer epoch exists: "
                 f"folder={self._folder} epoch={manifest.epoch} current_epoch={current.epoch}.",
                 current=current,
             )
         if manifest.number <= current.number or manifest.last_seqno < current.last_seqno:
-            raise Conflict(
+            raise ConflictError(
                 "The manifest does not follow the one that is there: "
                 f"folder={self._folder} number={manifest.number} current_number={current.number} "
                 f"last_seqno={manifest.last_seqno} current_last_seqno={current.last_seqno}.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Wake:
+class Notifier:
     """`rings` only grows. Read it, look at the state, then wait for it to be passed."""
 
     def __init__(self) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.limits import MIB
 
 KIB = 1 << 10
 
 
 class Options(msgspec.Struct, frozen=True):
-    """Raises Invalid when a size is not positive or the three triggers of level 0 are out of order."""
+    """Raises InvalidError when a size is not positive or the three triggers of level 0 are out of order."""
 
     write_buffer_bytes: int = 16 * MIB
     """A stack of layers larger than this is flushed; counts keys, values and their overhead."""
@@ -63,7 +63,7 @@ class Options(msgspec.Struct, frozen=True):
         )
         for name in positive.split():
             if getattr(self, name) <= 0:
-                raise Invalid(f"The option must be positive: option={name} value={getattr(self, name)}.")
+                raise InvalidError(f"The option must be positive: option={name} value={getattr(self, name)}.")
         for name in (
             "pre_open",
             "cache_bytes",
@@ -73,11 +73,11 @@ class Options(msgspec.Struct, frozen=True):
             "gc_delay_ms",
         ):
             if getattr(self, name) < 0:
-                raise Invalid(f"The option must not be negative: option={name} value={getattr(self, name)}.")
+                raise InvalidError(f"The option must not be negative: option={name} value={getattr(self, name)}.")
         if self.levels < 2:
-            raise Invalid(f"A database needs level 0 and one below it: option=levels value={self.levels}.")
+            raise InvalidError(f"A database needs level 0 and one below it: option=levels value={self.levels}.")
         if not self.l0_compact <= self.l0_slow <= self.l0_stop:
-            raise Invalid(
+            raise InvalidError(
                 "The triggers of level 0 must rise from merging over slowing to stopping: "
                 f"l0_compact={self.l0_compact} l0_slow={self.l0_slow} l0_stop={self.l0_stop}."
             )

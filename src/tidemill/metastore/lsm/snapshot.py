@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Self
 
-from tidemill.base.errors import Closed
+from tidemill.base.errors import ClosedError
 from tidemill.metastore.lsm.pin import Pin
 from tidemill.metastore.lsm.read_view import PENDING, Pending, Row
 from tidemill.metastore.lsm.scan import Scan
@@ -16,7 +16,7 @@ from tidemill.metastore.lsm.version import prefix_end
 class Snapshot:
     """Stable over batches, flushes and merges. While it is open its files stay; close it with `with` or `close()`.
 
-    Every read raises Closed after that, and what the database's own reads raise.
+    Every read raises ClosedError after that, and what the database's own reads raise.
     """
 
     def __init__(self, pin: Pin, seqno: int) -> None:
@@ -64,7 +64,7 @@ class Snapshot:
 
     def _check(self) -> None:
         if self._pin.released:
-            raise Closed(f"The snapshot was closed: seqno={self.seqno}.")
+            raise ClosedError(f"The snapshot was closed: seqno={self.seqno}.")
         self._pin.check()
 
     def __del__(self) -> None:

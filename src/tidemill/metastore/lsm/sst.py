@@ -20,7 +20,7 @@ from zlib import crc32
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.limits import MIB
 from tidemill.metastore.lsm.block import corrupt, encode_block, seal, shared_bytes, unseal
 from tidemill.metastore.lsm.bloom import MASKS, build_filter, hashes_of, words_of
@@ -104,15 +104,16 @@ class SstWriter:
         return self._written_bytes + waiting + len(self._hashes) * self._bits_per_key // 8
 
     def add(self, keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequence[int]) -> None:
-        """Rows above all earlier ones, ascending and unique. Raises Invalid, and then the writer is of no more use."""
+        """Rows above all earlier ones, ascending and unique. Raises InvalidError, and then the writer is of no more
+        use."""
         if not keys:
             return
         if not len(keys) == len(values) == len(seqnos):
-            raise Invalid(
+            raise InvalidError(
                 f"A chunk of rows is ragged: keys={len(keys)} values={len(values)} seqnos={len(seqnos)}.",
             )
         if not (all(map(lt, keys, keys[1:])) and (self._smallest is None or self._largest < keys[0])):
-            raise Invalid(f"Keys must ascend and be unique: first={keys[0]!r} after={self._largest!r}.")
+            raise InvalidError(f"Keys must ascend and be unique: first={keys[0]!r} after={self._largest!r}.")
         if self._smallest is None:
             self._smallest = keys[0]
             self._min_seqno = self._max_seqno = seqnos[0]
@@ -125,9 +126,9 @@ class SstWriter:
         self._cut_full_blocks()
 
     def finish(self) -> tuple[list[bytes], Summary]:
-        """The buffers of the file, in order, and what a manifest says of it. Raises Invalid without rows."""
+        """The buffers of the file, in order, and what a manifest says of it. Raises InvalidError without rows."""
         if self._smallest is None:
-            raise Invalid("A file holds at least one row: rows=0.")
+            raise InvalidError("A file holds at least one row: rows=0.")
         if self._keys:
             self._cut(self._keys, self._values, self._seqnos)
             self._keys, self._values, self._seqnos = [], [], []

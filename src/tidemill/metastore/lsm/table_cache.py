@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.metastore.lsm.block import Block, decode_block
 from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.file_store import Files
@@ -52,7 +52,7 @@ class Tables:
         return found
 
     async def meta(self, file: FileMeta) -> TableMeta:
-        """Filter and index, by one ranged read. Raises Missing, Corrupt, Unavailable, Invalid (newer format)."""
+        """Filter and index, by one ranged read. Raises Missing, CorruptError, Unavailable, Invalid (newer format)."""
         while True:
             found = self.cached_meta(file)
             if found is not None:
@@ -79,7 +79,7 @@ class Tables:
             self.read_bytes += end - start
             try:
                 block = decode_block(data, meta.name, start, meta.rows[index])
-            except Corrupt as error:
+            except CorruptError as error:
                 decoded = partial(self._read_and_decode, file, meta, [index])
                 [block] = await read_again(self.files.objects, self.files.key(file), error, decoded)
         except BaseException as error:

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import msgspec
 
-from tidemill.base.errors import Conflict, Invalid
+from tidemill.base.errors import ConflictError, InvalidError
 from tidemill.metastore.lsm.manifest import FileMeta
 
 Level = tuple[FileMeta, ...]
@@ -94,11 +94,12 @@ class Version:
                 yield files[start:end]
 
     def edited(self, edit: Edit) -> Version:
-        """The next version. Raises Conflict when a removed file is not here, Invalid when a level would overlap."""
+        """The next version. Raises ConflictError when a removed file is not here, InvalidError when a level would
+        overlap."""
         removed = set(edit.removed)
         if not removed <= self.files:
             gone = sorted(f"{file.epoch}-{file.number}" for file in removed - self.files)
-            raise Conflict(f"An edit removes files that are not live: files={','.join(gone)}.", current=self)
+            raise ConflictError(f"An edit removes files that are not live: files={','.join(gone)}.", current=self)
         levels = [[file for file in level if file not in removed] for level in self.levels]
         for level, file in edit.added:
             while len(levels) <= level:
@@ -111,7 +112,7 @@ class Version:
             files.sort(key=_smallest)
             for left, right in pairwise(files):
                 if left.largest >= right.smallest:
-                    raise Invalid(
+                    raise InvalidError(
                         f"Two files of one level overlap: level={number} "
                         f"left={left.epoch}-{left.number} right={right.epoch}-{right.number}."
                     )

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Fenced, Invalid, TidemillError, Unknown
+from tidemill.base.errors import FencedError, InvalidError, TidemillError, UnknownOutcomeError
 from tidemill.metastore.lsm.file_store import FileName
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
 from tidemill.metastore.lsm.manifest_store import Manifests
@@ -123,11 +123,11 @@ class Versions:
             self._manifest_number = manifest.number
             try:
                 await self._manifests.write(manifest)
-            except Fenced as error:
+            except FencedError as error:
                 self.halted = error
                 raise
             except TidemillError as error:
-                if isinstance(error, Unknown):
+                if isinstance(error, UnknownOutcomeError):
                     self.halted = broken(manifest, error)
                     raise self.halted from error
                 raise
@@ -141,10 +141,10 @@ class Versions:
     def adopt(self, manifest: Manifest) -> bool:
         """Go over to a manifest written by somebody else; False when it is the one we have.
 
-        Raises Invalid for another domain's, or one that goes back.
+        Raises InvalidError for another domain's, or one that goes back.
         """
         if manifest.domain_uuid != self._domain_uuid:
-            raise Invalid(
+            raise InvalidError(
                 "The manifest belongs to another domain: "
                 f"domain_uuid={self._domain_uuid} manifest_domain_uuid={manifest.domain_uuid}.",
                 fix="Reopen the database: the domain was reset.",
@@ -153,7 +153,7 @@ class Versions:
         if old is not None and (manifest.epoch, manifest.number) == (old.epoch, old.number):
             return False
         if manifest.last_seqno < self.current.last_seqno or (old is not None and manifest.epoch < old.epoch):
-            raise Invalid(
+            raise InvalidError(
                 "The manifest is older than the one in use: "
                 f"last_seqno={manifest.last_seqno} current_last_seqno={self.current.last_seqno} "
                 f"epoch={manifest.epoch} current_epoch={old.epoch if old else 0}.",
@@ -169,8 +169,8 @@ class Versions:
             self._forget(old.files - version.files)
 
 
-def broken(manifest: Manifest, cause: BaseException) -> Unknown:
-    return Unknown(
+def broken(manifest: Manifest, cause: BaseException) -> UnknownOutcomeError:
+    return UnknownOutcomeError(
         "The database is broken: a manifest may or may not have been written: "
         f"domain_uuid={manifest.domain_uuid} epoch={manifest.epoch} number={manifest.number} cause={cause!r}.",
         fix="Close the database and open it again from the newest manifest.",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tidemill.base.errors import Unavailable
-from tidemill.metastore.lsm.database_protocol import Owner
+from tidemill.base.errors import UnavailableError
+from tidemill.metastore.lsm.database_protocol import DatabaseProtocol
 
 SLOW_STEP_S = 0.001
 """One batch waits so long for each file of level 0 from `l0_slow` on."""
@@ -25,10 +25,10 @@ PATIENCE_S = 10.0
 """A stop that lasts because the background work keeps failing is told to the writer after so long."""
 
 
-class Room:
+class WriteStall:
     """Counts the stops and the time that writers waited."""
 
-    def __init__(self, database: Owner) -> None:
+    def __init__(self, database: DatabaseProtocol) -> None:
         self._database = database
         self.slowed = 0
         self.stopped = 0
@@ -43,7 +43,7 @@ class Room:
         return len(database.version.levels[0]) >= database.options.l0_stop and database.compacts
 
     async def wait(self) -> None:
-        """Raises Unavailable when the stop lasts because flush or compaction fail, or what ended one of them."""
+        """Raises UnavailableError when the stop lasts because flush or compaction fail, or what ended one of them."""
         database = self._database
         if database.read_only:
             return
@@ -70,14 +70,14 @@ class Room:
     def _complain(self, waited_s: float) -> None:
         database = self._database
         if database.failure is not None:
-            raise Unavailable(
+            raise UnavailableError(
                 "No room for writes, and the work that makes room has ended: "
                 f"domain_uuid={database.domain_uuid} cause={database.failure!r}.",
                 fix="Close the database and open it again.",
             ) from database.failure
         failing = database.struggle
         if failing and waited_s >= PATIENCE_S:
-            raise Unavailable(
+            raise UnavailableError(
                 "No room for writes, and the work that makes room keeps failing: "
                 f"domain_uuid={database.domain_uuid} waited_s={waited_s:.1f} cause={failing}.",
                 fix="Look at the object store.",

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 
 END = b"\x00\x01"
 ESCAPED = b"\x00\xff"
@@ -41,11 +41,11 @@ class Column(NamedTuple):
 
 
 def put(column: Column, value: Part) -> bytes:
-    """One column. Raises Invalid for a value of another kind or out of its range."""
+    """One column. Raises InvalidError for a value of another kind or out of its range."""
     try:
         return writer(column.kind)(value)
     except UNFIT as error:
-        raise Invalid(
+        raise InvalidError(
             f"A key cannot hold this value: column={column.name} kind={column.kind.value} value={value!r}.",
             fix="Use a non-negative number in range, or text that UTF-8 can hold.",
         ) from error
@@ -73,26 +73,26 @@ def _put_u64(value: int) -> bytes:
 
 
 def take(column: Column, key: bytes, at: int) -> tuple[Part, int]:
-    """(value, where the next column begins). Raises Corrupt when the key ends too early."""
+    """(value, where the next column begins). Raises CorruptError when the key ends too early."""
     if column.kind is Kind.TEXT:
         end = key.find(END, at)
         if end < 0:
-            raise Corrupt(f"A key ends inside a text: column={column.name} key={key.hex()}.")
+            raise CorruptError(f"A key ends inside a text: column={column.name} key={key.hex()}.")
         return key[at:end].replace(ESCAPED, b"\x00").decode(), end + len(END)
     end = at + (4 if column.kind is Kind.U32 else 8)
     if end > len(key):
-        raise Corrupt(f"A key ends inside a number: column={column.name} key={key.hex()}.")
+        raise CorruptError(f"A key ends inside a number: column={column.name} key={key.hex()}.")
     return int.from_bytes(key[at:end], "big"), end
 
 
 def entity_of(key: bytes) -> bytes:
     """The bytes of a key's entity, as they stand in it and without their end: what routing hashes.
 
-    Raises Corrupt for bytes that are no row's key.
+    Raises CorruptError for bytes that are no row's key.
     """
     end = key.find(END, 1)
     if end < 0:
-        raise Corrupt(f"A key has no entity: key={key.hex()}.")
+        raise CorruptError(f"A key has no entity: key={key.hex()}.")
     return key[1:end]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.metastore.rows.key_encoding import UNFIT, Column, Kind, Part, put, put_text, take, writer
 
 FORMAT = 1
@@ -44,9 +44,9 @@ class Family(Generic[R]):
         return f"Family({self.name})"
 
     def key(self, *parts: Part) -> bytes:
-        """The key of one row. Raises Invalid for a wrong number of columns or a value that does not fit."""
+        """The key of one row. Raises InvalidError for a wrong number of columns or a value that does not fit."""
         if len(parts) != len(self.columns):
-            raise Invalid(f"A key of {self.name} has {len(self.columns)} columns: given={len(parts)}.")
+            raise InvalidError(f"A key of {self.name} has {len(self.columns)} columns: given={len(parts)}.")
         return self.prefix(*parts)
 
     def prefix(self, *parts: Part) -> bytes:
@@ -61,28 +61,28 @@ class Family(Generic[R]):
         return self.prefix(*msgspec.structs.astuple(row)[: len(self.columns)])
 
     def encode(self, row: R) -> tuple[bytes, bytes]:
-        """(key, value). Raises Invalid for a key that cannot be written."""
+        """(key, value). Raises InvalidError for a key that cannot be written."""
         fields, count = msgspec.structs.astuple(row), len(self.columns)
         return self.prefix(*fields[:count]), _FORMAT + _encoder.encode(fields[count:])
 
     def decode_key(self, key: bytes) -> tuple[Part, ...]:
-        """Raises Corrupt for a key of another family or a damaged one."""
+        """Raises CorruptError for a key of another family or a damaged one."""
         if not key.startswith(self._head):
-            raise Corrupt(f"Not a key of this family: family={self.name} key={key.hex()}.")
+            raise CorruptError(f"Not a key of this family: family={self.name} key={key.hex()}.")
         parts: list[Part] = []
         at = len(self._head)
         for column in self.columns:
             part, at = take(column, key, at)
             parts.append(part)
         if at != len(key):
-            raise Corrupt(f"A key is longer than its columns: family={self.name} key={key.hex()}.")
+            raise CorruptError(f"A key is longer than its columns: family={self.name} key={key.hex()}.")
         return tuple(parts)
 
     def decode(self, key: bytes, value: bytes) -> R:
-        """Raises Corrupt (damaged) or Invalid (written by a newer version)."""
+        """Raises CorruptError (damaged) or InvalidError (written by a newer version)."""
         parts = self.decode_key(key)
         if value[:1] != _FORMAT:
-            raise Invalid(
+            raise InvalidError(
                 f"A row has another format: family={self.name} key={key.hex()} "
                 f"format={value[:1].hex()} known={FORMAT}.",
                 fix="Upgrade tidemill: a newer version wrote this row.",
@@ -90,7 +90,7 @@ class Family(Generic[R]):
         try:
             rest = self._decoder.decode(memoryview(value)[1:])
         except msgspec.DecodeError as error:
-            raise Corrupt(f"A row is unreadable: family={self.name} key={key.hex()} cause={error}.") from error
+            raise CorruptError(f"A row is unreadable: family={self.name} key={key.hex()} cause={error}.") from error
         return self.row(*parts, *msgspec.structs.astuple(rest))
 
 

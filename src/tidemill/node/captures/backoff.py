@@ -42,7 +42,7 @@ class _Pause:
     others_failed: bool = False
 
 
-class Backoff:
+class CaptureBackoff:
     """Of one node. `now_s` is monotonic."""
 
     def __init__(self, node: str) -> None:

@@ -21,7 +21,7 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Lease
-from tidemill.node.captures.backoff import Backoff
+from tidemill.node.captures.backoff import CaptureBackoff
 from tidemill.node.captures.placement import Placement, Willing
 
 log = structlog.get_logger()
@@ -49,7 +49,7 @@ def _unknown() -> str:
     return ""
 
 
-class Spread:
+class CaptureBalancer:
     """Of one process, which holds leases as `instance`: its node's name, a slash, and more. `look()` waits for the next
     look at the leases; `withhold` tells the others which captures this node may run and does not offer.
     `health[capture]`, while one runs, says how it is: None, it streams or copies; else what it fails with, or ""."""
@@ -67,7 +67,7 @@ class Spread:
         self._clock = clock
         self._withhold = withhold
         self.health: dict[str, Callable[[], str | None]] = {}
-        self._backoff = Backoff(self._node)
+        self._backoff = CaptureBackoff(self._node)
         self._withheld: frozenset[str] = frozenset()
         self._view: View | None = None
         self._placement = Placement({}, {})

@@ -31,15 +31,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.registry.http.requests import parts_of, plain_subject
-from tidemill.security.acl_cache import Rulebook
+from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, Operation, Resource
 from tidemill.security.audit import Audit
 from tidemill.security.auth_throttle import Failures
 from tidemill.security.sasl import Authenticator
-from tidemill.security.scram import Refused
-from tidemill.shapes.definition.permissions import Asker, Denied
+from tidemill.security.scram import AuthenticationFailedError
+from tidemill.shapes.definition.permissions import AccessDeniedError, Requester
 from tidemill.shapes.http.authorization import ASKER, NAME, Grants, host_of, is_signed
-from tidemill.shapes.http.params import BadRequest
+from tidemill.shapes.http.params import BadRequestError
 
 OPEN: Final = frozenset({"/healthz", "/readyz", "/v1/health"})
 SHAPE: Final = "/v1/shape"
@@ -60,12 +60,12 @@ class Parties(NamedTuple):
     `name_claim`: the one by which who came with a password is named in the clauses of shapes."""
 
     authenticator: Authenticator
-    rulebook: Rulebook | None
+    rulebook: AclCache | None
     topics_of: Callable[[str], Awaitable[Sequence[str]]]
     name_claim: str = "sub"
 
 
-class Known(NamedTuple):
+class AuthenticatedClient(NamedTuple):
     """`claims`: those that shapes are bound to. `ends_ms` None = as long as the user has this password."""
 
     principal: str
@@ -91,7 +91,7 @@ class Guard:
         self._grants = grants or Grants(clock)
         self._audit = Audit(clock)
         self._failures = Failures()
-        self._known: OrderedDict[bytes, Known] = OrderedDict()
+        self._known: OrderedDict[bytes, AuthenticatedClient] = OrderedDict()
         self.parties: Parties | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,7 +113,7 @@ class Guard:
             return
         try:
             known = await self._proven(parties, scope, host)
-        except Refused as refused:
+        except AuthenticationFailedError as refused:
             await self._turn_away(scope, send, host, refused)
             return
         except TidemillError as error:
@@ -132,7 +132,7 @@ class Guard:
             await self._refuse(scope, send, 403, f"{principal} {about}")
             return
         if scope["path"] == SHAPE:
-            scope[ASKER] = Asker(
+            scope[ASKER] = Requester(
                 principal, known.claims, known.ends_ms, lambda: _denied(parties, needed, principal, host) is None
             )
         await self._app(scope, receive, _for_one(send))
@@ -151,9 +151,9 @@ class Guard:
     async def _signed(self, scope: Scope, receive: Receive, send: Send, query: QueryParams, host: str) -> None:
         """Whoever asks: the shape room looks at the signature again, and serves what it signs."""
         try:
-            with suppress(BadRequest):  # which the shape room words
+            with suppress(BadRequestError):  # which the shape room words
                 self._grants.right(query, None, host)
-        except Denied as denied:
+        except AccessDeniedError as denied:
             await self._refuse(scope, send, denied.status, str(denied))
             return
         await self._app(scope, receive, send)
@@ -169,11 +169,13 @@ class Guard:
             name=need.name,
         )
 
-    async def _proven(self, parties: Parties, scope: Scope, host: str) -> Known:
-        """Raises Refused, Unavailable."""
+    async def _proven(self, parties: Parties, scope: Scope, host: str) -> AuthenticatedClient:
+        """Raises AuthenticationFailedError, Unavailable."""
         given = [value for key, value in scope["headers"] if key == b"authorization"]
         if len(given) != 1 or len(given[0]) > HEADER_BYTES_MAX:
-            raise Refused("no proof of who asks" if not given else "more than one proof, or one that is too long")
+            raise AuthenticationFailedError(
+                "no proof of who asks" if not given else "more than one proof, or one that is too long"
+            )
         # A password counts from this machine where it would not from another.
         digest = hashlib.sha256(given[0] + (b"\x00here" if _is_loopback(host) else b"")).digest()
         now_s = self._clock.monotonic_s()
@@ -186,28 +188,28 @@ class Guard:
             self._known.popitem(last=False)
         return known
 
-    async def _prove(self, parties: Parties, header: bytes, host: str, now_s: float) -> Known:
+    async def _prove(self, parties: Parties, header: bytes, host: str, now_s: float) -> AuthenticatedClient:
         kind, _, proof = header.decode("latin-1").partition(" ")
         authenticator = parties.authenticator
         if kind.lower() == "bearer" and authenticator.tokens is not None:
             found = await authenticator.tokens.verify(proof.strip())
             claims = {name: found.claims[name] for name in self._grants.claims if name in found.claims}
             lives_s = (found.expires_ms - self._clock.now_ms()) / 1000
-            return Known(found.principal, claims, found.ends_ms, now_s + min(KNOWN_S, lives_s))
+            return AuthenticatedClient(found.principal, claims, found.ends_ms, now_s + min(KNOWN_S, lives_s))
         if kind.lower() != "basic":
-            raise Refused("a kind of proof that is not taken")
+            raise AuthenticationFailedError("a kind of proof that is not taken")
         if not self._within_tls and not _is_loopback(host):
-            raise Refused("a password outside of TLS")
+            raise AuthenticationFailedError("a password outside of TLS")
         try:
             user, colon, password = base64.b64decode(proof.strip(), validate=True).decode().partition(":")
         except (binascii.Error, ValueError) as error:
-            raise Refused("a password that cannot be read") from error
+            raise AuthenticationFailedError("a password that cannot be read") from error
         if not colon:
-            raise Refused("a user without a password", user)
+            raise AuthenticationFailedError("a user without a password", user)
         principal = await authenticator.password(user, password)
-        return Known(principal, {parties.name_claim: user}, None, now_s + KNOWN_S)
+        return AuthenticatedClient(principal, {parties.name_claim: user}, None, now_s + KNOWN_S)
 
-    async def _turn_away(self, scope: Scope, send: Send, host: str, refused: Refused) -> None:
+    async def _turn_away(self, scope: Scope, send: Send, host: str, refused: AuthenticationFailedError) -> None:
         if refused.message != "no proof of who asks":
             self._audit.refused(
                 "http.authentication_failed", (host, refused.user), host=host, user=refused.user, reason=refused.message

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 
 from tidemill.base.address import Address
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.base.runtime.tasks import FailureHandler, Tasks, sentence
 from tidemill.node.http.connection_limits import CHECK_S, close_connections, close_copies, close_crowds, connections
@@ -71,7 +71,7 @@ class HttpServer:
         return f"http{'s' if self._tls else ''}://{Address(self._host, self.port)}"
 
     def _bind(self) -> socket.socket:
-        """Raises Invalid when the address is not ours to take."""
+        """Raises InvalidError when the address is not ours to take."""
         address = Address(self._host, self.port)
         listening = socket.socket(address.family, socket.SOCK_STREAM)
         try:
@@ -80,7 +80,7 @@ class HttpServer:
             listening.listen(BACKLOG)
         except OSError as error:
             listening.close()
-            raise Invalid(
+            raise InvalidError(
                 f"cannot listen: key=node.http address={address} error={error.strerror}.",
                 fix="Set node.http to a free address, or stop what listens there.",
             ) from error
@@ -88,7 +88,7 @@ class HttpServer:
         return listening
 
     async def start(self) -> int:
-        """Bind and serve; returns the port. Raises Invalid for a taken port."""
+        """Bind and serve; returns the port. Raises InvalidError for a taken port."""
         from granian.constants import HTTPModes, Interfaces
         from granian.http import HTTP1Settings
 
@@ -122,8 +122,8 @@ class HttpServer:
 
     async def follow_certificates(self, works: Callable[[], None]) -> None:
         """For ever: connections that come after the files of TLS have changed get what is in them, those that are there
-        keep what they began with. Calls `works` while the files can be used; raises Invalid while they cannot, and the
-        former ones serve."""
+        keep what they began with. Calls `works` while the files can be used; raises InvalidError while they cannot, and
+        the former ones serve."""
         assert self._certificates is not None
         while True:
             if await asyncio.to_thread(self._certificates.renew):
@@ -154,14 +154,14 @@ class HttpServer:
                 _log.warning("connections closed", count=closed, limit=self._limits.address_connections)
 
     async def _answering(self) -> None:
-        """Return when a connection is taken; raises Unavailable when the server ended instead."""
+        """Return when a connection is taken; raises UnavailableError when the server ended instead."""
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         assert self._serving is not None
         while not self._server.wrks:
             if self._serving.done():
-                raise Unavailable(f"the HTTP server ended: error={self._serving.exception()!r}.")
+                raise UnavailableError(f"the HTTP server ended: error={self._serving.exception()!r}.")
             if asyncio.get_running_loop().time() > deadline:
-                raise Unavailable("the HTTP server did not start in time.")
+                raise UnavailableError("the HTTP server did not start in time.")
             await asyncio.sleep(0.005)
 
     async def aclose(self) -> None:
@@ -210,7 +210,7 @@ def _embedded_server(listening: socket.socket, **settings: Any) -> Any:
             """Another worker takes new connections; the former one ends with those that it has. Not granian's own
             reload, which lets both take them for seconds, and ends the server over a connection that stays.
 
-            Raises Unavailable when none could be started: the former one goes on."""
+            Raises UnavailableError when none could be started: the former one goes on."""
             self.build_ssl_context(tls["ssl_cert"], tls["ssl_key"], None, tls["ssl_protocol_min"], None, [], False)
             self._init_shared_socket()
             fresh = self._spawn_worker(0, self._spawn_asgi_worker, self.target)
@@ -228,6 +228,6 @@ def _embedded_server(listening: socket.socket, **settings: Any) -> Any:
                     self.wrks[:] = [fresh]
                     former.terminate()
             if fresh._task.done():
-                raise Unavailable(f"the HTTP server did not start anew: error={fresh._task.exception()!r}.")
+                raise UnavailableError(f"the HTTP server did not start anew: error={fresh._task.exception()!r}.")
 
     return OnSocket(**settings)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pydantic import ValidationError
 
 from tidemill.base.config.config import Config, PipelineSparkSection
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 
 def overridden(
@@ -21,7 +21,7 @@ def overridden(
 ) -> Config:
     """The configuration with these for the pipelines `names`; None and "" leave the file's. `conf`: KEY=VALUE, each.
 
-    Raises Invalid with the option that is wrong.
+    Raises InvalidError with the option that is wrong.
     """
     pairs = [_pair(text) for text in conf]
     given = {"instances": instances, "master": master or None, "driver_memory": driver_memory or None}
@@ -35,7 +35,7 @@ def overridden(
         except ValidationError as error:
             first = error.errors()[0]
             option = "--" + str(first["loc"][0]).replace("_", "-")
-            raise Invalid(f"bad option: {option}: {first['msg']}.", fix=f"Correct {option}.") from error
+            raise InvalidError(f"bad option: {option}: {first['msg']}.", fix=f"Correct {option}.") from error
         pipelines[name] = section.model_copy(update={"spark": spark})
     return config.model_copy(update={"pipeline": pipelines})
 
@@ -43,5 +43,5 @@ def overridden(
 def _pair(text: str) -> tuple[str, str]:
     key, found, value = text.partition("=")
     if not found or not key.strip():
-        raise Invalid(f"not a Spark setting: --conf {text!r}.", fix="Write --conf KEY=VALUE.")
+        raise InvalidError(f"not a Spark setting: --conf {text!r}.", fix="Write --conf KEY=VALUE.")
     return key.strip(), value

@@ -15,7 +15,7 @@ from pathlib import Path
 from tidemill.base.address import Address
 from tidemill.base.clock import Clock
 from tidemill.base.config.config import Config, ConsensusSection, ObjectsSection, drivers
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.node.supervise.driver_instances import DRIVER_MODULE, instance_name, process_of
 from tidemill.node.supervise.supervisor import ChildSpec, Supervisor
@@ -47,7 +47,7 @@ def start_all(
         try:
             write_private(path, numbered.model_dump_json())
         except OSError as error:
-            raise Invalid(
+            raise InvalidError(
                 f"cannot write the data directory: node.data={path.parent} error={error.strerror}.",
                 fix="Make it writable, or set node.data to another directory.",
             ) from error

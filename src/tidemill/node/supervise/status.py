@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.errors import ClosedError, TidemillError
 from tidemill.base.limits import MARK_PUBLISH_INTERVAL_S
 from tidemill.base.runtime.tasks import is_fault, sentence
-from tidemill.base.status.status import Report, Tracker
+from tidemill.base.status.status import Report, StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import Board
@@ -29,7 +29,7 @@ RETIRE_TIMEOUT_S = 3.0
 log = structlog.get_logger()
 
 
-class Telling:
+class SupervisorStatus:
     """`run` until cancelled; `adopt` before the first child starts, so that ages survive a restart of `up` too.
 
     The drivers of `pipelines` with `label` are this parent's, and of them it starts those in `started`, processes.
@@ -39,7 +39,7 @@ class Telling:
         self,
         name: str,
         url: str,
-        tracker: Tracker,
+        tracker: StatusTracker,
         clock: Clock,
         rand: Rand,
         say: Callable[[str], None],
@@ -83,7 +83,7 @@ class Telling:
                 if round_number % LOOK_EVERY == 0:
                     await self._look(await self._board())
             except BaseException as error:
-                if isinstance(error, Closed):
+                if isinstance(error, ClosedError):
                     await self._reopen()
                 elif not is_fault(error):
                     raise

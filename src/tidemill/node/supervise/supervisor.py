@@ -22,10 +22,10 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Invalid, Replaced
+from tidemill.base.errors import ClusterReplacedError, InvalidError
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.runtime.tasks import Tasks, sentence
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.node.supervise import child_launch
 
 BACKOFF_S = (0.1, 0.5, 1.0, 2.0, 5.0)
@@ -61,7 +61,7 @@ class Child:
     """One supervised process; `restarts` counts unplanned ends."""
 
     def __init__(
-        self, spec: ChildSpec, log_dir: Path, clock: Clock, tracker: Tracker, say: Callable[[str], None]
+        self, spec: ChildSpec, log_dir: Path, clock: Clock, tracker: StatusTracker, say: Callable[[str], None]
     ) -> None:
         self.spec = spec
         self.restarts = 0
@@ -91,8 +91,8 @@ class Child:
         return True
 
     async def run(self) -> None:
-        """Start and restart for ever. Raises Invalid when a vital child refuses its configuration at once, Replaced
-        when a child says that its cluster was."""
+        """Start and restart for ever. Raises InvalidError when a vital child refuses its configuration at once,
+        ClusterReplacedError when a child says that its cluster was."""
         attempt = 0
         while True:
             started_s = self._clock.monotonic_s()
@@ -102,9 +102,9 @@ class Child:
             except Exception as error:
                 code, words = 1, f"{self.spec.name} cannot be started: {sentence(error)}"
             if code == EXIT_CONFIGURATION and self.spec.vital and not self._steady:
-                raise Invalid(words)
+                raise InvalidError(words)
             if code == EXIT_REPLACED:
-                raise Replaced(words)
+                raise ClusterReplacedError(words)
             self.restarts += 1
             if code != 0:  # else it was asked to end: `tidemill pipeline restart`
                 self._told(words, code)
@@ -258,7 +258,7 @@ class Supervisor:
         self._clock = clock
         self._say = say
         self._tasks = Tasks(lambda _, error: on_failure(error))
-        self.tracker = Tracker()
+        self.tracker = StatusTracker()
         self.children: dict[str, Child] = {}
 
     def add(self, spec: ChildSpec) -> Child:

@@ -10,9 +10,9 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from tidemill.metastore.rows.registry import Reference
-from tidemill.registry.errors import Refused, bad_schema, not_permitted
+from tidemill.registry.errors import RegistryError, bad_schema, not_permitted
 from tidemill.registry.limits import shown
-from tidemill.registry.schema_types import Given
+from tidemill.registry.schema_types import SubmittedSchema
 from tidemill.registry.settings import SUBJECT_BYTES
 
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
@@ -50,7 +50,7 @@ def number(request: Request, name: str, default: int) -> int:
     try:
         return int(text) if text else default
     except ValueError as error:
-        raise Refused(400, f"The parameter {name} is no number: {shown(text)}") from error
+        raise RegistryError(400, f"The parameter {name} is no number: {shown(text)}") from error
 
 
 def page(request: Request, found: list[Any], most: int = 2**31) -> list[Any]:
@@ -61,22 +61,22 @@ def page(request: Request, found: list[Any], most: int = 2**31) -> list[Any]:
 
 
 def subject_of(text: str) -> str:
-    """Raises Refused(42208)."""
+    """Raises RegistryError(42208)."""
     text = plain_subject(text)
     size = len(text.encode(errors="replace"))
     odd = any(ord(letter) < 32 or 0xD800 <= ord(letter) < 0xE000 for letter in text)
     if not text.strip() or text.startswith(":") or odd or size > SUBJECT_BYTES or text in ("__GLOBAL", "__EMPTY"):
-        raise Refused(42208, f"The specified subject {shown(text)} is not a valid subject.")
+        raise RegistryError(42208, f"The specified subject {shown(text)} is not a valid subject.")
     return text
 
 
 def version_of(text: str) -> int | None:
-    """None = the latest. Raises Refused(42202)."""
+    """None = the latest. Raises RegistryError(42202)."""
     if text == "latest" or text == "-1":
         return None
     if text.isascii() and text.isdigit() and len(text) < 12 and 1 <= int(text) <= LAST_VERSION:
         return int(text)
-    raise Refused(
+    raise RegistryError(
         42202,
         f"The specified version {shown(text)} is not a valid version id. "
         'Allowed values are between [1, 2^31-1] and the string "latest"',
@@ -86,45 +86,45 @@ def version_of(text: str) -> int | None:
 async def body_of(request: Request) -> dict[str, Any]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not kind.startswith(TAKEN):
-        raise Refused(415, "HTTP 415 Unsupported Media Type")
+        raise RegistryError(415, "HTTP 415 Unsupported Media Type")
     try:
         async with asyncio.timeout(BODY_S):
             body = await request.body()
     except TimeoutError as error:
-        raise Refused(408, "The body did not come in time.") from error
+        raise RegistryError(408, "The body did not come in time.") from error
     except ClientDisconnect as error:
-        raise Refused(413, "The body is too large, or ended early.") from error
+        raise RegistryError(413, "The body is too large, or ended early.") from error
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise Refused(400, f"The body is not JSON: {error}") from error
+        raise RegistryError(400, f"The body is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise Refused(422, "The body must be a JSON object.")
+        raise RegistryError(422, "The body must be a JSON object.")
     return found
 
 
-def given_in(body: dict[str, Any], *, normalize: bool = False) -> Given:
+def given_in(body: dict[str, Any], *, normalize: bool = False) -> SubmittedSchema:
     text = body.get("schema")
     if not isinstance(text, str) or not text.strip():
         raise bad_schema("it is empty")
     for name in NOT_SERVED:
         if body.get(name):
-            raise Refused(42210, f"{name} is not served by this registry: register the schema without it.")
+            raise RegistryError(42210, f"{name} is not served by this registry: register the schema without it.")
     kind = body.get("schemaType") or "AVRO"
     if not isinstance(kind, str):
-        raise Refused(422, "schemaType must be a string.")
-    return Given(kind.upper(), text, _references(body.get("references") or []), normalize)
+        raise RegistryError(422, "schemaType must be a string.")
+    return SubmittedSchema(kind.upper(), text, _references(body.get("references") or []), normalize)
 
 
 def _references(value: Any) -> tuple[Reference, ...]:
     if not isinstance(value, list):
-        raise Refused(422, "references must be an array.")
+        raise RegistryError(422, "references must be an array.")
     found = []
     for one in value:
         fields = one if isinstance(one, dict) else {}
         name, subject, version = fields.get("name"), fields.get("subject"), fields.get("version")
         if not isinstance(name, str) or not name or not isinstance(subject, str) or type(version) is not int:
-            raise Refused(422, f"A reference has a name, a subject and a version: {shown(one)}")
+            raise RegistryError(422, f"A reference has a name, a subject and a version: {shown(one)}")
         found.append(Reference(name, subject_of(subject), version))
     return tuple(dict.fromkeys(found))
 
@@ -135,7 +135,7 @@ def whole(body: dict[str, Any], name: str) -> int:
     if value is None:
         return 0
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= LAST_VERSION:
-        raise Refused(422, f"{name} must be a number: {shown(value)}")
+        raise RegistryError(422, f"{name} must be a number: {shown(value)}")
     return max(0, value)
 
 
@@ -145,7 +145,7 @@ def text_in(body: dict[str, Any], *names: str) -> str:
         value = body.get(name)
         if value is not None:
             if not isinstance(value, str):
-                raise Refused(422, f"{name} must be a string: {shown(value)}")
+                raise RegistryError(422, f"{name} must be a string: {shown(value)}")
             return value
     return ""
 

@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from tidemill.base.errors import TidemillError, Unknown
+from tidemill.base.errors import TidemillError, UnknownOutcomeError
 from tidemill.metastore.rows.registry import SchemaRow, VersionRow
-from tidemill.registry.errors import Refused
+from tidemill.registry.errors import RegistryError
 from tidemill.registry.http.requests import MEDIA_TYPE
 from tidemill.registry.protobuf.parse import serialized
 
@@ -21,9 +21,9 @@ def answer(value: Any, status: int = 200) -> Response:
 
 def refusal(error: TidemillError) -> Response:
     """A fault of the store is 500, as clients know it, and may be tried again."""
-    if isinstance(error, Refused):
+    if isinstance(error, RegistryError):
         return answer({"error_code": error.code, "message": error.message}, error.status)
-    code = 50002 if isinstance(error, Unknown) else 50001
+    code = 50002 if isinstance(error, UnknownOutcomeError) else 50001
     response = answer({"error_code": code, "message": str(error)}, 500)
     response.headers["retry-after"] = "1"
     return response

@@ -25,7 +25,7 @@ from starlette.routing import BaseRoute, Route
 
 from tidemill.base.errors import TidemillError
 from tidemill.registry.compat_levels import DEFAULT
-from tidemill.registry.errors import Refused, no_schema, no_subject
+from tidemill.registry.errors import RegistryError, no_schema, no_subject
 from tidemill.registry.http.requests import (
     LIST_MOST,
     body_of,
@@ -95,12 +95,12 @@ class Rest:
             parts = parts_of(request.scope.get("raw_path") or request.scope["path"].encode())
             fitting = [(method, pattern, handler) for method, pattern, handler in self._table if _fits(pattern, parts)]
             if not fitting:
-                raise Refused(404, "HTTP 404 Not Found")
+                raise RegistryError(404, "HTTP 404 Not Found")
             method = "GET" if request.method == "HEAD" else request.method
             for offered, pattern, handler in fitting:
                 if offered == method:
                     return await handler(request, *(p for p, w in zip(parts, pattern, strict=True) if w == "*"))
-            raise Refused(405, "HTTP 405 Method Not Allowed")
+            raise RegistryError(405, "HTTP 405 Method Not Allowed")
         except TidemillError as error:
             return refusal(error)
 
@@ -221,7 +221,7 @@ class Rest:
         row = await self._registry.book.config(subject, fresh=True)
         own = row.compatibility if row is not None else ""
         if subject and not own and not flag(request, "defaultToGlobal"):
-            raise Refused(40408, f"Subject '{subject}' does not have subject-level compatibility configured")
+            raise RegistryError(40408, f"Subject '{subject}' does not have subject-level compatibility configured")
         found: dict[str, Any] = {"compatibilityLevel": own or await self._registry.level(EVERY)}
         if row is not None and row.normalize is not None:
             found["normalize"] = row.normalize
@@ -234,9 +234,9 @@ class Rest:
         level = text_in(body, "compatibility", "compatibilityLevel").upper()
         normalize = body.get("normalize")
         if normalize is not None and not isinstance(normalize, bool):
-            raise Refused(422, "normalize must be true or false.")
+            raise RegistryError(422, "normalize must be true or false.")
         if not level and normalize is None:
-            raise Refused(42203, "Invalid compatibility level: the body names none.")
+            raise RegistryError(42203, "Invalid compatibility level: the body names none.")
         await self._registry.set_level(subject, level, normalize)
         said = {"compatibility": level or None, "normalize": normalize}
         return answer({name: value for name, value in said.items() if value is not None})
@@ -255,7 +255,7 @@ class Rest:
         row = await self._registry.book.config(subject, fresh=True)
         own = row.mode if row is not None else ""
         if subject and not own and not flag(request, "defaultToGlobal"):
-            raise Refused(40409, f"Subject '{subject}' does not have subject-level mode configured")
+            raise RegistryError(40409, f"Subject '{subject}' does not have subject-level mode configured")
         return answer({"mode": own or await self._registry.mode(EVERY)})
 
     async def _put_mode(self, request: Request, subject: str = EVERY) -> Response:
@@ -295,7 +295,7 @@ def _fits(pattern: tuple[str, ...], parts: list[str]) -> bool:
 
 def _id(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 10:
-        raise Refused(404, "HTTP 404 Not Found")
+        raise RegistryError(404, "HTTP 404 Not Found")
     found = int(text)
     if found > 2**31 - 1:
         raise no_schema(found)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.registry.errors import bad_schema
 
 TIMEOUT_S = 20.0
@@ -34,7 +34,7 @@ sys.exit(main(["protoc", *rest]))
 def compile_text(text: str, name: str, imports: Sequence[Any]) -> Any:
     """The FileDescriptorProto of `text` as a file `name`; `imports` are those it may import.
 
-    Raises Refused with protoc's own words, Unavailable when protoc cannot be run.
+    Raises Refused with protoc's own words, UnavailableError when protoc cannot be run.
     """
     from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
@@ -64,9 +64,9 @@ def compile_text(text: str, name: str, imports: Sequence[Any]) -> Any:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise Unavailable(f"protoc did not end: timeout_s={TIMEOUT_S}.") from error
+            raise UnavailableError(f"protoc did not end: timeout_s={TIMEOUT_S}.") from error
         except OSError as error:
-            raise Unavailable(f"protoc cannot be run: error={error.strerror}.") from error
+            raise UnavailableError(f"protoc cannot be run: error={error.strerror}.") from error
         if ended.returncode != 0:
             lines = ended.stderr.decode(errors="replace").splitlines()
             told = "; ".join(line[line.index(name) :] for line in lines if f"{name}:" in line)

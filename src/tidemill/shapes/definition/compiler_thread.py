@@ -17,7 +17,7 @@ from tidemill.shapes.definition.subset import Subset, SubsetRequest, SubsetScope
 from tidemill.shapes.where import Type, Where
 
 
-class Asked(NamedTuple):
+class CompileRequest(NamedTuple):
     """What is to be compiled: the arguments of `planner.compile_request`."""
 
     request: ShapeRequest
@@ -40,7 +40,7 @@ class CompilerThread:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, compile_request, request, types, schema, table)
 
-    async def many(self, asked: Sequence[Asked]) -> list[Where | BaseException | None]:
+    async def many(self, asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
         """Each one's clause, or what compiling it raised. Whoever asks for one meanwhile waits for all of them."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, compile_each, asked)
 
@@ -53,7 +53,7 @@ class CompilerThread:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-def compile_each(asked: Sequence[Asked]) -> list[Where | BaseException | None]:
+def compile_each(asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
     found: list[Where | BaseException | None] = []
     for each in asked:
         try:

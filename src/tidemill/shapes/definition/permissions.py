@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.planner import ShapeRequest
 
 
-class Denied(Invalid):
+class AccessDeniedError(InvalidError):
     """The request has no right to what it asks for. `status`: 401, 403 or 404."""
 
     def __init__(self, status: int, message: str, *, fix: str = "") -> None:
@@ -27,7 +27,7 @@ def _always() -> bool:
     return True
 
 
-class Asker(msgspec.Struct, frozen=True):
+class Requester(msgspec.Struct, frozen=True):
     """Who proved who they are, as the node found out. `claims`: of their token. `ends_ms`: when the proof does, None =
     it does not end before a stream would. `allowed()`: do the rules still allow what was asked?"""
 
@@ -37,7 +37,7 @@ class Asker(msgspec.Struct, frozen=True):
     allowed: Callable[[], bool] = _always
 
 
-class Right(msgspec.Struct, frozen=True):
+class Grant(msgspec.Struct, frozen=True):
     """
     request     what is served; None = what the client's parameters say
     name        of the server's definition, "" = none
@@ -70,9 +70,9 @@ class Right(msgspec.Struct, frozen=True):
         return self.left_s(now_ms) > 0 and self.allowed()
 
     def check(self, now_ms: int) -> None:
-        """Raises Denied where the right has ended (RI2)."""
+        """Raises AccessDeniedError where the right has ended (RI2)."""
         if self.left_s(now_ms) <= 0:
             what = "The signed URL" if self.signed else "The proof of who asks"
-            raise Denied(401, f"{what} has expired.", fix="Get a new one.")
+            raise AccessDeniedError(401, f"{what} has expired.", fix="Get a new one.")
         if not self.allowed():
-            raise Denied(403, "This shape may not be seen any more.")
+            raise AccessDeniedError(403, "This shape may not be seen any more.")

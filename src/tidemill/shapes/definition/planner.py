@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.changes import Relation
 from tidemill.shapes.definition.definition import LogMode, Replica, ShapeDefinition, Source
 from tidemill.shapes.where import Type, Where, WhereError, both, compile_where
@@ -20,7 +20,7 @@ from tidemill.shapes.where import Type, Where, WhereError, both, compile_where
 if TYPE_CHECKING:
     from tidemill.shapes.definition.subset import Metadata, Subset, SubsetRequest, SubsetScope
     from tidemill.shapes.live_shape import LiveShape
-    from tidemill.shapes.response_memory import HeldRows
+    from tidemill.shapes.response_memory import ResponseMemory
 
 SHARD_SCHEMA = "shard"
 
@@ -28,7 +28,7 @@ WITHIN = "shape"
 """The field that an error of the server's own clause names."""
 
 
-class Within(msgspec.Struct, frozen=True):
+class ServerBounds(msgspec.Struct, frozen=True):
     """What the server defines and a client may only narrow: rows and columns beside these do not exist for it, also not
     for its clause. `columns` () = all."""
 
@@ -47,7 +47,7 @@ class ShapeRequest(msgspec.Struct, frozen=True):
     replica: Replica = "default"
     log_mode: LogMode = "full"
     queryable: tuple[str, ...] = ()
-    within: Within | None = None
+    within: ServerBounds | None = None
 
 
 def definition_of(
@@ -66,9 +66,9 @@ def definition_of(
 
 
 class SubsetReader(Protocol):
-    """Reads a subset into `rows`, each marked with `mark`. Raises FieldError, Invalid, Full or Unavailable."""
+    """Reads a subset into `rows`, each marked with `mark`. Raises FieldError, InvalidError, Full or Unavailable."""
 
-    async def __call__(self, request: SubsetRequest, rows: HeldRows, mark: int) -> Metadata: ...
+    async def __call__(self, request: SubsetRequest, rows: ResponseMemory, mark: int) -> Metadata: ...
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True):
     relation: Relation | None = None
 
 
-class FieldError(Invalid):
+class FieldError(InvalidError):
     """A parameter is wrong; `field` names it."""
 
     def __init__(self, field: str, message: str, *, fix: str = "") -> None:
@@ -187,7 +187,7 @@ def compile_request(request: ShapeRequest, types: Mapping[str, Type], schema: st
     return outer or inner if outer is None or inner is None else both(outer, inner)
 
 
-def _outer(within: Within, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
+def _outer(within: ServerBounds, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
     if not within.where:
         return None
     try:

@@ -5,7 +5,7 @@ A clause that fails on a row would else be compiled, loaded and ended again for 
 
 from __future__ import annotations
 
-from tidemill.base.errors import Invalid, Missing, TidemillError
+from tidemill.base.errors import InvalidError, MissingError, TidemillError
 from tidemill.shapes.definition.definition import ShapeDefinition
 
 REFUSED_S = 60.0
@@ -27,7 +27,7 @@ class Refusals:
         self.last = ""
 
     def add(self, definition: ShapeDefinition, error: TidemillError, now_s: float, *, broken: bool = False) -> None:
-        wrong = isinstance(error, Invalid) and not isinstance(error, Missing)
+        wrong = isinstance(error, InvalidError) and not isinstance(error, MissingError)
         length = BROKEN_S if broken else REFUSED_S if wrong else AWAY_S
         self._until = {each: found for each, found in self._until.items() if now_s < found[0]}
         self._until.pop(definition, None)

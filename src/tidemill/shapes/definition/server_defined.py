@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.definition import LogMode, Replica
-from tidemill.shapes.definition.permissions import Denied
-from tidemill.shapes.definition.planner import MAX_PARAMS, ShapeRequest, Within, shard_name, split_table
+from tidemill.shapes.definition.permissions import AccessDeniedError
+from tidemill.shapes.definition.planner import MAX_PARAMS, ServerBounds, ShapeRequest, shard_name, split_table
 from tidemill.shapes.where import WhereError, params_of
 
 
@@ -50,22 +50,22 @@ class NamedShape(msgspec.Struct, frozen=True):
         return max((param.number for param in self.params if isinstance(param, FromClient)), default=0)
 
     def check(self) -> None:
-        """Raises Invalid for a definition that could never be served."""
+        """Raises InvalidError for a definition that could never be served."""
         key = f"shape.{self.name}"
         try:
             if shard_name(self.table) is None:
                 split_table(self.table)
             used = params_of(self.where) if self.where else set()
         except WhereError as error:
-            raise Invalid(
+            raise InvalidError(
                 f"bad value: {key}.where: {error.message.rstrip('.')}.", fix=f"Correct {key}.where."
             ) from error
-        except Invalid as error:
-            raise Invalid(
+        except InvalidError as error:
+            raise InvalidError(
                 f"bad value: {key}.table: {error.message.rstrip('.')}.", fix=f"Correct {key}.table."
             ) from error
         if len(self.params) > MAX_PARAMS or used != set(range(1, len(self.params) + 1)):
-            raise Invalid(
+            raise InvalidError(
                 f"{key}.where must use each of {key}.params once at least, as $1 to ${len(self.params)}:"
                 f" used={sorted(used)} params={len(self.params)}.",
                 fix="Give each parameter its value.",
@@ -73,7 +73,7 @@ class NamedShape(msgspec.Struct, frozen=True):
 
     def bind(self, claims: Mapping[str, object] | None, given: Sequence[str]) -> tuple[str, ...]:
         """Values of its clause. `claims` None = nobody proved who they are. `given`: by the client, as many as it
-        `asks` for. Raises Denied."""
+        `asks` for. Raises AccessDeniedError."""
         return tuple(self._value(param, claims, given) for param in self.params)
 
     def _value(self, param: Param, claims: Mapping[str, object] | None, given: Sequence[str]) -> str:
@@ -82,10 +82,10 @@ class NamedShape(msgspec.Struct, frozen=True):
         if isinstance(param, FromClient):
             return given[param.number - 1]
         if claims is None:
-            raise Denied(401, "This shape needs a token that says whose rows it shows.", fix="Send one.")
+            raise AccessDeniedError(401, "This shape needs a token that says whose rows it shows.", fix="Send one.")
         text = claim_text(claims.get(param.name))
         if text is None:
-            raise Denied(403, f"The token lacks a claim that this shape needs: claim={param.name}.")
+            raise AccessDeniedError(403, f"The token lacks a claim that this shape needs: claim={param.name}.")
         return text
 
     def fixed(self, values: tuple[str, ...], log_mode: LogMode) -> ShapeRequest:
@@ -93,7 +93,7 @@ class NamedShape(msgspec.Struct, frozen=True):
 
     def narrowed(self, values: tuple[str, ...], own: ShapeRequest) -> ShapeRequest:
         """`own`: what the client asks for, of any table. Its columns must be among `self.columns` (`hidden`)."""
-        within = Within(self.where, values, self.columns)
+        within = ServerBounds(self.where, values, self.columns)
         queryable = own.queryable or self.columns
         return ShapeRequest(
             self.table, own.where, own.params, own.columns, self.replica, own.log_mode, queryable, within

@@ -10,7 +10,7 @@ import json
 
 import msgspec
 
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.connection import scope
 from tidemill.shapes.where import Type
@@ -112,11 +112,11 @@ class TableColumns(msgspec.Struct, frozen=True):
 
 
 def table_columns(relation: Relation, rows: list[ColumnInfo]) -> TableColumns:
-    """Raises Missing when the catalogue no longer has what capture's relation names."""
+    """Raises MissingError when the catalogue no longer has what capture's relation names."""
     by_name = {row.name: row for row in rows}
     missing = [column.name for column in relation.columns if column.name not in by_name]
     if missing:
-        raise Missing(f"the table changed or is gone: table={relation.name} columns={','.join(missing)}.")
+        raise MissingError(f"the table changed or is gone: table={relation.name} columns={','.join(missing)}.")
     return TableColumns(relation, tuple(by_name[column.name] for column in relation.columns))
 
 

@@ -22,12 +22,12 @@ from starlette.types import Scope
 
 from tidemill.base.clock import Clock
 from tidemill.security.audit import Audit
-from tidemill.shapes.definition.permissions import Asker, Denied, Right
+from tidemill.shapes.definition.permissions import AccessDeniedError, Grant, Requester
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.server_defined import FromClaim, NamedShape
 from tidemill.shapes.definition.signed_urls import Signing, canonical, fits
 from tidemill.shapes.http.param_values import Errors
-from tidemill.shapes.http.params import BadRequest, definition
+from tidemill.shapes.http.params import BadRequestError, definition
 from tidemill.shapes.http.subset_params import PREFIX
 from tidemill.shapes.log.log_offset import number
 
@@ -46,9 +46,9 @@ NARROWING: Final = frozenset({"where", "columns", "queryable_columns"})
 DEFINING: Final = NARROWING | {"table", "replica"}
 
 
-def asker_of(scope: Scope) -> Asker | None:
+def asker_of(scope: Scope) -> Requester | None:
     found = scope.get(ASKER)
-    return found if isinstance(found, Asker) else None
+    return found if isinstance(found, Requester) else None
 
 
 def host_of(scope: Scope) -> str:
@@ -83,18 +83,18 @@ class Grants:
             return found.table if found is not None else ""
         return query.get("table", "")
 
-    def right(self, query: QueryParams, asker: Asker | None, host: str = "") -> Right:
-        """What a request may see. Raises Denied, BadRequest."""
+    def right(self, query: QueryParams, asker: Requester | None, host: str = "") -> Grant:
+        """What a request may see. Raises AccessDeniedError, BadRequestError."""
         if is_signed(query):
             return self._signed(query, host)
-        right = Right()
+        right = Grant()
         if asker is not None:
-            right = Right(fresh_ms=asker.ends_ms, ends_ms=asker.ends_ms, allowed=asker.allowed)
+            right = Grant(fresh_ms=asker.ends_ms, ends_ms=asker.ends_ms, allowed=asker.allowed)
         if NAME not in query:
             return right
         shape = self._named.get(query[NAME])
         if shape is None:
-            raise Denied(404, "There is no such shape.")
+            raise AccessDeniedError(404, "There is no such shape.")
         request = _bound(shape, query, asker)
         return msgspec.structs.replace(
             right, request=request, name=shape.name, narrowed=shape.narrow, takes=shape.asks > 0
@@ -102,40 +102,44 @@ class Grants:
 
     # -- signed URLs -------------------------------------------------------------------------------
 
-    def _signed(self, query: QueryParams, host: str) -> Right:
+    def _signed(self, query: QueryParams, host: str) -> Grant:
         errors = strange(query, PROTOCOL | SECRETS | DEFINING | SIGNED, params=True)
         if errors:
-            raise BadRequest(errors)
+            raise BadRequestError(errors)
         expires_s = number(query.get("expires", ""))
         key_id = query.get("key", "")
         key = self._signing.keys.get(key_id)
         asked = definition(query, errors)
         if errors or not asked.table:
-            raise BadRequest(errors or {"table": ["can't be blank"]})
+            raise BadRequestError(errors or {"table": ["can't be blank"]})
         request = canonical(asked)
         if key is None or expires_s is None or not fits(request, expires_s, key_id, key, query[SIGNATURE]):
             self._refuse(host, key_id, "no key of this id" if key is None else "another definition, key or time")
-            raise Denied(401, "The signature does not fit.", fix="Change nothing of a signed URL but where it reads.")
+            raise AccessDeniedError(
+                401, "The signature does not fit.", fix="Change nothing of a signed URL but where it reads."
+            )
         now_ms, leeway_ms = self._clock.now_ms(), self._signing.leeway_s * 1000
         fresh_ms = expires_s * 1000
         if fresh_ms + leeway_ms <= now_ms:
             self._refuse(host, key_id, "expired")
-            raise Denied(401, f"The signed URL expired at {_shown(expires_s)}.", fix="Get a new one.")
+            raise AccessDeniedError(401, f"The signed URL expired at {_shown(expires_s)}.", fix="Get a new one.")
         if fresh_ms - leeway_ms - now_ms > self._signing.max_s * 1000:
             self._refuse(host, key_id, "too far off")
-            raise Denied(401, f"The signed URL is for longer than one may be: limit_s={self._signing.max_s}.")
-        return Right(request, signed=True, fresh_ms=fresh_ms, ends_ms=fresh_ms + leeway_ms)
+            raise AccessDeniedError(
+                401, f"The signed URL is for longer than one may be: limit_s={self._signing.max_s}."
+            )
+        return Grant(request, signed=True, fresh_ms=fresh_ms, ends_ms=fresh_ms + leeway_ms)
 
     def _refuse(self, host: str, key_id: str, reason: str) -> None:
         self.audit.refused("shape.signature_refused", (host, key_id, reason), host=host, key=key_id, reason=reason)
 
 
-def _bound(shape: NamedShape, query: QueryParams, asker: Asker | None) -> ShapeRequest:
-    """Raises Denied, BadRequest."""
+def _bound(shape: NamedShape, query: QueryParams, asker: Requester | None) -> ShapeRequest:
+    """Raises AccessDeniedError, BadRequestError."""
     allowed = PROTOCOL | SECRETS | {NAME} | (NARROWING if shape.narrow else frozenset())
     errors = strange(query, allowed, params=shape.narrow or shape.asks > 0)
     if errors:
-        raise BadRequest(errors)
+        raise BadRequestError(errors)
     claims = asker.claims if asker is not None else None
     own = definition(query, errors)
     if shape.narrow:
@@ -146,7 +150,7 @@ def _bound(shape: NamedShape, query: QueryParams, asker: Asker | None) -> ShapeR
     elif len(own.params) != shape.asks and "params" not in errors:
         errors["params"] = [f"this shape takes {shape.asks} of them, from 1 on"]
     if errors:
-        raise BadRequest(errors)
+        raise BadRequestError(errors)
     values = shape.bind(claims, own.params)
     if shape.narrow:
         return shape.narrowed(values, own)

@@ -7,9 +7,9 @@ RF3  A client that holds rows whose shape is over is answered 409 first, also wh
 
     error                                        the client holds rows      it begins
     Parked                                       409                        503
-    NotCaptured                                  409                        400
+    NotCapturedError                                  409                        400
     Unavailable (Full, Passing, Starting, …)     503                        503
-    Invalid (FieldError, BadRequest, …)          400                        400
+    Invalid (FieldError, BadRequestError, …)          400                        400
     Denied                                       its status                 its status
 """
 
@@ -19,16 +19,16 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidemill.base.errors import Invalid, Missing, TidemillError, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import is_fault, sentence
-from tidemill.shapes.definition.permissions import Denied, Right
+from tidemill.shapes.definition.permissions import AccessDeniedError, Grant
 from tidemill.shapes.definition.planner import FieldError
 from tidemill.shapes.http.authorization import NARROWING, Grants
-from tidemill.shapes.http.params import BadRequest, ShapeParams
+from tidemill.shapes.http.params import BadRequestError, ShapeParams
 from tidemill.shapes.http.responses import error_response, must_refetch
-from tidemill.shapes.memory_budget import Full
+from tidemill.shapes.memory_budget import OverBudgetError
 from tidemill.shapes.service import ShapeService
-from tidemill.shapes.tables.table_shapes import NotCaptured, Parked
+from tidemill.shapes.tables.table_shapes import NotCapturedError, TablePausedError
 
 _log = structlog.get_logger()
 
@@ -36,14 +36,14 @@ _RIGHT = "tidemill.shapes.right"
 _HELD_HANDLE = "tidemill.shapes.held_handle"
 
 
-def note_right(request: Request, right: Right) -> None:
+def note_right(request: Request, right: Grant) -> None:
     request.scope[_RIGHT] = right
 
 
-def right_of(request: Request) -> Right | None:
+def right_of(request: Request) -> Grant | None:
     """None: it was not looked at yet."""
     found = request.scope.get(_RIGHT)
-    return found if isinstance(found, Right) else None
+    return found if isinstance(found, Grant) else None
 
 
 def holds(params: ShapeParams) -> bool:
@@ -63,23 +63,23 @@ class Refusing:
 
     def answer(self, request: Request, error: BaseException) -> Response:
         """Raises what is no error of a request."""
-        right = right_of(request) or Right()
+        right = right_of(request) or Grant()
         held = request.scope.get(_HELD_HANDLE, "")
         match error:
-            case Denied():
+            case AccessDeniedError():
                 return error_response(error.status, str(error))
-            case BadRequest():
+            case BadRequestError():
                 return error_response(400, "Invalid request", error.errors)
-            case Parked() | NotCaptured() if held:
+            case TablePausedError() | NotCapturedError() if held:
                 return must_refetch(self._service.successor(held), True)
-            case Invalid():
+            case InvalidError():
                 return self._invalid(request, right, error)
-            case Full():
+            case OverBudgetError():
                 return error_response(503, str(error), retry_after_s=error.retry_after_s)
-            case Unavailable():
+            case UnavailableError():
                 # A fault may quote a row, which is not for a client that does not say which rows there are.
                 said = "This shape cannot be served just now." if right.defined else str(error)
-                after_s = error.retry_after_s if isinstance(error, Parked) else 1
+                after_s = error.retry_after_s if isinstance(error, TablePausedError) else 1
                 return error_response(503, said, retry_after_s=after_s)
             case TidemillError():
                 _log.error("shape request failed", error=str(error))
@@ -89,11 +89,11 @@ class Refusing:
         _log.error("shape request failed", error=sentence(error), exc_info=error)
         return error_response(500, "Internal error")
 
-    def _invalid(self, request: Request, right: Right, error: Invalid) -> Response:
+    def _invalid(self, request: Request, right: Grant, error: InvalidError) -> Response:
         """A definition that its client did not write is not the client's to mend, and why it fails not always its to
         know: of a row that the shape does not show, the database may quote a value."""
         field = error.field if isinstance(error, FieldError) else ""
-        if isinstance(error, Missing):
+        if isinstance(error, MissingError):
             field = "table"
         elif not field:
             # What the database refuses while it reads the initial rows: the clause compiled, a row breaks it.

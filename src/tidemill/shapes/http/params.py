@@ -19,8 +19,8 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from starlette.datastructures import QueryParams
 
-from tidemill.base.errors import Invalid
-from tidemill.shapes.definition.permissions import Right
+from tidemill.base.errors import InvalidError
+from tidemill.shapes.definition.permissions import Grant
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.subset import SubsetRequest
 from tidemill.shapes.http.param_values import Errors, column_names, query_params
@@ -30,7 +30,7 @@ from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset, number
 REQUIRED = "can't be blank"
 
 
-class BadRequest(Invalid):
+class BadRequestError(InvalidError):
     """400; `errors` is field → messages."""
 
     def __init__(self, errors: Mapping[str, list[str]]) -> None:
@@ -48,7 +48,7 @@ class ShapeParams(msgspec.Struct, frozen=True):
     sse: bool
     cursor: int | None
     subset: SubsetRequest | None = None
-    right: Right = Right()
+    right: Grant = Grant()
 
     @property
     def initial(self) -> bool:
@@ -56,11 +56,12 @@ class ShapeParams(msgspec.Struct, frozen=True):
 
 
 def check_text(query: bytes) -> None:
-    """Raises BadRequest where the query is not UTF-8: what is read in its place is another text, and another shape."""
+    """Raises BadRequestError where the query is not UTF-8: what is read in its place is another text, and another
+    shape."""
     try:
         unquote_to_bytes(query).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadRequest({_bad_name(query): ["is not UTF-8"]}) from error
+        raise BadRequestError({_bad_name(query): ["is not UTF-8"]}) from error
 
 
 def _bad_name(query: bytes) -> str:
@@ -72,11 +73,11 @@ def _bad_name(query: bytes) -> str:
     return "query"
 
 
-def parse(query: QueryParams, body: bytes | None = None, right: Right | None = None) -> ShapeParams:
-    """`body`: of a POST, which asks for a subset. `right`: what the request may see. Raises BadRequest with every wrong
-    field at once."""
+def parse(query: QueryParams, body: bytes | None = None, right: Grant | None = None) -> ShapeParams:
+    """`body`: of a POST, which asks for a subset. `right`: what the request may see. Raises BadRequestError with every
+    wrong field at once."""
     errors: Errors = {}
-    right = right or Right()
+    right = right or Grant()
     subset = of_query(query, errors) if body is None else of_body(decode_body(body, errors), errors)
     if right.request is None and not query.get("table"):
         errors["table"] = [REQUIRED]
@@ -96,7 +97,7 @@ def parse(query: QueryParams, body: bytes | None = None, right: Right | None = N
     request = right.request or definition(query, errors)
     cursor_text = query.get("cursor", "")
     if errors:
-        raise BadRequest(errors)
+        raise BadRequestError(errors)
     return ShapeParams(request, offset, handle, live, sse, number(cursor_text), subset, right)
 
 
@@ -123,7 +124,7 @@ def _offset(text: str | None, errors: Errors) -> LogOffset | None:
         return None
     try:
         return LogOffset.parse(text)
-    except Invalid:
+    except InvalidError:
         errors["offset"] = ["has invalid format"]
         return None
 

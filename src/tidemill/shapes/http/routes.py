@@ -23,16 +23,16 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.shapes.definition.definition import ShapeDefinition
-from tidemill.shapes.definition.permissions import Denied, Right
+from tidemill.shapes.definition.permissions import AccessDeniedError, Grant
 from tidemill.shapes.http import sse, subsets
 from tidemill.shapes.http.admission import Admission, Slot
 from tidemill.shapes.http.authorization import NAME, Grants, asker_of, host_of, is_signed
 from tidemill.shapes.http.cors import Origins
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
 from tidemill.shapes.http.error_status import Refusing, holds, note_holder, note_right, right_of
-from tidemill.shapes.http.params import BadRequest, ShapeParams, check_text, parse
+from tidemill.shapes.http.params import BadRequestError, ShapeParams, check_text, parse
 from tidemill.shapes.http.responses import (
     BASE_HEADERS,
     error_response,
@@ -47,8 +47,8 @@ from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.items import up_to_date
 from tidemill.shapes.log.log import Chunk
 from tidemill.shapes.log.log_offset import LogOffset
-from tidemill.shapes.memory_budget import Full
-from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.memory_budget import OverBudgetError
+from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.service import ShapeService
 
 _log = structlog.get_logger()
@@ -90,7 +90,7 @@ class _Served:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        held: list[Slot | HeldRows] = scope.setdefault(_HELD, [])
+        held: list[Slot | ResponseMemory] = scope.setdefault(_HELD, [])
         try:
             response = await self._handler(request)
             told = self._origins.headers(request.headers.get("origin", ""))
@@ -115,7 +115,7 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+( *, *[A-Za-z0-9-]+){0,63}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,128}")
 
 
-def _holds(request: Request, thing: Slot | HeldRows) -> None:
+def _holds(request: Request, thing: Slot | ResponseMemory) -> None:
     request.scope[_HELD].append(thing)
 
 
@@ -142,10 +142,11 @@ class _ShapeEndpoint:
     def _check_secret(self, request: Request) -> None:
         secret = self._settings.secret
         if secret and not hmac.compare_digest(_secret_of(request).encode("utf-8", "replace"), secret.encode()):
-            raise Denied(401, "Unauthorized - Invalid API secret")
+            raise AccessDeniedError(401, "Unauthorized - Invalid API secret")
 
-    def _right(self, request: Request) -> Right:
-        """What a request for a shape may see; a signature stands for the secret. Raises Denied, BadRequest."""
+    def _right(self, request: Request) -> Grant:
+        """What a request for a shape may see; a signature stands for the secret. Raises AccessDeniedError,
+        BadRequestError."""
         query = request.query_params
         if not is_signed(query):
             self._check_secret(request)
@@ -165,8 +166,8 @@ class _ShapeEndpoint:
             response.headers["cache-control"] = fresh_until(kept, left_s)
         return response
 
-    def _busy(self, message: str) -> Full:
-        return Full(message, 6 + self._service.rand.below(5))
+    def _busy(self, message: str) -> OverBudgetError:
+        return OverBudgetError(message, 6 + self._service.rand.below(5))
 
     async def options(self, request: Request) -> Response:
         asked = request.headers.get("access-control-request-headers", "")
@@ -199,7 +200,7 @@ class _ShapeEndpoint:
         if not self._settings.allow_delete:
             return self._not_allowed("DELETE is not enabled.")
         if right.signed:
-            raise Denied(403, "A signed URL reads, and ends nothing.")
+            raise AccessDeniedError(403, "A signed URL reads, and ends nothing.")
         query = request.query_params
         handle = query.get("handle", "")
         shape = self._service.by_handle(handle)
@@ -230,7 +231,7 @@ class _ShapeEndpoint:
             async with asyncio.timeout(BODY_S):
                 body = await _body(request)
         except TimeoutError as error:
-            raise Unavailable("the body did not come in time.") from error
+            raise UnavailableError("the body did not come in time.") from error
         except ClientDisconnect:
             return error_response(400, "The body was cut off.")
         if body is None:
@@ -238,7 +239,7 @@ class _ShapeEndpoint:
         return await self._get(request, parse(request.query_params, body, right))
 
     def _admit(self, request: Request, initial: bool) -> None:
-        """The request has a place from here to its end. Raises Full."""
+        """The request has a place from here to its end. Raises OverBudgetError."""
         slot = self._admission.take(initial)
         if slot is None:
             raise self._busy(f"Concurrent {'initial' if initial else 'existing'} requests exceeded.")
@@ -246,7 +247,7 @@ class _ShapeEndpoint:
 
     async def _get(self, request: Request, params: ShapeParams) -> Response:
         if params.subset is not None:
-            rows = HeldRows(self._service.budget, self._service.subsets, self._settings.subset_bytes)
+            rows = ResponseMemory(self._service.budget, self._service.subsets, self._settings.subset_bytes)
             _holds(request, rows)
             try:
                 return await subsets.respond(self._service, request, params, rows)
@@ -258,7 +259,7 @@ class _ShapeEndpoint:
         if params.handle and params.handle != shape.handle:
             return must_refetch(shape.handle, True)
         if not await shape.wait_loaded(self._settings.load_timeout_s):
-            raise Unavailable("the initial rows are not ready yet.")
+            raise UnavailableError("the initial rows are not ready yet.")
         self._check(params)
         if shape.error is not None:
             raise shape.error
@@ -275,7 +276,7 @@ class _ShapeEndpoint:
         return await self._chunk(request, shape, params)
 
     def _check(self, params: ShapeParams) -> None:
-        """Raises Denied (RI2)."""
+        """Raises AccessDeniedError (RI2)."""
         params.right.check(self._service.clock.now_ms())
 
     async def _refetch(self, params: ShapeParams) -> Response:
@@ -368,9 +369,9 @@ class _ShapeEndpoint:
             while not self._service.covers(shape, params.offset):
                 left_s = deadline - self._service.clock.monotonic_s()
                 if left_s <= 0 and self._may_come_again(shape, params.offset):
-                    raise Unavailable("the changes up to this offset come again after a restart.")
+                    raise UnavailableError("the changes up to this offset come again after a restart.")
                 if left_s <= 0:
-                    raise BadRequest({"offset": ["out of bounds for this shape"]})
+                    raise BadRequestError({"offset": ["out of bounds for this shape"]})
                 news = shape.subscribe()
                 await wait_any({news, disconnect.future}, min(left_s, self._right_s(params)))
                 news.cancel()

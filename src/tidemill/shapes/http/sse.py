@@ -13,15 +13,15 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Send
 
-from tidemill.shapes.definition.permissions import Right
+from tidemill.shapes.definition.permissions import Grant
 from tidemill.shapes.http.params import ShapeParams
 from tidemill.shapes.http.responses import shape_headers
-from tidemill.shapes.http.streaming import PIECE_BYTES, STALLED_S, StalledReader
+from tidemill.shapes.http.streaming import PIECE_BYTES, STALLED_S, StalledReaderError
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.items import up_to_date
 from tidemill.shapes.log.log import split_chunk
 from tidemill.shapes.log.log_offset import LogOffset
-from tidemill.shapes.memory_budget import Full
+from tidemill.shapes.memory_budget import OverBudgetError
 from tidemill.shapes.service import ShapeService
 
 END = b"\n\n"
@@ -40,8 +40,8 @@ def response(service: ShapeService, shape: LiveShape, params: ShapeParams) -> St
 
 class _EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
-        """Raises StalledReader when the client takes nothing for STALLED_S. One timer sees to that for as long as the
-        stream lasts: it fires at the earliest when a send could be so old."""
+        """Raises StalledReaderError when the client takes nothing for STALLED_S. One timer sees to that for as long as
+        the stream lasts: it fires at the earliest when a send could be so old."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
         since_s: float | None = None
@@ -67,7 +67,7 @@ class _EventStream(StreamingResponse):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise StalledReader(f"the reader takes nothing: stalled_s={STALLED_S}.") from error
+            raise StalledReaderError(f"the reader takes nothing: stalled_s={STALLED_S}.") from error
         finally:
             timer.cancel()
 
@@ -118,7 +118,7 @@ def _frames(items: Iterable[bytes]) -> Iterator[bytes]:
         yield bytes(held)
 
 
-async def _events(service: ShapeService, shape: LiveShape, offset: LogOffset, right: Right) -> AsyncIterator[bytes]:
+async def _events(service: ShapeService, shape: LiveShape, offset: LogOffset, right: Grant) -> AsyncIterator[bytes]:
     """Ends with the right (RI2), and where there is no room for what is read: whoever comes again is told why."""
     settings, clock = service.settings, service.clock
     deadline = clock.monotonic_s() + settings.sse_s
@@ -156,7 +156,7 @@ async def _events(service: ShapeService, shape: LiveShape, offset: LogOffset, ri
                     yield KEEP_ALIVE
             finally:
                 news.cancel()
-    except Full:
+    except OverBudgetError:
         return
     finally:
         quiet.close()

@@ -25,7 +25,7 @@ SLOWEST_S = 600.0
 _log = structlog.get_logger()
 
 
-class StalledReader(Exception):
+class StalledReaderError(Exception):
     """Ends the connection: an answer that was begun cannot be taken back."""
 
 
@@ -49,7 +49,7 @@ class ItemsResponse(Response):
         self._closing = closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises StalledReader."""
+        """Raises StalledReaderError."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if self._size <= SMALL_BYTES:
             whole = self._opening + SEPARATOR.join(self._items) + self._closing
@@ -62,7 +62,7 @@ class ItemsResponse(Response):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError as error:
-            raise StalledReader(f"the reader takes nothing: stalled_s={STALLED_S}.") from error
+            raise StalledReaderError(f"the reader takes nothing: stalled_s={STALLED_S}.") from error
 
 
 def pieces(items: Sequence[bytes], opening: bytes = b"[", closing: bytes = b"]") -> Iterator[bytes]:

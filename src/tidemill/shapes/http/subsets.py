@@ -20,17 +20,17 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes.definition.planner import FieldError, Plan
 from tidemill.shapes.definition.subset import Metadata
 from tidemill.shapes.http.disconnect import Disconnect, wait_any
-from tidemill.shapes.http.params import BadRequest, ShapeParams
+from tidemill.shapes.http.params import BadRequestError, ShapeParams
 from tidemill.shapes.http.responses import BASE_HEADERS, must_refetch
 from tidemill.shapes.http.streaming import ItemsResponse
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.log_offset import LogOffset
-from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.service import ShapeService
 
 MARKS = 1 << 31
@@ -38,7 +38,7 @@ HANDLE = re.compile(r"[0-9]{1,20}-[0-9]{1,50}")
 CLOSED = 499
 
 
-async def respond(service: ShapeService, request: Request, params: ShapeParams, rows: HeldRows) -> Response:
+async def respond(service: ShapeService, request: Request, params: ShapeParams, rows: ResponseMemory) -> Response:
     """`rows` are released by the caller once the answer has gone out. Raises as other requests for shapes do."""
     plan = await service.plan(params.request)
     starts = params.offset is None or params.initial
@@ -47,7 +47,7 @@ async def respond(service: ShapeService, request: Request, params: ShapeParams, 
         live = service.open(plan)  # another one, where the table is not what it was
     if live is not None and params.handle in ("", live.handle):
         if not await live.wait_loaded(service.settings.load_timeout_s):
-            raise Unavailable("the initial rows are not ready yet.")
+            raise UnavailableError("the initial rows are not ready yet.")
         params.right.check(service.clock.now_ms())
         if live.error is not None:
             raise live.error
@@ -72,9 +72,9 @@ def _place(request: Request, params: ShapeParams, live: LiveShape | None) -> Log
 
 
 async def _read(
-    service: ShapeService, request: Request, plan: Plan, params: ShapeParams, rows: HeldRows
+    service: ShapeService, request: Request, plan: Plan, params: ShapeParams, rows: ResponseMemory
 ) -> Metadata | None:
-    """None when the client went away. Raises BadRequest for what the database refuses, TimeoutError."""
+    """None when the client went away. Raises BadRequestError for what the database refuses, TimeoutError."""
     assert params.subset is not None
     async with Disconnect(request) as disconnect, Tasks(lambda *_: None) as tasks:
         reading = tasks.spawn(plan.read(params.subset, rows, service.rand.below(MARKS)), name="subset")
@@ -85,16 +85,16 @@ async def _read(
             raise TimeoutError
         try:
             found: Metadata = reading.result()
-        except (FieldError, Missing):
+        except (FieldError, MissingError):
             raise
-        except Invalid as error:
+        except InvalidError as error:
             # A clause that is not the client's may have failed on a row that is not the client's to know of.
             said = "A row cannot be read with these clauses." if params.right.defined else str(error)
-            raise BadRequest({"subset": [said]}) from error
+            raise BadRequestError({"subset": [said]}) from error
         return found
 
 
-def _answer(plan: Plan, handle: str, place: LogOffset | None, metadata: Metadata, rows: HeldRows) -> Response:
+def _answer(plan: Plan, handle: str, place: LogOffset | None, metadata: Metadata, rows: ResponseMemory) -> Response:
     headers: Mapping[str, str] = {
         **BASE_HEADERS,
         "electric-handle": handle,

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shapes.log.items import LogItem, marked_last
-from tidemill.shapes.log.log import SEPARATOR, Chunk, Lent, LogLimits
+from tidemill.shapes.log.log import SEPARATOR, Chunk, LogLimits, ReadLease
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, LogOffset
 from tidemill.shapes.log.sqlite_file import Item, Saved
 from tidemill.shapes.memory_budget import Budget
@@ -48,7 +48,7 @@ class Keeper(Protocol):
         """That chunk, lent (E4)."""
         ...
 
-    def lend(self, items: Sequence[bytes]) -> Lent:
+    def lend(self, items: Sequence[bytes]) -> ReadLease:
         """Count what was read for readers. Raises Full."""
         ...
 
@@ -140,7 +140,7 @@ class DiskLog:
     # -- writing -----------------------------------------------------------------------------------------------
 
     def add_base(self, rows: Sequence[bytes]) -> None:
-        """Raises Invalid when the base outgrows its limit, Full when all shapes together do."""
+        """Raises InvalidError when the base outgrows its limit, Full when all shapes together do."""
         if self._dropped:
             return
         if self._sealed:
@@ -152,7 +152,7 @@ class DiskLog:
             if self._open_bytes >= self._limits.chunk_bytes:
                 self._close_chunk()
         if self._base_bytes > self._limits.base_bytes:
-            raise Invalid(
+            raise InvalidError(
                 f"the shape is too large: limit_bytes={self._limits.base_bytes}.",
                 fix="Narrow it with where or columns.",
             )

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shapes.log.items import ITEM_BYTES, LogItem, marked_last
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, LogOffset
 from tidemill.shapes.memory_budget import Budget
@@ -51,7 +51,7 @@ class Chunk(msgspec.Struct, frozen=True):
     complete: bool
 
 
-class Lent(list[bytes]):
+class ReadLease(list[bytes]):
     """Items that were read from disk for readers: counted in memory for as long as one of them has this list."""
 
     __slots__ = ("__weakref__",)
@@ -101,7 +101,8 @@ class LogStorage(Protocol):
         ...
 
     def add_base(self, rows: Sequence[bytes]) -> None:
-        """Add rows to the base; only before `seal_base`. Raises Invalid when it grows too large, Full without room."""
+        """Add rows to the base; only before `seal_base`. Raises InvalidError when it grows too large, Full without
+        room."""
         ...
 
     def seal_base(self) -> None: ...
@@ -166,7 +167,7 @@ class MemoryLog:
         return self._log_bytes > self._limits.log_bytes
 
     def add_base(self, rows: Sequence[bytes]) -> None:
-        """Raises Invalid when the base outgrows its limit, Full when all shapes together do."""
+        """Raises InvalidError when the base outgrows its limit, Full when all shapes together do."""
         if self._dropped:
             return
         if self._sealed:
@@ -183,7 +184,7 @@ class MemoryLog:
             if self._open_bytes >= self._limits.chunk_bytes:
                 self._close_chunk()
         if self._base_bytes > self._limits.base_bytes:
-            raise Invalid(
+            raise InvalidError(
                 f"the shape is too large: limit_bytes={self._limits.base_bytes}.",
                 fix="Narrow it with where or columns.",
             )

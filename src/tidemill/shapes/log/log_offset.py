@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 OP_INFINITY = (1 << 63) - 1
 """No larger number is an LSN, a time or a place, nor can it be looked for on disk."""
@@ -46,7 +46,7 @@ class LogOffset(msgspec.Struct, frozen=True, order=True, gc=False):
 
     @classmethod
     def parse(cls, text: str) -> LogOffset:
-        """Read the wire form. Raises Invalid; `now` is no position and is handled by the caller."""
+        """Read the wire form. Raises InvalidError; `now` is no position and is handled by the caller."""
         if text == "-1":
             return BEFORE_ALL
         tx_text, separator, op_text = text.partition("_")
@@ -54,7 +54,9 @@ class LogOffset(msgspec.Struct, frozen=True, order=True, gc=False):
         op = OP_INFINITY if op_text == "inf" else number(op_text)
         if separator and tx is not None and op is not None and max(tx, op) <= OP_INFINITY:
             return cls(tx, op)
-        raise Invalid(f"not an offset: offset={text!r}.", fix="Send -1, now, or the electric-offset of a response.")
+        raise InvalidError(
+            f"not an offset: offset={text!r}.", fix="Send -1, now, or the electric-offset of a response."
+        )
 
 
 BEFORE_ALL = LogOffset(-1, 0)

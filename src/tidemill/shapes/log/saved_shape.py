@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.capture.changes import Relation
 from tidemill.shapes.definition.definition import ShapeDefinition
 from tidemill.shapes.definition.planner import ShapeRequest
@@ -17,7 +17,7 @@ from tidemill.shapes.definition.planner import ShapeRequest
 T = TypeVar("T")
 
 
-class Kept(msgspec.Struct, frozen=True):
+class SavedDefinition(msgspec.Struct, frozen=True):
     """`relation`: as of its newest change."""
 
     request: ShapeRequest
@@ -30,8 +30,8 @@ class Kept(msgspec.Struct, frozen=True):
         return _ENCODER.encode(self)
 
     @classmethod
-    def decode(cls, record: bytes) -> Kept:
-        """Raises Corrupt."""
+    def decode(cls, record: bytes) -> SavedDefinition:
+        """Raises CorruptError."""
         return _decoded(_DECODER, record)
 
 
@@ -53,7 +53,7 @@ class KeptShard(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, record: bytes) -> KeptShard:
-        """Raises Corrupt."""
+        """Raises CorruptError."""
         return _decoded(_SHARD_DECODER, record)
 
 
@@ -61,9 +61,9 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], record: bytes) -> T:
     try:
         return decoder.decode(record)
     except msgspec.MsgspecError as error:
-        raise Corrupt(f"a shape's record cannot be read: error={error}.") from error
+        raise CorruptError(f"a shape's record cannot be read: error={error}.") from error
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Kept)
+_DECODER = msgspec.msgpack.Decoder(SavedDefinition)
 _SHARD_DECODER = msgspec.msgpack.Decoder(KeptShard)

@@ -30,7 +30,7 @@ import apsw
 import crc32c
 import msgspec
 
-from tidemill.base.errors import Corrupt, Unavailable
+from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.private_directories import make_private_directory
 
 LAYOUT = 3
@@ -103,8 +103,8 @@ class Flush(msgspec.Struct, frozen=True):
 
 
 class ShapeFile:
-    """Raises Unavailable from every method but `close` when the disk or SQLite does not do it; a flush that raised may
-    have happened, and does no harm when it is made again."""
+    """Raises UnavailableError from every method but `close` when the disk or SQLite does not do it; a flush that raised
+    may have happened, and does no harm when it is made again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,12 +119,12 @@ class ShapeFile:
             make_private_directory(path.parent)
             self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise Unavailable(f"shapes cannot be kept: path={path} error={error.strerror!r}.") from error
+            raise UnavailableError(f"shapes cannot be kept: path={path} error={error.strerror!r}.") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise Unavailable(
+            raise UnavailableError(
                 f"another process keeps its shapes here: path={path}.", fix="Give each node a name of its own."
             ) from error
 
@@ -267,7 +267,7 @@ class ShapeFile:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def base(self, key: int, chunk: int) -> bytes:
-        """b"" when it is gone: its shape is over. Raises Corrupt as well."""
+        """b"" when it is gone: its shape is over. Raises CorruptError as well."""
         found = self._run("SELECT json, crc FROM base WHERE id = ? AND chunk = ?", (key, chunk))
         if not found:
             return b""
@@ -278,7 +278,7 @@ class ShapeFile:
 
     def items(self, key: int, after: tuple[int, int], upto: tuple[int, int], size_bytes: int) -> list[Item]:
         """In order, later than `after` and not later than `upto`, until they are `size_bytes`; at least one, if any.
-        Raises Corrupt as well."""
+        Raises CorruptError as well."""
         connection, found, size = self._reading(), list[Item](), 0
         try:
             rows = connection.execute(
@@ -323,7 +323,7 @@ class ShapeFile:
             for end in ("", "-wal", "-shm"):
                 Path(f"{self.path}{end}").unlink(missing_ok=True)
         except OSError as error:
-            raise Unavailable(f"shapes cannot be kept: path={self.path} error={error.strerror!r}.") from error
+            raise UnavailableError(f"shapes cannot be kept: path={self.path} error={error.strerror!r}.") from error
 
     def size_bytes(self) -> int:
         """Of the file and its write-ahead log."""
@@ -343,7 +343,7 @@ class ShapeFile:
         """This thread's own connection."""
         connection: apsw.Connection | None = getattr(self._local, "connection", None)
         if self._lock < 0:
-            raise Unavailable("the shapes' file was let go of.")
+            raise UnavailableError("the shapes' file was let go of.")
         if connection is None:
             try:
                 connection = self._connect()
@@ -359,13 +359,13 @@ class ShapeFile:
         except apsw.Error as error:
             raise self._failed(error) from error
 
-    def _damaged(self, where: str) -> Corrupt:
-        return Corrupt(
+    def _damaged(self, where: str) -> CorruptError:
+        return CorruptError(
             f"a shape's stored log is damaged: path={self.path} {where}.", fix="Check the health of its disk."
         )
 
-    def _failed(self, error: Exception) -> Unavailable:
-        return Unavailable(
+    def _failed(self, error: Exception) -> UnavailableError:
+        return UnavailableError(
             f"the shapes' file failed: path={self.path} error={error}.", fix="Check the space and health of its disk."
         )
 

@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 import structlog
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.shapes.log.sqlite_file import ShapeFile
 
 log = structlog.get_logger()
@@ -56,14 +56,14 @@ def _set_aside(path: Path, names: Collection[str]) -> bool:
     """LF2. What the disk does not do now is done the next time."""
     try:
         file = ShapeFile(path)
-    except Unavailable:
+    except UnavailableError:
         return False
     try:
         if file.known_as() in names:
             return False
         file.remove(path.with_suffix(OVER))
         return True
-    except Unavailable as error:
+    except UnavailableError as error:
         log.warning("shape logs of an earlier owner stay", path=str(path), error=str(error))
         return False
     finally:

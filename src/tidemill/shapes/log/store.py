@@ -30,11 +30,11 @@ from weakref import WeakValueDictionary, finalize
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import sentence
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.log import Lent, LogLimits
+from tidemill.shapes.log.log import LogLimits, ReadLease
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.log.sqlite_file import Flush, Item, Saved, ShapeFile, Written
 from tidemill.shapes.memory_budget import Budget, take_of_all
@@ -93,14 +93,14 @@ class ShapeStore:
         writer: Executor,
         clock: Clock,
         rand: Rand,
-        tracker: Tracker,
+        tracker: StatusTracker,
         mark: str,
         limits: LogLimits,
         memory: Budget,
         disk: Budget,
     ) -> None:
-        """Opens the file: raises Unavailable. `writer`: one thread, this store's own. `mark`: under which a disk that
-        fails is told."""
+        """Opens the file: raises UnavailableError. `writer`: one thread, this store's own. `mark`: under which a disk
+        that fails is told."""
         self.file = file
         self.owner = file.open()
         self.position: Callable[[], int] = lambda: 0
@@ -124,7 +124,7 @@ class ShapeStore:
         self._limits = limits
         self._memory = memory
         self.lent = Budget(memory.limit_bytes // LENT_OF_MEMORY, whose="all that is read from disk for readers")
-        self._bases: WeakValueDictionary[tuple[int, int], Lent] = WeakValueDictionary()
+        self._bases: WeakValueDictionary[tuple[int, int], ReadLease] = WeakValueDictionary()
         """(log, chunk of its base) → what some reader has of it"""
         self._disk = disk
         self.holds_shapes = file.holds_shapes
@@ -248,7 +248,7 @@ class ShapeStore:
     # -- Pieces ------------------------------------------------------------------------------------------------
 
     async def base(self, key: int, chunk: int) -> Sequence[bytes]:
-        """() when it is gone. Raises Unavailable, Full."""
+        """() when it is gone. Raises UnavailableError, Full."""
         place = (key, chunk)
         lent = self._bases.get(place)
         if lent is None:
@@ -262,11 +262,11 @@ class ShapeStore:
         places = (after.tx, after.op), (upto.tx, upto.op)
         return await self._on_thread(self._readers, lambda: self.file.items(key, *places, size_bytes))
 
-    def lend(self, items: Sequence[bytes]) -> Lent:
+    def lend(self, items: Sequence[bytes]) -> ReadLease:
         """Raises Full."""
         size = sum(map(len, items))
         take_of_all(size, self.lent, self._memory)
-        lent = Lent(items)
+        lent = ReadLease(items)
         finalize(lent, self._lent_back, size).atexit = False
         return lent
 
@@ -296,7 +296,7 @@ class ShapeStore:
                 elif self._unnamed:
                     self._due.set()
                 await self._clear_away()
-            except Unavailable as error:
+            except UnavailableError as error:
                 await self._failed(error)
             else:
                 if self._failing_s is not None:
@@ -304,7 +304,7 @@ class ShapeStore:
                     self._tracker.heal(self._mark)
 
     async def flush(self) -> None:
-        """Raises Unavailable; whatever is not known to be durable is written again then."""
+        """Raises UnavailableError; whatever is not known to be durable is written again then."""
         self._much.clear()
         self._waiting_bytes = 0
         position, era = self.position(), self._era
@@ -390,7 +390,7 @@ class ShapeStore:
             if not await self._on_thread(self._writer, lambda key=key: self.file.clear(key)):  # type: ignore[misc]
                 del self._leftovers[key]
 
-    async def _failed(self, error: Unavailable) -> None:
+    async def _failed(self, error: UnavailableError) -> None:
         now_s = self._clock.monotonic_s()
         if self._failing_s is None:
             self._failing_s = now_s
@@ -402,11 +402,11 @@ class ShapeStore:
         self._due.set()
         self._much.set()
 
-    async def _give_up(self, cause: Unavailable) -> None:
+    async def _give_up(self, cause: UnavailableError) -> None:
         """T3."""
         try:
             await self._write_name(self._new_name())
-        except Unavailable as error:
+        except UnavailableError as error:
             log.warning("shapes' file cannot be given up", mark=self._mark, error=str(error))
             self._unnamed = True  # what the row names is not known
             return
@@ -414,7 +414,7 @@ class ShapeStore:
         self._let_go()
 
     async def _take_up_again(self) -> None:
-        """T3: a flush of unknown outcome must not leave a name that the row may get. Raises Unavailable."""
+        """T3: a flush of unknown outcome must not leave a name that the row may get. Raises UnavailableError."""
         self.owner = self._new_name()
         self.waited_for = True
         self._named_from = self.taken()
@@ -430,20 +430,20 @@ class ShapeStore:
         self.durable(self.position())
 
     async def _write_name(self, name: str) -> None:
-        """Raises Unavailable; it may be written all the same."""
+        """Raises UnavailableError; it may be written all the same."""
         if self.name is None:
-            raise Unavailable("the capture does not stream.")
+            raise UnavailableError("the capture does not stream.")
         try:
             await self.name(name)
         except TidemillError as error:
-            raise Unavailable(f"the capture's row is not changed: error={sentence(error)}.") from error
+            raise UnavailableError(f"the capture's row is not changed: error={sentence(error)}.") from error
 
     async def aclose(self) -> None:
         """Write what is not written yet, and let go of the file. `run` is over."""
         try:
             if not self.clean:
                 await self.flush()
-        except Unavailable as error:
+        except UnavailableError as error:
             log.warning("some of the shapes' changes are read again", mark=self._mark, error=str(error))
         finally:
             self._known, self._ended = {}, set()  # whoever drops a log from now on does not mean what the file holds
@@ -452,9 +452,9 @@ class ShapeStore:
             await loop.run_in_executor(None, self.file.release)
 
     async def _on_thread(self, threads: Executor, work: Callable[[], T]) -> T:
-        """Raises Unavailable also when there is no thread to be had."""
+        """Raises UnavailableError also when there is no thread to be had."""
         try:
             running = asyncio.get_running_loop().run_in_executor(threads, work)
         except RuntimeError as error:
-            raise Unavailable(f"no thread for the shapes' file: error={error}.") from error
+            raise UnavailableError(f"no thread for the shapes' file: error={error}.") from error
         return await running

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.shapes.definition.definition import LogMode, Replica
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.items import LogItem
@@ -22,7 +22,7 @@ from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.shards.rows import Row, rows_of, slices
 from tidemill.shapes.tables.table_consumer import failed_on_a_row
 from tidemill.shapes.where import EvaluationError, Type, Where
-from tidemill.shards.api import DIFF, TIME, HistoryLost, Shard, ShardSchema
+from tidemill.shards.api import DIFF, TIME, HistoryLostError, Shard, ShardSchema
 from tidemill.shards.parts.schema import canonical_type
 
 if TYPE_CHECKING:
@@ -113,11 +113,11 @@ class ShardFeed:
         shape.last_seen = max(self._next - 1, 0)
 
     async def resume(self, shape: LiveShape, seen_ms: int) -> None:
-        """Instead of `load`, of a log that has every change up to `seen_ms`. Raises HistoryLost where the shard does
-        not tell apart what came after it, and what `load` raises."""
+        """Instead of `load`, of a log that has every change up to `seen_ms`. Raises HistoryLostError where the shard
+        does not tell apart what came after it, and what `load` raises."""
         since, upper = await self._shard.frontiers()
         if not since <= seen_ms < upper:
-            raise HistoryLost(
+            raise HistoryLostError(
                 f"the shard does not remember what came after a restart: since={since} seen={seen_ms} upper={upper}."
             )
         if not self._keyed:
@@ -148,7 +148,7 @@ class ShardFeed:
                 self._count(self._writer.key(row), 1)
 
     async def _in_slices(self, shape: LiveShape, table: pa.Table, work: Iterator[None]) -> None:
-        """Run `work` in turns; the memory of `table` counts meanwhile. Raises Full, Invalid."""
+        """Run `work` in turns; the memory of `table` counts meanwhile. Raises Full, InvalidError."""
         size = table.nbytes
 
         def step(turn: Turn) -> bool:
@@ -195,7 +195,7 @@ class ShardFeed:
             seen(delta.upper - 1)
 
     async def apply(self, shape: LiveShape, rows: pa.Table, upper: int) -> None:
-        """One step of the shard, shown whole: rows of times below `upper`, in any order. Raises Invalid, Full."""
+        """One step of the shard, shown whole: rows of times below `upper`, in any order. Raises InvalidError, Full."""
         if rows is not None and rows.num_rows:
             await self._in_slices(shape, rows, self._collect(shape, rows))
         shape.publish(upper - 1)
@@ -281,16 +281,16 @@ async def contents(shard: Shard) -> tuple[pa.Table | None, int]:
         try:
             await _check_size(shard, upper - 1)
             return await shard.snapshot(upper - 1), upper
-        except HistoryLost:
+        except HistoryLostError:
             continue  # since passed the time in between: read at a newer one
-    raise Unavailable(f"the shard's history is forgotten while it is read: shard={shard.name}.")
+    raise UnavailableError(f"the shard's history is forgotten while it is read: shard={shard.name}.")
 
 
 async def _check_size(shard: Shard, as_of: int) -> None:
     batches = await shard.batches_until(as_of)
     size = sum(part.size_bytes for batch in batches for part in batch.parts)
     if size > STORED_BYTES:
-        raise Invalid(
+        raise InvalidError(
             f"the shard is too large for a shape: shard={shard.name} bytes={size} limit={STORED_BYTES}.",
             fix="Derive a smaller table from it, and follow that one.",
         )

@@ -9,7 +9,15 @@ from functools import partial
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Corrupt, Invalid, Missing, TidemillError, Unavailable, Unknown, mendable
+from tidemill.base.errors import (
+    CorruptError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+    as_unavailable,
+)
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.definition.planner import (
     SHARD_SCHEMA,
@@ -30,12 +38,12 @@ from tidemill.shapes.log.saved_shape import KeptShard
 from tidemill.shapes.log.sqlite_file import Saved
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
-from tidemill.shapes.memory_budget import Budget, Full
-from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.memory_budget import Budget, OverBudgetError
+from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.shards.feed import ShardFeed, contents, shard_schema_json, shard_types
 from tidemill.shapes.shards.subsets import SubsetRows
 from tidemill.shapes.where import Where
-from tidemill.shards.api import Evolved, HistoryLost, Shard
+from tidemill.shards.api import HistoryLostError, SchemaEvolvedError, Shard
 
 _log = structlog.get_logger()
 
@@ -104,7 +112,7 @@ class ShardShapes:
         self._handles.pop(name, None)
         try:
             shard = await self._opener(name)
-        except Invalid as error:
+        except InvalidError as error:
             raise FieldError("table", error.message, fix=error.fix) from error
         if len(self._handles) >= MOST_HANDLES:
             del self._handles[next(iter(self._handles))]
@@ -116,7 +124,7 @@ class ShardShapes:
         if self._opener is None:
             raise FieldError("table", f"this node serves no shards: shard={name}.")
         if not self._restored:
-            raise Unavailable("the shapes of an earlier life are being restored.")
+            raise UnavailableError("the shapes of an earlier life are being restored.")
         shard = await self._open(name)
         names = tuple(column.name for column in shard.schema.columns)
         columns, where, definition = await self._check(request, shard, name)
@@ -129,12 +137,12 @@ class ShardShapes:
             try:
                 async with self._loads:
                     await feed.load(shape)
-            except Missing:
+            except MissingError:
                 self._handles.pop(name, None)  # it was dropped; the name may mean another one
                 raise
-            except Evolved as error:
+            except SchemaEvolvedError as error:
                 self._handles.pop(name, None)  # the next request plans with its new columns
-                raise mendable(error) from error
+                raise as_unavailable(error) from error
             shape.ready()
             await self._follow(shape, feed, request, shard, cluster)
 
@@ -143,7 +151,7 @@ class ShardShapes:
         params_count = len(where.params) if where is not None else 0
         scope = SubsetScope(SHARD_SCHEMA, shard.name, types, queryable, params_count)
 
-        async def read(request: SubsetRequest, rows: HeldRows, mark: int) -> Metadata:
+        async def read(request: SubsetRequest, rows: ResponseMemory, mark: int) -> Metadata:
             subset = await self._compiler.subset(request, scope)
             writer = RowWriter(
                 SHARD_SCHEMA, shard.name, columns or names, shard.schema.key, marks={"snapshot_mark": mark}
@@ -152,12 +160,12 @@ class ShardShapes:
             async with self._loads:
                 try:
                     table, upper = await contents(shard)
-                except Missing:
+                except MissingError:
                     self._handles.pop(name, None)
                     raise
-                except Evolved as error:
+                except SchemaEvolvedError as error:
                     self._handles.pop(name, None)
-                    raise mendable(error) from error
+                    raise as_unavailable(error) from error
                 if table is not None:
                     await reading.work(table, rows, self._share)
             return Metadata(mark, str(upper), str(upper), [], str(upper))
@@ -175,7 +183,7 @@ class ShardShapes:
         return columns, where, definition
 
     async def _cluster(self) -> str:
-        """Of this process's life. Raises Unavailable."""
+        """Of this process's life. Raises UnavailableError."""
         if self._ask_cluster is not None and not self._cluster_name:
             self._cluster_name = await self._ask_cluster()
         return self._cluster_name
@@ -183,14 +191,18 @@ class ShardShapes:
     async def _follow(
         self, shape: LiveShape, feed: ShardFeed, request: ShapeRequest, shard: Shard, cluster: str
     ) -> None:
-        """For as long as the shape lives. Raises Invalid where its clause fails on a row."""
+        """For as long as the shape lives. Raises InvalidError where its clause fails on a row."""
         name = shape.definition.source.table
         try:
             await feed.follow(shape, self._noting(shape, request, shard, cluster))
-        except (HistoryLost, Missing, Evolved) as error:  # dropped: the name may mean another one by now
+        except (
+            HistoryLostError,
+            MissingError,
+            SchemaEvolvedError,
+        ) as error:  # dropped: the name may mean another one by now
             self._handles.pop(name, None)
             shape.drop(f"the shard's changes ended: {error}")
-        except Invalid:
+        except InvalidError:
             raise  # the where clause failed on a row
         except TidemillError as error:
             shape.drop(f"the shard's changes ended: {error}")
@@ -228,13 +240,13 @@ class ShardShapes:
 
     async def restore(self, start: Callable[[Saved, KeptShard, DiskLog, Build], None]) -> None:
         """Take in the shapes that the store holds, before any other; `start` begins each, under the handle that it had,
-        and raises Full. Each then goes on by itself, or is over. Idempotent."""
+        and raises OverBudgetError. Each then goes on by itself, or is over. Idempotent."""
         store = self._store
         if store is None or self._restored:
             return
         try:
             saved = await store.saved()
-        except Unavailable as error:
+        except UnavailableError as error:
             _log.error("shapes of an earlier life cannot be read", database="shards", error=str(error))
             store.start_over()
             saved = []
@@ -243,15 +255,15 @@ class ShardShapes:
             try:
                 kept = KeptShard.decode(each.record)
                 if kept.definition in taken:
-                    raise Corrupt("another shape of this definition came after it.")
+                    raise CorruptError("another shape of this definition came after it.")
                 log = store.old_log(each)
                 try:
                     start(each, kept, log, partial(self._resume, kept=kept))
-                except Full:
+                except OverBudgetError:
                     log.drop()
                     raise
                 taken.add(kept.definition)
-            except (Corrupt, Full) as error:
+            except (CorruptError, OverBudgetError) as error:
                 _log.info("a shape of an earlier life is over", handle=each.handle, why=str(error))
                 store.forget(each)
         self._restored = True
@@ -264,8 +276,8 @@ class ShardShapes:
                 async with self._loads:
                     feed, shard = await self._resumed(shape, kept)
                 break
-            except (Unavailable, Unknown) as error:
-                if isinstance(error, Full) or self._clock.monotonic_s() >= deadline_s:
+            except (UnavailableError, UnknownOutcomeError) as error:
+                if isinstance(error, OverBudgetError) or self._clock.monotonic_s() >= deadline_s:
                     shape.drop(str(error))
                     return
             except TidemillError as error:
@@ -277,15 +289,15 @@ class ShardShapes:
         await self._follow(shape, feed, kept.request, shard, kept.cluster)
 
     async def _resumed(self, shape: LiveShape, kept: KeptShard) -> tuple[ShardFeed, Shard]:
-        """Raises HistoryLost where the shard is not what it was, or does not remember what came after."""
+        """Raises HistoryLostError where the shard is not what it was, or does not remember what came after."""
         name, request = kept.definition.source.table, kept.request
         shard = await self._open(name)
         life = (await self._cluster(), shard.shard_id, shard.schema.version)
         if life != (kept.cluster, kept.shard_id, kept.version):
-            raise HistoryLost(f"the shard is another one now: shard={name}.")
+            raise HistoryLostError(f"the shard is another one now: shard={name}.")
         columns, where, definition = await self._check(request, shard, name)
         if definition != kept.definition or shard_schema_json(shard.schema, columns) != kept.schema_json:
-            raise HistoryLost(f"the shape means something else now: shard={name}.")
+            raise HistoryLostError(f"the shape means something else now: shard={name}.")
         feed = ShardFeed(shard, where, columns, request.replica, request.log_mode, self._share)
         await feed.resume(shape, max(kept.seen_ms, shape.log.end.tx))
         return feed, shard

@@ -16,13 +16,13 @@ from heapq import merge
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.planner import FieldError
 from tidemill.shapes.definition.subset import Subset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.memory_budget import Budget
-from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.shards.rows import row_slices
 from tidemill.shapes.where import EvaluationError, Where
 
@@ -57,8 +57,8 @@ class SubsetRows:
         self._first = subset.offset or 0
         self._most = None if subset.limit is None else self._first + subset.limit
 
-    async def work(self, table: pa.Table, rows: HeldRows, share: LoopShare) -> None:
-        """Raises Invalid where a clause fails on a row, or the rows are too many; Full."""
+    async def work(self, table: pa.Table, rows: ResponseMemory, share: LoopShare) -> None:
+        """Raises InvalidError where a clause fails on a row, or the rows are too many; Full."""
         budget = rows.budget
         held = _Held(budget)
         steps = self._ordered(table, rows, held) if self._order is not None else self._plain(table, rows)
@@ -71,7 +71,7 @@ class SubsetRows:
         try:
             await share.work(step)
         except EvaluationError as error:
-            raise Invalid(str(error)) from error
+            raise InvalidError(str(error)) from error
         finally:
             held.give_all()
             budget.give(size)
@@ -92,7 +92,7 @@ class SubsetRows:
                 seen.add(key)
             yield row
 
-    def _plain(self, table: pa.Table, rows: HeldRows) -> Iterator[None]:
+    def _plain(self, table: pa.Table, rows: ResponseMemory) -> Iterator[None]:
         """Without an order there is neither limit nor offset."""
         some: list[bytes] = []
         for row in self._matching(table):
@@ -104,7 +104,7 @@ class SubsetRows:
                 some = []
         rows.add(some)
 
-    def _ordered(self, table: pa.Table, rows: HeldRows, held: _Held) -> Iterator[None]:
+    def _ordered(self, table: pa.Table, rows: ResponseMemory, held: _Held) -> Iterator[None]:
         assert self._order is not None
         place = cmp_to_key(self._before)
         run: list[tuple[Any, bytes]] = []

@@ -32,7 +32,7 @@ from collections.abc import Collection
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import is_fault, is_own_fault, sentence
 from tidemill.capture.changes import Fragment
@@ -72,7 +72,7 @@ class BacklogLimits(msgspec.Struct, frozen=True):
     age_s: float = 10.0
 
 
-class ShapeSink:
+class ShapeTap:
     """A capture Tap for one database. `take` and `ended` by the capture; `run` in a task while it is served."""
 
     def __init__(
@@ -296,9 +296,9 @@ class ShapeSink:
             self._stream.flushed(self.consumer, ChangePosition(position, LAST_ORDINAL))
 
     async def _rename(self, name: str) -> None:
-        """Raises what the catalogue raises, and Unavailable between two streams."""
+        """Raises what the catalogue raises, and UnavailableError between two streams."""
         if self._stream is None:
-            raise Unavailable("the capture does not stream.")
+            raise UnavailableError("the capture does not stream.")
         self.name = name
         await self._stream.name_taps()
 
@@ -512,4 +512,4 @@ class ShapeSink:
 
 def broken(error: BaseException) -> TidemillError:
     """What clients are answered when a shape ended with a fault that nobody listed."""
-    return Unavailable(f"the shape failed and starts over: error={sentence(error)}.")
+    return UnavailableError(f"the shape failed and starts over: error={sentence(error)}.")

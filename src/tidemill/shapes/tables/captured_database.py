@@ -14,8 +14,8 @@ from tidemill.shapes.definition.definition import Replica
 from tidemill.shapes.definition.table_columns import TableColumns
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.store import ShapeStore
-from tidemill.shapes.tables.capture_tap import ShapeSink
-from tidemill.shapes.tables.initial_snapshot import Outdated, PostgresSource, describe
+from tidemill.shapes.tables.capture_tap import ShapeTap
+from tidemill.shapes.tables.initial_snapshot import PostgresSource, TableReplacedError, describe
 from tidemill.shapes.tables.replica_identity import OldRows
 from tidemill.shapes.tables.table_consumer import same_layout
 
@@ -56,7 +56,7 @@ class Seeker(Protocol):
         ...
 
 
-class Shown(NamedTuple):
+class ShownColumns(NamedTuple):
     """What shapes that show the same columns of a table share."""
 
     info: TableColumns
@@ -78,7 +78,7 @@ class Database:
         self,
         dsn: str,
         relations: Relations,
-        sink: ShapeSink,
+        sink: ShapeTap,
         store: ShapeStore | None,
         seeker: Seeker | None,
     ) -> None:
@@ -101,7 +101,7 @@ class Database:
         self._indexed: Iterable[Relation] = ()
         self._by_oid: dict[int, Relation] = {}
         self._by_name: dict[tuple[str, str], Relation] = {}
-        self._shown: dict[tuple[int, tuple[str, ...], Replica], Shown] = {}
+        self._shown: dict[tuple[int, tuple[str, ...], Replica], ShownColumns] = {}
 
     def _look(self) -> None:
         """The database has another table than the captured one."""
@@ -117,15 +117,16 @@ class Database:
         return self.seeker.standing(schema, table) if self.seeker is not None else None
 
     async def check_described(self, relation: Relation, now_s: float) -> None:
-        """A request was refused for what it says of this relation. Raises Outdated where the database describes it
-        otherwise since a moment ago: the capture is told, and the request is right once that has looked."""
+        """A request was refused for what it says of this relation. Raises TableReplacedError where the database
+        describes it otherwise since a moment ago: the capture is told, and the request is right once that has
+        looked."""
         known = frozenset(column.name for column in relation.columns)
         columns = await self._columns(relation)
         if {name for name, generated in columns.items() if not generated} <= known <= columns.keys():
             self._unlike.pop(relation, None)
         elif now_s < self._unlike.setdefault(relation, now_s) + UNLIKE_S:
             self._look()
-            raise Outdated(f"the table is described anew: table={relation.name}.")
+            raise TableReplacedError(f"the table is described anew: table={relation.name}.")
 
     async def _columns(self, relation: Relation) -> Mapping[str, bool]:
         """The source's columns, of a look that began after this was called: an older one may not have what was added
@@ -141,7 +142,7 @@ class Database:
 
     async def look_again(self, connection: Connection, oid: int, now_s: float) -> TableColumns | None:
         """What the catalogue says of a table now that PostgreSQL has to be asked about a row of it: an enum gets
-        labels, and its relation stays the same. None while it is not captured. Raises Outdated."""
+        labels, and its relation stays the same. None while it is not captured. Raises TableReplacedError."""
         relation = self.captured().get(oid)
         if relation is None:
             return None
@@ -152,7 +153,7 @@ class Database:
                 self.infos[relation] = info
         return self.infos.get(relation)
 
-    def shown(self, info: TableColumns, columns: tuple[str, ...], replica: Replica) -> Shown:
+    def shown(self, info: TableColumns, columns: tuple[str, ...], replica: Replica) -> ShownColumns:
         """`columns` () = all."""
         relation = info.relation
         key = relation.oid, columns, replica
@@ -162,7 +163,7 @@ class Database:
                 self._shown.clear()
             names = columns or info.names
             writer = RowWriter(relation.schema, relation.table, names, info.key, info.booleans, replica)
-            found = self._shown[key] = Shown(info, info.schema_json(columns), writer)
+            found = self._shown[key] = ShownColumns(info, info.schema_json(columns), writer)
         return found
 
     def captured(self) -> Mapping[int, Relation]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tidemill.base.errors import Invalid, Missing, Unavailable
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.postgres.connection import (
     DISPLAY_SETTINGS,
     identifier,
@@ -35,7 +35,7 @@ from tidemill.shapes.definition.table_columns import DESCRIBE_SQL, ColumnInfo, T
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
-from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.where import Where
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ LOOKUPS_AT_ONCE = 2
 one is asked at a time."""
 
 
-class Passing(Unavailable):
+class TransientTableError(UnavailableError):
     """The capture is about to take the table in, or as another one: a client that asks again is served."""
 
 
-class Outdated(Passing):
+class TableReplacedError(TransientTableError):
     """The database has another table under the name than the one that is captured, or none. The capture finds out."""
 
 
@@ -86,7 +86,7 @@ class PostgresSource:
 
     @asynccontextmanager
     async def _connection(self, slots: asyncio.Semaphore) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
-        """Raises Unavailable when the database does not answer or fails while in use."""
+        """Raises UnavailableError when the database does not answer or fails while in use."""
         import psycopg
 
         async with slots:
@@ -95,29 +95,29 @@ class PostgresSource:
                     self._dsn, autocommit=True, application_name="tidemill shapes"
                 )
             except psycopg.Error as error:
-                raise Unavailable(f"the database does not answer: error={str(error).strip()!r}.") from error
+                raise UnavailableError(f"the database does not answer: error={str(error).strip()!r}.") from error
             try:
                 settings = {**session_settings(connection.info.server_version), **SESSION_SETTINGS}
                 await connection.execute(settings_statement(settings).encode())
                 yield connection
-            except Outdated:
+            except TableReplacedError:
                 self._outdated()
                 raise
             except psycopg.Error as error:
                 if (error.sqlstate or "")[:2] in REFUSALS:
-                    raise Invalid(_message(error)) from error
-                raise Unavailable(f"the database failed: error={_message(error)!r}.") from error
+                    raise InvalidError(_message(error)) from error
+                raise UnavailableError(f"the database failed: error={_message(error)!r}.") from error
             finally:
                 await connection.close()
 
     async def describe(self, relation: Relation) -> TableColumns:
-        """Raises Outdated, Unavailable."""
+        """Raises TableReplacedError, UnavailableError."""
         async with self._connection(self._lookups) as connection:
             return await describe(connection, relation)
 
     async def columns(self, relation: Relation) -> dict[str, bool]:
         """Names of the table's columns, and of each whether it is generated: the stream need not carry those, and does
-        where they are stored and published. Raises Unavailable."""
+        where they are stored and published. Raises UnavailableError."""
         async with self._connection(self._lookups) as connection:
             cursor = await connection.execute(
                 "SELECT attname::text, attgenerated <> '' FROM pg_attribute"
@@ -127,19 +127,20 @@ class PostgresSource:
             return {str(name): bool(generated) for name, generated in await cursor.fetchall()}
 
     async def says_old_rows(self, relation: Relation) -> bool:
-        """Whether the stream says whole old rows of a table (replica_identity.py). Raises Outdated, Unavailable."""
+        """Whether the stream says whole old rows of a table (replica_identity.py). Raises TableReplacedError,
+        UnavailableError."""
         async with self._connection(self._lookups) as connection:
             cursor = await connection.execute(
                 "SELECT relreplident = 'f' AND relkind <> 'p' FROM pg_class WHERE oid = %s", (relation.oid,)
             )
             row = await cursor.fetchone()
             if row is None:
-                raise Outdated(f"the table is gone: table={relation.name}.")
+                raise TableReplacedError(f"the table is gone: table={relation.name}.")
         return bool(row[0])
 
     @asynccontextmanager
     async def judging(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
-        """A connection for `judge`. Raises Unavailable or Invalid, also for what is asked on it."""
+        """A connection for `judge`. Raises UnavailableError or InvalidError, also for what is asked on it."""
         async with self._connection(self._questions) as connection:
             yield connection
 
@@ -153,7 +154,8 @@ class PostgresSource:
         with_rows: bool,
         share: LoopShare,
     ) -> PgSnapshot:
-        """Fill the shape's base; returns the snapshot it was read in, with its LSN. Raises Unavailable or Invalid."""
+        """Fill the shape's base; returns the snapshot it was read in, with its LSN. Raises UnavailableError or
+        InvalidError."""
         async with self._connection(self._snapshots) as connection:
             snapshot = await _open_snapshot(connection, info, must_see)
             snapshot = msgspec.structs.replace(snapshot, lsn=await _written_lsn(connection))
@@ -180,10 +182,10 @@ class PostgresSource:
         writer: RowWriter,
         must_see: frozenset[int],
         share: LoopShare,
-        rows: HeldRows,
+        rows: ResponseMemory,
     ) -> tuple[PgSnapshot, int]:
         """Put the rows of `query`, which gives the `shown` columns, into `rows`; returns the snapshot they were read
-        in, and an LSN behind every commit that it sees. Raises Unavailable, Invalid or Full."""
+        in, and an LSN behind every commit that it sees. Raises UnavailableError, InvalidError or Full."""
 
         def take(rendered: list[bytes]) -> bool:
             rows.add(rendered)
@@ -199,13 +201,13 @@ class PostgresSource:
 
 
 async def describe(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> TableColumns:
-    """Raises Outdated."""
+    """Raises TableReplacedError."""
     cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
     rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
     try:
         return table_columns(relation, rows)
-    except Missing as error:
-        raise Outdated(error.message) from error
+    except MissingError as error:
+        raise TableReplacedError(error.message) from error
 
 
 async def _open_snapshot(
@@ -213,7 +215,7 @@ async def _open_snapshot(
 ) -> PgSnapshot:
     """BEGIN, with a snapshot that sees `must_see`: a commit is in the WAL shortly before it is visible. And one that
     waits for a synchronous standby is long before, so that another process may have had it confirmed: only PostgreSQL
-    can tell. Raises Outdated, Unavailable.
+    can tell. Raises TableReplacedError, UnavailableError.
 
     The lock comes first: TRUNCATE, and whatever writes a table anew, leave it empty for who reads it with an older
     snapshot (https://www.postgresql.org/docs/current/mvcc-caveats.html), while the stream still brings what changed
@@ -235,7 +237,7 @@ async def _open_snapshot(
             return snapshot
         await connection.execute("ROLLBACK")
         if asyncio.get_running_loop().time() > deadline:
-            raise Unavailable(
+            raise UnavailableError(
                 f"a streamed transaction stays invisible: xid={unseen[0]}.", fix="Check synchronous standbys."
             )
         await asyncio.sleep(VISIBILITY_RETRY_S)
@@ -274,9 +276,11 @@ async def _lock(connection: psycopg.AsyncConnection[tuple[object, ...]], info: T
     try:
         await connection.execute(f"LOCK TABLE {info.scope} IN ACCESS SHARE MODE".encode())
     except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
-        raise Outdated(f"the table is gone: table={info.relation.name}.") from error
+        raise TableReplacedError(f"the table is gone: table={info.relation.name}.") from error
     except psycopg.errors.WrongObjectType as error:
-        raise Outdated(f"the table was made anew and is not captured yet: table={info.relation.name}.") from error
+        raise TableReplacedError(
+            f"the table was made anew and is not captured yet: table={info.relation.name}."
+        ) from error
 
 
 async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> None:
@@ -286,9 +290,9 @@ async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]
     row = await cursor.fetchone()
     oid = row[0] if row else None
     if oid is None:
-        raise Outdated(f"the table is gone: table={relation.name}.")
+        raise TableReplacedError(f"the table is gone: table={relation.name}.")
     if oid != relation.oid:
-        raise Outdated(f"the table was made anew and is not captured yet: table={relation.name} oid={oid}.")
+        raise TableReplacedError(f"the table was made anew and is not captured yet: table={relation.name} oid={oid}.")
 
 
 class _Rendering:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.postgres.connection import identifier
 from tidemill.shapes.where import EvaluationError, Where
@@ -21,7 +21,7 @@ from tidemill.shapes.where import EvaluationError, Where
 if TYPE_CHECKING:
     import psycopg
 
-    from tidemill.shapes.tables.capture_tap import ShapeSink
+    from tidemill.shapes.tables.capture_tap import ShapeTap
     from tidemill.shapes.tables.initial_snapshot import PostgresSource
     from tidemill.shapes.tables.table_consumer import TableConsumer
 
@@ -73,7 +73,7 @@ class Judged:
 Look = Callable[["Connection", "TableConsumer", Question], Awaitable[None]]
 
 
-async def answer(sink: ShapeSink, source: PostgresSource, look: Look) -> None:
+async def answer(sink: ShapeTap, source: PostgresSource, look: Look) -> None:
     """Answer what the sink's consumers ask, for ever. While the database does not answer they wait. One connection is
     kept for as long as questions come. `look` is called before each, and may end the shape."""
     while True:
@@ -83,17 +83,17 @@ async def answer(sink: ShapeSink, source: PostgresSource, look: Look) -> None:
                 async with source.judging() as connection:
                     while await _asked(sink):
                         await _answer_first(sink, connection, look)
-            except Unavailable as error:
+            except UnavailableError as error:
                 handle = sink.asking[0].shape.handle if sink.asking else ""
                 _log.warning("a row cannot be asked of the database", handle=handle, why=str(error))
                 sink.asking.rotate(-1)  # one that takes too long lets the others be asked first
                 await asyncio.sleep(RETRY_S)
-            except Invalid as error:
+            except InvalidError as error:
                 question = sink.asking[0].question
                 _answered(sink, question, [EvaluationError(error.message)] * len(question.rows if question else ()))
 
 
-async def _asked(sink: ShapeSink) -> bool:
+async def _asked(sink: ShapeTap) -> bool:
     """Whether there is a question, or comes within KEPT_S."""
     sink.asked.clear()
     if not sink.asking:
@@ -105,7 +105,7 @@ async def _asked(sink: ShapeSink) -> bool:
     return True
 
 
-async def _answer_first(sink: ShapeSink, connection: Connection, look: Look) -> None:
+async def _answer_first(sink: ShapeTap, connection: Connection, look: Look) -> None:
     """Until it is answered the question stays the first: whatever is raised is about it."""
     consumer = sink.asking[0]
     question = consumer.question
@@ -117,7 +117,7 @@ async def _answer_first(sink: ShapeSink, connection: Connection, look: Look) -> 
     _answered(sink, question, await judge(connection, question))
 
 
-def _answered(sink: ShapeSink, question: Question | None, verdicts: Sequence[Verdict]) -> None:
+def _answered(sink: ShapeTap, question: Question | None, verdicts: Sequence[Verdict]) -> None:
     """The first of those that ask is told, unless it asks no more."""
     consumer = sink.asking.popleft()
     if question is not None and consumer.question is question:

@@ -10,7 +10,7 @@ that looks whole need not be, so none counts.
 
 from __future__ import annotations
 
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.capture.changes import Relation
 from tidemill.shapes.definition.planner import FieldError, ShapeRequest
 from tidemill.shapes.tables.initial_snapshot import PostgresSource
@@ -42,7 +42,7 @@ class OldRows:
             self._known = {oid: seen for oid, seen in self._known.items() if now_s < seen[1]}
             try:
                 known = await self._source.says_old_rows(relation)
-            except Unavailable:
+            except UnavailableError:
                 if not until_s:
                     raise
             self._known[relation.oid] = (known, now_s + LOOK_S)

@@ -13,7 +13,7 @@ from tidemill.shapes.definition.subset import Metadata, SubsetRequest, SubsetSco
 from tidemill.shapes.definition.table_columns import TableColumns
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare
-from tidemill.shapes.response_memory import HeldRows
+from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.tables.initial_snapshot import PostgresSource
 from tidemill.shapes.where import Where
 
@@ -34,7 +34,7 @@ def subset_reader(
     params_count = len(where.params) if where is not None else 0
     scope = SubsetScope(relation.schema, relation.table, info.where_types(), queryable, params_count)
 
-    async def read(request: SubsetRequest, rows: HeldRows, mark: int) -> Metadata:
+    async def read(request: SubsetRequest, rows: ResponseMemory, mark: int) -> Metadata:
         subset = await compiler.subset(request, scope)
         query = subset_sql(shown, info.scope, info.key, where, subset)
         marks = {"snapshot_mark": mark}

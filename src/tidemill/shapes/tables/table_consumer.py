@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.capture.changes import Change, Relation, Row
 from tidemill.capture.decode.transaction_builder import key_changed
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
@@ -28,7 +28,7 @@ from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log_offset import FIRST_OP, LogOffset
 from tidemill.shapes.log.row_writer import Headers, RowWriter
 from tidemill.shapes.loop_share import Turn
-from tidemill.shapes.memory_budget import Full
+from tidemill.shapes.memory_budget import OverBudgetError
 from tidemill.shapes.tables.remote_evaluation import Judged, Question, Verdict
 from tidemill.shapes.tables.snapshot_filter import SnapshotFilter
 from tidemill.shapes.where import Equality, EvaluationError, Where
@@ -106,7 +106,7 @@ class _Delivery:
         self.transaction = transaction
         self.items: deque[LogItem] | None = None
         self.failure = ""
-        self.error: Invalid | None = None
+        self.error: InvalidError | None = None
 
 
 class TableConsumer:
@@ -367,7 +367,7 @@ class TableConsumer:
     def _wait(self, current: _Delivery, item: LogItem) -> None:
         try:
             self.shape.log.budget.take(item.size_bytes)
-        except Full as error:
+        except OverBudgetError as error:
             self.shape.drop(str(error))
             return
         self.pending_bytes += item.size_bytes
@@ -464,9 +464,9 @@ def _made(item: LogItem | None) -> list[LogItem]:
     return [] if item is None else [item]
 
 
-def failed_on_a_row(where: str, error: EvaluationError) -> Invalid:
+def failed_on_a_row(where: str, error: EvaluationError) -> InvalidError:
     shown = where if len(where) <= SHOWN_CHARS else where[:SHOWN_CHARS] + "…"
-    return Invalid(
+    return InvalidError(
         f"the where clause failed on a row: {error} where={shown!r}.", fix="Write a clause that holds for every row."
     )
 

@@ -14,11 +14,11 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Missing, TidemillError, Unavailable
+from tidemill.base.errors import MissingError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
 from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.shapes.definition.compiler_thread import Asked, CompilerThread
+from tidemill.shapes.definition.compiler_thread import CompileRequest, CompilerThread
 from tidemill.shapes.definition.definition import Source
 from tidemill.shapes.definition.planner import (
     FieldError,
@@ -35,15 +35,15 @@ from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.items import snapshot_end
 from tidemill.shapes.log.log import LogLimits, LogStorage, MemoryLog
-from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.saved_shape import SavedDefinition
 from tidemill.shapes.log.sqlite_file import Saved
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget
-from tidemill.shapes.response_memory import HeldRows
-from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeSink
+from tidemill.shapes.response_memory import ResponseMemory
+from tidemill.shapes.tables.capture_tap import BacklogLimits, ShapeTap
 from tidemill.shapes.tables.captured_database import Database, Relations, Seeker
-from tidemill.shapes.tables.initial_snapshot import Passing
+from tidemill.shapes.tables.initial_snapshot import TransientTableError
 from tidemill.shapes.tables.remote_evaluation import Question, answer
 from tidemill.shapes.tables.replica_identity import needs_old_rows
 from tidemill.shapes.tables.subsets import subset_reader
@@ -64,11 +64,11 @@ STARTING_S = 5.0
 """… and so long for a capture that does not say yet what it has."""
 
 
-class Starting(Unavailable):
+class CaptureStartingError(UnavailableError):
     """A capture does not say yet which tables it has."""
 
 
-class Parked(Unavailable):
+class TablePausedError(UnavailableError):
     """The table is captured, and carries nothing until it is copied. `retry_after_s`: when to ask again."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
@@ -82,7 +82,7 @@ def _look_failed(name: str, error: BaseException) -> None:
         _log.error("the look for a table failed", part=name, error=sentence(error), exc_info=error)
 
 
-class NotCaptured(FieldError):
+class NotCapturedError(FieldError):
     """No captured table has that name."""
 
     def __init__(self, schema: str, table: str) -> None:
@@ -104,7 +104,7 @@ class _Found(NamedTuple):
     """A shape of an earlier life, and what it was of."""
 
     saved: Saved
-    kept: Kept
+    kept: SavedDefinition
     relation: Relation
     info: TableColumns
     columns: tuple[str, ...]
@@ -113,7 +113,7 @@ class _Found(NamedTuple):
 class Registered(NamedTuple):
     """A consumer, and what its table looked like when its shape was built."""
 
-    sink: ShapeSink
+    sink: ShapeTap
     consumer: TableConsumer
     info: TableColumns
 
@@ -137,9 +137,9 @@ class TableShapes:
         relations: Relations,
         store: ShapeStore | None = None,
         seeker: Seeker | None = None,
-    ) -> ShapeSink:
+    ) -> ShapeTap:
         """The database's new sink; whoever adds it keeps its `run` running, behind a `restore`."""
-        sink = ShapeSink(self._clock, self._share, self._backlog, consumer=f"shapes:{name}", store=store)
+        sink = ShapeTap(self._clock, self._share, self._backlog, consumer=f"shapes:{name}", store=store)
         self._databases[name] = Database(dsn, relations, sink, store, seeker)
         return sink
 
@@ -188,7 +188,7 @@ class TableShapes:
         for database in self._databases.values():
             database.forget_others(list(database.relations()))
 
-    def sinks(self) -> dict[str, ShapeSink]:
+    def sinks(self) -> dict[str, ShapeTap]:
         return {name: database.sink for name, database in self._databases.items()}
 
     def last_seen(self, shape: LiveShape) -> int:
@@ -203,12 +203,12 @@ class TableShapes:
         return 0 if registered is None else registered.consumer.pending_bytes
 
     def find(self, table: str) -> tuple[str, Relation]:
-        """The captured relation a table parameter names. Raises FieldError (NotCaptured where there is none), Parked,
-        or Unavailable while a capture starts."""
+        """The captured relation a table parameter names. Raises FieldError (NotCapturedError where there is none),
+        TablePausedError, or UnavailableError while a capture starts."""
         asked, schema, name = self._asked(table)
         for database in asked:
             if self._databases[database].sink.restoring and not self._databases[database].suspended:
-                raise Unavailable(f"the shapes of an earlier life are being restored: database={database}.")
+                raise UnavailableError(f"the shapes of an earlier life are being restored: database={database}.")
         return self._find(table, asked, schema, name)
 
     def _asked(self, table: str) -> tuple[list[str], str, str]:
@@ -225,20 +225,20 @@ class TableShapes:
         while sought:  # between its captures' answer and `find` a parked table may begin to be copied again
             try:
                 return self.find(table)
-            except NotCaptured:
+            except NotCapturedError:
                 if not waits:
                     raise
                 sought = await self._sought(*self._asked(table))
-            except Starting:
+            except CaptureStartingError:
                 sought = await self._sought(*self._asked(table), STARTING_S)
         return self.find(table)
 
     async def _sought(self, asked: Sequence[str], schema: str, name: str, within_s: float = SOUGHT_S) -> bool:
         """Whether one of these captures has the table, or parks it; the first to say so is waited for. Raises
-        Unavailable when none does and one cannot say, or too many requests wait already: whoever asks for tables that
-        do not exist, while a capture is down, leaves the other requests their places."""
+        UnavailableError when none does and one cannot say, or too many requests wait already: whoever asks for tables
+        that do not exist, while a capture is down, leaves the other requests their places."""
         if self._seeking >= SEEKING:
-            raise Unavailable(f"as many requests wait for new tables as may: limit={SEEKING}.")
+            raise UnavailableError(f"as many requests wait for new tables as may: limit={SEEKING}.")
         seekers = [each.seeker for each in map(self._databases.__getitem__, asked) if each.seeker is not None]
         unsaid: TidemillError | None = None
         self._seeking += 1
@@ -264,11 +264,11 @@ class TableShapes:
             for database in asked:
                 standing = self._databases[database].standing(schema, name)
                 if standing is not None and not standing.passing:
-                    raise Parked(standing.reason, standing.retry_after_s)
+                    raise TablePausedError(standing.reason, standing.retry_after_s)
             starting = [database for database in asked if self._databases[database].starting]
             if starting:
-                raise Starting(f"the capture is starting: database={starting[0]}.")
-            raise NotCaptured(schema, name)
+                raise CaptureStartingError(f"the capture is starting: database={starting[0]}.")
+            raise NotCapturedError(schema, name)
         if len(found) > 1:
             names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)
             raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Write one of these.")
@@ -341,7 +341,7 @@ class TableShapes:
             lambda: database.sink.recent,
         )
 
-        async def read(request: SubsetRequest, rows: HeldRows, mark: int) -> Metadata:
+        async def read(request: SubsetRequest, rows: ResponseMemory, mark: int) -> Metadata:
             try:
                 return await reader(request, rows, mark)
             except FieldError:
@@ -386,7 +386,7 @@ class TableShapes:
         writer = database.shown(info, definition.columns, definition.replica).writer
         consumer = TableConsumer(shape, relation, where, writer, asks=True)
         if database.still(relation) is None:
-            raise Passing(f"the table is not captured just now, or not as it was: table={relation.name}.")
+            raise TransientTableError(f"the table is not captured just now, or not as it was: table={relation.name}.")
         must_see = database.sink.recent
         database.sink.add(consumer)
         self._consumers[shape.handle] = Registered(database.sink, consumer, info)
@@ -400,7 +400,7 @@ class TableShapes:
         await self._share.work(consumer.settle)
         shape.ready()
         if database.store is not None and isinstance(shape.log, DiskLog):
-            kept = Kept(request, definition, shape.schema_json, consumer.relation, shape.rows_loaded)
+            kept = SavedDefinition(request, definition, shape.schema_json, consumer.relation, shape.rows_loaded)
             database.store.record(shape.log, shape.handle, kept.encode(), str(snapshot))
 
     async def answer(self, name: str) -> None:
@@ -422,9 +422,10 @@ class TableShapes:
 
     # -- after a restart ---------------------------------------------------------------------------------------
 
-    async def restore(self, name: str, start: Callable[[Saved, Kept, DiskLog], LiveShape]) -> None:
+    async def restore(self, name: str, start: Callable[[Saved, SavedDefinition, DiskLog], LiveShape]) -> None:
         """Follow the shapes that the database's store holds, before anything is routed (capture_tap.py, K6); `start`
-        takes each in. What cannot go on as it was is forgotten. Idempotent. Raises Unavailable, to be tried again."""
+        takes each in. What cannot go on as it was is forgotten. Idempotent. Raises UnavailableError, to be tried
+        again."""
         database = self._databases[name]
         sink, store = database.sink, database.store
         if store is None or not sink.restoring:
@@ -433,7 +434,7 @@ class TableShapes:
         deadline_s = self._clock.monotonic_s() + RESTORE_S
         try:
             saved = await store.saved() if sink.restoring else []
-        except Unavailable as error:
+        except UnavailableError as error:
             _log.error("shapes of an earlier life cannot be read", database=name, error=str(error))
             store.start_over()
             sink.name = store.owner
@@ -450,7 +451,7 @@ class TableShapes:
         name: str,
         store: ShapeStore,
         some: Sequence[Saved],
-        start: Callable[[Saved, Kept, DiskLog], LiveShape],
+        start: Callable[[Saved, SavedDefinition, DiskLog], LiveShape],
         deadline_s: float,
     ) -> None:
         over: list[tuple[Saved, BaseException]] = []
@@ -466,7 +467,9 @@ class TableShapes:
         for each in found:
             if each.relation.oid not in types:
                 types[each.relation.oid] = each.info.where_types()
-        asked = [Asked(f.kept.request, types[f.relation.oid], f.relation.schema, f.relation.table) for f in found]
+        asked = [
+            CompileRequest(f.kept.request, types[f.relation.oid], f.relation.schema, f.relation.table) for f in found
+        ]
         for each, where in zip(found, await self._compiler.many(asked), strict=True):
             try:
                 if isinstance(where, BaseException):
@@ -486,23 +489,23 @@ class TableShapes:
         while True:
             try:
                 return await self._find_again(name, saved)
-            except Unavailable:
+            except UnavailableError:
                 if self._clock.monotonic_s() >= deadline_s:
                     raise
                 await asyncio.sleep(RESTORE_RETRY_S)
 
     async def _find_again(self, name: str, saved: Saved) -> _Found:
         """What the shape was of, as it is now. Raises what ends it."""
-        kept = Kept.decode(saved.record)
+        kept = SavedDefinition.decode(saved.record)
         relation = self._databases[name].still(
             kept.relation, needed_columns(kept.relation, kept.definition.columns, None)
         )
         if relation is None:
-            raise Missing("its table is another one now.")
+            raise MissingError("its table is another one now.")
         try:
             return _Found(saved, kept, relation, *await self._check(kept.request, name, relation))
-        except Passing as error:  # nothing that is worth a try until the deadline
-            raise Missing(error.message) from error
+        except TransientTableError as error:  # nothing that is worth a try until the deadline
+            raise MissingError(error.message) from error
 
     def _take_back(
         self,
@@ -510,7 +513,7 @@ class TableShapes:
         store: ShapeStore,
         found: _Found,
         where: Where | None,
-        start: Callable[[Saved, Kept, DiskLog], LiveShape],
+        start: Callable[[Saved, SavedDefinition, DiskLog], LiveShape],
     ) -> None:
         """Plain def: from here on the sink tells it whatever befalls its table. Raises what ends it."""
         sink = self._databases[name].sink
@@ -518,15 +521,15 @@ class TableShapes:
         definition = definition_of(kept.request, _source(name, relation), columns, where)
         shown = self._databases[name].shown(info, columns, definition.replica)
         if definition != kept.definition or shown.schema_json != kept.schema_json:
-            raise Missing("its table's description changed.")
+            raise MissingError("its table's description changed.")
         if relation.oid not in (sink.resumable or ()):
-            raise Missing("changes of its table were left out.")
+            raise MissingError("changes of its table were left out.")
         needed = needed_columns(kept.relation, kept.definition.columns, where)
         if self._databases[name].still(kept.relation, needed) is not relation:  # since it was found
-            raise Missing("its table is another one now.")
+            raise MissingError("its table is another one now.")
         snapshot = PgSnapshot.parse(saved.snapshot) if saved.snapshot else None
         if snapshot is None or not snapshot.lsn:
-            raise Missing("an earlier release kept it, without the end of the WAL of its snapshot.")
+            raise MissingError("an earlier release kept it, without the end of the WAL of its snapshot.")
         log = store.old_log(saved)
         try:
             shape = start(saved, replace(kept, schema_json=shown.schema_json), log)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from tidemill.base.pgtypes.text import Refused
+from tidemill.base.pgtypes.text import InvalidTextError
 from tidemill.shapes.where.types import Type, Value, WhereError, reader
 
 Row = Mapping[str, str | None]
@@ -101,7 +101,7 @@ def resolve(expression: Expression, type_: Type, location: str = "") -> Expressi
         return constant(type_, None)
     try:
         return constant(type_, reader(type_)(expression.literal))
-    except Refused as error:
+    except InvalidTextError as error:
         raise WhereError(f"{location}{error}") from error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tidemill.base.pgtypes.text import Refused
+from tidemill.base.pgtypes.text import InvalidTextError
 from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.shapes.where.types import WhereError
 
@@ -23,7 +23,7 @@ def guarded(compiling: Callable[[], T]) -> T:
         return compiling()
     except WhereError:
         raise
-    except Refused as error:  # a constant part of it fails whatever the row
+    except InvalidTextError as error:  # a constant part of it fails whatever the row
         raise WhereError(f"the clause can never be evaluated: {error}.") from error
     except RecursionError as error:
         raise WhereError("where clause is nested too deeply.") from error

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.arrays import read_array
 from tidemill.base.pgtypes.intervals import interval_span, read_interval
-from tidemill.base.pgtypes.text import DISPLAY, READERS, Refused
+from tidemill.base.pgtypes.text import DISPLAY, READERS, InvalidTextError
 
 Value = Any
 NUMBERS = {"int2": 0, "int4": 1, "int8": 2, "numeric": 3, "float4": 4, "float8": 5}
@@ -36,11 +36,11 @@ ROUNDING = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[InvalidOpera
 """For what rounds on purpose: quotients, casts."""
 
 
-class WhereError(Invalid):
+class WhereError(InvalidError):
     """The filter cannot be used; the message is what the client reads in `errors.where`."""
 
 
-class EvaluationError(Refused):
+class EvaluationError(InvalidTextError):
     """The filter fails on this row or literal, as the same expression does in PostgreSQL."""
 
 

@@ -18,7 +18,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Conflict, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import Binding, Remap
 from tidemill.shards.bindings.reclock import missing
 
@@ -60,22 +60,22 @@ class Minter:
     async def mint(self, said: Binding) -> None:
         """Store `said` at the first free time from now on (its own time is not looked at), as the only minter.
 
-        Raises Unavailable when somebody else's binding makes the caller's count worthless.
+        Raises UnavailableError when somebody else's binding makes the caller's count worthless.
         """
         while True:
             attempt = replace(said, time_ms=self._next_ms())
             try:
                 self.latest = await self._remap.mint(attempt)
                 break
-            except Conflict:
+            except ConflictError:
                 self.latest = await self._remap.latest()
                 if self._lands_on(attempt):
                     break
                 if self.latest is not None and self._goes_back(attempt):
-                    raise Unavailable(
+                    raise UnavailableError(
                         f"another minter is ahead: remap={self.name} lsn={self.latest.lsn} ours={attempt.lsn}."
                     ) from None
-            except (Unavailable, Unknown) as error:
+            except (UnavailableError, UnknownOutcomeError) as error:
                 await self._pause(error)
         self._minted_s = self._clock.monotonic_s()
 
@@ -90,9 +90,9 @@ class Minter:
                     Binding(self._next_ms(), offsets or seen, source_time_ms=source_time_ms)
                 )
                 break
-            except Conflict:
+            except ConflictError:
                 self.latest = await self._remap.latest()
-            except (Unavailable, Unknown) as error:
+            except (UnavailableError, UnknownOutcomeError) as error:
                 await self._pause(error)
                 self.latest = await self._remap.latest()
         self._minted_s = self._clock.monotonic_s()
@@ -106,7 +106,7 @@ class Minter:
         now_ms = self._clock.now_ms()
         return now_ms if self.latest is None else max(now_ms, self.latest.time_ms + 1)
 
-    async def _pause(self, error: Unavailable | Unknown) -> None:
+    async def _pause(self, error: UnavailableError | UnknownOutcomeError) -> None:
         log.warning("binding not stored, trying again", remap=self.name, cause=str(error))
         await asyncio.sleep(RETRY_PAUSE_S)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Binding
 
 
@@ -31,12 +31,12 @@ def carried(latest: Binding | None, binding: Binding) -> Binding:
 
 
 def check_alone(binding: Binding) -> None:
-    """What no history could make right. Raises Invalid."""
+    """What no history could make right. Raises InvalidError."""
     if binding.time_ms < 0 or binding.lsn < 0:
-        raise Invalid(f"a binding cannot be negative: time_ms={binding.time_ms} lsn={binding.lsn}.")
+        raise InvalidError(f"a binding cannot be negative: time_ms={binding.time_ms} lsn={binding.lsn}.")
     for topic, offsets in binding.offsets.items():
         if not offsets or min(offsets) < 0:
-            raise Invalid(f"bad offsets in a binding: topic={topic} offsets={offsets}.")
+            raise InvalidError(f"bad offsets in a binding: topic={topic} offsets={offsets}.")
 
 
 def follows(latest: Binding | None, binding: Binding) -> str:

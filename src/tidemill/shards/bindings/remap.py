@@ -15,7 +15,7 @@ Opening costs one or two reads. `_window` holds the newest bindings contiguously
 are found by bisection over log positions (times grow with positions) and read when asked for.
 
 B3  The log begins with a whole record. It is truncated (`forget`) only behind what every reader may still ask for;
-    who asks for less is told HistoryLost. Time -1 is before everything, and always known.
+    who asks for less is told HistoryLostError. Time -1 is before everything, and always known.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Corrupt, Missing, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, CorruptError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, resolve_append
-from tidemill.shards.api import Binding, BindingsPage, HistoryLost
+from tidemill.shards.api import Binding, BindingsPage, HistoryLostError
 from tidemill.shards.bindings import reclock
 
 WHOLE = 1
@@ -73,26 +73,26 @@ def _era(b: Binding) -> tuple[int, ...]:
 
 
 def decode_stored(data: bytes) -> Stored:
-    """Raises Corrupt."""
+    """Raises CorruptError."""
     try:
         form, *fields = _decoder.decode(data)
         if form not in (WHOLE, DELTA):
-            raise Corrupt(f"unknown binding format: format={form!r}.", fix="Upgrade tidemill.")
+            raise CorruptError(f"unknown binding format: format={form!r}.", fix="Upgrade tidemill.")
         back = fields.pop(0) if form == DELTA else 0
         time_ms, offsets, lsn, source_time_ms, tag, *more = fields
         (era,) = more or (0,)
         return Stored(back, Binding(time_ms, {t: tuple(o) for t, o in offsets.items()}, lsn, source_time_ms, tag, era))
     except (msgspec.DecodeError, ValueError, TypeError, AttributeError) as error:
-        raise Corrupt(f"binding is unreadable: bytes={len(data)} ({error}).") from error
+        raise CorruptError(f"binding is unreadable: bytes={len(data)} ({error}).") from error
 
 
 def decode_binding(data: bytes, before: Binding | None = None) -> Binding:
-    """The whole binding; `before`: that of the record before, which a delta rests on. Raises Corrupt."""
+    """The whole binding; `before`: that of the record before, which a delta rests on. Raises CorruptError."""
     back, binding = decode_stored(data)
     if not back:
         return binding
     if before is None:
-        raise Corrupt(f"a binding rests on one that is not there: time_ms={binding.time_ms}.")
+        raise CorruptError(f"a binding rests on one that is not there: time_ms={binding.time_ms}.")
     return reclock.carried(before, binding)
 
 
@@ -138,8 +138,8 @@ class LogRemap:
     async def mint(self, binding: Binding) -> Binding:
         """Append `binding`, completed by what it leaves out (`reclock.carried`); returns what was stored.
 
-        Raises Conflict(current=Binding | None) when somebody was first or B1 would break, Invalid when it is wrong
-        in itself, Unavailable (did not happen), Unknown (not even its nonce could be looked up).
+        Raises ConflictError(current=Binding | None) when somebody was first or B1 would break, Invalid when it is wrong
+        in itself, UnavailableError (did not happen), UnknownOutcomeError (not even its nonce could be looked up).
         """
         reclock.check_alone(binding)
         await self._sync()
@@ -147,25 +147,25 @@ class LogRemap:
         whole = reclock.carried(latest, binding)
         wrong = reclock.follows(latest, whole)
         if wrong:
-            raise Conflict(f"binding does not follow the latest: remap={self.name} {wrong}.", current=latest)
+            raise ConflictError(f"binding does not follow the latest: remap={self.name} {wrong}.", current=latest)
         nonce = self._rand.nonce()
         back = position - self._whole_at
         data = encode_binding(whole) if latest is None or back >= WHOLE_EVERY else encode_delta(latest, whole, back)
         try:
             await self._consensus.append(self._log, 0, position, [data], nonce)
-        except Conflict as error:
+        except ConflictError as error:
             await self._sync()
-            raise Conflict(
+            raise ConflictError(
                 f"another minter was first: remap={self.name} time_ms={whole.time_ms}.",
                 current=self._window[-1] if self._window else None,
             ) from error
-        except Unknown as error:
+        except UnknownOutcomeError as error:
             if not await self._landed(position, nonce):
                 await self._sync()
                 if self._next > position:
                     current = self._window[-1] if self._window else None
-                    raise Conflict(f"another minter was first: remap={self.name}.", current=current) from error
-                raise Unavailable(f"binding was not stored: remap={self.name} time_ms={whole.time_ms}.") from error
+                    raise ConflictError(f"another minter was first: remap={self.name}.", current=current) from error
+                raise UnavailableError(f"binding was not stored: remap={self.name} time_ms={whole.time_ms}.") from error
         self._push(position, data)
         return whole
 
@@ -173,13 +173,13 @@ class LogRemap:
         """Make the newest binding's time at least `time_ms`, everything else being the same; None while there is none.
 
         Anybody may: what is bound later gets a later time. For who needs an idle source's time to move (a derived
-        table beside a busy one); nobody else mints for an idle source. Raises Unavailable, Unknown.
+        table beside a busy one); nobody else mints for an idle source. Raises UnavailableError, UnknownOutcomeError.
         """
         while True:
             latest = await self.latest()
             if latest is None or latest.time_ms >= time_ms:
                 return latest
-            with contextlib.suppress(Conflict):  # somebody else's binding may be late enough
+            with contextlib.suppress(ConflictError):  # somebody else's binding may be late enough
                 return await self.mint(Binding(time_ms, {}))
 
     async def after(self, time_ms: int, limit: int = 10_000) -> list[Binding]:
@@ -209,7 +209,8 @@ class LogRemap:
         return (await self._read(position - 1, 1))[0] if position else None
 
     async def oldest_ms(self) -> int | None:
-        """Time of the oldest binding that is kept; None while there is none. Raises Missing: truncated meanwhile."""
+        """Time of the oldest binding that is kept; None while there is none. Raises MissingError: truncated
+        meanwhile."""
         await self._sync()
         found = await self._stored(self._log_start, 1) if self.length else []
         return found[0].binding.time_ms if found else None
@@ -225,7 +226,7 @@ class LogRemap:
             return 0
         try:
             position = await self._position_after(time_ms) - 1
-        except HistoryLost:
+        except HistoryLostError:
             return 0
         if position <= head.start:
             return 0
@@ -265,7 +266,7 @@ class LogRemap:
             return
         back, changed = decode_stored(data)
         if not self._window and back:
-            raise Corrupt(f"a binding rests on one that is not there: remap={self.name} position={position}.")
+            raise CorruptError(f"a binding rests on one that is not there: remap={self.name} position={position}.")
         self._window.append(reclock.carried(self._window[-1], changed) if back else changed)
         self._whole_at = position - back
         self._next += 1
@@ -282,7 +283,7 @@ class LogRemap:
                     self._opened = True
                 try:
                     found = await self._consensus.read(self._log, self._next)
-                except Missing:
+                except MissingError:
                     self._opened = False  # truncated past where this handle was: begin anew at the newest
                     continue
                 self._log_start = found.head.start
@@ -292,14 +293,14 @@ class LogRemap:
                     return
 
     async def _newest_whole(self) -> int:
-        """The position to open at. Raises Missing never: a truncation meanwhile is looked at again."""
+        """The position to open at. Raises MissingError never: a truncation meanwhile is looked at again."""
         while True:
             head = await self._consensus.log_head(self._log)
             if head.next == head.start:
                 return head.next
             try:
                 found = await self._consensus.read(self._log, head.next - 1, limit_records=1)
-            except Missing:
+            except MissingError:
                 continue
             return head.next - 1 - decode_stored(found.records[0].data).back
 
@@ -308,14 +309,15 @@ class LogRemap:
         for attempt in range(RESOLVE_ATTEMPTS):
             try:
                 return await resolve_append(self._consensus, self._log, position, nonce)
-            except Unavailable:
+            except UnavailableError:
                 if attempt == RESOLVE_ATTEMPTS - 1:
                     break
                 await asyncio.sleep(RESOLVE_PAUSE_S)
-        raise Unknown(f"a mint could not be resolved: remap={self.name} position={position} nonce={nonce}.")
+        raise UnknownOutcomeError(f"a mint could not be resolved: remap={self.name} position={position} nonce={nonce}.")
 
     async def _position_after(self, time_ms: int) -> int:
-        """Position of the first binding later than `time_ms`: bisection, one read a step. Raises HistoryLost (B3)."""
+        """Position of the first binding later than `time_ms`: bisection, one read a step. Raises HistoryLostError
+        (B3)."""
         while True:
             start = (await self._consensus.log_head(self._log)).start
             low, high = start, self._next
@@ -326,23 +328,23 @@ class LogRemap:
                         high = middle
                     else:
                         low = middle + 1
-            except Missing:
+            except MissingError:
                 continue  # truncated meanwhile
             if low == start > 0 and time_ms >= 0:
-                raise HistoryLost(
+                raise HistoryLostError(
                     f"bindings this old are forgotten: remap={self.name} wanted={time_ms}.",
                     fix="Read from a newer time; a shard that stood for so long is made again after `shard drop`.",
                 )
             return low
 
     async def _read(self, position: int, limit: int) -> list[Binding]:
-        """Whole bindings from `position` on. Raises HistoryLost when they are truncated meanwhile."""
+        """Whole bindings from `position` on. Raises HistoryLostError when they are truncated meanwhile."""
         try:
             first = (await self._stored(position, 1))[:1]
             back = first[0].back if first else 0
             found = await self._stored(position - back, limit + back)
-        except Missing as error:
-            raise HistoryLost(f"bindings were forgotten while they were read: remap={self.name}.") from error
+        except MissingError as error:
+            raise HistoryLostError(f"bindings were forgotten while they were read: remap={self.name}.") from error
         out: list[Binding] = []
         for stored in found:
             out.append(reclock.carried(out[-1], stored.binding) if stored.back else stored.binding)

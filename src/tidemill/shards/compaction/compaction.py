@@ -31,7 +31,7 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Missing
+from tidemill.base.errors import MissingError
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import HASH, Batch, Part, ShardSchema
@@ -112,7 +112,7 @@ def choose(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
 async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu: Cpu = inline_cpu) -> Compacted | None:
     """Merge one run, or return None when there is nothing to do. When it raises, nothing changed.
 
-    Raises Missing only of what the shard still names.
+    Raises MissingError only of what the shard still names.
     """
     await shard.frontiers()
     state = shard.state
@@ -124,7 +124,7 @@ async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu
     try:
         batch = await _merged(shard, objects, rand, state, run, cpu)
         shown = await shard.replace(Replace(gone, batch, shard.stamp_ms()))
-    except Missing:
+    except MissingError:
         await shard.frontiers()
         if {*gone} <= {batch_id(b) for b in shard.state.batches}:
             raise

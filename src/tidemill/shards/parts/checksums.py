@@ -17,7 +17,7 @@ import crc32c
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.objects.verified_read import checked_now
 from tidemill.shards.api import Part
 
@@ -43,7 +43,7 @@ def checksums_of(data: Any) -> tuple[int, int]:
 
 
 def check_whole(part: Part, data: Any) -> None:
-    """Raises Corrupt unless these are the bytes that were written. A part without checksums passes."""
+    """Raises CorruptError unless these are the bytes that were written. A part without checksums passes."""
     if part.crc >= 0 and (found := checksum(data)) != part.crc:
         raise _damaged(part, part.crc, found)
 
@@ -51,7 +51,7 @@ def check_whole(part: Part, data: Any) -> None:
 def open_part(part: Part, found: Any) -> pq.ParquetFile:
     """The part as a Parquet file; `found`: its bytes, or a binary file of them. Whatever is read of it is verified.
 
-    Raises Corrupt, and as the file; what is decoded later raises OSError or ArrowException of a damaged page.
+    Raises CorruptError, and as the file; what is decoded later raises OSError or ArrowException of a damaged page.
     """
     if not hasattr(found, "seek"):
         check_whole(part, found)
@@ -64,7 +64,7 @@ def open_part(part: Part, found: Any) -> pq.ParquetFile:
 
 
 def read_footer(part: Part, file: Any) -> bytes:
-    """The end of the file from the footer on. Raises Corrupt; of a part without checksums nothing is verified."""
+    """The end of the file from the footer on. Raises CorruptError; of a part without checksums nothing is verified."""
     tail = _tail(file, part.size_bytes, TAIL_BYTES)
     size_bytes = footer_bytes(tail)
     if size_bytes > len(tail):
@@ -80,9 +80,9 @@ def _tail(file: Any, size_bytes: int, wanted: int) -> bytes:
     return bytes(file.read())
 
 
-def _damaged(part: Part, stored: int, computed: int) -> Corrupt:
+def _damaged(part: Part, stored: int, computed: int) -> CorruptError:
     where = part.object_key or "inline"
-    return Corrupt(
+    return CorruptError(
         f"part is damaged: object={where} stored_crc32c={stored:08x} computed_crc32c={computed:08x}.", fix=FIX
     )
 
@@ -96,10 +96,10 @@ def sealed(data: Any) -> bytes:
 
 
 def unsealed(data: Any, what: str) -> memoryview:
-    """What `sealed` was given. Raises Corrupt."""
+    """What `sealed` was given. Raises CorruptError."""
     view = memoryview(data)
     body, stored = view[:-4], int.from_bytes(view[-4:], "little")
     computed = checksum(body)
     if len(view) < 4 or computed != stored:
-        raise Corrupt(f"{what} is damaged: stored_crc32c={stored:08x} computed_crc32c={computed:08x}.")
+        raise CorruptError(f"{what} is damaged: stored_crc32c={stored:08x} computed_crc32c={computed:08x}.")
     return body

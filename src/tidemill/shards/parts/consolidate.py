@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.base.limits import MIB
 from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
 from tidemill.shards.parts.arrow_rows import CHUNK_BYTES, Index, Mask, one_chunk, rows_at, rows_equal, shown
@@ -36,7 +36,7 @@ COMPARED_BYTES = 32 * MIB
 def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
     """The multiset that `updates` (all of them, from the beginning) sum up to: the shard's columns, in hash order.
 
-    A row of multiplicity n appears n times. Raises Corrupt on a negative multiplicity.
+    A row of multiplicity n appears n times. Raises CorruptError on a negative multiplicity.
     """
     if updates.num_rows == 0:
         return contents_schema(schema).empty_table()
@@ -49,7 +49,7 @@ def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
     if (counts < 0).any():
         at = int(np.nonzero(counts < 0)[0][0])
         named = ", ".join(f"{n}={shown(summed.column(n)[at])}" for n in hash_columns(schema))
-        raise Corrupt(f"a row was retracted more often than inserted: {named} count={int(counts[at])}.")
+        raise CorruptError(f"a row was retracted more often than inserted: {named} count={int(counts[at])}.")
     out = summed.select(contents_schema(schema).names)
     if (counts > 1).any():
         out = rows_at(out, np.repeat(np.arange(len(counts)), counts))

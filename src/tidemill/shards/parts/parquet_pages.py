@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import zlib
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 
 _STOP, _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 0, 1, 2, 3, 7, 8, 9, 10, 11, 12
 _SIZE_FIELD, _CRC_FIELD = 3, 4
 
 
 def check_pages(chunk: memoryview, where: str) -> None:
-    """Raises Corrupt unless every page of this whole column chunk has the checksum that its header names."""
+    """Raises CorruptError unless every page of this whole column chunk has the checksum that its header names."""
     at = 0
     try:
         while at < len(chunk):
             start, size_bytes, crc = _header(chunk, at)
             page = chunk[start : start + size_bytes]
             if len(page) != size_bytes or (crc is not None and zlib.crc32(page) != crc):
-                raise Corrupt(f"page is damaged: {where} page_byte={at} page_bytes={size_bytes}.")
+                raise CorruptError(f"page is damaged: {where} page_byte={at} page_bytes={size_bytes}.")
             at = start + size_bytes
     except (IndexError, ValueError) as error:
-        raise Corrupt(f"page header is unreadable: {where} page_byte={at} ({error}).") from error
+        raise CorruptError(f"page header is unreadable: {where} page_byte={at} ({error}).") from error
 
 
 def _header(data: memoryview, at: int) -> tuple[int, int, int | None]:

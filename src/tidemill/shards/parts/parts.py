@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import DIFF, HASH, TIME, Part, ShardSchema, part_key
@@ -80,12 +80,12 @@ def _ordered(hashes: Any, times: Any, diffs: Any) -> bool:
 
 
 def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> Encoded:
-    """Sort and encode updates (columns, `_time`, `_diff`; a `_hash` column is recomputed). Raises Invalid."""
+    """Sort and encode updates (columns, `_time`, `_diff`; a `_hash` column is recomputed). Raises InvalidError."""
     if rows.num_rows == 0:
-        raise Invalid("a part needs at least one row.", fix="Append without parts to publish progress.")
+        raise InvalidError("a part needs at least one row.", fix="Append without parts to publish progress.")
     updates = conform(rows, update_schema(schema))
     if updates.column(TIME).null_count or updates.column(DIFF).null_count:
-        raise Invalid(f"{TIME} and {DIFF} may not be null.", fix="Give every update its time and diff.")
+        raise InvalidError(f"{TIME} and {DIFF} may not be null.", fix="Give every update its time and diff.")
     hashes = hash_rows(updates, hash_columns(schema))
     order = sort_updates(updates, hashes)
     if order is not None:
@@ -112,15 +112,15 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
 
 
 def decode_part(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
-    """The rows of a part under `schema`, with `_time`, `_diff`, `_hash`, in stored order. Raises Corrupt."""
+    """The rows of a part under `schema`, with `_time`, `_diff`, `_hash`, in stored order. Raises CorruptError."""
     where = part.object_key or "inline"
     try:
         # Not read_table: it imports the data sets of Arrow, and pandas, a second of a process's start.
         table = open_part(part, data).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
-        raise Corrupt(f"part is unreadable: object={where} ({error}).") from error
+        raise CorruptError(f"part is unreadable: object={where} ({error}).") from error
     if table.num_rows != part.rows:
-        raise Corrupt(f"part has other rows: object={where} rows={table.num_rows} want={part.rows}.")
+        raise CorruptError(f"part has other rows: object={where} rows={table.num_rows} want={part.rows}.")
     return under(schema, table, part_schema(schema))
 
 
@@ -152,7 +152,7 @@ async def store_part(
     """Encode and store updates; nothing refers to the part until it is appended.
 
     Needs no shard handle, so executors call it with the bucket's credentials alone. `now_ms` is stamped on the key:
-    a part that is appended hours later may have been swept as an orphan, and is refused. Raises Invalid,
+    a part that is appended hours later may have been swept as an orphan, and is refused. Raises InvalidError,
     Unavailable, Unknown (the object may exist, as an orphan: write again, under a new key).
     """
     encoded = await cpu(lambda: encode_part(schema, rows, codec))

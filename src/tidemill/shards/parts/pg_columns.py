@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.text import names_zone, read_bytea, read_date, read_timestamp, read_timestamptz
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.decimals import of_decimals, of_texts
@@ -92,7 +92,7 @@ def as_held(columns: Iterable[Column], have: ShardSchema) -> tuple[Column, ...]:
 def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
     """PostgreSQL text (None = NULL) → one Arrow array of the column's type, vectorised wherever Arrow can.
 
-    Raises Invalid naming the column and the first value that is no such type.
+    Raises InvalidError naming the column and the first value that is no such type.
     """
     kind = canonical_type(column.type)
     if kind in ("string", "json"):
@@ -177,14 +177,14 @@ def _slowly(values: Sequence[str | None], column: Column, kind: str, target: pa.
     for value in values:
         if value is not None:
             _each(lambda v: cast_text(pa.array([v], pa.string()), kind), value, column)
-    raise Invalid(f"values do not fit together: column={column.name} type={column.type}.")
+    raise InvalidError(f"values do not fit together: column={column.name} type={column.type}.")
 
 
 def _each(parse: Callable[[str], T], value: str, column: Column) -> T:
     try:
         return parse(value)
     except (ValueError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise Invalid(
+        raise InvalidError(
             f"not a {column.type}: column={column.name} value={value[:80]!r}.",
             fix="Give the column a type that holds the value, or string.",
         ) from error

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 U64 = npt.NDArray[np.uint64]
 
@@ -42,7 +42,8 @@ _TAIL_MASK = np.array([(1 << (8 * n)) - 1 for n in range(9)], dtype=np.uint64)
 
 
 def hash_rows(rows: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> U64:
-    """Hash of each row over `columns`, in that order. Shape (rows,), uint64. Raises Invalid: a type without a rule."""
+    """Hash of each row over `columns`, in that order. Shape (rows,), uint64. Raises InvalidError: a type without a
+    rule."""
     out = np.zeros(rows.num_rows, dtype=np.uint64)
     for name in columns:
         column = rows.column(rows.schema.get_field_index(name))
@@ -108,7 +109,7 @@ def _integers(array: Any) -> npt.NDArray[np.int64]:
     elif pa.types.is_timestamp(kind):
         array = (array if kind.unit == "us" else array.cast(pa.timestamp("us", kind.tz))).view(pa.int64())
     elif not pa.types.is_integer(kind):
-        raise Invalid(f"column type cannot be hashed: type={kind}.", fix="Use a type that shards have.")
+        raise InvalidError(f"column type cannot be hashed: type={kind}.", fix="Use a type that shards have.")
     filled = array.fill_null(0) if array.null_count else array
     values = np.asarray(filled.to_numpy(zero_copy_only=False))
     if values.dtype == np.uint64:

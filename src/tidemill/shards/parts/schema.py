@@ -23,7 +23,7 @@ from functools import lru_cache
 
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
 from tidemill.shards.parts.decimals import rescaled
 
@@ -52,7 +52,7 @@ _BUCKETS_MAX = 4096
 
 
 def canonical_type(type_name: str) -> str:
-    """The one spelling of a type string. Raises Invalid for a type that shards do not have."""
+    """The one spelling of a type string. Raises InvalidError for a type that shards do not have."""
     if type_name in _PLAIN:
         return type_name
     if _TIMESTAMP.fullmatch(type_name):
@@ -62,14 +62,14 @@ def canonical_type(type_name: str) -> str:
         precision, scale = int(found[1]), int(found[2])
         if 1 <= precision <= 38 and scale <= precision:
             return f"decimal({precision},{scale})"
-    raise Invalid(
+    raise InvalidError(
         f"no such column type: type={type_name!r}.",
         fix=f"Use one of {' '.join(sorted(_PLAIN))} decimal(p,s).",
     )
 
 
 def arrow_type(type_name: str) -> pa.DataType:
-    """The Arrow type of a type string. Raises Invalid."""
+    """The Arrow type of a type string. Raises InvalidError."""
     name = canonical_type(type_name)
     if name in _PLAIN:
         return _PLAIN[name]
@@ -79,31 +79,31 @@ def arrow_type(type_name: str) -> pa.DataType:
 
 
 def checked(schema: ShardSchema) -> ShardSchema:
-    """The schema as version 1, with canonical type strings. Raises Invalid naming the column that is wrong."""
+    """The schema as version 1, with canonical type strings. Raises InvalidError naming the column that is wrong."""
     if not schema.columns:
-        raise Invalid("a shard needs at least one column.", fix="Name its columns.")
+        raise InvalidError("a shard needs at least one column.", fix="Name its columns.")
     seen: set[str] = set()
     columns = []
     for column in schema.columns:
         check_name(column.name)
         if column.name in seen:
-            raise Invalid(f"column named twice: column={column.name}.", fix="Name each column once.")
+            raise InvalidError(f"column named twice: column={column.name}.", fix="Name each column once.")
         seen.add(column.name)
         columns.append(Column(column.name, canonical_type(column.type)))
     for name in schema.key:
         if name not in seen:
-            raise Invalid(f"key column is not a column: key={name}.", fix="Name only columns of the shard.")
+            raise InvalidError(f"key column is not a column: key={name}.", fix="Name only columns of the shard.")
     if len(set(schema.key)) != len(schema.key):
-        raise Invalid(f"key names a column twice: key={','.join(schema.key)}.", fix="Name each key column once.")
+        raise InvalidError(f"key names a column twice: key={','.join(schema.key)}.", fix="Name each key column once.")
     if not 1 <= schema.buckets <= _BUCKETS_MAX:
-        raise Invalid(f"bad bucket count: buckets={schema.buckets}.", fix=f"Use 1 to {_BUCKETS_MAX}.")
+        raise InvalidError(f"bad bucket count: buckets={schema.buckets}.", fix=f"Use 1 to {_BUCKETS_MAX}.")
     return ShardSchema(tuple(columns), tuple(schema.key), schema.buckets)
 
 
 def check_name(name: str) -> None:
-    """Raises Invalid: no column of a shard may have this name."""
+    """Raises InvalidError: no column of a shard may have this name."""
     if not name or name in _RESERVED:
-        raise Invalid(f"reserved column name: column={name!r}.", fix="Rename the column.")
+        raise InvalidError(f"reserved column name: column={name!r}.", fix="Rename the column.")
 
 
 def difference(have: ShardSchema, want: ShardSchema) -> str:
@@ -151,7 +151,7 @@ def hash_columns(schema: ShardSchema) -> tuple[str, ...]:
 
 
 def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:
-    """`rows` with exactly the columns, order and types of `target`. Raises Invalid naming the column.
+    """`rows` with exactly the columns, order and types of `target`. Raises InvalidError naming the column.
 
     Casts are safe ones only (int32 → int64 yes, a value that does not fit: Invalid); a timestamp with a zone and one
     without are not each other's, though Arrow would cast them.
@@ -160,7 +160,7 @@ def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:
     for field in target:
         index = rows.schema.get_field_index(field.name)
         if index < 0:
-            raise Invalid(f"rows lack a column: column={field.name}.", fix="Give every column of the shard.")
+            raise InvalidError(f"rows lack a column: column={field.name}.", fix="Give every column of the shard.")
         column = rows.column(index)
         if not column.type.equals(field.type):
             try:
@@ -169,7 +169,7 @@ def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:
                 both = pa.types.is_decimal(field.type) and pa.types.is_decimal(column.type)
                 column = rescaled(column, field.type) if both else column.cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-                raise Invalid(
+                raise InvalidError(
                     f"column does not fit: column={field.name} type={field.type} got={column.type} ({error}).",
                     fix="Cast the column before writing it.",
                 ) from error

@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec.structs import replace
 
-from tidemill.base.errors import Corrupt, Invalid
-from tidemill.shards.api import Batch, Column, Evolved, ShardSchema
+from tidemill.base.errors import CorruptError, InvalidError
+from tidemill.shards.api import Batch, Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts.pg_columns import parse_column
 from tidemill.shards.parts.schema import arrow_type, canonical_type, check_name, difference
 
@@ -59,7 +59,8 @@ def widens(old: str, new: str) -> bool:
 
 
 def changes_to(have: ShardSchema, want: ShardSchema, may_retire: Collection[str] = ()) -> Changes:
-    """What makes `have` hold every column of `want`, whose order does not count. Raises Invalid with the difference.
+    """What makes `have` hold every column of `want`, whose order does not count. Raises InvalidError with the
+    difference.
 
     A default counts where the column is new: afterwards it says nothing any more. `may_retire`: what somebody has
     accepted that `want` lacks.
@@ -71,14 +72,14 @@ def changes_to(have: ShardSchema, want: ShardSchema, may_retire: Collection[str]
     gone = tuple(name for name in types if name not in wanted and name not in retired)
     same = have.key == want.key and have.buckets == want.buckets
     if not {*gone} <= {*may_retire} or not same or any(not widens(types[c.name], c.type) for c in other):
-        raise Invalid(f"a shard's schema cannot become this one: difference=[{difference(have, want)}].", fix=CAN)
+        raise InvalidError(f"a shard's schema cannot become this one: difference=[{difference(have, want)}].", fix=CAN)
     changes = Changes(add, tuple(c for c in other if c.name not in retired), gone)
     evolved(have, changes)  # a column that is added back may have another default than null
     return changes
 
 
 def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
-    """The next version; `schema` itself where it holds all of the changes already. Raises Invalid: see E1."""
+    """The next version; `schema` itself where it holds all of the changes already. Raises InvalidError: see E1."""
     columns = {column.name: column for column in schema.columns}
     for asked in changes.add:
         check_name(asked.name)
@@ -86,14 +87,14 @@ def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
         found = columns.setdefault(column.name, column)
         if found.retired:
             if column.default is not None:
-                raise Invalid(
+                raise InvalidError(
                     f"rows hold null in a column that was gone: column={column.name} default={column.default!r}.",
                     fix="Give the column another name.",
                 )
             columns[column.name] = replace(_at_least(found, column.type), retired=0)
         elif found is not column:
             if found.default != column.default:
-                raise Invalid(
+                raise InvalidError(
                     f"the column exists with another default: column={column.name} default={found.default!r}"
                     f" wanted={column.default!r}.",
                     fix="Rows hold it already: give the column another name.",
@@ -101,11 +102,11 @@ def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
             columns[column.name] = _at_least(found, column.type)
     for asked in changes.widen:
         if asked.name not in columns:
-            raise Invalid(f"no such column to widen: column={asked.name}.", fix="Add it instead.")
+            raise InvalidError(f"no such column to widen: column={asked.name}.", fix="Add it instead.")
         columns[asked.name] = _at_least(columns[asked.name], canonical_type(asked.type))
     for name in changes.retire:
         if name not in columns or name in schema.key or not schema.key:
-            raise Invalid(f"no column that may be left out: column={name} key={','.join(schema.key)}.", fix=CAN)
+            raise InvalidError(f"no column that may be left out: column={name} key={','.join(schema.key)}.", fix=CAN)
         if not columns[name].retired:
             columns[name] = replace(columns[name], retired=schema.version + 1)
     now = tuple(columns.values())
@@ -116,14 +117,14 @@ def _at_least(column: Column, kind: str) -> Column:
     if column.type == kind or widens(kind, column.type):
         return column
     if not widens(column.type, kind):
-        raise Invalid(
+        raise InvalidError(
             f"not every value would stay what it is: column={column.name} type={column.type} wanted={kind}.", fix=CAN
         )
     return replace(column, type=kind)
 
 
 def canonical_default(column: Column) -> str | None:
-    """The one text of a column's default; it means the same value under every wider type. Raises Invalid."""
+    """The one text of a column's default; it means the same value under every wider type. Raises InvalidError."""
     text = column.default
     if text is None:
         return None
@@ -144,7 +145,9 @@ def _check_json(name: str, text: str) -> None:
     try:
         json.loads(text)
     except ValueError as error:
-        raise Invalid(f"the default is no JSON value: column={name} default={text[:80]!r}.", fix="Quote it.") from error
+        raise InvalidError(
+            f"the default is no JSON value: column={name} default={text[:80]!r}.", fix="Quote it."
+        ) from error
 
 
 @lru_cache(maxsize=1024)
@@ -154,9 +157,9 @@ def default_value(column: Column) -> Any:
 
 
 def check_known(schema: ShardSchema, batch: Batch) -> None:
-    """Raises Evolved: rows of the batch may have columns that `schema` does not know."""
+    """Raises SchemaEvolvedError: rows of the batch may have columns that `schema` does not know."""
     if batch.schema_version > schema.version:
-        raise Evolved(
+        raise SchemaEvolvedError(
             f"rows of a newer schema: version={batch.schema_version} known={schema.version}.",
             fix="Open the shard again.",
         )
@@ -165,8 +168,8 @@ def check_known(schema: ShardSchema, batch: Batch) -> None:
 def under(schema: ShardSchema, rows: pa.Table, target: pa.Schema) -> pa.Table:
     """Stored rows of any earlier version as `target`, an Arrow schema with the columns of `schema`.
 
-    What they lack is its default, what was narrower is widened. Raises Corrupt for anything else: a column that every
-    version has is gone, or its type is none that ever widened to this one.
+    What they lack is its default, what was narrower is widened. Raises CorruptError for anything else: a column that
+    every version has is gone, or its type is none that ever widened to this one.
     """
     if rows.schema.equals(target):
         return rows
@@ -177,7 +180,7 @@ def under(schema: ShardSchema, rows: pa.Table, target: pa.Schema) -> pa.Table:
         if index < 0 and field.name in added:
             columns.append(pa.repeat(default_value(added[field.name]), rows.num_rows))
         elif index < 0:
-            raise Corrupt(f"stored rows lack a column: column={field.name}.")
+            raise CorruptError(f"stored rows lack a column: column={field.name}.")
         else:
             columns.append(_exactly(rows.column(index), field))
     return pa.Table.from_arrays(columns, schema=target)
@@ -187,7 +190,9 @@ def _exactly(column: Any, field: pa.Field) -> Any:
     if column.type.equals(field.type):
         return column
     if not _widens(column.type, field.type):
-        raise Corrupt(f"stored rows have another type: column={field.name} type={column.type} wanted={field.type}.")
+        raise CorruptError(
+            f"stored rows have another type: column={field.name} type={column.type} wanted={field.type}."
+        )
     return pc.cast(column, field.type)
 
 

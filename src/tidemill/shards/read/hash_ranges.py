@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.base.limits import MIB
 from tidemill.shards.api import DIFF, HASH, Batch, Part, ShardSchema
 from tidemill.shards.parts.arrow_rows import rows_at
@@ -107,7 +107,7 @@ def read_range(
 ) -> Iterator[pa.Table]:
     """The rows of the range at `as_of`, in tables of the shard's columns, or of those of them that `columns` names.
 
-    Of a shard with a key only these columns and the key are decoded. Raises as `fetch`, Corrupt, Evolved.
+    Of a shard with a key only these columns and the key are decoded. Raises as `fetch`, CorruptError, Evolved.
     """
     for batch in chosen.batches:
         check_known(schema, batch)
@@ -150,7 +150,7 @@ def _unsettled(
 def read_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: Fetch) -> Iterator[pa.Table]:
     """The updates of one batch at most at `as_of`, in tables of ascending hashes, none of which ends inside one hash.
 
-    Memory holds a row group; of parts that overlap, those parts. Raises as `fetch`, Corrupt, Evolved.
+    Memory holds a row group; of parts that overlap, those parts. Raises as `fetch`, CorruptError, Evolved.
     """
     check_known(schema, batch)
     read = _Read(schema, Range(0, HASH_MAX, [batch]), as_of, fetch, contents_schema(schema).names)
@@ -238,7 +238,7 @@ class _Read(msgspec.Struct, frozen=True):
                 if rows.num_rows:
                     yield rows
         except (pa.ArrowException, OSError) as error:
-            raise Corrupt(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
+            raise CorruptError(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
 
 
 def _may_hold(statistics: Any, chosen: Range) -> bool:

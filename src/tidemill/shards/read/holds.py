@@ -19,9 +19,9 @@ from typing import Protocol
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import TidemillError, Unavailable, Unknown
+from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.shards.api import HistoryLost
+from tidemill.shards.api import HistoryLostError
 from tidemill.shards.state.state import ShardState
 
 HOLD_TTL_MS = 300_000
@@ -50,8 +50,8 @@ class Holdable(Protocol):
 async def holding(shard: Holdable, reader: str, since: int, *, ttl_ms: int = HOLD_TTL_MS) -> AsyncIterator[None]:
     """Every time ≥ `since` stays readable inside, and so does what was chosen there. `reader` names this very use.
 
-    Raises HistoryLost (since is below the shard's), Unavailable (too many holds, or consensus is away), Unknown.
-    A hold that could not be renewed lapses: the reads then say that history is lost.
+    Raises HistoryLostError (since is below the shard's), UnavailableError (too many holds, or consensus is away),
+    UnknownOutcomeError. A hold that could not be renewed lapses: the reads then say that history is lost.
     """
     await shard.hold(reader, since, ttl_ms)
 
@@ -72,7 +72,7 @@ async def _renewing(renew: Callable[[], Awaitable[None]], shard: str, reader: st
         await asyncio.sleep(ttl_ms / 3000)
         try:
             await renew()
-        except (Unavailable, Unknown) as error:
+        except (UnavailableError, UnknownOutcomeError) as error:
             log.warning("hold not renewed, trying again", shard=shard, reader=reader, cause=str(error))
 
 
@@ -131,7 +131,7 @@ class MovingHold:
             try:
                 # At the same time as before: a hold that moves protects no longer what was chosen under it.
                 await self._write()
-            except HistoryLost as error:
+            except HistoryLostError as error:
                 self._since, self._until_ms = -1, 0
                 log.warning("hold lapsed", shard=self._shard.name, reader=self._reader, cause=str(error))
 

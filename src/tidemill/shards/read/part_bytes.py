@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tidemill.base.limits import MIB
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.file_adapter import ObjectFile
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.objects.verified_read import checked
@@ -30,7 +30,7 @@ async def read_whole(objects: ObjectStore, part: Part) -> Buffer:
     return await checked(objects, part.object_key, read)
 
 
-def fetching(portal: Portal, objects: ObjectStore, *, whole: bool) -> Fetch:
+def fetching(portal: BlockingPortal, objects: ObjectStore, *, whole: bool) -> Fetch:
     """`whole`: every column of a part is wanted, so it is one request."""
 
     def fetch(part: Part) -> Any:

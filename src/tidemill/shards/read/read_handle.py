@@ -13,10 +13,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pyarrow as pa
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Corrupt, Missing, TidemillError, Unavailable
+from tidemill.base.errors import ClosedError, CorruptError, MissingError, TidemillError, UnavailableError
 from tidemill.base.limits import MIB
 from tidemill.objects.store import Buffer, ObjectStore
-from tidemill.shards.api import HASH, Batch, Delta, HistoryLost, Part, ShardSchema
+from tidemill.shards.api import HASH, Batch, Delta, HistoryLostError, Part, ShardSchema
 from tidemill.shards.executor import Cpu, inline_cpu
 from tidemill.shards.parts.consolidate import contents
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, holding
@@ -99,7 +99,7 @@ class ShardReads:
         return state.since, state.upper
 
     async def snapshot(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
-        """Raises Invalid below since ("history lost"), Unavailable when `as_of` is not final after timeout_s.
+        """Raises Invalid below since ("history lost"), UnavailableError when `as_of` is not final after timeout_s.
 
         Without a timeout it waits for as long as it takes.
         """
@@ -114,7 +114,7 @@ class ShardReads:
         async with self.chosen_until(as_of, timeout_s) as batches:
             try:
                 return await self.reader.read_batches(batches, 0, as_of + 1)
-            except Missing as error:
+            except MissingError as error:
                 raise await self.why_missing(error, batches) from error
 
     @asynccontextmanager
@@ -128,20 +128,23 @@ class ShardReads:
             yield await self.batches_until(as_of)
 
     async def fetch(self, part: Part, chosen: Sequence[Batch]) -> Buffer:
-        """The encoded bytes of a part of one of the batches. Raises HistoryLost, Corrupt, Unavailable."""
+        """The encoded bytes of a part of one of the batches. Raises HistoryLostError, CorruptError,
+        UnavailableError."""
         try:
             return await read_whole(self._objects, part)
-        except Missing as error:
+        except MissingError as error:
             raise await self.why_missing(error, chosen) from error
 
-    async def why_missing(self, error: Missing, batches: Sequence[Batch]) -> TidemillError:
+    async def why_missing(self, error: MissingError, batches: Sequence[Batch]) -> TidemillError:
         """An object that was chosen and is not there: collected since (read again), or lost (Corrupt)."""
         state = await self._refresh()
         named = {part.object_key for batch in state.batches for part in batch.parts}
         chosen = {part.object_key for batch in batches for part in batch.parts if part.object_key}
         if chosen <= named:
-            return Corrupt(f"an object of a shard is gone: shard={self.name} ({error.message}).", fix="Restore it.")
-        return HistoryLost(
+            return CorruptError(
+                f"an object of a shard is gone: shard={self.name} ({error.message}).", fix="Restore it."
+            )
+        return HistoryLostError(
             f"what was chosen was merged and collected meanwhile: shard={self.name}.",
             fix="Read again, and hold the time for as long as the read takes.",
         )
@@ -167,7 +170,7 @@ class ShardReads:
         """See the front. The rows carry `_hash` too, and each part's rows are sorted by it."""
         try:
             return await self.reader.read_batch(batch, lower, upper)
-        except Missing as error:
+        except MissingError as error:
             raise await self.why_missing(error, [batch]) from error
 
     async def listen(self, lower: int) -> AsyncIterator[Delta]:
@@ -235,10 +238,12 @@ class ShardReads:
         until_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         while state.upper <= as_of:
             if state.closed:
-                raise Closed(f"shard was closed before this time: shard={self.name} as_of={as_of} upper={state.upper}.")
+                raise ClosedError(
+                    f"shard was closed before this time: shard={self.name} as_of={as_of} upper={state.upper}."
+                )
             left_s = WAIT_SLICE_S if until_s is None else until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
-                raise Unavailable(
+                raise UnavailableError(
                     f"time is not final yet: shard={self.name} as_of={as_of} upper={state.upper}.",
                     fix="Ask for a time below upper, or wait longer.",
                 )
@@ -253,12 +258,12 @@ class ShardReads:
         return list(state.batches[at:])
 
     def _check_history(self, state: ShardState, frontier: int) -> None:
-        """Are the updates from `frontier` on still told apart from those before it? Raises HistoryLost."""
+        """Are the updates from `frontier` on still told apart from those before it? Raises HistoryLostError."""
         if state.since > 0 and state.since >= frontier:
             raise self._history_lost(state, frontier)
 
-    def _history_lost(self, state: ShardState, wanted: int) -> HistoryLost:
-        return HistoryLost(
+    def _history_lost(self, state: ShardState, wanted: int) -> HistoryLostError:
+        return HistoryLostError(
             f"history is lost: shard={self.name} wanted={wanted} since={state.since}.",
             fix="Read at a time from since to upper - 1, then listen from there.",
         )

@@ -18,9 +18,9 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.base.limits import MIB
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import DIFF, HASH, TIME, Batch, Part, ShardSchema
 from tidemill.shards.parts.checksums import open_part
@@ -43,7 +43,7 @@ CPU-s, 30,000 rows 0.20 and 0.17, 100,000 rows 0.21 and 0.37)."""
 KNOWN_MAX = 8192
 
 
-class NoPlan(Exception):
+class PlanNotPossibleError(Exception):
     """Why the shard has to be read in another way: a plan would not be exact, or not be worth it."""
 
 
@@ -59,12 +59,12 @@ class Plan(NamedTuple):
 
 
 def plan_parts(
-    portal: Portal, objects: ObjectStore, shard: LogShard, at: int, *, again: bool = False, no_files: str = ""
+    portal: BlockingPortal, objects: ObjectStore, shard: LogShard, at: int, *, again: bool = False, no_files: str = ""
 ) -> Plan:
     """`again`: the handle plans again and again, so it keeps what it decoded, and a small shard is read here whole.
     `no_files`: why the engine cannot read the parts themselves, if so.
 
-    Raises NoPlan, Corrupt, Evolved, HistoryLost, Missing, Unavailable.
+    Raises PlanNotPossibleError, CorruptError, Evolved, HistoryLost, Missing, Unavailable.
     """
     chosen = portal.call(shard.batches_until(at))
     for batch in chosen:
@@ -74,10 +74,10 @@ def plan_parts(
         updates = portal.call(reader.read_batches(chosen, 0, at + 1))
         return Plan([], updates.slice(0, 0), contents(shard.schema, updates))
     if no_files:
-        raise NoPlan(no_files)
+        raise PlanNotPossibleError(no_files)
     if any(column.name in shard.schema.key and column.type in FLOATS for column in shard.schema.columns):
         # NaN is in no statistics of a part, by which engines skip rows; zeros and NaNs of other bits are one to them.
-        raise NoPlan("its key has a float, which may be NaN")
+        raise PlanNotPossibleError("its key has a float, which may be NaN")
     fetch = fetching(portal, objects, whole=False)
     settled: list[Part] = []
     rest: list[Batch] = []
@@ -124,24 +124,24 @@ def _look(part: Part, schema: ShardSchema, fetch: Fetch) -> tuple[int, int] | No
             return None
         read = file.read(columns=[TIME, DIFF], use_threads=False)
     except (OSError, pa.ArrowException) as error:
-        raise Corrupt(f"part is unreadable: object={part.object_key} ({error}).") from error
+        raise CorruptError(f"part is unreadable: object={part.object_key} ({error}).") from error
     diffs, times = (pc.min_max(read.column(name)).as_py() for name in (DIFF, TIME))
     return (times["min"], times["max"]) if diffs == {"min": 1, "max": 1} else None
 
 
 def _difference(
-    portal: Portal, reader: PartReader, shard: LogShard, rest: list[Batch], at: int
+    portal: BlockingPortal, reader: PartReader, shard: LogShard, rest: list[Batch], at: int
 ) -> tuple[pa.Table, pa.Table]:
     size_bytes = _size_bytes(rest)
     if size_bytes > DIFFERENCE_BYTES:
-        raise NoPlan(f"{size_bytes >> 20} MiB of updates are not merged")
+        raise PlanNotPossibleError(f"{size_bytes >> 20} MiB of updates are not merged")
     updates = portal.call(reader.read_batches(rest, 0, at + 1))
     if not updates.num_rows:
         empty = part_schema(shard.schema).empty_table()
         return empty.select(shard.schema.key), empty.select(contents_schema(shard.schema).names)
     if not shard.schema.key:
-        raise NoPlan("it has no key, and updates that are not merged")
+        raise PlanNotPossibleError("it has no key, and updates that are not merged")
     found = last_states(shard.schema, updates)
     if found is None:
-        raise NoPlan("some key has several rows")
+        raise PlanNotPossibleError("some key has several rows")
     return found[0].drop_columns([HASH]), found[1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.shards.api import DIFF, TIME, Batch
 from tidemill.shards.parts.checksums import open_part
 from tidemill.shards.parts.parts import within
@@ -15,7 +15,7 @@ from tidemill.shards.read.hash_ranges import Fetch
 
 
 def count_rows(batches: Sequence[Batch], as_of: int, fetch: Fetch) -> int:
-    """Rows at `as_of`, a row of multiplicity n counted n times. Raises as `fetch`, Corrupt.
+    """Rows at `as_of`, a row of multiplicity n counted n times. Raises as `fetch`, CorruptError.
 
     Two columns of each part are read, which are next to nothing: their values repeat.
     """
@@ -29,5 +29,5 @@ def count_rows(batches: Sequence[Batch], as_of: int, fetch: Fetch) -> int:
                     rows = within(rows, batch.lower, min(batch.upper, as_of + 1))
                     count += pc.sum(rows.column(DIFF)).as_py() or 0
             except (pa.ArrowException, OSError) as error:
-                raise Corrupt(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
+                raise CorruptError(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
     return count

@@ -5,18 +5,18 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from numbers import Integral
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 LATEST = "latest"
 
 
 def as_of_ms(value: str | int | datetime | None) -> int | None:
     """A time in ms: an integer (numpy's too), ISO 8601 text or a datetime (UTC when they name no zone); None = the
-    newest, for `latest` and None. What is finer than a ms is cut off. Raises Invalid."""
+    newest, for `latest` and None. What is finer than a ms is cut off. Raises InvalidError."""
     if value is None or (isinstance(value, str) and value.strip().lower() == LATEST):
         return None
     if isinstance(value, bool) or not isinstance(value, Integral | str | datetime):
-        raise Invalid(
+        raise InvalidError(
             f"as_of is no time: as_of={value!r}.", fix="Give ms since 1970 as an integer, ISO 8601 text or a datetime."
         )
     if not isinstance(value, str | datetime):
@@ -28,7 +28,7 @@ def as_of_ms(value: str | int | datetime | None) -> int | None:
                 return int(text)
             value = datetime.fromisoformat(text)
         except ValueError as error:
-            raise Invalid(
+            raise InvalidError(
                 f"as_of is no time: as_of={text[:100]!r}.", fix="Write ms since 1970, 2026-11-22T12:00:00Z, or latest."
             ) from error
     moment = value.replace(tzinfo=UTC) if value.tzinfo is None else value

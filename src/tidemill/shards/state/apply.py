@@ -14,7 +14,7 @@ from typing import assert_never
 import msgspec
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Batch, written_ms
 from tidemill.shards.parts.schema_evolution import evolved
 from tidemill.shards.state.commands import (
@@ -267,7 +267,7 @@ def _evolve(state: ShardState, command: Evolve) -> ShardState | Rejected:
         return Rejected(Reason.CLOSED)
     try:
         schema = evolved(state.schema, command.changes)
-    except Invalid as error:
+    except InvalidError as error:
         return Rejected(Reason.SCHEMA, error.message)
     if schema == state.schema:
         return Rejected(Reason.COMMITTED)

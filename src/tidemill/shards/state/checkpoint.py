@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from tidemill.base.errors import Corrupt, Missing
+from tidemill.base.errors import CorruptError, MissingError
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.state_log.replica import Replica
 from tidemill.shards.api import Batch
@@ -71,7 +71,7 @@ class ShardFollower:
         return self._log.position
 
     async def gather(self) -> list[ShardGroup]:
-        """[] when nothing changed. Raises Corrupt, Unavailable."""
+        """[] when nothing changed. Raises CorruptError, Unavailable."""
         await self._log.catch_up()
         state = self._state = self._log.state
         if state is None:
@@ -114,12 +114,12 @@ def shard_changes(
     """From rows (`old` header, batch rows by lower → upper) to `state`. Pure. The rows are of this shard, or of the one
     that it was restored from.
 
-    Raises Corrupt when the state is older than the rows: another life of the shard, whose rows may be all that is
+    Raises CorruptError when the state is older than the rows: another life of the shard, whose rows may be all that is
     left of this one.
     """
     header = header_of(state)
     if old is not None and (state.upper < old.upper or state.since < old.since):
-        raise Corrupt(
+        raise CorruptError(
             f"a shard's log holds less than its rows: shard={state.name} upper={state.upper} row={old.upper}.",
             fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
         )
@@ -161,7 +161,7 @@ def assemble(header: ShardState, batches: Iterable[Batch]) -> ShardState:
     """The state again, from a header and batches in order of their lower bounds. Pure.
 
     Batches past the header's upper are left out, one that passes it is cut there (its rows beyond never show).
-    Raises Corrupt when the batches are not contiguous from 0 to the upper.
+    Raises CorruptError when the batches are not contiguous from 0 to the upper.
     """
     found: list[Batch] = []
     at = 0
@@ -169,14 +169,14 @@ def assemble(header: ShardState, batches: Iterable[Batch]) -> ShardState:
         if batch.lower >= header.upper:
             break
         if batch.lower != at:
-            raise Corrupt(
+            raise CorruptError(
                 f"the batches of a shard are not contiguous: shard={header.name} expected={at} found={batch.lower}.",
                 fix="Restore from an older manifest.",
             )
         found.append(batch if batch.upper <= header.upper else replace(batch, upper=header.upper))
         at = found[-1].upper
     if at != header.upper or (header.since and header.since >= header.upper):
-        raise Corrupt(
+        raise CorruptError(
             f"a shard's newest batches are missing: shard={header.name} found_to={at} upper={header.upper}"
             f" since={header.since}.",
             fix="Restore from an older manifest.",
@@ -196,7 +196,7 @@ def encode_header(state: ShardState) -> bytes:
 
 
 def decode_header(data: bytes) -> ShardState:
-    """Raises Corrupt."""
+    """Raises CorruptError."""
     return decode_state(data)
 
 
@@ -226,7 +226,7 @@ class BindingFollower:
         self.forgotten_ms = 0
 
     async def gather(self) -> list[StoredBinding]:
-        """Bindings newer than the last one written, oldest first. Raises Corrupt, Unavailable."""
+        """Bindings newer than the last one written, oldest first. Raises CorruptError, Unavailable."""
         while True:
             if self._next is None:
                 self._next = await self._resume()
@@ -237,7 +237,7 @@ class BindingFollower:
                 if self._new_start > max(self._start, 0):
                     self.forgotten_ms = (await self._at(self._new_start)).binding.time_ms
                 break
-            except Missing:
+            except MissingError:
                 self._next = None  # truncated past what the rows hold: they begin anew
         self._gathered = (found[-1].time_ms, found[-1].position) if found else None
         return found
@@ -266,7 +266,7 @@ class BindingFollower:
             return head.start
         time_ms, position = self._last
         if head.next <= head.start or (await self._at(head.next - 1)).binding.time_ms < time_ms:
-            raise Corrupt(
+            raise CorruptError(
                 f"the bindings of a source are older than their rows: source={self._source} row_time_ms={time_ms}.",
                 fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
             )
@@ -283,6 +283,6 @@ class BindingFollower:
         return low - (await self._at(low)).back if low < head.next else low
 
     async def _at(self, position: int) -> Stored:
-        """Raises Missing when it is truncated meanwhile."""
+        """Raises MissingError when it is truncated meanwhile."""
         page = await self._consensus.read(self._log, position, limit_records=1)
         return decode_stored(page.records[0].data)

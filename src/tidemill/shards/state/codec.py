@@ -38,7 +38,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Batch, Column, Part, ShardSchema
 from tidemill.shards.parts.schema_evolution import Changes
 from tidemill.shards.state.commands import (
@@ -99,7 +99,7 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(data: bytes) -> Command:
-    """Raises Corrupt when the bytes are no command of this format."""
+    """Raises CorruptError when the bytes are no command of this format."""
     try:
         match _decode(data):
             case [1, name, shard_id, schema, *_]:
@@ -128,10 +128,10 @@ def decode_command(data: bytes) -> Command:
             case [12, add, widen, retire, at_ms, *_]:
                 return Evolve(Changes(_columns_in(add), _columns_in(widen), tuple(retire)), at_ms)
             case [tag, *_]:
-                raise Corrupt(f"unknown shard command: tag={tag!r}.", fix="Upgrade tidemill.")
+                raise CorruptError(f"unknown shard command: tag={tag!r}.", fix="Upgrade tidemill.")
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
-        raise Corrupt(f"shard log record is unreadable: bytes={len(data)} ({error}).") from error
-    raise Corrupt(f"shard log record is no array: bytes={len(data)}.")
+        raise CorruptError(f"shard log record is unreadable: bytes={len(data)} ({error}).") from error
+    raise CorruptError(f"shard log record is no array: bytes={len(data)}.")
 
 
 def encode_state(state: ShardState) -> bytes:
@@ -160,11 +160,11 @@ def encode_state(state: ShardState) -> bytes:
 
 
 def decode_state(data: bytes) -> ShardState:
-    """Raises Corrupt when the bytes are no rollup of this format."""
+    """Raises CorruptError when the bytes are no rollup of this format."""
     try:
         fields = _decode(data)
         if fields[0] not in (1, UNCHANGED_FORMAT, GROWN_FORMAT, ROLLUP_FORMAT):
-            raise Corrupt(
+            raise CorruptError(
                 f"unknown rollup format: format={fields[0]!r}.", fix="Upgrade tidemill: a newer one wrote it."
             )
         name, shard_id, schema, since, upper, closed, version, holds, writers, batches = fields[1:11]
@@ -195,7 +195,7 @@ def decode_state(data: bytes) -> ShardState:
             ),
         )
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
-        raise Corrupt(f"shard rollup is unreadable: bytes={len(data)} ({error}).") from error
+        raise CorruptError(f"shard rollup is unreadable: bytes={len(data)} ({error}).") from error
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -204,11 +204,11 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(data: bytes) -> Batch:
-    """Raises Corrupt."""
+    """Raises CorruptError."""
     try:
         return _batch_in(_decode(data))
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:
-        raise Corrupt(f"shard batch is unreadable: bytes={len(data)} ({error}).") from error
+        raise CorruptError(f"shard batch is unreadable: bytes={len(data)} ({error}).") from error
 
 
 def _schema_out(schema: ShardSchema) -> list[Any]:

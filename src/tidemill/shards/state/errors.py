@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from tidemill.base.errors import Closed, Conflict, Corrupt, Fenced, Invalid, Missing, TidemillError, Unavailable
-from tidemill.shards.api import Evolved, HistoryLost
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+)
+from tidemill.shards.api import HistoryLostError, SchemaEvolvedError
 from tidemill.shards.parts.schema_evolution import CAN
 from tidemill.shards.state.apply import Reason, Rejected
 from tidemill.shards.state.state import ShardState
@@ -14,28 +23,28 @@ def refusal(rejected: Rejected, state: ShardState) -> TidemillError:
     said = f"shard={state.name} {rejected.detail}".rstrip().removesuffix(".")
     match rejected.reason:
         case Reason.UPPER:
-            return Conflict(f"upper is not where this append begins: {said}.", current=state.upper)
+            return ConflictError(f"upper is not where this append begins: {said}.", current=state.upper)
         case Reason.CLOSED:
-            return Closed(f"shard is closed to writes: {said}.")
+            return ClosedError(f"shard is closed to writes: {said}.")
         case Reason.FENCED:
-            return Fenced(f"a newer epoch owns this hold: {said}.", current=state.holds)
+            return FencedError(f"a newer epoch owns this hold: {said}.", current=state.holds)
         case Reason.EVOLVED:
-            return Evolved(
+            return SchemaEvolvedError(
                 f"the shard's schema is a newer one: {said}.", current=state.schema, fix="Open the shard again."
             )
         case Reason.SCHEMA:
-            return Invalid(f"schema change refused: {said}.", fix=CAN)
+            return InvalidError(f"schema change refused: {said}.", fix=CAN)
         case Reason.HISTORY:
-            return HistoryLost(f"history is lost: {said}.", fix="Hold a time from since on.")
+            return HistoryLostError(f"history is lost: {said}.", fix="Hold a time from since on.")
         case Reason.MOVED:
-            return Conflict(f"batches moved meanwhile: {said}.", current=state.upper)
+            return ConflictError(f"batches moved meanwhile: {said}.", current=state.upper)
         case Reason.ABSENT | Reason.DROPPED:
-            return Missing(f"no such shard: {said}.", fix="It was dropped: open it by name again.")
+            return MissingError(f"no such shard: {said}.", fix="It was dropped: open it by name again.")
         case Reason.STALE:
-            return Unavailable(f"parts are too old to be shown: {said}.", fix="Write them again.")
+            return UnavailableError(f"parts are too old to be shown: {said}.", fix="Write them again.")
         case Reason.FULL:
-            return Unavailable(f"too many at once: {said}.", fix="Try again when some have ended.")
+            return UnavailableError(f"too many at once: {said}.", fix="Try again when some have ended.")
         case Reason.BROKEN:
-            return Corrupt(f"refused, for it would break an invariant: {said}.", fix="Report it with the log.")
+            return CorruptError(f"refused, for it would break an invariant: {said}.", fix="Report it with the log.")
         case _:
-            return Invalid(f"refused ({rejected.reason}): {said}.")
+            return InvalidError(f"refused ({rejected.reason}): {said}.")

@@ -18,7 +18,7 @@ from uuid import UUID
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Invalid, Unknown
+from tidemill.base.errors import ConflictError, InvalidError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.state_log import codec
 from tidemill.shards.bindings.remap import log_name
@@ -36,7 +36,7 @@ def restored_id(shard_id: str, attempt: str) -> str:
 
 
 async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, attempt: str) -> str:
-    """Returns the new id. Raises Invalid when the name has a shard that this attempt did not make."""
+    """Returns the new id. Raises InvalidError when the name has a shard that this attempt did not make."""
     shard_id = restored_id(state.shard_id, attempt)
     # A hold's epoch is the term of a lease of the old consensus: in an empty one it would fence every owner to come.
     holds = tuple(replace(hold, epoch=0) for hold in state.holds)
@@ -47,7 +47,9 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
     if head.next == 0:
         records = [codec.encode_command(create), *codec.encode_rollup(encode_state(state))]
         while head.next == 0:
-            with contextlib.suppress(Unknown, Conflict):  # the nonce of what stands there tells, if anything does
+            with contextlib.suppress(
+                UnknownOutcomeError, ConflictError
+            ):  # the nonce of what stands there tells, if anything does
                 await consensus.append(log, 0, 0, records, attempt)
             head = await consensus.log_head(log)
     await _check_ours(consensus, log, head.start, attempt)
@@ -57,11 +59,11 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
     key = PREFIX + state.name
     found = await consensus.head(key)
     while found is None:
-        with contextlib.suppress(Conflict, Unknown):
+        with contextlib.suppress(ConflictError, UnknownOutcomeError):
             await consensus.cas(key, 0, create, rand.nonce())
         found = await consensus.head(key)
     if found.data != create:
-        raise Invalid(f"a shard of this name exists: shard={state.name}.", fix="Restore into empty consensus.")
+        raise InvalidError(f"a shard of this name exists: shard={state.name}.", fix="Restore into empty consensus.")
     return shard_id
 
 
@@ -73,15 +75,17 @@ async def restore_bindings(consensus: Consensus, source: str, bindings: Sequence
         await _check_ours(consensus, log, at - 1, attempt)
     while at < len(bindings):
         records = list(bindings[at : at + BINDINGS_AN_APPEND])
-        with contextlib.suppress(Unknown, Conflict):  # where the log ends now tells
+        with contextlib.suppress(UnknownOutcomeError, ConflictError):  # where the log ends now tells
             await consensus.append(log, 0, at, records, attempt)
         reached = (await consensus.log_head(log)).next
         if reached not in (at, at + len(records)):
-            raise Invalid(f"somebody else writes these bindings: log={log} next={reached}.", fix="Stop every node.")
+            raise InvalidError(
+                f"somebody else writes these bindings: log={log} next={reached}.", fix="Stop every node."
+            )
         at = reached
 
 
 async def _check_ours(consensus: Consensus, log: str, position: int, attempt: str) -> None:
     found = await consensus.read(log, position, limit_records=1)
     if not found.records or found.records[0].nonce != attempt:
-        raise Invalid(f"the log exists already: log={log}.", fix="Restore into empty consensus.")
+        raise InvalidError(f"the log exists already: log={log}.", fix="Restore into empty consensus.")

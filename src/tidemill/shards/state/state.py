@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Batch, ShardSchema
 
 WRITERS_KEPT = 64
@@ -163,7 +163,7 @@ def broken_whole(state: ShardState) -> str:
 
 
 def check_whole(state: ShardState) -> None:
-    """For tests, the simulation and `doctor`. Raises Corrupt."""
+    """For tests, the simulation and `doctor`. Raises CorruptError."""
     broken = broken_whole(state)
     if broken:
-        raise Corrupt(f"a shard's state breaks its invariants: shard={state.name} {broken}.")
+        raise CorruptError(f"a shard's state breaks its invariants: shard={state.name} {broken}.")

@@ -8,7 +8,7 @@ M2  A command lands only if `apply` accepted it on exactly the state before its 
 from __future__ import annotations
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Corrupt, Invalid
+from tidemill.base.errors import ConflictError, CorruptError, InvalidError
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.state_log.replica import Replica
 from tidemill.consensus.state_log.state_log import StateLog
@@ -21,7 +21,7 @@ ROLLUP_AFTER_RECORDS = 512
 """A rollup of 10,000 batches is about 2 MB; once in so many commits it adds a few kilobytes to each."""
 
 
-class _Refused(Invalid):
+class _Refused(InvalidError):
     """Carries a rejection through the log's proposer back to `propose`."""
 
     def __init__(self, rejected: Rejected) -> None:
@@ -51,7 +51,7 @@ class ShardMachine:
         return self.state
 
     async def propose(self, command: Command) -> ShardState | Rejected:
-        """The state right after `command`, or why it was refused. Raises Unavailable, Unknown, Closed, Corrupt."""
+        """The state right after `command`, or why it was refused. Raises Unavailable, Unknown, Closed, CorruptError."""
         data = encode_command(command)
 
         def decide(state: ShardState | None) -> bytes:
@@ -100,9 +100,9 @@ async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> Sha
     if log.state is None:
         result = await machine.propose(created)
         if isinstance(result, Rejected) and result.reason is not Reason.EXISTS:
-            raise Corrupt(f"shard could not be created: shard={created.name} reason={result.reason}.")
+            raise CorruptError(f"shard could not be created: shard={created.name} reason={result.reason}.")
     if machine.state.shard_id != created.shard_id:
-        raise Corrupt(f"log of another shard: shard={created.name} id={machine.state.shard_id}.")
+        raise CorruptError(f"log of another shard: shard={created.name} id={machine.state.shard_id}.")
     return machine
 
 
@@ -110,7 +110,7 @@ def _apply_record(state: ShardState | None, data: bytes, position: int, term: in
     result = apply(state, decode_command(data))
     if isinstance(result, Rejected):
         # A proposer checks on exactly this state, so only another version of the rules gets here: a no-op.
-        raise Conflict(f"refused at replay: position={position} reason={result.reason} {result.detail}.")
+        raise ConflictError(f"refused at replay: position={position} reason={result.reason} {result.detail}.")
     return result
 
 

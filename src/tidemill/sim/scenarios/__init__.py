@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.sim.world import World
 
 Scenario = Callable[[World], Awaitable[None]]
@@ -99,9 +99,9 @@ ROOMS = (
 
 
 def scenario(room: str, fault: str = "") -> Scenario:
-    """The scenario of a room, with a planted fault if named. Raises Invalid for an unknown name."""
+    """The scenario of a room, with a planted fault if named. Raises InvalidError for an unknown name."""
     if fault and fault not in FAULTS:
-        raise Invalid(f"There is no such planted fault: fault={fault}.", fix=f"Use one of {', '.join(FAULTS)}.")
+        raise InvalidError(f"There is no such planted fault: fault={fault}.", fix=f"Use one of {', '.join(FAULTS)}.")
     match room:
         case "consensus":
             from tidemill.sim.scenarios import consensus
@@ -159,4 +159,4 @@ def scenario(room: str, fault: str = "") -> Scenario:
             from tidemill.sim.scenarios import shards
 
             return lambda world: shards.run(world, fault)
-    raise Invalid(f"There is no such room to simulate: room={room}.", fix=f"Use one of {', '.join(ROOMS)} or all.")
+    raise InvalidError(f"There is no such room to simulate: room={room}.", fix=f"Use one of {', '.join(ROOMS)} or all.")

@@ -13,7 +13,13 @@ import asyncio
 import contextlib
 from typing import Any
 
-from tidemill.base.errors import Invalid, Replaced, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClusterReplacedError,
+    InvalidError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.leader_election import lead
 from tidemill.metastore.backup import restore_source as source_module
@@ -21,7 +27,7 @@ from tidemill.metastore.backup.restore_source import Source, check_not_alive
 from tidemill.metastore.bucket_claim import Ownership, claim, greatest_claim
 from tidemill.metastore.cluster import Cluster, write_cluster
 from tidemill.metastore.cluster_manifest import ClusterManifest, Found, Presence, signs_of_life
-from tidemill.objects.retrying import ResilientObjects
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.sim.faults import FaultyConsensus, FaultyObjects, Rates
 from tidemill.sim.world import Actor, Crew, Down, Engine, Violated, World, swapped
 
@@ -50,7 +56,7 @@ class ClusterNode:
         self.name = str(actor.life)
         self.consensus = FaultyConsensus(engine, world.faults, self.name)
         faulty = FaultyObjects(world.objects, world.faults, self.name)
-        self.objects = ResilientObjects(faulty, actor.clock, world.rand(), store="sim", budget_s=1.0)
+        self.objects = RetryingObjects(faulty, actor.clock, world.rand(), store="sim", budget_s=1.0)
         self.rand = world.rand()
         self.owner: Ownership | None = None
         self._tasks = Tasks(lambda *_: None)
@@ -74,14 +80,14 @@ class ClusterNode:
                 pause_s = INTERVAL_S
                 try:
                     await presence.round(manifest)
-                except (Unavailable, Unknown):
+                except (UnavailableError, UnknownOutcomeError):
                     pause_s = 0.2
                 await asyncio.sleep(pause_s)
 
         while True:
             try:
                 await lead(self.consensus, "metastore/0", self.name, b"", show, ttl_ms=LEASE_TTL_MS)
-            except Replaced:
+            except ClusterReplacedError:
                 return
             except TidemillError:
                 await asyncio.sleep(0.1)
@@ -118,7 +124,7 @@ async def run(world: World, fault: str = "") -> None:
             node = ClusterNode(shared, actor, engine)
             try:
                 await node.start()
-            except Replaced as error:
+            except ClusterReplacedError as error:
                 world.trace(f"{actor.life} refused {error.message}")
             return node
 
@@ -143,7 +149,7 @@ async def replace(shared: Shared, nodes: list[Actor[ClusterNode]]) -> None:
             if [sign async for sign, _ in signs_of_life(world.objects)]:
                 break
             await asyncio.sleep(0.1)
-        with contextlib.suppress(Invalid):
+        with contextlib.suppress(InvalidError):
             await restore(shared)
             raise Violated("a restore was let beside a living cluster")
         frozen_s = [source.choice((0.5, 3.5, 6.0)) * source.uniform(1.0, 1.5) for _ in nodes]
@@ -155,7 +161,7 @@ async def replace(shared: Shared, nodes: list[Actor[ClusterNode]]) -> None:
         while shared.claimed_s == float("inf"):
             try:
                 await restore(shared)
-            except Invalid:
+            except InvalidError:
                 # Somebody went on in time: then all are frozen once more, for longer than the bucket is watched.
                 for actor in nodes:
                     actor.freeze(source.uniform(4.0, 6.0))
@@ -168,7 +174,7 @@ async def replace(shared: Shared, nodes: list[Actor[ClusterNode]]) -> None:
 
 
 async def restore(shared: Shared) -> None:
-    """The steps of a restore that decide whose the bucket is. Raises Invalid."""
+    """The steps of a restore that decide whose the bucket is. Raises InvalidError."""
     world = shared.world
     signs = tuple([sign async for sign, _ in signs_of_life(world.objects)])
     manifest = ClusterManifest("old", "", 1, ("d",), 0)

@@ -15,9 +15,9 @@ from collections import Counter
 
 import msgspec
 
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.l0_garbage import TopicObjects
 from tidemill.maintenance.topics.rollups import TopicRollups
@@ -74,7 +74,7 @@ class Month:
         )
         await node.start()
         if self.fault != NO_KEEPER:
-            grounds = Grounds(consensus, objects, metastore, clock, rand, Retention(collect_after_s=4.0))
+            grounds = JobContext(consensus, objects, metastore, clock, rand, Retention(collect_after_s=4.0))
             keepers = TopicObjects(grounds, quiet_s=10.0), TopicRollups(grounds)
 
             async def keep() -> None:
@@ -139,7 +139,7 @@ class Month:
                 try:
                     await self.node.enter(lambda node, place=place, batch=batch: node.produce_nowait(*place, batch))  # type: ignore[misc]
                     break
-                except Unavailable:
+                except UnavailableError:
                     await asyncio.sleep(0.05)
 
     async def _check(self, number: int) -> None:

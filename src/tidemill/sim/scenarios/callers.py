@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, TypeVar
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Closed, Conflict, Unavailable, Unknown
+from tidemill.base.errors import ClosedError, ConflictError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.domain.settings import DomainSettings
 from tidemill.metastore.factory import open_metastore
 from tidemill.metastore.metastore import Metastore
@@ -34,8 +34,8 @@ class Guessing:
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int]) -> int:
         try:
             return await self._metastore.commit(rows, expects=expects)
-        except Unknown as error:
-            raise Conflict("guessed.", current=dict(expects)) from error
+        except UnknownOutcomeError as error:
+            raise ConflictError("guessed.", current=dict(expects)) from error
 
 
 def drawn_settings(source: Random) -> DomainSettings:
@@ -102,7 +102,7 @@ async def through_any(
             try:
                 await act(source.choice(up))
                 break
-            except (Unavailable, Closed):
+            except (UnavailableError, ClosedError):
                 pass  # it certainly did not happen, or only a read was lost (see `recorded`)
         await asyncio.sleep(source.uniform(0, 0.3))
     await asyncio.sleep(source.uniform(0, 0.3) if source.random() < 0.5 else 0)
@@ -124,11 +124,11 @@ async def recorded(
     world.trace(f"{entry.client} {actor.life} asks {entry.operation}{about}")
     try:
         result = await actor.enter(work)
-    except (Unavailable, Closed) as error:
+    except (UnavailableError, ClosedError) as error:
         world.trace(f"{entry.client} did not: {type(error).__name__}")
         calls.remove(entry)
         raise
-    except (Unknown, Down) as error:
+    except (UnknownOutcomeError, Down) as error:
         world.trace(f"{entry.client} does not know: {type(error).__name__}")
         return
     entry.end, entry.result, entry.known = moment(), result, True
@@ -140,6 +140,6 @@ async def soon(work: Callable[[], Awaitable[Answer]]) -> Answer:
     for _ in range(LAST_TRIES - 1):
         try:
             return await work()
-        except Unavailable:
+        except UnavailableError:
             await asyncio.sleep(0.5)
     return await work()

@@ -53,13 +53,13 @@ def _ahead(*args: Any) -> tuple[int, tuple[int, ...]] | None:
     return None if found is None else (found[0] + 3, found[1])
 
 
-async def _at_confirmed(self: context.Beside) -> int:
+async def _at_confirmed(self: context.SideLoopContext) -> int:
     """Plants late-stop."""
     found = await _wal_end(self)
     return max(1, found - 40)
 
 
-_joins_at, _wal_end = side_topic.joins_at, context.Beside.wal_end
+_joins_at, _wal_end = side_topic.joins_at, context.SideLoopContext.wal_end
 
 
 @contextlib.contextmanager
@@ -77,5 +77,5 @@ def planted_aside(fault: str) -> Iterator[None]:
             case "joined-ahead":
                 stack.enter_context(swapped(side_topic, "joins_at", _ahead))
             case "late-stop":
-                stack.enter_context(swapped(context.Beside, "wal_end", _at_confirmed))
+                stack.enter_context(swapped(context.SideLoopContext, "wal_end", _at_confirmed))
         yield

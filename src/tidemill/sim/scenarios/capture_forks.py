@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tidemill.capture.session import bootstrap
 from tidemill.capture.session.continuity_check import Moved
-from tidemill.shapes.tables.capture_tap import ShapeSink
+from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.sim.scenarios.capture_database import WRITERS, Database
 from tidemill.sim.scenarios.capture_server import Server
 from tidemill.sim.world import swapped
@@ -61,5 +61,5 @@ def planted_fork(fault: str) -> Iterator[None]:
             case "unseen-fork":
                 stack.enter_context(swapped(bootstrap, "compare", _nothing))
             case "kept-positions":
-                stack.enter_context(swapped(ShapeSink, "went_back", lambda self: None))
+                stack.enter_context(swapped(ShapeTap, "went_back", lambda self: None))
         yield

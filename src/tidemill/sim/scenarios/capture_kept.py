@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 import apsw
 import msgspec
 
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import keep
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.capture.topics import batch_sender
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.factory import metastore_on
@@ -36,7 +36,7 @@ from tidemill.shapes.log import store as store_module
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.log import LogLimits, split_chunk
 from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset
-from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.saved_shape import SavedDefinition
 from tidemill.shapes.log.sqlite_file import Flush, Item, Saved, ShapeFile
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.memory_budget import Budget
@@ -81,9 +81,9 @@ class Disk:
         return ""
 
     def read(self) -> None:
-        """Raises Unavailable."""
+        """Raises UnavailableError."""
         if not self._world.faults.healed and self._world.source.random() < self._reads:
-            raise Unavailable("the simulated disk does not read.")
+            raise UnavailableError("the simulated disk does not read.")
 
 
 class SimFile(ShapeFile):
@@ -100,7 +100,7 @@ class SimFile(ShapeFile):
         if fault != "lost":
             super().flush(flush)
         if fault:
-            raise Unavailable(f"the simulated disk does not write: fault={fault}.")
+            raise UnavailableError(f"the simulated disk does not write: fault={fault}.")
 
     def saved(self) -> list[Saved]:
         self._disk.read()
@@ -157,7 +157,7 @@ class Machines:
         nobody = ThreadPoolExecutor(1)  # the simulated loop has no threads, and asks none
         self._world.trace(f"{actor.life} on {name}")
         store = SimStore(
-            file, nobody, nobody, actor.clock, self._world.rand(), Tracker(), "shapes:sim/disk", self._limits,
+            file, nobody, nobody, actor.clock, self._world.rand(), StatusTracker(), "shapes:sim/disk", self._limits,
             Budget(BYTES), Budget(BYTES),
         )  # fmt: skip
         store.slow_s = self.disk.slow_s
@@ -206,7 +206,7 @@ class Machines:
     def _check_file(self, db: apsw.Connection, confirmed: int) -> None:
         shapes: list[tuple[Any, ...]] = db.execute("SELECT id, handle, record, tx FROM shapes").fetchall()
         for key, handle, record, last in shapes:
-            kept = Kept.decode(record)
+            kept = SavedDefinition.decode(record)
             rows: dict[str, dict[str, Any]] = {}
             base: list[tuple[Any, ...]] = db.execute(BASE, (key,)).fetchall()
             items: list[tuple[Any, ...]] = db.execute(ITEMS, (key,)).fetchall()
@@ -251,7 +251,7 @@ class KeptShapes(Shapes):
             await self._sink.run()
 
         for body in (pump, self._store.run):
-            kept = keep("shapes:sim", body, tracker=Tracker(), clock=self._clock)
+            kept = keep("shapes:sim", body, tracker=StatusTracker(), clock=self._clock)
             self._pumps.append(self._tasks.spawn(kept, name="shapes"))
         self._run(readers)
 
@@ -262,7 +262,7 @@ class KeptShapes(Shapes):
         await asyncio.gather(*self._pumps, return_exceptions=True)
         await self._store.aclose()
 
-    def _take_in_again(self, saved: Saved, kept: Kept, log: DiskLog) -> LiveShape:
+    def _take_in_again(self, saved: Saved, kept: SavedDefinition, log: DiskLog) -> LiveShape:
         shape = LiveShape(saved.handle, kept.definition, kept.schema_json, log)
         shape.restored = True
         self._served[shape.handle] = shape
@@ -285,20 +285,20 @@ class KeptShapes(Shapes):
             self._end(shape, "it cannot be loaded")
             raise
         if self._checked(shape) is None:
-            raise Unavailable(f"it is over: {shape.end_reason}.")
+            raise UnavailableError(f"it is over: {shape.end_reason}.")
         return shape.handle
 
     async def fetch(self, handle: str, offset: LogOffset) -> Answer | None:
-        """None: must-refetch. Raises Unavailable."""
+        """None: must-refetch. Raises UnavailableError."""
         if self._sink.restoring:
-            raise Unavailable("the shapes of an earlier life are being restored.")
+            raise UnavailableError("the shapes of an earlier life are being restored.")
         shape = self._checked(self._served.get(handle))
         if shape is None:
             return None
         if offset > shape.log.end and offset.tx > self._tables.last_seen(shape):
             if not shape.restored:
                 raise Violated(f"a client is ahead of its shape: handle={handle} offset={offset} end={shape.log.end}")
-            raise Unavailable("the changes up to this offset come again after a restart.")
+            raise UnavailableError("the changes up to this offset come again after a restart.")
         chunk = await shape.log.fetch(offset)
         if self._checked(shape) is None:
             return None

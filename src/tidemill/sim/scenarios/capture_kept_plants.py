@@ -14,7 +14,7 @@ from tidemill.capture.session import capture
 from tidemill.capture.session.session import Session
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.saved_shape import Kept
+from tidemill.shapes.log.saved_shape import SavedDefinition
 from tidemill.shapes.log.sqlite_file import Saved
 from tidemill.shapes.tables import table_shapes
 from tidemill.shapes.tables.table_consumer import TableConsumer
@@ -62,7 +62,7 @@ class LateSession(Session):
 class HastyShapes(TableShapes):
     """Plants route-before-restore: what the stream brings is routed while shapes are still being restored."""
 
-    async def restore(self, name: str, start: Callable[[Saved, Kept, DiskLog], LiveShape]) -> None:
+    async def restore(self, name: str, start: Callable[[Saved, SavedDefinition, DiskLog], LiveShape]) -> None:
         sink = self._databases[name].sink
         if sink.restoring:
             await sink.begun.wait()

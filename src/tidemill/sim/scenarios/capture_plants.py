@@ -9,9 +9,9 @@ from typing import Any
 
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment
-from tidemill.capture.decode.transaction_builder import Converter
+from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.delivery.collector import Collector
-from tidemill.capture.delivery.deferrable_keys import Rivals
+from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
 from tidemill.capture.delivery.flush_alignment import FragmentConsumer
 from tidemill.capture.postgres.standby_status import Status
 from tidemill.capture.session import session
@@ -69,7 +69,7 @@ class EagerCollector(Collector):
         await super()._fragment(fragment)
 
 
-class BlindRivals(Rivals):
+class BlindRivals(DeferrableKeys):
     """Plants late-tombstone: who leaves a key leaves a tombstone, whoever has taken it."""
 
     async def settle(self, fragment: Fragment) -> list[Fragment]:
@@ -96,7 +96,7 @@ def planted(world: World, fault: str) -> Iterator[None]:
         "seed002": ("TopicWriter", RawWriter),
         "early-keepalive": ("Status", partial(Status, recompute_at_commit=False)),
         "early-register": ("Collector", EagerCollector),
-        "no-hold-back": ("Converter", partial(Converter, hold_back=False)),
+        "no-hold-back": ("Converter", partial(TransactionBuilder, hold_back=False)),
         "early-confirm": ("Binder", EagerBinder),
         "early-boundary": ("TopicWriter", EagerWriter),
         "lost-notice": ("Binder", _forgetful(world)),

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Container, Iter
 from typing import Any
 from zlib import crc32
 
-from tidemill.base.errors import Invalid, TidemillError, Unavailable
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.catalog import catalog_cache
 from tidemill.capture.catalog.columns import Attribute, Attributes
@@ -60,14 +60,14 @@ class Server:
         self.unreadable = self.world.source.choice((0.0, 0.0, 0.3))
 
     async def asked(self) -> None:
-        """A question on its way. Raises Unavailable."""
+        """A question on its way. Raises UnavailableError."""
         source = self.world.source
         await asyncio.sleep(source.uniform(0, 0.02) if source.random() < 0.5 else 0)
         self.cut("a question")
 
     def cut(self, what: str) -> None:
         if not self.world.faults.healed and self.world.source.random() < self.cuts:
-            raise Unavailable(f"the connection was cut: at={what!r}.")
+            raise UnavailableError(f"the connection was cut: at={what!r}.")
 
     def infos(self) -> list[TableInfo]:
         return [
@@ -122,9 +122,9 @@ class ServerWire:
 
     @property
     def server(self) -> Server:
-        """Raises Unavailable when it is not the one any more that this connection led to."""
+        """Raises UnavailableError when it is not the one any more that this connection led to."""
         if self._number != self._server.servers:
-            raise Unavailable("the server is gone, and the connection with it.")
+            raise UnavailableError("the server is gone, and the connection with it.")
         return self._server
 
     async def query(self, sql: str) -> list[tuple[str | None, ...]]:
@@ -218,7 +218,7 @@ class Stream:
         world.loop.call_later(world.source.uniform(0, 0.05), self._told, flushed - 1)
 
     def _told(self, flushed: int) -> None:
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(UnavailableError):
             if not self._closed and self._db.confirmed is not None:
                 self._db.confirmed = max(self._db.confirmed, flushed)
 
@@ -286,7 +286,7 @@ class ServerSnapshot:
             await self._server.asked()
             yield [_line(row)]
         if not world.faults.healed and world.source.random() < self._server.unreadable:
-            raise Invalid("a row cannot be read.")
+            raise InvalidError("a row cannot be read.")
 
     async def end(self) -> None:
         await asyncio.sleep(self._server.world.source.uniform(0, 0.2))
@@ -392,7 +392,7 @@ async def _publish(
     await wire.server.asked()
     failed = await wire.server.publish([table.oid for table in tables], settle)
     newly = frozenset(table.oid for table in tables) - failed - {*published}
-    locked = Unavailable("its lock cannot be had.")
+    locked = UnavailableError("its lock cannot be had.")
     return Published(newly, {table.name: locked for table in tables if table.oid in failed})
 
 

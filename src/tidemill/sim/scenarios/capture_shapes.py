@@ -21,7 +21,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.session.capture import Capture
-from tidemill.shapes.definition.compiler_thread import Asked, compile_each
+from tidemill.shapes.definition.compiler_thread import CompileRequest, compile_each
 from tidemill.shapes.definition.planner import Plan, ShapeRequest, compile_request
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
 from tidemill.shapes.live_shape import LiveShape
@@ -130,7 +130,7 @@ class Compiler:
     async def __call__(self, request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
         return compile_request(request, types, schema, table)
 
-    async def many(self, asked: Sequence[Asked]) -> list[Where | BaseException | None]:
+    async def many(self, asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
         return compile_each(asked)
 
 

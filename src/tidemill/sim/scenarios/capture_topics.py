@@ -26,7 +26,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from tidemill.base.errors import TidemillError, Unavailable, Unknown
+from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.session.capture import Capture
@@ -290,7 +290,7 @@ async def _settled(world: World, db: Database, capture: Actor[Process], oracle: 
     async def copied() -> bool:
         try:
             rows = await capture.node.catalogue.tables(NAME)
-        except (Unavailable, Unknown):
+        except (UnavailableError, UnknownOutcomeError):
             return False
         return len(rows) == len(db.captured) and all(row.snapshot is not None and not row.recopy for row in rows)
 

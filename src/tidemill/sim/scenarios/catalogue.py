@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Missing
+from tidemill.base.errors import ConflictError, MissingError
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import TOPIC_IDS, TOPICS
@@ -96,7 +96,7 @@ async def create(shared: Shared, actor: Actor[Process], client_name: str) -> Non
     async def work(catalogue: Catalogue) -> tuple[str, str]:
         try:
             row = await catalogue.create_topic(name, 1, config={"token": token})
-        except Conflict as conflict:
+        except ConflictError as conflict:
             taken = cast("TopicRow", conflict.current)
             return ("taken", taken.config["token"])
         return ("made", row.config["token"])
@@ -117,7 +117,7 @@ def deleting(kind: Any, name: str) -> Callable[[Catalogue], Awaitable[str]]:
     async def work(catalogue: Catalogue) -> str:
         try:
             await catalogue.delete(kind, name)
-        except Missing:
+        except MissingError:
             return "missing"
         return "deleted"
 

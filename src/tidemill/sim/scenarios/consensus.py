@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tidemill.base.errors import Conflict, Fenced, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, FencedError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, LogHead, Versioned, resolve_append
 from tidemill.sim.oracles.linearizable import NEVER, Call, linearizable, log_model, register_model
 from tidemill.sim.world import Actor, Crew, Violated, World
@@ -37,10 +37,10 @@ class History:
         self.calls[name].append(entry)
         try:
             result = await call()
-        except Unavailable:
+        except UnavailableError:
             self.calls[name].remove(entry)
             return
-        except Unknown:
+        except UnknownOutcomeError:
             return
         entry.end, entry.result, entry.known = self._moment(), result, True
 
@@ -89,7 +89,7 @@ class Client:
         async def call() -> Any:
             try:
                 version = await self._consensus.cas(key, expected, data, self._rand.nonce())
-            except Conflict as conflict:
+            except ConflictError as conflict:
                 current = conflict.current
                 assert current is None or isinstance(current, Versioned)
                 self._remembered[key] = _register(current)
@@ -111,7 +111,7 @@ class Client:
         source = self._world.source
         try:
             head = await self._consensus.log_head(LOG)
-        except Unavailable:
+        except UnavailableError:
             return
         term = head.term
         if source.random() < 0.3:
@@ -122,7 +122,7 @@ class Client:
         async def call() -> Any:
             try:
                 grown = await self._consensus.append(LOG, term, head.next, records, self._rand.nonce())
-            except (Conflict, Fenced) as refused:
+            except (ConflictError, FencedError) as refused:
                 return _refusal(refused)
             return ("ok", grown.next)
 
@@ -131,7 +131,7 @@ class Client:
     async def _fence(self, term: int) -> Any:
         try:
             return ("ok", (await self._consensus.fence(LOG, term)).term)
-        except Fenced as refused:
+        except FencedError as refused:
             return _refusal(refused)
 
     async def _submit(self) -> None:
@@ -144,13 +144,13 @@ class Client:
                 nonce = self._rand.nonce()
                 try:
                     await self._consensus.append(SUBMITTED, 0, head.next, [record], nonce)
-                except Unknown:
+                except UnknownOutcomeError:
                     if self._fault == "blind-retry" or not await self._landed(head.next, nonce):
                         continue
                 break
-            except Conflict:
+            except ConflictError:
                 continue
-            except Unavailable:
+            except UnavailableError:
                 await asyncio.sleep(0.01)
         self._history.submitted[record] = True
 
@@ -158,7 +158,7 @@ class Client:
         while True:
             try:
                 return await resolve_append(self._consensus, SUBMITTED, position, nonce)
-            except Unavailable:
+            except UnavailableError:
                 await asyncio.sleep(0.01)
 
 
@@ -166,10 +166,10 @@ def _register(version: Versioned | None) -> tuple[int, bytes]:
     return (version.seq, version.data) if version else (0, b"")
 
 
-def _refusal(refused: Conflict | Fenced) -> tuple[str, int]:
+def _refusal(refused: ConflictError | FencedError) -> tuple[str, int]:
     head = refused.current
     assert isinstance(head, LogHead)
-    return ("fenced", head.term) if isinstance(refused, Fenced) else ("conflict", head.next)
+    return ("fenced", head.term) if isinstance(refused, FencedError) else ("conflict", head.next)
 
 
 async def run(world: World, fault: str = "") -> None:

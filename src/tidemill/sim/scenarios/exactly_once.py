@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic_state import Join, JoinAnswer, Sync, SyncAnswer
-from tidemill.kafka.groups.coordinator import Refused
+from tidemill.kafka.groups.coordinator import GroupUnavailableError
 from tidemill.kafka.transactions.group_offsets import keep
 from tidemill.kafka.transactions.state import GroupOffset, Offsets
 from tidemill.metastore.catalogue import Catalogue
@@ -34,7 +34,12 @@ from tidemill.sim.scenarios.transactions import (
     shown_of,
 )
 from tidemill.sim.world import Crew, Down, Link, Violated, World
-from tidemill.topics.api import InvalidProducerEpoch, InvalidTransaction, OutOfOrderSequence, Within
+from tidemill.topics.api import (
+    InvalidProducerEpochError,
+    InvalidTransactionError,
+    OutOfOrderSequenceError,
+    ProduceTransaction,
+)
 from tidemill.topics.batch import Record
 
 SOURCE = "source"
@@ -103,7 +108,7 @@ class Worker:
                 try:
                     async with asyncio.timeout(self._source.choice((1.0, 5.0))):
                         return await link.request(work)
-                except (InvalidTransaction, InvalidProducerEpoch, OutOfOrderSequence) as error:
+                except (InvalidTransactionError, InvalidProducerEpochError, OutOfOrderSequenceError) as error:
                     raise Died(type(error).__name__) from error
                 except (TimeoutError, Down, TidemillError) as error:
                     self._world.trace(f"{self._id}: {type(error).__name__}")
@@ -158,7 +163,7 @@ class Worker:
             ask = Join(self._member, new_id, None, "c", "/h", session_ms, session_ms, "consumer", (("range", b""),))
             try:
                 answer = await (await node.groups.get(GROUP)).join(ask)
-            except Refused as refused:
+            except GroupUnavailableError as refused:
                 return refused.code
             found.append(answer)
             return answer.error
@@ -184,7 +189,7 @@ class Worker:
         async def sync(node: Broker) -> int:
             try:
                 answer = await (await node.groups.get(GROUP)).sync(ask)
-            except Refused as refused:
+            except GroupUnavailableError as refused:
                 return refused.code
             found.append(answer)
             return answer.error
@@ -201,7 +206,7 @@ class Worker:
     async def _beat(self, node: Broker) -> int:
         try:
             return (await node.groups.get(GROUP)).heartbeat(self._member, None, self._generation)
-        except Refused as refused:
+        except GroupUnavailableError as refused:
             return refused.code
 
     async def _positions(self) -> dict[int, int]:
@@ -273,7 +278,7 @@ class Worker:
         records = [Record(None, value, timestamp_ms=self._world.clock.now_ms()) for value in values]
         batch = batch_of(records, self._identity, sequence)
         self._sequences[partition] = sequence + len(values)
-        topic_id, within = self._cluster.topic.topic_id, Within(self._id, adds=self._bumps)
+        topic_id, within = self._cluster.topic.topic_id, ProduceTransaction(self._id, adds=self._bumps)
 
         async def produce(node: Broker) -> None:
             await node.topics.produce_nowait(topic_id, partition, batch, sender=self._id, within=within)

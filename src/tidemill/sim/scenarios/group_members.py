@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic_state import BeatAnswer
-from tidemill.kafka.groups.consumer_state import LEAVES, Beat
+from tidemill.kafka.groups.consumer_state import LEAVES, HeartbeatRequest
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.sim.scenarios.groups import AGAIN, GROUP, TOPIC, Shared, Topics, call, led, read
@@ -64,7 +64,7 @@ class Modern:
         self._forget()
 
     async def _ask(self, epoch: int) -> BeatAnswer | int | None:
-        ask = Beat(
+        ask = HeartbeatRequest(
             self._member, epoch, rebalance_ms=REBALANCE_MS, topics=frozenset({TOPIC}),
             owned={TOPIC: self.partitions} if self.partitions else {},
         )  # fmt: skip

@@ -18,12 +18,12 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic_state import GroupLimits, Join, Sync
 from tidemill.kafka.groups.consumer_state import Topic
-from tidemill.kafka.groups.coordinator import Coordinator, Refused
-from tidemill.kafka.groups.group_runner import LedGroup
+from tidemill.kafka.groups.coordinator import Coordinator, GroupUnavailableError
+from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import assigned_in, encode_assignment
 from tidemill.metastore.domain.settings import DomainSettings
 from tidemill.metastore.factory import metastore_on
@@ -102,7 +102,7 @@ class Shared:
 
         coordinator = Coordinator(
             metastore, is_own, actor.clock, rand, node=actor.name, limits=lambda _: self.limits, groups_max=10,
-            groups_bytes_max=1 << 20, tracker=Tracker(), faults=self.faults,
+            groups_bytes_max=1 << 20, tracker=StatusTracker(), faults=self.faults,
         )  # fmt: skip
         if membership is not None:
             membership.on_change(coordinator.reassigned)
@@ -162,10 +162,10 @@ async def call(shared: Shared, actor: Actor[Node] | None, ask: Callable[[Node], 
         link.close()
 
 
-async def led(node: Node) -> LedGroup | int:
+async def led(node: Node) -> GroupRunner | int:
     try:
         return await node.coordinator.get(GROUP)
-    except Refused as refused:
+    except GroupUnavailableError as refused:
         return refused.code
 
 

@@ -22,7 +22,14 @@ from typing import Any, cast
 
 import msgspec
 
-from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    FencedError,
+    InvalidError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.consensus.state_log import codec
 from tidemill.metastore.domain import domain as domain_module
 from tidemill.metastore.domain import follower as follower_module
@@ -103,7 +110,7 @@ class Shared:
         if self.refuses and position % self.refuses == 0:
             command = decode_command(data)
             if isinstance(command, PersistManifest):
-                raise Conflict("The scenario refuses this manifest.", current=state.manifest)
+                raise ConflictError("The scenario refuses this manifest.", current=state.manifest)
         return apply(state, data, position, term, faults)
 
 
@@ -243,7 +250,7 @@ async def client(shared: Shared, actors: list[Actor[Domain]], name: str) -> None
             try:
                 await act(shared, actor, name, seen)
                 break
-            except (Unavailable, Fenced, Down, Closed):
+            except (UnavailableError, FencedError, Down, ClosedError):
                 # It certainly did not happen, or only a read was lost (see `call`).
                 await asyncio.sleep(source.uniform(0, 0.3))
         await asyncio.sleep(source.uniform(0, 0.2) if source.random() < 0.4 else 0)
@@ -261,13 +268,13 @@ async def call(
     shared.world.trace(f"{entry.client} {actor.life} asks {entry.operation}")
     try:
         result = await actor.enter(work)
-    except (Unavailable, Fenced, Closed):
+    except (UnavailableError, FencedError, ClosedError):
         if shared.histories == history:
             shared.calls[key].remove(entry)
         raise
-    except (Unknown, Down):
+    except (UnknownOutcomeError, Down):
         return None
-    except Conflict as conflict:
+    except ConflictError as conflict:
         if shared.histories != history:
             return None
         current = cast("dict[bytes, Any]", conflict.current)
@@ -343,7 +350,7 @@ async def pair_read(shared: Shared, actor: Actor[Domain], name: str, seen: dict[
 async def flush(shared: Shared, actor: Actor[Domain], name: str, seen: dict[bytes, Found]) -> None:
     try:
         shared.flushed.append(await actor.enter(lambda domain: domain.flush(2.0)))
-    except (Unknown, Conflict, Invalid):
+    except (UnknownOutcomeError, ConflictError, InvalidError):
         return
 
 
@@ -395,7 +402,7 @@ async def late_manifests(shared: Shared, stop: asyncio.Future[None]) -> None:
         data = source.choice(old)
         try:
             await world.consensus.append(LOG, head.term, head.next, [data], rand.nonce())
-        except (Conflict, Fenced):
+        except (ConflictError, FencedError):
             continue
         world.trace(f"a late manifest stands at {head.next}")
 
@@ -508,7 +515,7 @@ async def insist(actor: Actor[Domain], work: Callable[[Domain], Awaitable[Any]])
         try:
             await actor.enter(work)
             return
-        except (Fenced, Unavailable, Unknown, Closed, Conflict):
+        except (FencedError, UnavailableError, UnknownOutcomeError, ClosedError, ConflictError):
             await asyncio.sleep(0.1)
 
 

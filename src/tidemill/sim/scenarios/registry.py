@@ -19,9 +19,9 @@ from msgspec import structs
 from tidemill.base.clock import Rand
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
-from tidemill.registry.errors import Refused
+from tidemill.registry.errors import RegistryError
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import Given
+from tidemill.registry.schema_types import SubmittedSchema
 from tidemill.shards.executor import inline_cpu
 from tidemill.sim.oracles.linearizable import Call, linearizable
 from tidemill.sim.scenarios.callers import Guessing, drawn_settings, opening, recorded, soon, through_any, under_crashes
@@ -123,14 +123,14 @@ async def performed(registry: Registry, operation: tuple[Any, ...]) -> Any:
     try:
         match operation:
             case ("register", subject, text):
-                row = (await registry.register(subject, Given("AVRO", text))).version
+                row = (await registry.register(subject, SubmittedSchema("AVRO", text))).version
                 return (row.id, row.version)
             case ("delete" | "purge" as kind, subject):
                 return tuple(await registry.delete(subject, None, permanent=kind == "purge"))
             case ("read", subject):
                 rows = await registry.book.versions(subject, fresh=True)
                 return tuple((row.version, row.id, row.deleted) for row in rows)
-    except Refused as refused:
+    except RegistryError as refused:
         return refused.code
     raise AssertionError(f"unknown operation: {operation}")
 

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Fenced, Missing, Unavailable, Unknown
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.base.errors import ConflictError, FencedError, MissingError, UnavailableError, UnknownOutcomeError
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.shards.garbage import collect
 from tidemill.maintenance.shards.orphans import Orphans
@@ -87,7 +87,7 @@ class Node:
         self.consensus = consensus
 
     async def reopen(self) -> None:
-        """After Evolved. Raises Unavailable, Unknown: then the next use is told Evolved again."""
+        """After Evolved. Raises UnavailableError, UnknownOutcomeError: then the next use is told Evolved again."""
         self.shard = await open_shard(
             self.consensus, self.objects, self.actor.clock, self.rand, NAME, writer=self.shard.writer
         )
@@ -99,7 +99,7 @@ async def build(actor: Actor[Node]) -> Node:
     writer = str(actor.life).replace("#", ".")
     try:
         shard = await open_shard(consensus, objects, actor.clock, rand, NAME, writer=writer)
-    except Missing:
+    except MissingError:
         shard = await open_shard(consensus, objects, actor.clock, rand, NAME, SCHEMA, writer=writer)
     return Node(actor, shard, rand, objects, consensus)
 
@@ -113,7 +113,7 @@ async def evolve(shared: Shared, node: Node) -> None:
             try:
                 await node.shard.evolve(changes)
                 break
-            except (Unavailable, Unknown):
+            except (UnavailableError, UnknownOutcomeError):
                 await asyncio.sleep(0.05)
 
 
@@ -149,13 +149,13 @@ async def keep_up(shared: Shared, node: Node) -> None:
     source, epoch = shared.world.source, node.actor.life.number
     metastore: Any = None  # there is no other shard, and no restore
     retention = Retention(orphans_after_s=source.choice((0.1, 1.0)))
-    orphans = Orphans(Grounds(node.consensus, node.objects, metastore, node.actor.clock, node.rand, retention))
+    orphans = Orphans(JobContext(node.consensus, node.objects, metastore, node.actor.clock, node.rand, retention))
     while True:
         await asyncio.sleep(source.uniform(0, 0.3))
         try:
             if shared.heard_to > 1 and source.random() < 0.5:
                 since = source.randrange(shared.heard_to)
-                with contextlib.suppress(Fenced):
+                with contextlib.suppress(FencedError):
                     await node.shard.downgrade_since(OWNER, epoch, min(since, shared.heard_to - 1))
             await compact_once(node.shard, node.objects, node.rand)
             if source.random() < 0.7:
@@ -164,7 +164,7 @@ async def keep_up(shared: Shared, node: Node) -> None:
                 )
             if source.random() < 0.2:
                 await orphans.run(Budget(node.actor.clock, epoch))
-        except (Unavailable, Unknown, Conflict):
+        except (UnavailableError, UnknownOutcomeError, ConflictError):
             continue
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from tidemill.base.errors import Invalid, Missing, Unavailable, Unknown
-from tidemill.shards.api import Evolved, HistoryLost
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError, UnknownOutcomeError
+from tidemill.shards.api import HistoryLostError, SchemaEvolvedError
 from tidemill.shards.parts.consolidate import contents
 from tidemill.sim.scenarios.shard_nodes import Node, Shared, rows_of, updates_of
 from tidemill.sim.world import Violated
@@ -23,9 +23,9 @@ async def read(shared: Shared, node: Node) -> None:
             if upper > since:
                 as_of = source.randrange(since, upper)
                 shared.reads.append((as_of, rows_of(await node.shard.snapshot(as_of, timeout_s=1.0))))
-        except Evolved:
+        except SchemaEvolvedError:
             await again(node)
-        except (Unavailable, Unknown, Invalid):
+        except (UnavailableError, UnknownOutcomeError, InvalidError):
             continue
 
 
@@ -56,7 +56,7 @@ async def read_long(shared: Shared, node: Node) -> None:
             await shard.hold(reader, as_of, ttl_ms)
             if shared.fault != "choose-before-hold":
                 chosen = await shard.batches_until(as_of)
-        except (Unavailable, Unknown, Invalid):
+        except (UnavailableError, UnknownOutcomeError, InvalidError):
             continue
         if ttl_ms < HOLD_MS:
             await asyncio.sleep(ttl_ms / 1000 + source.uniform(0, 1.0))
@@ -68,15 +68,15 @@ async def read_long(shared: Shared, node: Node) -> None:
                 if source.random() < 0.7:
                     await shard.release(reader)  # the others lapse some time
                 break
-            except Evolved:
+            except SchemaEvolvedError:
                 await again(node)
                 break
-            except Missing as error:
+            except MissingError as error:
                 if node.actor.clock.now_ms() < expires_ms:
                     raise Violated(f"an object went under a hold: as_of={as_of} {error.message}") from error
                 shared.world.trace(f"{node.actor.life} a hold expired under a read at {as_of}")
                 break
-            except (Unavailable, Unknown):
+            except (UnavailableError, UnknownOutcomeError):
                 continue
 
 
@@ -89,9 +89,9 @@ async def listen(shared: Shared, node: Node) -> None:
                     raise Violated(f"a listener was given [{delta.lower}, {delta.upper}) at {shared.heard_to}")
                 shared.heard.update(updates_of(delta.rows))
                 shared.heard_to = delta.upper
-        except Evolved:
+        except SchemaEvolvedError:
             await again(node)
-        except (Unavailable, Unknown, HistoryLost):
+        except (UnavailableError, UnknownOutcomeError, HistoryLostError):
             # Without a hold what it chose may be collected; since stays behind it, so it may choose again.
             await asyncio.sleep(0.05)
 
@@ -100,5 +100,5 @@ async def again(node: Node) -> None:
     """The shard has a newer schema: go on under it, as soon as it can be read."""
     try:
         await node.reopen()
-    except (Unavailable, Unknown):
+    except (UnavailableError, UnknownOutcomeError):
         await asyncio.sleep(0.05)

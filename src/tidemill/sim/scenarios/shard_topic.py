@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Unavailable, Unknown
+from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import Binding
 from tidemill.shards.bindings.minter import Minter
 from tidemill.shards.bindings.remap import LogRemap
@@ -107,7 +107,7 @@ class Topic:
                     await minter.open()
                 if self.records:
                     await minter.mint_missing({TOPIC: (len(self.records),)}, 0)
-            except (Unavailable, Unknown):
+            except (UnavailableError, UnknownOutcomeError):
                 pass  # of reading; what minting meets it resolves by itself
             await asyncio.sleep(source.uniform(0, 0.1))
 

@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.base.errors import Conflict, Unavailable, Unknown
-from tidemill.shards.api import TIME, Batch, Evolved, HistoryLost, ShardSchema
+from tidemill.base.errors import ConflictError, UnavailableError, UnknownOutcomeError
+from tidemill.shards.api import TIME, Batch, HistoryLostError, SchemaEvolvedError, ShardSchema
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import arrow_type, contents_schema
@@ -120,11 +120,11 @@ class Writer:
             if source.random() < 0.2:
                 await self._follow()
             await self._commit()
-        except Evolved:
+        except SchemaEvolvedError:
             self._operator = None  # its mirror, and what it took in, are of the older schema
             self._seen.clear()
             await again(self._node)
-        except (Unavailable, Unknown):
+        except (UnavailableError, UnknownOutcomeError):
             await asyncio.sleep(0.05)
         return False
 
@@ -142,16 +142,16 @@ class Writer:
         try:
             await self._append(pending.lower, pending.upper, pending.updates)
             operator.committed(pending)
-        except Conflict as conflict:
+        except ConflictError as conflict:
             current = int(str(conflict.current))
             if self._shared.fault == "trim-batch" and pending.lower < current < pending.upper:
                 late = pending.updates.filter(pc.greater_equal(pending.updates.column(TIME), current))
-                with contextlib.suppress(Conflict):
+                with contextlib.suppress(ConflictError):
                     await self._append(current, pending.upper, late)
             await self._follow()
 
     async def _append(self, lower: int, upper: int, updates: pa.Table) -> None:
-        """Raises Conflict; Unknown now and then, and then its own rows are met as a peer's."""
+        """Raises ConflictError; Unknown now and then, and then its own rows are met as a peer's."""
         shared, source = self._shared, self._shared.world.source
         parts = [await self._shard.write_part(updates)] if updates.num_rows else []
         seen = tuple(command for command in self._seen if lower <= command[3] < upper)
@@ -162,10 +162,10 @@ class Writer:
                 await self._shard.compare_and_append(lower, upper, parts, attempt.token)
                 attempt.outcome = "ok"
                 return
-            except (Conflict, Unavailable, Evolved):
+            except (ConflictError, UnavailableError, SchemaEvolvedError):
                 attempt.outcome = "refused"
                 raise
-            except Unknown:
+            except UnknownOutcomeError:
                 if source.random() < 0.5:
                     raise
                 await asyncio.sleep(0.05)
@@ -186,7 +186,7 @@ class Writer:
                     lower = operator.upper
                     rows = await self._shard.read_batch(batch, lower, batch.upper)
                     operator.feedback(rows, lower, batch.upper)
-        except HistoryLost:
+        except HistoryLostError:
             await self._start_over()
 
     async def _start_over(self) -> None:
@@ -196,7 +196,7 @@ class Writer:
             try:
                 rows = await self._shard.snapshot(upper - 1) if upper else contents_schema(schema).empty_table()
                 break
-            except HistoryLost:
+            except HistoryLostError:
                 continue
         kept = self._operator
         self._operator = Upsert(schema, Mirror.hydrate(schema, rows, upper), fault=self._fault)

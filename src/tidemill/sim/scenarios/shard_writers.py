@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from tidemill.base.errors import Conflict, Unavailable, Unknown
-from tidemill.shards.api import Evolved
+from tidemill.base.errors import ConflictError, UnavailableError, UnknownOutcomeError
+from tidemill.shards.api import SchemaEvolvedError
 from tidemill.sim.oracles.shards import DEFAULT_N, Attempt, Model, Update
 from tidemill.sim.scenarios.shard_nodes import Node, Shared, build, table
 from tidemill.sim.scenarios.shard_readers import again
@@ -42,14 +42,14 @@ class Writers(Shared):
                 attempt = Attempt(self.token(), lower, upper, self._updates(node, lower, upper))
                 rows = table(node.shard.schema, attempt.updates)
                 parts = [await node.shard.write_part(rows)] if attempt.updates else []
-            except (Unavailable, Unknown):
+            except (UnavailableError, UnknownOutcomeError):
                 await asyncio.sleep(0.05)
                 continue
             self.attempts[attempt.token] = attempt
             while True:
                 try:
                     await node.shard.compare_and_append(lower, upper, parts, attempt.token)
-                except Conflict as conflict:
+                except ConflictError as conflict:
                     attempt.outcome = "refused"
                     if not isinstance(conflict.current, int) or (conflict.current <= lower and fresh):
                         current = conflict.current
@@ -59,13 +59,13 @@ class Writers(Shared):
                         attempt = Attempt(self.token(), lower, upper, attempt.updates)
                         self.attempts[attempt.token] = attempt
                         continue
-                except Unknown:
+                except UnknownOutcomeError:
                     await asyncio.sleep(0.05)
                     continue
-                except Unavailable:
+                except UnavailableError:
                     attempt.outcome = "refused"
                     await asyncio.sleep(0.05)
-                except Evolved:
+                except SchemaEvolvedError:
                     attempt.outcome = "refused"
                     await again(node)
                 else:

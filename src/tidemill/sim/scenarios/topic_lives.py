@@ -14,7 +14,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tidemill.base.errors import Conflict, Missing, TidemillError
+from tidemill.base.errors import ConflictError, MissingError, TidemillError
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ABORTED, EXTENTS, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS, PARTITIONS
@@ -74,7 +74,7 @@ class Lives:
     async def _created(self, partitions: int) -> TopicRow:
         try:
             return await self._catalogue.create_topic(NAME, partitions)
-        except Conflict as ours:
+        except ConflictError as ours:
             if not isinstance(ours.current, TopicRow):
                 raise
             return ours.current
@@ -85,7 +85,7 @@ class Lives:
         return row if row.partitions == partitions else await self._catalogue.grow_topic(NAME, partitions)
 
     async def _deleted(self) -> None:
-        with contextlib.suppress(Missing):
+        with contextlib.suppress(MissingError):
             await self._catalogue.delete(TopicRow, NAME)
 
     async def _produce(self, row: TopicRow, partition: int) -> None:
@@ -105,7 +105,7 @@ class Lives:
                         result = await link.request(lambda node: node.produce_nowait(*at, batch))  # noqa: B023
                     placed[result.base_offset] = value
                     number += 1
-                except Missing as error:
+                except MissingError as error:
                     if not any(each.topic_id == row.topic_id for each in self.gone):
                         raise Violated(f"a partition that is there is said to be missing: {error}") from error
                     return

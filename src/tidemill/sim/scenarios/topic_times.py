@@ -10,7 +10,7 @@ import asyncio
 import random
 from typing import TYPE_CHECKING
 
-from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.sim.world import Down, Link, Violated
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition_reader import PartitionReaderImpl
@@ -39,7 +39,7 @@ async def ask_for_times(cluster: Cluster, partition: int, stop: asyncio.Event) -
         except (TimeoutError, Down):
             continue
         except TidemillError as error:
-            if isinstance(error, Corrupt):
+            if isinstance(error, CorruptError):
                 raise Violated(f"records are gone: partition={partition} asked by time, error={error}") from error
             continue
         finally:

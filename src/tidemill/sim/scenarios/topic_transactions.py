@@ -10,9 +10,16 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.sim.world import Down, Link, Violated
-from tidemill.topics.api import FetchRead, InvalidProducerEpoch, Marker, OffsetOutOfRange, OutOfOrderSequence, Within
+from tidemill.topics.api import (
+    FetchRead,
+    InvalidProducerEpochError,
+    Marker,
+    OffsetOutOfRangeError,
+    OutOfOrderSequenceError,
+    ProduceTransaction,
+)
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.batch.control_batch import commits, transactional
 from tidemill.topics.batch.header import CONTROL, HEADER_BYTES, TRANSACTIONAL
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WITHIN = Within("t")
+WITHIN = ProduceTransaction("t")
 
 
 async def confirmed(*_: object) -> None:
@@ -80,7 +87,7 @@ class Transactor:
                 try:
                     async with asyncio.timeout(3.0):
                         return await link.request(work)
-                except (OutOfOrderSequence, InvalidProducerEpoch) as error:
+                except (OutOfOrderSequenceError, InvalidProducerEpochError) as error:
                     raise Violated(f"a good transaction was refused: producer={self._name} error={error}") from error
                 except (TimeoutError, Down, TidemillError) as error:
                     self._cluster.world.trace(f"{self._name} tries again: {type(error).__name__}")
@@ -103,9 +110,9 @@ async def consume_committed(cluster: Cluster, partition: int, stop: asyncio.Even
                     [found] = await link.request(
                         lambda node, read=read: node.fetch([read], max_wait_s=0.2, min_bytes=1, max_bytes=1 << 20)  # type: ignore[misc]
                     )
-                if isinstance(found.error, OffsetOutOfRange):
+                if isinstance(found.error, OffsetOutOfRangeError):
                     position = max(position, found.log_start_offset)
-                elif isinstance(found.error, Corrupt):
+                elif isinstance(found.error, CorruptError):
                     raise Violated(f"acknowledged records are gone: partition={partition} error={found.error}")
                 position = _passed(cluster, partition, position, found.batches, list(found.aborted))
                 cluster.positions["committed", partition] = position

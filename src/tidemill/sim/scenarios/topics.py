@@ -25,9 +25,9 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.maintenance.context import Grounds, Retention
+from tidemill.maintenance.context import JobContext, Retention
 from tidemill.maintenance.scheduler import Budget
 from tidemill.maintenance.topics.compaction import TopicCompaction
 from tidemill.maintenance.topics.l0_garbage import TopicObjects
@@ -46,16 +46,16 @@ from tidemill.sim.scenarios.topic_times import ask_for_times
 from tidemill.sim.scenarios.topic_transactions import Transactor, confirmed, consume_committed
 from tidemill.sim.world import Actor, Crew, Down, Link, NotLive, Violated, World
 from tidemill.topics.api import (
-    CorruptBatch,
+    CorruptBatchError,
     FetchRead,
-    InvalidProducerEpoch,
-    OffsetOutOfRange,
-    OutOfOrderSequence,
+    InvalidProducerEpochError,
+    OffsetOutOfRangeError,
+    OutOfOrderSequenceError,
     ProduceResult,
 )
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 from tidemill.topics.config.settings import TopicSettings
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 from tidemill.topics.lifecycle.retention import no_holds
@@ -147,7 +147,7 @@ class Cluster:
         consensus, objects, rand = actor.consensus(), actor.objects(), self.world.rand()
         metastore = metastore_on(consensus, objects, actor.clock, rand, holder=str(actor.life), settings=EAGER)
         retention = Retention(collect_after_s=self.world.source.choice((0.0, 0.5)), orphans_after_s=1.0)
-        grounds = Grounds(consensus, objects, metastore, actor.clock, rand, retention)
+        grounds = JobContext(consensus, objects, metastore, actor.clock, rand, retention)
         keeper = TopicObjects(grounds, quiet_s=2.0, fault=self.collection_fault)
         l1 = TopicL1(grounds, registered_s=1.0)
         levels = TopicL1Levels(grounds, target_bytes=self.world.source.choice((300, 1 << 20)), fanout=2)
@@ -305,11 +305,11 @@ class Producer:
             except (TimeoutError, Down) as error:
                 self._world.trace(f"{self._name} hangs up: {type(error).__name__}")
                 return first
-            except (InvalidProducerEpoch, CorruptBatch) as error:
+            except (InvalidProducerEpochError, CorruptBatchError) as error:
                 raise Violated(
                     f"a good batch was refused: producer={self._name} batch={first} error={error}"
                 ) from error
-            except OutOfOrderSequence as error:
+            except OutOfOrderSequenceError as error:
                 # Everything before it was acknowledged: no leader that leads may miss anything (T4).
                 raise Violated(
                     f"the producer's next batch was refused as out of order: producer={self._name} batch={first} "
@@ -365,9 +365,9 @@ async def consume(cluster: Cluster, partition: int, stop: asyncio.Event) -> None
                     [found] = await link.request(
                         lambda node, read=read: node.fetch([read], max_wait_s=0.2, min_bytes=1, max_bytes=1 << 20)  # type: ignore[misc]
                     )
-                if isinstance(found.error, OffsetOutOfRange):
+                if isinstance(found.error, OffsetOutOfRangeError):
                     position = max(position, found.log_start_offset)
-                elif isinstance(found.error, Corrupt):
+                elif isinstance(found.error, CorruptError):
                     raise Violated(f"acknowledged records are gone: partition={partition} error={found.error}")
                 position = cluster.positions["all", partition] = _remember(cluster, partition, position, found.batches)
                 cluster.durable.vouch(partition, max(position, found.high_watermark), "a consumer is told of it")
@@ -475,7 +475,7 @@ async def run(world: World, fault: str = "") -> None:
 
 
 def reader_of(world: World, metastore: Metastore) -> PartitionReaderImpl:
-    l1 = L1Reader(L1Rows(metastore, world.clock, world.rand()), world.objects)
+    l1 = L1Reader(ExtentStore(metastore, world.clock, world.rand()), world.objects)
     return PartitionReaderImpl(world.consensus, world.objects, l1)
 
 
@@ -512,7 +512,7 @@ async def collected(cluster: Cluster) -> None:
                 end = await reader.high_watermark(cluster.topic.topic_id, partition)
                 try:
                     refs = await reader.plan(cluster.topic.topic_id, partition, 0, end)
-                except Corrupt as error:
+                except CorruptError as error:
                     raise Violated(f"records are gone: partition={partition} error={error}") from error
                 named |= {ref.object_key for ref in refs}
             stored = {meta.key for prefix in ("l0/", "l1/") async for meta in world.objects.list(prefix)}
@@ -533,7 +533,7 @@ async def read_all(
     """What stands in a partition, and where its last batch ends."""
     try:
         batches = await reader.read(await reader.plan(cluster.topic.topic_id, partition, 0, end))
-    except Corrupt as error:
+    except CorruptError as error:
         raise Violated(f"records are gone: partition={partition} error={error}") from error
     found: list[tuple[int, bytes]] = []
     reached = 0

@@ -22,7 +22,7 @@ from typing import Any
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic_state import GroupLimits
 from tidemill.kafka.groups.coordinator import Coordinator
@@ -37,7 +37,13 @@ from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.sim.oracles.transactions import Fate, Sent, check_order, check_transaction
 from tidemill.sim.scenarios.topic_transactions import batch_of
 from tidemill.sim.world import Actor, Crew, Down, Link, Violated, World
-from tidemill.topics.api import FetchRead, InvalidProducerEpoch, InvalidTransaction, OutOfOrderSequence, Within
+from tidemill.topics.api import (
+    FetchRead,
+    InvalidProducerEpochError,
+    InvalidTransactionError,
+    OutOfOrderSequenceError,
+    ProduceTransaction,
+)
 from tidemill.topics.batch import Record, decode_columns
 from tidemill.topics.batch.decode import has_records
 from tidemill.topics.batch.header import CONTROL, TRANSACTIONAL, parse_header
@@ -195,7 +201,7 @@ class Cluster:
             limits=lambda _: GroupLimits(initial_delay_ms=0, session_ms_min=10),
             groups_max=10,
             groups_bytes_max=1 << 20,
-            tracker=Tracker(),
+            tracker=StatusTracker(),
             faults=self.faults,
         )
         groups.reassigned()
@@ -289,7 +295,7 @@ class Producer:
                     return await link.request(work)
             except (TimeoutError, Down):
                 pass
-            except (InvalidTransaction, InvalidProducerEpoch, OutOfOrderSequence) as error:
+            except (InvalidTransactionError, InvalidProducerEpochError, OutOfOrderSequenceError) as error:
                 raise Over(type(error).__name__) from error
             except TidemillError as error:
                 self._world.trace(f"{self._name}: {type(error).__name__}")
@@ -387,7 +393,7 @@ class Producer:
         records = [Record(None, value, timestamp_ms=self._world.clock.now_ms()) for value in values]
         batch = batch_of(records, self._identity, sequence)
         self._sequences[partition] = sequence + len(values)
-        topic_id, within = self._cluster.topic.topic_id, Within(self._id)
+        topic_id, within = self._cluster.topic.topic_id, ProduceTransaction(self._id)
 
         def produce(node: Broker) -> Awaitable[object]:
             return node.topics.produce_nowait(topic_id, partition, batch, sender=self._name, within=within)

@@ -41,7 +41,7 @@ class AvroVersion(msgspec.Struct, frozen=True):
     row: Layout
 
 
-class OtherSchema(ValueError):
+class SchemaMismatchError(ValueError):
     """A record whose schema is not that of its version."""
 
 
@@ -223,7 +223,7 @@ class AvroReader:
 
     def _values(self, data: bytes) -> dict[str, Any]:
         if self._key and data[:PREFIX_BYTES] != self._key:
-            raise OtherSchema(_other(data, self._key))
+            raise SchemaMismatchError(_other(data, self._key))
         found, at = row_of(data, len(self._key), self._layout)
         if self._key and at != len(data):
             raise ValueError(f"a key has {len(data) - at} bytes more than its columns")
@@ -247,10 +247,10 @@ def found_in(columns: Columns, places: Places, version: AvroVersion) -> tuple[Pl
 
 
 def after_in(value: bytes, version: AvroVersion) -> bytes | None:
-    """What an event says of the row after it, from there on; None: it is gone. Raises OtherSchema, ValueError,
+    """What an event says of the row after it, from there on; None: it is gone. Raises SchemaMismatchError, ValueError,
     IndexError."""
     if value[:PREFIX_BYTES] != prefix(version.value_id):
-        raise OtherSchema(_other(value, prefix(version.value_id)))
+        raise SchemaMismatchError(_other(value, prefix(version.value_id)))
     there, at = _branch(value, PREFIX_BYTES)
     if there:
         _, at = row_of(value, at, version.row)

@@ -36,12 +36,12 @@ from tidemill.shards.parts.floats import float32s
 from tidemill.shards.parts.pg_columns import cast_text, parse_column
 from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
 from tidemill.spark.decode import events
-from tidemill.spark.decode.avro import AvroReader, AvroVersion, OtherSchema, after_in, found_in
+from tidemill.spark.decode.avro import AvroReader, AvroVersion, SchemaMismatchError, after_in, found_in
 from tidemill.spark.decode.block_decoder import Block, bools, in_order, strange_floats
 from tidemill.spark.decode.command_table import command_table
 from tidemill.spark.decode.dead_letter_rows import Letter, letter_table
 from tidemill.spark.decode.newline_text import Mask, Places, of_ranges
-from tidemill.spark.decode.partial_rows import Leaving, set_aside, with_leaving
+from tidemill.spark.decode.partial_rows import OmittedColumns, set_aside, with_leaving
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.row_decoder import FLOATS, columns_of_rows
 from tidemill.spark.decode.schema_versions import PLAIN_HEADERS, Generation, Generations, version_at, within
@@ -89,7 +89,7 @@ class _Found:
         self.gone: list[Block] = []
         self.truncates: list[Truncate] = []
         self.dead: list[tuple[int, str]] = []
-        self.leaving: list[Leaving] = []
+        self.leaving: list[OmittedColumns] = []
 
     def stops(self, at: Stop) -> None:
         self.stop = at if self.stop is None else min(self.stop, at)
@@ -142,7 +142,7 @@ class CapturedDecoder:
         letters = letter_table([self._letter(records, at, reason) for at, reason in found.dead])
         return Captured(Commands(table, tuple(found.truncates)), letters, found.stop)
 
-    def _leaving(self, under: Generation, some: Leaving, records: Records, found: _Found) -> bool:
+    def _leaving(self, under: Generation, some: OmittedColumns, records: Records, found: _Found) -> bool:
         """Records that leave the same columns out. Where the key changed with them the row before is that of another
         key, which nobody has who has a part of the keys: a dead letter, for every reader alike."""
         nothing = some.places[:0]
@@ -196,7 +196,7 @@ class CapturedDecoder:
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                difference = str(error) if isinstance(error, OtherSchema) else self._difference(under, value)
+                difference = str(error) if isinstance(error, SchemaMismatchError) else self._difference(under, value)
                 if difference:
                     found.stops(self._differs(records, at, difference))
                     # In offset order, so in time order: what follows is beyond it.

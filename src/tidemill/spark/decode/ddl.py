@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.schema import canonical_type, checked
 
@@ -38,11 +38,13 @@ _ONE = re.compile(
 def parse_column(text: str) -> Column:
     """`name type` or `name type default value`; types by Spark's names or the shard's own, text in quotes or without.
 
-    Raises Invalid naming what does not parse.
+    Raises InvalidError naming what does not parse.
     """
     found = _ONE.fullmatch(text)
     if found is None:
-        raise Invalid(f"column does not parse: column={text!r}.", fix='Write "name type" or "name type default value".')
+        raise InvalidError(
+            f"column does not parse: column={text!r}.", fix='Write "name type" or "name type default value".'
+        )
     kind = found[3].lower().replace(" ", "")
     default: str | None = found[4]
     if default is not None and len(default) > 1 and default[0] == default[-1] == "'":
@@ -54,26 +56,30 @@ def parse_column(text: str) -> Column:
 
 
 def parse_ddl(text: str) -> tuple[Column, ...]:
-    """Columns in order. Raises Invalid naming what does not parse."""
+    """Columns in order. Raises InvalidError naming what does not parse."""
     out: list[Column] = []
     at = 0
     while at < len(text.rstrip()):
         found = _COLUMN.match(text, at)
         if found is None:
-            raise Invalid(f"schema does not parse: at={text[at : at + 40]!r}.", fix='Write "name type, name type".')
+            raise InvalidError(
+                f"schema does not parse: at={text[at : at + 40]!r}.", fix='Write "name type, name type".'
+            )
         kind = found[3].lower().replace(" ", "")
         decimal = _DECIMAL.fullmatch(kind)
         mapped = f"decimal({decimal[1]},{decimal[2]})" if decimal else _TYPES.get(kind)
         if mapped is None:
-            raise Invalid(f"no such type: type={found[3]!r}.", fix=f"Use one of {', '.join(_TYPES)} or decimal(p,s).")
+            raise InvalidError(
+                f"no such type: type={found[3]!r}.", fix=f"Use one of {', '.join(_TYPES)} or decimal(p,s)."
+            )
         out.append(Column(found[1] or found[2], mapped))
         at = found.end()
     return tuple(out)
 
 
 def stream_schema(ddl: str, key: str | tuple[str, ...]) -> ShardSchema:
-    """The shard of a stream topic: declared columns, and the names of the key. Raises Invalid."""
+    """The shard of a stream topic: declared columns, and the names of the key. Raises InvalidError."""
     names = tuple(n.strip() for n in key.split(",")) if isinstance(key, str) else tuple(key)
     if not names or not all(names):
-        raise Invalid("a table needs a key.", fix='Name the key columns, e.g. key="click_id".')
+        raise InvalidError("a table needs a key.", fix='Name the key columns, e.g. key="click_id".')
     return checked(ShardSchema(parse_ddl(ddl), names))

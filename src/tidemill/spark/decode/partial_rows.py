@@ -23,7 +23,7 @@ from tidemill.topics.batch import Columns
 UNCHANGED_HEADER, WAS_HEADER = "tm.unchanged", "tm.was"
 
 
-class Leaving(msgspec.Struct, frozen=True):
+class OmittedColumns(msgspec.Struct, frozen=True):
     """Records that leave the same columns. `names`: the header as it is; `moved`: their keys changed."""
 
     names: bytes
@@ -31,7 +31,7 @@ class Leaving(msgspec.Struct, frozen=True):
     places: Places
 
 
-def set_aside(columns: Columns, valued: Places, plain: int) -> tuple[Places, list[Leaving]]:
+def set_aside(columns: Columns, valued: Places, plain: int) -> tuple[Places, list[OmittedColumns]]:
     """Of the records at these places those that have all columns, and the others. `plain`: the headers of one that has
     all."""
     more = columns.header_counts[valued] > plain
@@ -43,13 +43,13 @@ def set_aside(columns: Columns, valued: Places, plain: int) -> tuple[Places, lis
         names = headers.get(UNCHANGED_HEADER)
         if names is not None:
             found.setdefault((names, WAS_HEADER in headers), []).append(at)
-    leaving = [Leaving(*kind, np.array(places, dtype=np.int64)) for kind, places in found.items()]
+    leaving = [OmittedColumns(*kind, np.array(places, dtype=np.int64)) for kind, places in found.items()]
     if not leaving:
         return valued, []
     return np.setdiff1d(valued, np.concatenate([some.places for some in leaving]), assume_unique=True), leaving
 
 
-def with_leaving(table: pa.Table, live_at: Places, leaving: Sequence[Leaving], columns: Columns) -> pa.Table:
+def with_leaving(table: pa.Table, live_at: Places, leaving: Sequence[OmittedColumns], columns: Columns) -> pa.Table:
     """Commands, of which the first ones are those of the records at `live_at`, with what the records leave. One that is
     not among them turned out to be a dead letter."""
     row_of = {place: row for row, place in enumerate(live_at.tolist())}

@@ -26,14 +26,14 @@ import numpy as np
 import pyarrow as pa
 import structlog
 
-from tidemill.base.errors import Invalid, Missing, TidemillError
-from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.api import Evolved, HistoryLost, ShardSchema
+from tidemill.base.errors import InvalidError, MissingError, TidemillError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.shards.api import HistoryLostError, SchemaEvolvedError, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.row_hash import U64
 from tidemill.shards.parts.schema import checked, update_schema
 from tidemill.spark.definition import DerivedTable
-from tidemill.spark.derived.function_result import LeftOut, Sifted, commands_of, is_frame, no_frame, stored_rows
+from tidemill.spark.derived.function_result import OmittedRows, Sifted, commands_of, is_frame, no_frame, stored_rows
 from tidemill.spark.derived.group_mirror import NO_GROUPS, groups_of
 from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
 from tidemill.spark.derived.inputs import GroupedInput, Input
@@ -59,7 +59,7 @@ class Derivation:
     """`run` is the thread's body; `round` is one recomputation, callable from tests."""
 
     def __init__(
-        self, portal: Portal, stores: Stores, spark: SparkSession, table: DerivedTable, mirror_dir: Path
+        self, portal: BlockingPortal, stores: Stores, spark: SparkSession, table: DerivedTable, mirror_dir: Path
     ) -> None:
         self.table = table
         self.target = 0
@@ -67,7 +67,7 @@ class Derivation:
         self.waits_for = ""
         self.waits = False
         """For the input that `waits_for` names: it comes to where the others are readable by itself."""
-        self._left_out = LeftOut(table.name, table.by_output if table.by else ())
+        self._left_out = OmittedRows(table.name, table.by_output if table.by else ())
         self.recomputed = 0
         self.took_s = 0.0
         """The last round that recomputed."""
@@ -114,15 +114,15 @@ class Derivation:
                 self.error, self.waits = "", False
                 if not self.left_out:
                     worked()
-            except (Missing, Evolved) as error:
+            except (MissingError, SchemaEvolvedError) as error:
                 self.error, self.waits = error.message, False
                 # A shard may have been dropped: by name there is another one, some time. Or it has got columns.
                 self.writer = None
-            except HistoryLost as error:
+            except HistoryLostError as error:
                 # One input is behind what another one remembers: it is advanced, or its feed comes, by itself.
                 self.error = f"its inputs have no time in common that is still readable: {error.message}"
                 self.waits = True
-            except FunctionRaised:
+            except FunctionFailedError:
                 raise
             except BaseException:
                 self.writer = None
@@ -136,7 +136,7 @@ class Derivation:
     def open(self) -> None:
         """Open the inputs, learn the schema of the result from the function itself, open the output.
 
-        Raises Missing (an input does not exist yet), Invalid (the result does not fit a shard).
+        Raises MissingError (an input does not exist yet), InvalidError (the result does not fit a shard).
         """
         s = self._stores
         self.waits_for = ""
@@ -249,12 +249,12 @@ class Derivation:
         return commands_of(self.writer.schema, result, self.writer.operator.mirror, end - 1)
 
     def _by_group(self, groups: U64, lower: int, end: int) -> tuple[Commands, Sifted | None]:
-        """Raises Invalid where the function does not keep to the groups."""
+        """Raises InvalidError where the function does not keep to the groups."""
         assert self.writer is not None and self._output is not None
         schema = self.writer.schema
         result = self._compute(end, groups)
         if not np.isin(groups_of(result, self.table.by_output), groups).all():
-            raise Invalid(
+            raise InvalidError(
                 f"derived function made rows of groups that it was given no rows of: table={self.table.name}.",
                 fix="Its result may depend on rows of the same group only: correct by=…, or leave it out.",
             )
@@ -290,17 +290,19 @@ class Derivation:
         return frame
 
     def _called(self, frames: Sequence[Any], then: Callable[[Any], Any] = lambda result: result) -> Any:
-        """The user's function on the frames; Spark is lazy, so `then` may run it. Raises FunctionRaised."""
+        """The user's function on the frames; Spark is lazy, so `then` may run it. Raises FunctionFailedError."""
         try:
             result = self.table.function(self._spark, *frames)
             if is_frame(result):
                 return then(result)
         except BaseException as error:  # the function is the user's: whatever it raises is shown, and tried again
-            raise FunctionRaised(f"derived function raised: table={self.table.name} {_first_line(error)}") from error
+            raise FunctionFailedError(
+                f"derived function raised: table={self.table.name} {_first_line(error)}"
+            ) from error
         raise no_frame(self.table.name, result)
 
 
-class FunctionRaised(TidemillError):
+class FunctionFailedError(TidemillError):
     """The user's function, or the plan that it made, raised."""
 
 
@@ -310,7 +312,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, ShardSchema]) -> None:
-    """Raises Invalid when a column that groups the table is not there, or has another type than the result's."""
+    """Raises InvalidError when a column that groups the table is not there, or has another type than the result's."""
     kinds = {c.name: c.type for c in output.columns}
     for name, by in table.by.items():
         have = {c.name: c.type for c in inputs[name].columns}
@@ -318,12 +320,12 @@ def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, Sha
             here, there = have.get(column), kinds.get(ours)
             if here is None or there is None:
                 lacks = f"input={name} column={column}" if here is None else f"result column={ours}"
-                raise Invalid(
+                raise InvalidError(
                     f"no such column to group by: table={table.name} {lacks}.",
                     fix="Name columns of the input and of the result in by=….",
                 )
             if here != there and not any({here, there} <= alike for alike in _HASH_ALIKE):
-                raise Invalid(
+                raise InvalidError(
                     f"a group's column has two types: table={table.name} input={name} {column} {here}, {ours} {there}.",
                     fix="Cast it in the function to the type that the input has.",
                 )

@@ -1,7 +1,7 @@
 """What a derived function returned: all of its columns, or a refusal; its rows as commands, but for some. Pure.
 
 A row whose key is null, or is another row's too, ends nothing but itself: its key is absent, so that no old row stays
-as if it were current, and `LeftOut` says so until a result of its group has no such row.
+as if it were current, and `OmittedRows` says so until a result of its group has no such row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.arrow_rows import Mask, one_chunk, shown, to_mask
 from tidemill.shards.parts.key_hash import normal_keys
@@ -31,19 +31,20 @@ def is_frame(result: Any) -> bool:
     return hasattr(result, "schema") and hasattr(result, "toArrow")
 
 
-def no_frame(table: str, result: Any) -> Invalid:
+def no_frame(table: str, result: Any) -> InvalidError:
     kind = type(result)
-    return Invalid(
+    return InvalidError(
         f"derived function returned no DataFrame: table={table} returned={kind.__module__}.{kind.__qualname__}.",
         fix="Return a DataFrame of Spark; spark.createDataFrame(rows) makes one.",
     )
 
 
 def stored_rows(table: str, rows: pa.Table, schema: ShardSchema) -> pa.Table:
-    """The rows under the table's schema. Raises Invalid: a column that the table does not have, or of another type."""
+    """The rows under the table's schema. Raises InvalidError: a column that the table does not have, or of another
+    type."""
     known = {column.name for column in schema.columns}
     if more := [name for name in rows.column_names if name not in known]:
-        raise Invalid(
+        raise InvalidError(
             f"derived function returned more columns than for empty inputs: table={table} more={','.join(more)[:300]}.",
             fix="Make its columns independent of the rows, e.g. by pivot with a list of values.",
         )
@@ -58,7 +59,7 @@ class _Counts(NamedTuple):
     example: str = ""
 
 
-class LeftOut:
+class OmittedRows:
     """The rows of a table's results that have no key of their own, by group: a round that computes some of the groups
     says nothing of the others. A table without groups is one."""
 
@@ -115,7 +116,7 @@ def commands_of(schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int
     """Commands that make the contents `now` equal to the rows at `time_ms`; and what was left out, if anything."""
     try:
         return difference(schema, wanted, now, time_ms), None
-    except Invalid:
+    except InvalidError:
         good, left_out = _sifted(schema, wanted)
         return difference(schema, good, now, time_ms), left_out
 

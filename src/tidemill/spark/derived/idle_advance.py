@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
-from tidemill.base.errors import Conflict
+from tidemill.base.errors import ConflictError
 from tidemill.metastore.catalogue import Catalogue, PipelineRow
 from tidemill.metastore.rows.pipelines import source_of
 from tidemill.shards.api import Remap
@@ -32,13 +32,13 @@ async def advance_idle(
     """
     rows = await catalogue.list(PipelineRow, fresh=False)
     if upper <= time_ms and any(row.dead_letters == shard.name for row in rows):
-        with contextlib.suppress(Conflict):  # somebody was first, with a letter or with the time
+        with contextlib.suppress(ConflictError):  # somebody was first, with a letter or with the time
             await shard.compare_and_append(upper, time_ms + 1, (), "")
         return True
     if upper <= time_ms and not any(shard.name in row.tables for row in rows) and _is_written(shard):
         rows = await catalogue.list(PipelineRow)  # of a pipeline's shard only its source may say so
         if not any(shard.name in row.tables for row in rows):
-            with contextlib.suppress(Conflict):  # somebody was first
+            with contextlib.suppress(ConflictError):  # somebody was first
                 await shard.compare_and_append(upper, time_ms + 1, (), shard.reader_name(WRITES))
             return True
     moved = False

@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from tidemill.base.clock import Clock
 from tidemill.base.limits import MIB
-from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.base.runtime.sync_context import Entered
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.runtime.sync_context import SyncContext
 from tidemill.objects.store import Buffer
-from tidemill.shards.api import Batch, HistoryLost, Part
+from tidemill.shards.api import Batch, HistoryLostError, Part
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.row_hash import U64
 from tidemill.shards.parts.schema import contents_schema
@@ -33,7 +33,7 @@ a merge made of many is taken to have some, for it may be the whole shard."""
 class Input:
     """Given whole. Nothing of it is kept here: only up to when it was looked at, and whether anything was there."""
 
-    def __init__(self, portal: Portal, shard: LogShard, clock: Clock) -> None:
+    def __init__(self, portal: BlockingPortal, shard: LogShard, clock: Clock) -> None:
         self.shard = shard
         self.upper = 0
         self.changed = True
@@ -55,7 +55,7 @@ class Input:
             self.changed |= not self.upper or any(
                 self._has_updates(batch, end) for batch in self._portal.call(self.shard.batches(self.upper))
             )
-        except HistoryLost:
+        except HistoryLostError:
             self.changed = True
         self.upper = end
 
@@ -72,7 +72,7 @@ class Input:
 
     def keep(self, time_ms: int) -> None:
         """Hold the input from `time_ms` on: Spark reads there, and while another input is behind a restart does."""
-        with contextlib.suppress(HistoryLost):  # whoever reads there is told
+        with contextlib.suppress(HistoryLostError):  # whoever reads there is told
             self._portal.call(self._hold.at(time_ms))
 
     @contextlib.contextmanager
@@ -96,7 +96,9 @@ class GroupedInput(Input):
     the mirror moves, for a move may fail half way; `settle` empties it. Long runs are files in `directory`.
     """
 
-    def __init__(self, portal: Portal, shard: LogShard, clock: Clock, by: tuple[str, ...], directory: Path) -> None:
+    def __init__(
+        self, portal: BlockingPortal, shard: LogShard, clock: Clock, by: tuple[str, ...], directory: Path
+    ) -> None:
         super().__init__(portal, shard, clock)
         self.by = by
         self.touched: U64 | None = None
@@ -116,11 +118,11 @@ class GroupedInput(Input):
         try:
             if self.upper:
                 self._follow(end)
-        except HistoryLost:
+        except HistoryLostError:
             pass
         if self._mirror.upper < end:
             self.touched, self.changed = None, True
-            with Entered(self._portal, self.shard.chosen_until(time_ms)) as batches:
+            with SyncContext(self._portal, self.shard.chosen_until(time_ms)) as batches:
                 contents = self._by_range(batches, time_ms)
                 self._mirror = grouped(self.shard.schema, self.by, self._directory, contents, end)
             self._mirror.sweep()

@@ -19,9 +19,9 @@ import pyarrow as pa
 import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict
-from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.api import TIME, Batch, Evolved, HistoryLost
+from tidemill.base.errors import ConflictError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.shards.api import TIME, Batch, HistoryLostError, SchemaEvolvedError
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.arrow_rows import int64s
 
@@ -33,7 +33,7 @@ _Place = tuple[str, int]
 class DeadLetters:
     """`opened` gives the shard, creating it where it is absent; called at the first need and retried by the caller."""
 
-    def __init__(self, portal: Portal, opened: Callable[[], LogShard], rand: Rand) -> None:
+    def __init__(self, portal: BlockingPortal, opened: Callable[[], LogShard], rand: Rand) -> None:
         self.total = 0
         """Letters that this process added."""
         self._portal = portal
@@ -64,7 +64,7 @@ class DeadLetters:
             new = letters.filter(pa.array(self._is_new(letters)))
             if new.num_rows and not self._append(shard, new):
                 return False
-        except Evolved:
+        except SchemaEvolvedError:
             self._shard = None
             return False
         self.total += new.num_rows
@@ -87,7 +87,7 @@ class DeadLetters:
 
         try:
             self._portal.call(run())
-        except Conflict:
+        except ConflictError:
             return False  # a peer's letters: look at them first (D2)
         self._upper = at + 1
         self._learn(rows)
@@ -102,7 +102,7 @@ class DeadLetters:
         if self._upper:
             try:
                 batches = self._portal.call(shard.batches(self._upper))
-            except HistoryLost:
+            except HistoryLostError:
                 batches = None
         if batches is None:
             batches = self._portal.call(shard.batches_until(upper - 1))

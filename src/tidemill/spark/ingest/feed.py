@@ -14,13 +14,13 @@ from concurrent.futures import CancelledError
 
 import structlog
 
-from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.errors import ClosedError, TidemillError
 from tidemill.base.runtime.tasks import keep_thread, sentence
 from tidemill.base.status.histogram import Stages
 from tidemill.spark.definition import CapturedTable, Input
 from tidemill.spark.ingest.dead_letters import DeadLetters
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.pipeline_context import Host, feed_mark
+from tidemill.spark.ingest.pipeline_context import PipelineContext, feed_mark
 from tidemill.spark.ingest.schema_growth import has_grown
 from tidemill.spark.ingest.sources import TopicFeed, captured_feed, stream_feed
 from tidemill.spark.ingest.table_unit import TableUnit
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 class Feed:
     """One source: its sink, once it is open, and its tables."""
 
-    def __init__(self, source: str, tables: dict[str, Input], host: Host, dead_letters: DeadLetters) -> None:
+    def __init__(self, source: str, tables: dict[str, Input], host: PipelineContext, dead_letters: DeadLetters) -> None:
         self.source = source
         self.mark = feed_mark(host.settings.name, source)
         self.bindings_mark = f"{self.mark}:bindings"
@@ -130,7 +130,7 @@ class Feed:
             while not host.ending.is_set():
                 try:
                     host.portal.call(sink.arrival(FOLLOW_S))
-                except (Closed, CancelledError):
+                except (ClosedError, CancelledError):
                     return  # the process ends
                 except TidemillError as error:  # the report reads bindings too, and says so
                     log.debug("bindings cannot be followed", source=self.source, error=sentence(error))

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid, TidemillError, Unavailable, Unknown
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import sentence
 from tidemill.base.status.histogram import Stages
 from tidemill.shards.api import Remap
@@ -36,10 +36,10 @@ from tidemill.spark.ingest.dead_letters import DeadLetters
 from tidemill.spark.ingest.distributed_step import ByTasks
 from tidemill.spark.ingest.fetch_decode import DECODERS, Batches, Decoded, decode, fetch
 from tidemill.spark.ingest.oversized_step import LargeStep
-from tidemill.spark.ingest.prefetch import Ahead
-from tidemill.spark.ingest.schema_growth import Grown
+from tidemill.spark.ingest.prefetch import Prefetcher
+from tidemill.spark.ingest.schema_growth import SourceSchemaGrewError
 from tidemill.spark.ingest.step_planner import STEP_BYTES, STEP_RECORDS, Planner, Step
-from tidemill.spark.ingest.table_schedule import IDLE_MOVE_S, Seat, Seats
+from tidemill.spark.ingest.table_schedule import IDLE_MOVE_S, ScheduledTable, TableSchedule
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.ingest.unresolved_updates import lost_letters
 from tidemill.spark.stores import Stores
@@ -53,14 +53,14 @@ INLINE_ROWS = 20_000
 step is: tasks cost three times as much and more at every size that a step may have (docs/benchmarks.md, upsert)."""
 
 
-class TableStops(Invalid):
+class TableStopsError(InvalidError):
     """The table is brought to the last time before what it cannot carry, and no further."""
 
 
 class _Work(msgspec.Struct):
     """One table's share of a round. `upper` shrinks where the table stops."""
 
-    seat: Seat
+    seat: ScheduledTable
     step: Step
     upper: int
     decoded: Decoded | None = None
@@ -79,7 +79,7 @@ class FeedSink:
 
     def __init__(
         self,
-        portal: Portal,
+        portal: BlockingPortal,
         stores: Stores,
         source: str,
         remap: Remap,
@@ -105,10 +105,10 @@ class FeedSink:
         self._inline_rows = inline_rows
         self._most_inline = STEP_RECORDS
         self._scratch = scratch
-        self.seats = Seats(stores.clock, stages, idle_move_s)
+        self.seats = TableSchedule(stores.clock, stages, idle_move_s)
         self._planner = Planner(stores, remap)
         self._helpers = ThreadPoolExecutor(decoders, f"decode-{source}") if decoders else None
-        self._ahead = Ahead(portal, stores, remap, self._helpers)
+        self._ahead = Prefetcher(portal, stores, remap, self._helpers)
         self._by_tasks: ByTasks | None = None
         self._stopping = threading.Event()
         self._one_at_a_time = threading.Lock()
@@ -142,7 +142,7 @@ class FeedSink:
         """As `process`, to the newest binding unless an end is given; storage that is away is told in `error`."""
         try:
             self.process(self.latest() if end is None else end)
-        except (Unavailable, Unknown) as error:
+        except (UnavailableError, UnknownOutcomeError) as error:
             self.error = sentence(error)
 
     def time_comes(self, end: int) -> None:
@@ -186,7 +186,9 @@ class FeedSink:
             try:
                 while not self._stopping.is_set():
                     for seat in [seat for seat in self.seats.due(end) if seat.table.outgrown]:
-                        self.seats.fault(seat, Grown(f"the source has described the table anew: shard={seat.name}."))
+                        self.seats.fault(
+                            seat, SourceSchemaGrewError(f"the source has described the table anew: shard={seat.name}.")
+                        )
                     due = self.seats.due(end)
                     if not due:
                         self.error = ""
@@ -199,7 +201,7 @@ class FeedSink:
                 self.seats.changed.set()
 
     # one round ----------------------------------------------------------------------------------------
-    def _round(self, due: Sequence[Seat], end: int) -> None:
+    def _round(self, due: Sequence[ScheduledTable], end: int) -> None:
         """One step of every table that fits into the round's share of memory; of one at least."""
         self._planner.begin()
         ahead = next((s for s in due if self._ahead.is_for(s.name, _feed(s), s.table.upper)), None)
@@ -232,7 +234,7 @@ class FeedSink:
         if lower < end and seat is not None:
             self._ahead.begin(seat.name, _feed(seat), lower, end, self._most_inline)
 
-    def _gather(self, calls: Sequence[tuple[Seat, Any]]) -> list[tuple[Seat, Any]]:
+    def _gather(self, calls: Sequence[tuple[ScheduledTable, Any]]) -> list[tuple[ScheduledTable, Any]]:
         """All at once on the portal's loop; those that fail are told, the others returned."""
 
         async def run() -> list[Any]:
@@ -326,18 +328,18 @@ class FeedSink:
             self._dead.put(letters)
 
     # a time larger than a step --------------------------------------------------------------------------
-    def _take_aside(self, seat: Seat, step: Step) -> None:
+    def _take_aside(self, seat: ScheduledTable, step: Step) -> None:
         seat.aside = True
         threading.Thread(target=self._large, args=(seat, step), name=f"large-{seat.name}", daemon=True).start()
 
-    def _large(self, seat: Seat, step: Step) -> None:
+    def _large(self, seat: ScheduledTable, step: Step) -> None:
         try:
             self.seats.alone(seat, partial(self._large_step, seat, step))
         finally:
             seat.aside = False
             self.seats.changed.set()
 
-    def _large_step(self, seat: Seat, step: Step) -> None:
+    def _large_step(self, seat: ScheduledTable, step: Step) -> None:
         table = seat.table
         scratch = (self._scratch or table.mirror_dir.parent.parent) / "large" / seat.name
         table.progress.begin(step.records + step.to_go)
@@ -360,7 +362,7 @@ class FeedSink:
         self.seats.went_on(seat, step, 0)
 
 
-def _feed(seat: Seat) -> Any:
+def _feed(seat: ScheduledTable) -> Any:
     feed = seat.table.feed
     assert feed is not None
     return feed
@@ -382,9 +384,10 @@ def _share(work: Sequence[_Work]) -> list[_Work]:
 
 
 def _before(stop: Stop, lower: int) -> int:
-    """How far a table comes that stops. Raises TableStops where it is there already, Grown where it goes on anew."""
+    """How far a table comes that stops. Raises TableStopsError where it is there already, SourceSchemaGrewError where
+    it goes on anew."""
     if stop.time_ms <= lower and stop.grown:
-        raise Grown(stop.reason, fix=stop.fix)
+        raise SourceSchemaGrewError(stop.reason, fix=stop.fix)
     if stop.time_ms <= lower:
-        raise TableStops(stop.reason, fix=stop.fix)
+        raise TableStopsError(stop.reason, fix=stop.fix)
     return stop.time_ms

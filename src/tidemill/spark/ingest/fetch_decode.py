@@ -14,7 +14,7 @@ import msgspec
 import pyarrow as pa
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.shards.api import TIME
 from tidemill.shards.parts.arrow_rows import int64s
@@ -135,7 +135,7 @@ async def fetch(
     return out
 
 
-def fetch_here(portal: Portal, objects: ObjectStore, descriptors: Sequence[Descriptor]) -> Batches:
+def fetch_here(portal: BlockingPortal, objects: ObjectStore, descriptors: Sequence[Descriptor]) -> Batches:
     """Of one table. Raises what reading raises."""
     (found,) = portal.call(fetch(objects, [descriptors]))
     if isinstance(found, TidemillError):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.shards.api import TIME, Part
 from tidemill.shards.parts.arrow_rows import Index, int64s
 from tidemill.shards.parts.checksums import checksum
@@ -127,7 +127,9 @@ class LargeStep:
             with pa.memory_map(str(self._file(number)), "rb") as source:
                 data = source.read_buffer()
                 if checksum(data) != self._crcs[number]:
-                    raise Corrupt(f"spilled records are damaged: path={self._file(number)}.", fix="Check the disk.")
+                    raise CorruptError(
+                        f"spilled records are damaged: path={self._file(number)}.", fix="Check the disk."
+                    )
                 rows = pa.ipc.open_stream(data).read_all()
                 commands = Commands(rows, tuple(self._truncates))
                 commands = select(commands, times_of(commands) < self.upper)

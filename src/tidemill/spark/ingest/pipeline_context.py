@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid, Unavailable, Unknown
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.status.freshness import REFUSED
 from tidemill.base.status.histogram import Stages
-from tidemill.base.status.status import Tracker
+from tidemill.base.status.status import StatusTracker
 from tidemill.shards.api import ShardSchema
 from tidemill.spark.ingest.schema_growth import grow, held
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.ingest.table_ownership import Claims
+from tidemill.spark.ingest.table_ownership import TableOwnership
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.settings import Settings
+from tidemill.spark.settings import DriverSettings
 from tidemill.spark.stores import Stores
 
 if TYPE_CHECKING:
@@ -39,22 +39,22 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-class Host:
+class PipelineContext:
     """`stores` is set before any part starts; `spark` once the JVM is up, with `session_ready` after it."""
 
-    def __init__(self, settings: Settings, claims: Claims) -> None:
+    def __init__(self, settings: DriverSettings, claims: TableOwnership) -> None:
         self.settings = settings
         self.claims = claims
         self.stages: dict[str, Stages] = {}
         """Of each source that tables are fed from: how long its commits take to get where."""
-        self.portal = Portal(f"pipeline-{settings.name}")
+        self.portal = BlockingPortal(f"pipeline-{settings.name}")
         self.stores: Stores
         self.spark: SparkSession | None = None
         self.spark_local: Path | None = None
         """Where the session that this process has opened keeps its blocks."""
         self.session_ready = threading.Event()
         self.ending = threading.Event()
-        self.tracker = Tracker(settings.budget_ms)
+        self.tracker = StatusTracker(settings.budget_ms)
         """Marks of the pipeline and its units; their supervision tells failures here."""
 
     def session_is_lost(self) -> bool:
@@ -78,14 +78,14 @@ class Host:
         while True:
             try:
                 return call()
-            except (Unavailable, Unknown) as error:
+            except (UnavailableError, UnknownOutcomeError) as error:
                 log.warning("storage is away, waiting", error=str(error))
                 if self.ending.wait(STORAGE_RETRY_S):
                     raise
 
     def writer(self, name: str, schema: ShardSchema, feed: TopicFeed | None = None) -> TableWriter:
         """The shard, created when absent and evolved when `schema` has more, with a hydrated mirror. The feed decodes
-        what the shard holds. Raises Invalid when it cannot become `schema`, and what storage raises."""
+        what the shard holds. Raises InvalidError when it cannot become `schema`, and what storage raises."""
         if feed is not None and feed.captured:
             asked, feed = feed, self.portal.call(held(self.stores, name, feed))
             if feed.known or feed.accepted:
@@ -94,7 +94,7 @@ class Host:
             schema = feed.schema
         try:
             shard = self.portal.call(self.stores.shard(name, schema))
-        except Invalid as error:
+        except InvalidError as error:
             if feed is None or not feed.captured:
                 raise
             fix = (
@@ -104,7 +104,7 @@ class Host:
                 else f"Run tidemill capture accept '{feed.table}': it shows what becomes of the shard, and does it once"
                 f" you agree. Or have it made anew: tidemill shard drop {name}"
             )
-            raise Invalid(error.message, fix=fix) from error
+            raise InvalidError(error.message, fix=fix) from error
         if feed is not None:
             # What the source has no more is in no record, whatever version it was written under.
             gone = any(column.retired for column in shard.schema.columns)
@@ -141,13 +141,13 @@ def _given_up(spark: SparkSession) -> bool:
 def own_directory(scratch: Path) -> Iterator[None]:
     """Keep the scratch directory to this process: two that wrote mirrors into one would read each other's files.
 
-    Raises Invalid when it is taken or cannot be written. A predecessor that is just ending is waited for.
+    Raises InvalidError when it is taken or cannot be written. A predecessor that is just ending is waited for.
     """
     try:
         make_private_directory(scratch)
         lock = (scratch / "lock").open("w")
     except OSError as error:
-        raise Invalid(
+        raise InvalidError(
             f"cannot write the scratch directory: scratch={scratch} error={error.strerror}.", fix="Make it writable."
         ) from error
     with lock:
@@ -157,7 +157,7 @@ def own_directory(scratch: Path) -> Iterator[None]:
                 break
             except OSError as error:
                 if attempt == LOCK_ATTEMPTS - 1:
-                    raise Invalid(
+                    raise InvalidError(
                         f"scratch directory is in use by another process: scratch={scratch}.",
                         fix="A driver of this name runs here already. Give a second one a name of its own: tidemill"
                         " pipeline run NAME --label TEXT.",

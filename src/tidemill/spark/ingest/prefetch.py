@@ -11,7 +11,7 @@ from concurrent.futures import Executor, Future
 
 import msgspec
 
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import Remap
 from tidemill.spark.ingest.fetch_decode import Decoded, decode, fetch_here
 from tidemill.spark.ingest.sources import TopicFeed
@@ -24,10 +24,10 @@ class Prepared(msgspec.Struct, frozen=True):
     decoded: Decoded
 
 
-class Ahead:
+class Prefetcher:
     """Of one feed. Called by one thread at a time."""
 
-    def __init__(self, portal: Portal, stores: Stores, remap: Remap, helpers: Executor | None = None) -> None:
+    def __init__(self, portal: BlockingPortal, stores: Stores, remap: Remap, helpers: Executor | None = None) -> None:
         self._portal = portal
         self._helpers = helpers
         self._stores = stores

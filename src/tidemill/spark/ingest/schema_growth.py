@@ -11,9 +11,9 @@ from __future__ import annotations
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.metastore.catalogue import Accepted, Catalogue
-from tidemill.shards.api import Evolved
+from tidemill.shards.api import SchemaEvolvedError
 from tidemill.shards.parts.pg_columns import as_held
 from tidemill.shards.parts.schema_evolution import changes_to
 from tidemill.shards.registry import drop_created, registered
@@ -26,7 +26,7 @@ LOOK_S = 2.0
 log = structlog.get_logger()
 
 
-class Grown(Evolved):
+class SourceSchemaGrewError(SchemaEvolvedError):
     """The source has a newer version of the table's description than it was opened with."""
 
 
@@ -39,7 +39,7 @@ async def held(stores: Stores, name: str, feed: TopicFeed) -> TopicFeed:
         return feed
     try:
         shard = await stores.shard(name)
-    except Missing:
+    except MissingError:
         return feed
     have = shard.schema
     await shard.aclose()
@@ -71,7 +71,7 @@ async def _follows(stores: Stores, name: str, feed: TopicFeed, accepted: Accepte
     """False: it cannot, and is to be dropped for it; so does one whose drop was cut off."""
     try:
         shard = await stores.shard(name)
-    except Missing:
+    except MissingError:
         return not accepted.anew
     try:
         if shard.shard_id != accepted.shard_id:
@@ -80,7 +80,7 @@ async def _follows(stores: Stores, name: str, feed: TopicFeed, accepted: Accepte
         changes = changes_to(shard.schema, wanted, accepted.gone)
         if changes.add or changes.retire:
             await shard.evolve(changes)
-    except Invalid:
+    except InvalidError:
         return not accepted.anew
     finally:
         await shard.aclose()

@@ -62,7 +62,7 @@ class Piece(msgspec.Struct, frozen=True):
     descriptors: tuple[Descriptor, ...]
 
 
-class Aside(msgspec.Struct, frozen=True):
+class SideOutput(msgspec.Struct, frozen=True):
     """What a piece has besides rows: dead letters, and what only a whole step can be told of."""
 
     dead: bytes = b""
@@ -78,14 +78,14 @@ class RangeResult(msgspec.Struct, frozen=True):
     part: Part | None
     rows: int
     run: str
-    asides: tuple[Aside, ...]
+    asides: tuple[SideOutput, ...]
     dead: bytes = b""
     """Letters of commands that were lost there."""
 
 
 _PLANS = msgspec.msgpack.Decoder(list[Plan])
 _PIECE = msgspec.msgpack.Decoder(Piece)
-_ASIDE = msgspec.msgpack.Decoder(Aside)
+_ASIDE = msgspec.msgpack.Decoder(SideOutput)
 
 
 def read(plans: bytes, payload: bytes) -> Iterator[Message]:
@@ -96,8 +96,8 @@ def read(plans: bytes, payload: bytes) -> Iterator[Message]:
     for number, rows in enumerate(cut(decoded.commands.rows, plan.schema.key, plan.ranges)):
         if rows.num_rows:
             yield plan.first + number, (to_ipc(rows), b"")
-    aside = Aside(to_ipc(decoded.dead), decoded.stop, decoded.commands.truncates)
-    if aside != Aside():
+    aside = SideOutput(to_ipc(decoded.dead), decoded.stop, decoded.commands.truncates)
+    if aside != SideOutput():
         yield plan.first, (b"", msgspec.msgpack.encode(aside))
 
 
@@ -107,7 +107,7 @@ def resolve_range(plans: bytes, index: int, messages: Iterable[Message]) -> Iter
     part = HashRange(index - plan.first, plan.ranges)
     empty = command_schema(plan.schema).empty_table()
     tables: list[pa.Table] = [empty]
-    asides: list[Aside] = []
+    asides: list[SideOutput] = []
     for _, (rows, aside) in messages:
         if aside:
             asides.append(_ASIDE.decode(aside))

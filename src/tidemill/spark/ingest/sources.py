@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.avro import key_of, layout_of
 from tidemill.base.pgtypes.debezium import form_of
 from tidemill.metastore.catalogue import Accepted, CapturedColumn, CaptureRow, CaptureTableRow, Catalogue, TopicRow
@@ -18,7 +18,7 @@ from tidemill.shards.parts.schema import checked
 from tidemill.spark.decode.avro import AvroVersion
 
 
-class NotReady(Exception):
+class SourceNotReadyError(Exception):
     """The feed does not exist yet, or its snapshot is not done: wait. `held_by` is the mark to look at; where it
     `tells`, it exists and says itself whether it moves."""
 
@@ -51,26 +51,28 @@ class TopicFeed(msgspec.Struct, frozen=True):
 
 
 async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> TopicFeed:
-    """The topic of a captured table. Raises NotReady, Invalid (the capture has no such table)."""
+    """The topic of a captured table. Raises SourceNotReadyError, InvalidError (the capture has no such table)."""
     row = await catalogue.get(CaptureRow, capture)
     mark = f"capture:{capture}"
     if row is None:
-        raise NotReady(mark, f"capture {capture} has not started")
+        raise SourceNotReadyError(mark, f"capture {capture} has not started")
     if not row.snapshot_done:
-        raise NotReady(mark, f"capture {capture} is still taking its snapshot", tells=True)
+        raise SourceNotReadyError(mark, f"capture {capture} is still taking its snapshot", tells=True)
     # As of now: whoever has met records of a newer version comes back for it.
     found = await catalogue.table(capture, table)
     if found is None:
         captured = sorted(t.table for t in await catalogue.tables(capture, fresh=False))
-        raise Invalid(
+        raise InvalidError(
             f"captured database has no such table: capture={capture} table={table}.",
             fix=f"Captured are: {', '.join(captured) or 'none'}.",
         )
     if not found.columns:
-        raise NotReady(f"table:{capture}/{table}", found.reason or f"table {table} is not copied yet", tells=True)
+        raise SourceNotReadyError(
+            f"table:{capture}/{table}", found.reason or f"table {table} is not copied yet", tells=True
+        )
     topic = await catalogue.get(TopicRow, found.topic)
     if topic is None:
-        raise NotReady(mark, f"topic {found.topic} does not exist yet")
+        raise SourceNotReadyError(mark, f"topic {found.topic} does not exist yet")
     schema, known = captured_schema(found), known_versions(found)
     return TopicFeed(
         topic.name, topic.topic_id, topic.partitions, True, schema, table, known, found.accepted, forms_of(found),
@@ -117,18 +119,18 @@ def _described(columns: tuple[CapturedColumn, ...], version: int) -> list[Captur
 
 
 def captured_schema(row: CaptureTableRow) -> ShardSchema:
-    """The shard of a captured table. Raises Invalid (no key)."""
+    """The shard of a captured table. Raises InvalidError (no key)."""
     described = row.columns
     key = sorted((c for c in described if c.key_index >= 0), key=lambda c: c.key_index)
     if not key:
-        raise Invalid(f"table has no primary key: capture={row.capture} table={row.table}.", fix="Give it one.")
+        raise InvalidError(f"table has no primary key: capture={row.capture} table={row.table}.", fix="Give it one.")
     columns = tuple(column_for(c.name, c.type_name) for c in described)
     return checked(ShardSchema(columns, tuple(c.name for c in key)))
 
 
 async def stream_feed(catalogue: Catalogue, topic: str, schema: ShardSchema) -> TopicFeed:
-    """A stream topic. Raises NotReady."""
+    """A stream topic. Raises SourceNotReadyError."""
     row = await catalogue.get(TopicRow, topic)
     if row is None:
-        raise NotReady(f"topic:{topic}", f"topic {topic} does not exist yet")
+        raise SourceNotReadyError(f"topic:{topic}", f"topic {topic} does not exist yet")
     return TopicFeed(row.name, row.topic_id, row.partitions, False, schema)

@@ -48,7 +48,7 @@ class Step(msgspec.Struct, frozen=True):
         return self.records > STEP_RECORDS or self.bytes > STEP_BYTES
 
 
-class StartedOver(TidemillError):
+class TopicReplacedError(TidemillError):
     """The table has a new topic under its old name: reopen it on that one."""
 
 
@@ -67,7 +67,7 @@ class Planner:
         self._asked, self._asking = {}, {}
 
     async def next(self, name: str, feed: TopicFeed, lower: int, end: int) -> Step:
-        """The next step of a table whose upper is `lower`, at most to `end`. Raises StartedOver besides."""
+        """The next step of a table whose upper is `lower`, at most to `end`. Raises TopicReplacedError besides."""
         page = await self._page(lower)
         bindings = [b for b in page.bindings if b.time_ms < end]
         if len(bindings) == BINDINGS_PAGE:
@@ -116,7 +116,7 @@ class Planner:
             return
         row = await self._stores.catalogue.get(TopicRow, feed.topic)
         if row is not None and row.topic_id != feed.topic_id:
-            raise StartedOver(f"the table was started over, on a new topic: shard={name} topic={feed.topic}.")
+            raise TopicReplacedError(f"the table was started over, on a new topic: shard={name} topic={feed.topic}.")
         seen |= found
 
 

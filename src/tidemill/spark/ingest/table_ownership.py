@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.registry import is_created
 from tidemill.spark.stores import Stores
@@ -28,7 +28,7 @@ from tidemill.spark.stores import Stores
 DERIVED = "derived"
 
 
-class Claims:
+class TableOwnership:
     """`refused`: {table: a sentence}; of none before `looked`. `look` is called by one thread, `may_keep` by any."""
 
     def __init__(self, wanted: PipelineRow) -> None:
@@ -43,7 +43,7 @@ class Claims:
                 return False
         return True
 
-    def look(self, portal: Portal, stores: Stores) -> None:
+    def look(self, portal: BlockingPortal, stores: Stores) -> None:
         """Put this pipeline's row where it is not there, and say what is refused. Raises as storage does."""
         catalogue = stores.catalogue
         if self.looked.is_set() and not self.refused:

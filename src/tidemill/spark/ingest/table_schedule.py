@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Unavailable, Unknown
-from tidemill.base.runtime.tasks import Restarts, is_fault, sentence
+from tidemill.base.errors import UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.tasks import Backoff, is_fault, sentence
 from tidemill.base.status.histogram import SINCE_BOUND, Stages
 from tidemill.spark.ingest.step_planner import Step
 from tidemill.spark.ingest.table_writer import TableWriter
@@ -30,7 +30,7 @@ Told = Callable[[BaseException, bool], None]
 log = structlog.get_logger()
 
 
-class Seat:
+class ScheduledTable:
     """One table while it takes part."""
 
     def __init__(self, table: TableWriter, told: Told | None) -> None:
@@ -42,14 +42,14 @@ class Seat:
         self.moved_s = float("-inf")
         self.nothing_until = 0
         """Up to this time there was nothing for the table when it was last looked at."""
-        self.pauses = Restarts(RETRY_S, SLOWEST_RETRY_S)
+        self.pauses = Backoff(RETRY_S, SLOWEST_RETRY_S)
 
     @property
     def name(self) -> str:
         return self.table.name
 
 
-class Seats:
+class TableSchedule:
     """Any thread may attach and detach; the one that brings tables forward does the rest.
 
     What reads the seats reads one dict, which nobody changes; `_changing` keeps two who replace it from losing the
@@ -64,7 +64,7 @@ class Seats:
         self._clock = clock
         self._stages = stages
         self._idle_move_s = idle_move_s
-        self._seats: dict[str, Seat] = {}
+        self._seats: dict[str, ScheduledTable] = {}
         self._changing = threading.Lock()
 
     @property
@@ -79,7 +79,7 @@ class Seats:
     def attach(self, table: TableWriter, told: Told | None = None) -> None:
         """From the next round on."""
         self.failed.pop(table.name, None)
-        seat = Seat(table, told)
+        seat = ScheduledTable(table, told)
         with self._changing:
             self._seats = {**self._seats, seat.name: seat}
         self.changed.set()
@@ -88,7 +88,7 @@ class Seats:
         with self._changing:
             self._seats = {n: seat for n, seat in self._seats.items() if n != name}
 
-    def due(self, end: int) -> list[Seat]:
+    def due(self, end: int) -> list[ScheduledTable]:
         now_s = self._clock.monotonic_s()
         return [s for s in self._seats.values() if (at_s := self._due_at_s(s, end)) is not None and at_s <= now_s]
 
@@ -97,15 +97,15 @@ class Seats:
         at_s = [at_s for s in self._seats.values() if (at_s := self._due_at_s(s, end)) is not None]
         return max(0.0, min(at_s) - self._clock.monotonic_s()) if at_s else None
 
-    def _due_at_s(self, seat: Seat, end: int) -> float | None:
+    def _due_at_s(self, seat: ScheduledTable, end: int) -> float | None:
         if seat.table.upper >= end or seat.aside:
             return None
         return max(seat.due_s, seat.moved_s + self._idle_move_s) if end <= seat.nothing_until else seat.due_s
 
-    def moved_lately(self, seat: Seat) -> bool:
+    def moved_lately(self, seat: ScheduledTable) -> bool:
         return seat.moved_s + self._idle_move_s > self._clock.monotonic_s()
 
-    def alone(self, seat: Seat, call: Callable[[], None]) -> bool:
+    def alone(self, seat: ScheduledTable, call: Callable[[], None]) -> bool:
         """Run one table's share: what it raises is that table's own."""
         try:
             call()
@@ -116,9 +116,9 @@ class Seats:
             return False
         return True
 
-    def fault(self, seat: Seat, error: BaseException) -> None:
+    def fault(self, seat: ScheduledTable, error: BaseException) -> None:
         """Storage that is away is waited for where the table sits; anything else makes it leave."""
-        leaves = not isinstance(error, Unavailable | Unknown)
+        leaves = not isinstance(error, UnavailableError | UnknownOutcomeError)
         if leaves:
             self.failed[seat.name] = error
             with self._changing:  # only its own: the table may have been given another seat
@@ -130,8 +130,8 @@ class Seats:
         if seat.told is not None:
             seat.told(error, leaves)
 
-    def went_on(self, seat: Seat, step: Step, records: int) -> None:
-        seat.pauses = Restarts(RETRY_S, SLOWEST_RETRY_S)
+    def went_on(self, seat: ScheduledTable, step: Step, records: int) -> None:
+        seat.pauses = Backoff(RETRY_S, SLOWEST_RETRY_S)
         seat.moved_s = self._clock.monotonic_s()
         seat.table.progress.add(records)
         seat.table.progress.to_go = step.to_go

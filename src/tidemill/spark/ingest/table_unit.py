@@ -14,16 +14,16 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from tidemill.base.errors import Corrupt, TidemillError
-from tidemill.base.runtime.tasks import Restarts, keep_thread, sentence
-from tidemill.shards.api import Evolved
+from tidemill.base.errors import CorruptError, TidemillError
+from tidemill.base.runtime.tasks import Backoff, keep_thread, sentence
+from tidemill.shards.api import SchemaEvolvedError
 from tidemill.spark.ingest.dead_letter_run import DeadRun
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.pipeline_context import Host
+from tidemill.spark.ingest.pipeline_context import PipelineContext
 from tidemill.spark.ingest.schema_growth import LOOK_S as LOOK_GROWN_S
-from tidemill.spark.ingest.schema_growth import Grown
-from tidemill.spark.ingest.sources import NotReady, TopicFeed
-from tidemill.spark.ingest.step_planner import StartedOver
+from tidemill.spark.ingest.schema_growth import SourceSchemaGrewError
+from tidemill.spark.ingest.sources import SourceNotReadyError, TopicFeed
+from tidemill.spark.ingest.step_planner import TopicReplacedError
 from tidemill.spark.ingest.table_writer import TableWriter
 
 INPUT_POLL_S = 0.25
@@ -41,7 +41,7 @@ class TableUnit:
         source: str,
         upstream: str,
         look_up: Callable[[], TopicFeed],
-        host: Host,
+        host: PipelineContext,
         seat_in: Callable[[], FeedSink | None],
         grown: Callable[[TopicFeed], bool] = lambda _: False,
     ) -> None:
@@ -82,7 +82,7 @@ class TableUnit:
         while True:
             try:
                 return self._live_once()
-            except (Grown, StartedOver):
+            except (SourceSchemaGrewError, TopicReplacedError):
                 if self._opened == before:  # the catalogue does not know what records or bindings say
                     raise
                 before = self._opened
@@ -97,7 +97,7 @@ class TableUnit:
         self.reason, self.waits, self.waits_for = "hydrating", False, ""
         try:
             writer = self._host.writer(self.name, feed.schema, feed)
-        except Corrupt:
+        except CorruptError:
             # The mirror is a cache of what the shard says: whatever is wrong with it, the shard is asked anew.
             shutil.rmtree(self._host.mirror_dir(self.name), ignore_errors=True)
             raise
@@ -114,7 +114,7 @@ class TableUnit:
         self.seated = True
         try:
             self._seated()
-        except (Evolved, StartedOver):
+        except (SchemaEvolvedError, TopicReplacedError):
             writer.save()  # the mirror goes on, under the new version or from the new topic
             raise
         finally:
@@ -132,7 +132,7 @@ class TableUnit:
         failure = self._failure
         if failure is None:
             return
-        if isinstance(failure, Corrupt):
+        if isinstance(failure, CorruptError):
             shutil.rmtree(self._host.mirror_dir(self.name), ignore_errors=True)
         raise failure
 
@@ -153,11 +153,11 @@ class TableUnit:
 
     def _input(self) -> TopicFeed | None:
         """Wait until the input exists. None = the end came first. Raises Invalid for what can never be."""
-        pauses = Restarts(INPUT_POLL_S, SLOWEST_INPUT_POLL_S)
+        pauses = Backoff(INPUT_POLL_S, SLOWEST_INPUT_POLL_S)
         while True:
             try:
                 return self._look_up()
-            except NotReady as error:
+            except SourceNotReadyError as error:
                 self.waits_for, self.reason, self.waits = error.held_by, error.reason, True
                 self.holder_tells = error.tells
                 if self._host.ending.wait(pauses.pause_s(0.0)):

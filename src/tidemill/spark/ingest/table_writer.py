@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tidemill.base.errors import Conflict, Corrupt, Invalid, Unavailable
-from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.base.runtime.sync_context import Entered
+from tidemill.base.errors import ConflictError, CorruptError, InvalidError, UnavailableError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.runtime.sync_context import SyncContext
 from tidemill.objects.store import Buffer
-from tidemill.shards.api import HistoryLost, Part, ShardSchema
+from tidemill.shards.api import HistoryLostError, Part, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.key_hash import spelled_otherwise
 from tidemill.spark.ingest.dead_letter_run import DeadRun
@@ -39,7 +39,7 @@ class TableWriter:
 
     def __init__(
         self,
-        portal: Portal,
+        portal: BlockingPortal,
         stores: Stores,
         shard: LogShard,
         mirror_dir: Path,
@@ -80,8 +80,8 @@ class TableWriter:
     def hydrate(self) -> None:
         """Bring the mirror to the shard's upper: from the cache on disk if there is one to trust, else anew.
 
-        Raises Invalid for a table of records whose shard has keys in a spelling that no record has any more: each would
-        get a second row.
+        Raises InvalidError for a table of records whose shard has keys in a spelling that no record has any more: each
+        would get a second row.
         """
         saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, saved_under(self.stores.life))
         if saved is not None:
@@ -92,7 +92,7 @@ class TableWriter:
         # The runs first: only one in doubt is worth to read every live row for.
         doubtful = self.feed is not None and any(spelled_otherwise(run.rows, key) for run in mirror.runs)
         if doubtful and spelled_otherwise(mirror.live_rows(), key):
-            raise Invalid(
+            raise InvalidError(
                 f"the shard has keys that an earlier release wrote, -0.0 or a NaN of other bits: shard={self.name}.",
                 fix=f"Drop it, and the pipeline makes it anew: tidemill shard drop {self.name}",
             )
@@ -104,14 +104,14 @@ class TableWriter:
         if upper == at:
             return False
         if upper < at:
-            raise Corrupt(
+            raise CorruptError(
                 f"the shard's upper went back: shard={self.name} mirror={at} upper={upper}.",
                 fix="The shard was recreated or restored: restart the pipeline with a fresh scratch directory.",
             )
         try:
             # An empty mirror is made from contents: its history is as long as the shard's.
             batches = self.portal.call(self.shard.batches(at)) if at else None
-        except HistoryLost:
+        except HistoryLostError:
             batches = None
         if batches is None:
             self._start_over()
@@ -128,7 +128,7 @@ class TableWriter:
                 if rows.num_rows:
                     had_rows = True
                     self.dead_run = DeadRun()  # a peer met good records, and tells what came after them
-        except HistoryLost:
+        except HistoryLostError:
             self._start_over()
             return True
         return had_rows
@@ -141,10 +141,10 @@ class TableWriter:
             try:
                 mirror = self._read(upper)
                 break
-            except HistoryLost:
+            except HistoryLostError:
                 continue  # since passed the time in between: read at a newer one
         else:
-            raise Unavailable(f"the shard's history is forgotten while it is read: shard={self.name}.")
+            raise UnavailableError(f"the shard's history is forgotten while it is read: shard={self.name}.")
         kept = self.operator
         self.operator = Upsert(self.schema, mirror, fault=self._fault)
         self.operator.adopt(kept)
@@ -153,7 +153,7 @@ class TableWriter:
     def _read(self, upper: int) -> Mirror:
         """A mirror of the contents at upper - 1, made on the caller's thread: a large one takes minutes."""
         shard = self.shard
-        with Entered(self.portal, shard.chosen_until(upper - 1)) as batches:
+        with SyncContext(self.portal, shard.chosen_until(upper - 1)) as batches:
 
             def fetch(part: Part) -> Buffer:
                 return self.portal.call(shard.fetch(part, batches))
@@ -172,13 +172,13 @@ class TableWriter:
     async def append(self, lower: int, upper: int, parts: Sequence[Part]) -> bool:
         """Our one compare-and-append; False when a peer was first.
 
-        Raises Unavailable, Unknown: to be computed again, where a peer or our own lost success then shows as lost.
+        Raises UnavailableError, Unknown: to be computed again, where a peer or our own lost success then shows as lost.
         Whoever wrote the interval, its content is the same. Parts that did not get in stay as orphans: nothing is
         deleted (U4).
         """
         try:
             await self.shard.compare_and_append(lower, upper, parts, self.token())
-        except Conflict:
+        except ConflictError:
             self.lost += 1
             return False
         self.won += 1

@@ -25,7 +25,7 @@ from pathlib import Path
 import pyarrow as pa
 import structlog
 
-from tidemill.base.errors import Invalid, MovedBack, Replaced
+from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import keep_pauses_short
@@ -72,14 +72,14 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, lambda *_: stopping.set())
 
     from tidemill.spark.pipeline.runner import Runner
-    from tidemill.spark.pipeline.shared_driver import Together
-    from tidemill.spark.settings import Settings
+    from tidemill.spark.pipeline.shared_driver import SharedDriver
+    from tidemill.spark.settings import DriverSettings
 
     keep_pauses_short()
     conf = _conf(options.conf)
 
-    def settings(name: str, file: Path, scratch: Path) -> Settings:
-        return Settings(
+    def settings(name: str, file: Path, scratch: Path) -> DriverSettings:
+        return DriverSettings(
             name=name,
             file=file,
             urls=Urls(options.objects, options.consensus),
@@ -97,11 +97,11 @@ def main(arguments: list[str] | None = None) -> int:
         if options.session is None:
             Runner(pipelines[0], stopping).run()
         else:
-            Together(pipelines, settings(options.session.name, Path(), options.session), stopping).run()
-    except (Invalid, Replaced) as error:
+            SharedDriver(pipelines, settings(options.session.name, Path(), options.session), stopping).run()
+    except (InvalidError, ClusterReplacedError) as error:
         print(str(error), file=sys.stderr, flush=True)
         return EXIT_CONFIGURATION
-    except MovedBack as error:
+    except StoreRolledBackError as error:
         print(str(error), file=sys.stderr, flush=True)
         return 1
     except Exception:

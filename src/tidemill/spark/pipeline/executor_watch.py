@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidemill.spark.ingest.pipeline_context import Host
+from tidemill.spark.ingest.pipeline_context import PipelineContext
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -18,11 +18,11 @@ PATIENCE_S = 5.0
 """A cluster may put another executor in a lost one's place meanwhile."""
 
 
-def mark_of(host: Host) -> str:
+def mark_of(host: PipelineContext) -> str:
     return f"pipeline:{host.settings.name}:executors"
 
 
-def keep_work_going(host: Host) -> None:
+def keep_work_going(host: PipelineContext) -> None:
     """Until the pipeline ends; waits for Spark's context first. Told under `mark_of` while there is no executor.
 
     Where Spark itself asks for executors when they are needed (dynamic allocation), none is no trouble, and not ours.

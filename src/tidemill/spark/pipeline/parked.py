@@ -19,11 +19,11 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.limits import MARK_BLIND_AFTER_MS, MARK_PUBLISH_INTERVAL_S
 from tidemill.base.runtime.memory_budget import resident_bytes
 from tidemill.base.runtime.tasks import parks, sentence
-from tidemill.base.status.status import Report, Tracker, this_process
+from tidemill.base.status.status import Report, StatusTracker, this_process
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import Board
-from tidemill.spark.settings import Settings
+from tidemill.spark.settings import DriverSettings
 
 OPEN_TIMEOUT_S = 3.0
 NOT_RUNNING = "its pipeline does not run"
@@ -31,7 +31,7 @@ NOT_RUNNING = "its pipeline does not run"
 log = structlog.get_logger()
 
 
-async def tell(settings: Settings, fault: BaseException, began_ms: int, over: Callable[[], bool]) -> None:
+async def tell(settings: DriverSettings, fault: BaseException, began_ms: int, over: Callable[[], bool]) -> None:
     """Until `over`, asked once a second; while consensus is away nobody is told. `began_ms`: of the process.
 
     Raises Invalid: the URL of consensus is wrong.
@@ -60,7 +60,7 @@ async def tell(settings: Settings, fault: BaseException, began_ms: int, over: Ca
 
 async def _publish(
     board: Board,
-    settings: Settings,
+    settings: DriverSettings,
     fault: BaseException,
     clock: Clock,
     facts: Mapping[str, object],
@@ -89,9 +89,9 @@ def _lives_elsewhere(report: Report, now_ms: int) -> bool:
     return Path(f"/proc/{report.pid}").exists()
 
 
-def _tracker(last: Report | None, settings: Settings, fault: BaseException, now_ms: int) -> Tracker:
+def _tracker(last: Report | None, settings: DriverSettings, fault: BaseException, now_ms: int) -> StatusTracker:
     """From what the pipeline said last, whichever process said it: its tables stand where they stood (M5)."""
-    tracker, mine = Tracker(settings.budget_ms), f"pipeline:{settings.name}"
+    tracker, mine = StatusTracker(settings.budget_ms), f"pipeline:{settings.name}"
     marks = {mark.name: mark for mark in last.marks} if last is not None else {}
     if last is not None:
         tracker.adopt(last)

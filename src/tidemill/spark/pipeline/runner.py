@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, TidemillError
+from tidemill.base.errors import ClosedError, TidemillError
 from tidemill.base.runtime.tasks import keep, keep_thread, sentence
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.handle import LogShard
@@ -29,16 +29,16 @@ from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.ingest.dead_letters import DeadLetters
 from tidemill.spark.ingest.feed import Feed
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.pipeline_context import MIRRORS, Host, own_directory
-from tidemill.spark.ingest.table_ownership import Claims
+from tidemill.spark.ingest.pipeline_context import MIRRORS, PipelineContext, own_directory
+from tidemill.spark.ingest.table_ownership import TableOwnership
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.pipeline.executor_watch import keep_work_going
 from tidemill.spark.pipeline.scratch import sweep
 from tidemill.spark.pipeline.status_report import Reporter
-from tidemill.spark.pipeline.streaming_query import SessionLost, StreamingQuery
-from tidemill.spark.session.opener import Opening, wait_for_jvm
+from tidemill.spark.pipeline.streaming_query import SparkSessionLostError, StreamingQuery
+from tidemill.spark.session.opener import SessionOpener, wait_for_jvm
 from tidemill.spark.session.session import is_local
-from tidemill.spark.settings import Settings
+from tidemill.spark.settings import DriverSettings
 from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
 
 STOP_TIMEOUT_S = 4.0
@@ -51,20 +51,22 @@ REFUSED_S = 5.0
 log = structlog.get_logger()
 
 
-class Runner(Host):
+class Runner(PipelineContext):
     """`run` blocks until `stopping` is set, by itself too when the process is of no use any more, and raises why."""
 
-    def __init__(self, settings: Settings, stopping: threading.Event, opening: Opening | None = None) -> None:
+    def __init__(
+        self, settings: DriverSettings, stopping: threading.Event, opening: SessionOpener | None = None
+    ) -> None:
         """`opening` of a session that is not this pipeline's to stop."""
         pipeline = load_pipeline(settings.file, settings.name)
         row = PipelineRow(settings.name, pipeline.fed_by(), pipeline.dead_letters, pipeline.inputs())
-        super().__init__(settings, Claims(row))
+        super().__init__(settings, TableOwnership(row))
         self.pipeline: Pipeline = pipeline
         self.feeds: list[Feed] = []
         self.query = StreamingQuery(self, tuple(pipeline.sources()), self._sink_of)
         self.derivations: dict[str, Derivation] = {}
         self.dead_letters: DeadLetters
-        self._opening = opening or Opening(settings)
+        self._opening = opening or SessionOpener(settings)
         self._own_session = opening is None
         self._stopping = stopping
         self._failure: BaseException | None = None
@@ -232,10 +234,11 @@ class Runner(Host):
         return self.portal.call(self.stores.shard(self.pipeline.dead_letters, DEAD_LETTERS))
 
     def _live_session(self) -> None:
-        """Raises SessionLost when the JVM is gone, which derived tables alone would see at their next input."""
+        """Raises SparkSessionLostError when the JVM is gone, which derived tables alone would see at their next
+        input."""
         self._tried(f"pipeline:{self.settings.name}:spark", self._open_session)
         if self.session_ready.is_set() and wait_for_jvm():
-            raise SessionLost("Spark's JVM is gone.")
+            raise SparkSessionLostError("Spark's JVM is gone.")
 
     def _open_session(self) -> None:
         from tidemill.spark.source import register
@@ -265,7 +268,9 @@ class Runner(Host):
         except BaseException as error:
             if not self.session_is_lost():
                 raise
-            self._end(f"derived-{table.name}", SessionLost(f"Spark's session is gone: error={sentence(error)}."))
+            self._end(
+                f"derived-{table.name}", SparkSessionLostError(f"Spark's session is gone: error={sentence(error)}.")
+            )
 
 
 def bounded(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) -> None:
@@ -283,7 +288,7 @@ def _quietly(call: Callable[[], Any]) -> None:
     try:
         call()
     except (TidemillError, OSError, TimeoutError) as error:
-        if not isinstance(error, Closed):
+        if not isinstance(error, ClosedError):
             log.warning("closing failed", error=str(error))
     except Exception as error:
         log.warning("closing failed", error=str(error).splitlines()[0][:200])

@@ -20,15 +20,15 @@ from pathlib import Path
 import structlog
 
 from tidemill.base.clock import SystemClock
-from tidemill.base.errors import Invalid, ends_process
-from tidemill.base.runtime.tasks import Restarts, parks, sentence
+from tidemill.base.errors import InvalidError, ends_process
+from tidemill.base.runtime.tasks import Backoff, parks, sentence
 from tidemill.spark.ingest.pipeline_context import own_directory
 from tidemill.spark.pipeline.parked import tell
 from tidemill.spark.pipeline.runner import STOP_TIMEOUT_S, Runner, bounded
 from tidemill.spark.pipeline.scratch import sweep
-from tidemill.spark.pipeline.streaming_query import SessionLost
-from tidemill.spark.session.opener import Opening
-from tidemill.spark.settings import Settings
+from tidemill.spark.pipeline.streaming_query import SparkSessionLostError
+from tidemill.spark.session.opener import SessionOpener
+from tidemill.spark.settings import DriverSettings
 
 END_TIMEOUT_S = 14.0
 """So long pipelines have to end, all at once; what then is left is cut off. With Spark's end, a supervisor's wait."""
@@ -36,14 +36,14 @@ END_TIMEOUT_S = 14.0
 log = structlog.get_logger()
 
 
-class Together:
+class SharedDriver:
     """`session` names the Spark session and has its directory. `run` blocks until `stopping` is set, by itself too when
     the process is of no use any more, and raises why."""
 
-    def __init__(self, pipelines: Sequence[Settings], session: Settings, stopping: threading.Event) -> None:
+    def __init__(self, pipelines: Sequence[DriverSettings], session: DriverSettings, stopping: threading.Event) -> None:
         self._pipelines = pipelines
         self._session = session
-        self._opening = Opening(session, shared=True)
+        self._opening = SessionOpener(session, shared=True)
         self._stopping = stopping
         self._clock = SystemClock()
         self._began_ms = self._clock.now_ms()
@@ -81,9 +81,9 @@ class Together:
                 life.set()
         return life
 
-    def _keep(self, settings: Settings) -> None:
+    def _keep(self, settings: DriverSettings) -> None:
         """One pipeline, until the driver ends."""
-        restarts = Restarts()
+        restarts = Backoff()
         while not self._stopping.is_set():
             runner: Runner | None = None
             seen, began_s = version(settings.file), self._clock.monotonic_s()
@@ -93,7 +93,7 @@ class Together:
                 runner.run()
             except BaseException as fault:  # also what the user's file raises to leave
                 if (
-                    isinstance(fault, SessionLost)
+                    isinstance(fault, SparkSessionLostError)
                     or ends_process(fault)
                     or (runner is not None and runner.session_is_lost())
                 ):
@@ -102,16 +102,16 @@ class Together:
                 log.error("unit failed", unit=f"pipeline:{settings.name}", error=sentence(fault), parked=parks(fault))
                 try:
                     self._pause(settings, fault, runner, seen, pause_s)
-                except Invalid as error:
+                except InvalidError as error:
                     return self._end(error)
                 except BaseException as error:  # that it cannot be told is no reason to give the pipeline up
                     log.error("unit is not told", unit=f"pipeline:{settings.name}", error=sentence(error))
                     self._stopping.wait(pause_s)
 
     def _pause(
-        self, settings: Settings, fault: BaseException, runner: Runner | None, seen: object, pause_s: float
+        self, settings: DriverSettings, fault: BaseException, runner: Runner | None, seen: object, pause_s: float
     ) -> None:
-        """Told meanwhile, and over at once when its file is another. Raises Invalid when nobody can be told."""
+        """Told meanwhile, and over at once when its file is another. Raises InvalidError when nobody can be told."""
         until_s = self._clock.monotonic_s() + pause_s
 
         def over() -> bool:

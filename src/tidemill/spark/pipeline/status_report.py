@@ -31,7 +31,7 @@ from tidemill.base.runtime.tasks import is_fault, sentence
 from tidemill.base.status.histogram import SINCE_BOUND, Histogram, merged
 from tidemill.base.status.status import argmin
 from tidemill.consensus.status.board import Board
-from tidemill.objects.retrying import ResilientObjects
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.spark.derived.function_result import LEFT_OUT
 from tidemill.spark.ingest.dead_letter_run import DEAD
 from tidemill.spark.ingest.step_planner import STEP_BYTES
@@ -67,7 +67,7 @@ Place = tuple[int, int]
 log = structlog.get_logger()
 
 
-class Seen(msgspec.Struct, frozen=True):
+class FeedProgress(msgspec.Struct, frozen=True):
     """A feed: one past its newest binding (None = bindings cannot be read, so no table of it is at its target), the
     holder of its tables, and the reason. `fails`: the feed itself is the holder."""
 
@@ -163,10 +163,10 @@ class Reporter:
         )
 
     def _works(self, name: str, store: Troubled) -> None:
-        notice = store.noticed() if isinstance(store, ResilientObjects) else ""
+        notice = store.noticed() if isinstance(store, RetryingObjects) else ""
         self._tracker.works(name, store.trouble(), now_ms=self._runner.stores.clock.now_ms(), notice=notice)
 
-    def _look(self, feeds: Sequence[Feed]) -> list[Seen]:
+    def _look(self, feeds: Sequence[Feed]) -> list[FeedProgress]:
         """Of each feed: all bindings at once, for LOOK_S at most."""
 
         async def newest(feed: Feed) -> int:
@@ -176,21 +176,21 @@ class Reporter:
         async def run() -> list[int | BaseException]:
             return await asyncio.gather(*(newest(feed) for feed in feeds), return_exceptions=True)
 
-        out: list[Seen] = []
+        out: list[FeedProgress] = []
         for feed, found in zip(feeds, self._runner.portal.call(run()), strict=True):
             if isinstance(found, int):
                 self._tracker.heal(feed.bindings_mark)
                 error = feed.sink.error if feed.sink is not None else ""
                 failure = self._tracker.failure(feed.mark)
                 if failure is not None:
-                    out.append(Seen(found, feed.mark, failure.error, fails=True))
+                    out.append(FeedProgress(found, feed.mark, failure.error, fails=True))
                 else:
-                    out.append(Seen(found, feed.source.replace("/", ":", 1), error))
+                    out.append(FeedProgress(found, feed.source.replace("/", ":", 1), error))
                 continue
             why = f"no answer for {LOOK_S:g} s" if isinstance(found, TimeoutError) else sentence(found)
             why = f"bindings cannot be read: source={feed.source} error={why}"
             self._tracker.fail(feed.bindings_mark, why, now_ms=self._runner.stores.clock.now_ms())
-            out.append(Seen(None, feed.bindings_mark, why, fails=True))
+            out.append(FeedProgress(None, feed.bindings_mark, why, fails=True))
         return out
 
     def _table(self, places: dict[str, Place], name: str, compute: Callable[[], Place]) -> None:
@@ -217,7 +217,7 @@ class Reporter:
             self._tracker.heal(mark)
         return True
 
-    def _unit(self, unit: TableUnit, seen: Seen) -> Place:
+    def _unit(self, unit: TableUnit, seen: FeedProgress) -> Place:
         if unit.writer is None or unit.reason:
             # Whether a first snapshot stands still is for the capture's mark to say, to which `why` walks.
             work_ms = OTHERS_BUDGET_MS if unit.waits and unit.holder_tells else 0

@@ -19,9 +19,9 @@ import msgspec
 import structlog
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.runtime.tasks import Restarts, is_fault, sentence
+from tidemill.base.runtime.tasks import Backoff, is_fault, sentence
 from tidemill.spark.ingest.feed_sink import FeedSink
-from tidemill.spark.ingest.pipeline_context import Host, feed_mark
+from tidemill.spark.ingest.pipeline_context import PipelineContext, feed_mark
 from tidemill.spark.pipeline.start_limit import STARTS
 
 PACE_MS = 500
@@ -37,14 +37,14 @@ Failed = Callable[[str, BaseException], None]
 log = structlog.get_logger()
 
 
-class SessionLost(TidemillError):
+class SparkSessionLostError(TidemillError):
     """Spark's JVM is gone: the process ends, for only a new one gets another."""
 
 
 class StreamingQuery:
     """`run` is a thread's body. `sink_of` a source is None until its feed has opened one."""
 
-    def __init__(self, host: Host, sources: Sequence[str], sink_of: SinkOf) -> None:
+    def __init__(self, host: PipelineContext, sources: Sequence[str], sink_of: SinkOf) -> None:
         self.mark = f"pipeline:{host.settings.name}:query"
         self.query: Any = None
         self.called = threading.Event()
@@ -53,7 +53,7 @@ class StreamingQuery:
         self._sources = tuple(sources)
         self._sink_of = sink_of
         self._changed = threading.Event()
-        self._restarts = Restarts(1.0, LONGEST_PAUSE_S, STABLE_S)
+        self._restarts = Backoff(1.0, LONGEST_PAUSE_S, STABLE_S)
         # Queries in a row that ended before a batch. The first such is logged alone: rows come forward all the same.
         self._in_vain = 0
 
@@ -62,7 +62,7 @@ class StreamingQuery:
         self._changed.set()
 
     def run(self) -> None:
-        """Until the pipeline ends. Raises SessionLost alone; what else goes wrong is told and tried again."""
+        """Until the pipeline ends. Raises SparkSessionLostError alone; what else goes wrong is told and tried again."""
         host, clock = self._host, self._host.stores.clock
         while not host.session_ready.wait(POLL_S):
             if host.ending.is_set():
@@ -78,7 +78,7 @@ class StreamingQuery:
             if host.ending.is_set():
                 break
             if host.session_is_lost():
-                raise SessionLost(f"Spark's JVM is gone: error={reason}.")
+                raise SparkSessionLostError(f"Spark's JVM is gone: error={reason}.")
             # Spark's own trouble, e.g. a worker that a busy machine did not start within its ten seconds.
             pause_s = self._restarts.pause_s(clock.monotonic_s() - began_s)
             log.warning("streaming query ended, starting it again", error=reason, in_s=pause_s)

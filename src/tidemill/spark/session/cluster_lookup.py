@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.consensus.factory import sqlite_file
 from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
@@ -32,16 +32,16 @@ def find_cluster(
     *,
     environ: Mapping[str, str] | None = None,
 ) -> Urls:
-    """Raises Invalid when a file is wrong, or when no cluster is where it should be: reading makes none."""
+    """Raises InvalidError when a file is wrong, or when no cluster is where it should be: reading makes none."""
     env = os.environ if environ is None else environ
     if not (objects and consensus):
         found = _said(config, registered or {}, env)
         objects, consensus = objects or found.objects, consensus or found.consensus
     if not (objects and consensus):
-        raise Invalid("one of objects and consensus is not named.", fix=FIX)
+        raise InvalidError("one of objects and consensus is not named.", fix=FIX)
     file = sqlite_file(consensus)
     if file is not None and not file.exists():
-        raise Invalid(f"there is no cluster here: consensus={consensus} directory={Path.cwd()}.", fix=FIX)
+        raise InvalidError(f"there is no cluster here: consensus={consensus} directory={Path.cwd()}.", fix=FIX)
     return Urls(objects, consensus)
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 import tidemill
-from tidemill.base.errors import Invalid, Unavailable
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.session import executor_probe
 from tidemill.spark.session.session import PYTHON_SETTING
@@ -54,7 +54,7 @@ def tell(context: SparkContext, urls: Urls) -> None:
 def ship(context: SparkContext, directory: Path) -> None:
     """Blocks until executors can run our tasks; the archive, where one is needed, is made in `directory`.
 
-    Raises Invalid when they cannot: another Python, another system, no way to a store. Unavailable: the job failed
+    Raises InvalidError when they cannot: another Python, another system, no way to a store. Unavailable: the job failed
     for a reason of Spark's own.
     """
     wanted, code = wanted_distributions(), executor_probe.code_of(_package())
@@ -67,13 +67,13 @@ def ship(context: SparkContext, directory: Path) -> None:
         context.environment["PYTHONPATH"] = DIRECTORY
         lacked = sorted({name for each in _ask(context, executor_probe.lacking, wanted, code) for name in each})
     if lacked:
-        raise Invalid(
+        raise InvalidError(
             f"executors do not have what tasks need: lacking={', '.join(lacked[:10])}.",
             fix=f"Install tidemill[spark] of the driver's version for the Python of {PYTHON_SETTING}.",
         )
     troubles = sorted({found for found in _ask(context, executor_probe.trouble) if found})
     if troubles:
-        raise Invalid(
+        raise InvalidError(
             f"executors cannot work: {troubles[0]}.",
             fix="Give stores that every executor reaches: s3:// and postgresql://.",
         )
@@ -92,11 +92,11 @@ def _ask(context: SparkContext, question: Any, *arguments: Any) -> list[Any]:
         text = " ".join(str(error).split())
         if "PYTHON_VERSION_MISMATCH" in text or "Cannot run program" in text:
             wanted = f"{sys.version_info.major}.{sys.version_info.minor}"
-            raise Invalid(
+            raise InvalidError(
                 f"executors have no Python {wanted} at this place: {PYTHON_SETTING}={context.pythonExec}.",
                 fix=f"Set {PYTHON_SETTING} to one that all executors and the driver's machine have: python{wanted}.",
             ) from error
-        raise Unavailable(f"executors give no answer: master={context.master} error={text[:300]}.") from error
+        raise UnavailableError(f"executors give no answer: master={context.master} error={text[:300]}.") from error
     finally:
         cloudpickle.unregister_pickle_by_value(executor_probe)
 

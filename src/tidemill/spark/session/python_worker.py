@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -30,24 +30,24 @@ FIX = (
 
 @contextmanager
 def data_source_found() -> Iterator[None]:
-    """Raises Invalid where Spark says that there is no data source `tidemill`."""
+    """Raises InvalidError where Spark says that there is no data source `tidemill`."""
     try:
         yield
     except Exception as error:  # py4j's own in a classic session, PySpark's under Connect
         if "[DATA_SOURCE_NOT_FOUND]" not in str(error):
             raise
-        raise Invalid('the Python that Spark runs has no data source "tidemill".', fix=FIX) from error
+        raise InvalidError('the Python that Spark runs has no data source "tidemill".', fix=FIX) from error
 
 
 def check_python(spark: SparkSession) -> None:
-    """Raises Invalid where the Python of this session cannot import the data source. Under Spark Connect it is the
+    """Raises InvalidError where the Python of this session cannot import the data source. Under Spark Connect it is the
     server's, which cannot be asked here. The JVM of a session of `build_session` leads any Python to ours."""
     context = getattr(spark, "_sc", None)
     if context is not None and context.getConf().get(BUILT):
         return
     python = shutil.which(context.pythonExec) if context is not None else None
     if python is not None and python != sys.executable and not _imports(python):
-        raise Invalid(f"the Python that Spark runs has no tidemill: python={python}.", fix=FIX)
+        raise InvalidError(f"the Python that Spark runs has no tidemill: python={python}.", fix=FIX)
 
 
 @lru_cache

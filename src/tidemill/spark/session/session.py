@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tidemill
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.spark.session.cds_archive import archive_options
 from tidemill.spark.session.java import export_java, find_bash, find_java
 from tidemill.spark.session.python_worker import BUILT
@@ -185,7 +185,7 @@ def _told_by_the_jvm() -> Iterator[None]:
     except Exception as error:
         if "JAVA_GATEWAY_EXITED" not in str(error):
             raise
-        raise Unavailable(
+        raise UnavailableError(
             f"Spark's JVM did not start: {_written_since(begin) or 'see the log of this process'}.",
             fix="Correct the Spark settings that it names, or the Java that `tidemill doctor` shows.",
         ) from error

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, DataSourceWriter
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.spark.session.python_worker import check_python
 from tidemill.spark.source.batch import ShardReader, shard_schema
 from tidemill.spark.source.catalogue import keep_options, table_options
@@ -43,7 +43,7 @@ __all__ = ["DESCRIPTOR_COLUMNS", "TidemillSource", "register"]
 def register(spark: SparkSession, objects: str = "", consensus: str = "") -> None:
     """Give the session the URLs of a cluster once, so that its reads need not name one.
 
-    Raises Invalid where the Python that Spark runs has no tidemill.
+    Raises InvalidError where the Python that Spark runs has no tidemill.
     """
     check_python(spark)
     given = {key: value for key, value in (("objects", objects), ("consensus", consensus)) if value}
@@ -97,7 +97,7 @@ class TidemillSource(DataSource):  # type: ignore[misc]
         if options.shard:
             options.only(CHANGES, "a stream of changes")
             if not options.flag("changes", False):
-                raise Invalid("a stream of a shard gives its changes.", fix="Give option changes=true.")
+                raise InvalidError("a stream of a shard gives its changes.", fix="Give option changes=true.")
             return ChangesReader(options, schema)
         options.only(STREAM, "a stream")
         return FeedReader(options) if options.flag("rows", True) else TimesReader(options)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
-from tidemill.base.errors import Invalid, Missing
-from tidemill.shards.api import Column, Evolved, HistoryLost, ShardSchema
+from tidemill.base.errors import InvalidError, MissingError
+from tidemill.shards.api import Column, HistoryLostError, SchemaEvolvedError, ShardSchema
 from tidemill.shards.read.hash_ranges import Range, cut, read_range
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES
 from tidemill.shards.read.part_bytes import fetching
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-    from tidemill.base.runtime.blocking_portal import Portal
+    from tidemill.base.runtime.blocking_portal import BlockingPortal
     from tidemill.shards.handle import LogShard
 
 AS_OF_TIMEOUT_S = 60.0
@@ -48,7 +48,7 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
 
     def __init__(self, options: Options, schema: StructType) -> None:
         if not options.shard:
-            raise Invalid(
+            raise InvalidError(
                 "no shard is named.",
                 fix='Give option shard=NAME, or .load("NAME"); make a table of a catalogue without a list of columns.',
             )
@@ -73,7 +73,7 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
             portal.call(shard.hold(shard.reader_name("spark"), as_of, JOB_HOLD_MS))
             ranges = cut(portal.call(shard.batches_until(as_of)))
         if any(batch.schema_version > shard.schema.version for r in ranges for batch in r.batches):
-            raise Evolved(f"the shard's schema changed meanwhile: shard={shard.name}.", fix="Read again.")
+            raise SchemaEvolvedError(f"the shard's schema changed meanwhile: shard={shard.name}.", fix="Read again.")
         return [ShardPartition(self._options.objects, shard.schema, chosen, as_of) for chosen in ranges]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -87,18 +87,18 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
             for rows in read_range(schema, chosen, as_of, fetch):
                 wanted = rows.select(names)
                 yield from wanted.cast(_arrow_schema(self._schema, wanted.schema)).to_batches(max_chunksize=20_000)
-        except Missing as error:
-            raise HistoryLost(
+        except MissingError as error:
+            raise HistoryLostError(
                 f"history is lost: what this frame read at its first query is not there any more: as_of={as_of}.",
                 fix="Load it anew, or use tidemill.spark.read, whose frames hold what they read. Where that fails too,"
                 " see tidemill doctor --deep.",
             ) from error
 
 
-def readable_at(portal: Portal, shard: LogShard, given: int | None) -> int | None:
+def readable_at(portal: BlockingPortal, shard: LogShard, given: int | None) -> int | None:
     """The time to read at: as given, once it is final, or the newest; None while nothing was ever written.
 
-    Raises Invalid for a time that is not readable.
+    Raises InvalidError for a time that is not readable.
     """
     since, upper = portal.call(shard.frontiers())
     if given is None and upper == 0:
@@ -107,7 +107,7 @@ def readable_at(portal: Portal, shard: LogShard, given: int | None) -> int | Non
     if as_of >= upper:
         upper = portal.call(shard.wait_upper(as_of, AS_OF_TIMEOUT_S))
     if not since <= as_of < upper:
-        raise Invalid(
+        raise InvalidError(
             f"time is not readable: shard={shard.name} as_of={as_of} since={since} upper={upper}.",
             fix="Read at a time from since to upper - 1.",
         )
@@ -115,12 +115,12 @@ def readable_at(portal: Portal, shard: LogShard, given: int | None) -> int | Non
 
 
 def check_columns(wanted: StructType, columns: Sequence[Column], name: str) -> None:
-    """Raises Invalid: a schema given by hand, or kept by a catalogue, has what the shard has not."""
+    """Raises InvalidError: a schema given by hand, or kept by a catalogue, has what the shard has not."""
     have = {field.name: field.dataType for field in spark_schema(columns).fields}
     for field in wanted.fields:
         if have.get(field.name) != field.dataType:
             there = have[field.name].simpleString() if field.name in have else "no such column"
-            raise Invalid(
+            raise InvalidError(
                 f"the shard has another column: shard={name} column={field.name}"
                 f" wanted={field.dataType.simpleString()} there={there}.",
                 fix="Leave the schema out, or make the table of the catalogue anew.",

@@ -18,9 +18,9 @@ import msgspec
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import MIB
-from tidemill.shards.api import DIFF, TIME, Batch, Column, Evolved, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Batch, Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.read.hash_ranges import Range, cut, read_range
 from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_bytes import fetching
@@ -93,7 +93,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
                     break
                 end = min(batch.upper, upper)
             return {"ts": end, "shard": shard.shard_id}
-        except (Unavailable, Unknown):
+        except (UnavailableError, UnknownOutcomeError):
             if self._target is not None:
                 raise
             return start
@@ -112,7 +112,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         found = portal.call(shard.batches_until(upper - 1) if first else shard.batches(lower))
         batches = [b for b in found if b.lower < upper and b.parts]
         if any(batch.schema_version > shard.schema.version for batch in batches):
-            raise Evolved(
+            raise SchemaEvolvedError(
                 f"the shard's schema changed since this query began: shard={shard.name}.",
                 fix="Start the query again, with its checkpoint: it goes on, with the new columns.",
             )
@@ -138,11 +138,12 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
             yield from rows.select(self._schema.fieldNames()).to_batches(20_000)
 
     def _open(self, offset: Offset) -> tuple[LogShard, MovingHold]:
-        """Raises Invalid: the offset is of another shard. (One of an older version does not say of which it is.)"""
+        """Raises InvalidError: the offset is of another shard. (One of an older version does not say of which it
+        is.)"""
         if self._opened is None:
             portal, stores = shared(self._options.urls)
             if not self._options.shard:
-                raise Invalid("no shard is named.", fix="Give option shard=NAME.")
+                raise InvalidError("no shard is named.", fix="Give option shard=NAME.")
             shard = portal.call(stores.shard(self._options.shard))
             check_columns(self._schema, (*shard.schema.columns, *META), shard.name)
             hold = MovingHold(shard, shard.reader_name("stream"), stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
@@ -151,7 +152,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
             self._opened = shard, hold
         shard, _ = self._opened
         if offset.get("shard", shard.shard_id) != shard.shard_id:
-            raise Invalid(
+            raise InvalidError(
                 f"the shard was dropped, and another has its name: shard={shard.name}.",
                 fix="Begin the stream anew, with a checkpoint of its own.",
             )

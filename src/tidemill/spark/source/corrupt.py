@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import TIME, Column
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.shards.parts.schema import arrow_type
@@ -38,10 +38,10 @@ class Corrupted(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, options: Options) -> Corrupted:
-        """Raises Invalid: there is no such mode."""
+        """Raises InvalidError: there is no such mode."""
         mode = options.text("mode", MODES[0]).upper()
         if mode not in MODES:
-            raise Invalid(f"no such mode: mode={options.text('mode')}.", fix=f"Use one of {', '.join(MODES)}.")
+            raise InvalidError(f"no such mode: mode={options.text('mode')}.", fix=f"Use one of {', '.join(MODES)}.")
         return cls(mode, options.text("columnnameofcorruptrecord", COLUMN))
 
     @property
@@ -52,12 +52,12 @@ class Corrupted(msgspec.Struct, frozen=True):
         return Column(self.column, "binary"), Column(f"{self.column}_reason", "string")
 
     def rows(self, rows: pa.Table, dead: pa.Table) -> pa.Table:
-        """Rows of a stream and, in this mode's way, what could not be read (updates of DEAD_LETTERS). Raises Invalid
-        where the first of it fails the query."""
+        """Rows of a stream and, in this mode's way, what could not be read (updates of DEAD_LETTERS). Raises
+        InvalidError where the first of it fails the query."""
         rows, lacking = _apart(rows)
         if self.mode == "FAILFAST" and lacking is not None and lacking.null_count < len(lacking):
             at = int(np.flatnonzero(lacking.is_valid().to_numpy())[0])
-            raise Invalid(
+            raise InvalidError(
                 f"an update says nothing of columns that it left as they were: columns={_names(lacking[at].as_py())}"
                 f" partition={rows.column(PARTITION)[at]} offset={rows.column(ORDER)[at]}.",
                 fix="Capture the table with whole rows (REPLICA IDENTITY FULL), or read it with another mode.",
@@ -66,7 +66,7 @@ class Corrupted(msgspec.Struct, frozen=True):
             rows = rows.filter(lacking.is_null())
         if self.mode == "FAILFAST" and dead.num_rows:
             said = " ".join(f"{name}={dead.column(name)[0].as_py()}" for name in ("topic", "partition", "offset"))
-            raise Invalid(
+            raise InvalidError(
                 f"a record cannot be read: {said} ({dead.column('reason')[0].as_py()}).",
                 fix="Have it as a row with mode=PERMISSIVE, or leave such records out with mode=DROPMALFORMED.",
             )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from tidemill.base.errors import Invalid, unknown_name
+from tidemill.base.errors import InvalidError, unknown_name
 from tidemill.shards.read.time_parsing import LATEST, as_of_ms
 from tidemill.spark.environment import OBJECTS_VARIABLE
 from tidemill.spark.session.cluster_lookup import find_cluster
@@ -22,7 +22,7 @@ WRITE = ("shard", "path", "key", "delete", "mergeschema", "beside")
 
 
 class Options:
-    """Raises Invalid naming the option, everywhere. `registered`: URLs that `register` was given."""
+    """Raises InvalidError naming the option, everywhere. `registered`: URLs that `register` was given."""
 
     def __init__(self, options: Mapping[str, str], registered: Mapping[str, str] | None = None) -> None:
         self._options = _given({key.lower(): value for key, value in options.items()})
@@ -30,7 +30,7 @@ class Options:
         known = tuple(dict.fromkeys((*CLUSTER, *BATCH, *STREAM, *CHANGES, *WRITE)))
         for key in self._options:
             if key not in known:
-                raise Invalid(f"unknown option: option={key}.", fix=unknown_name(key, known))
+                raise InvalidError(f"unknown option: option={key}.", fix=unknown_name(key, known))
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what was found: each process finds its cluster for itself."""
@@ -40,7 +40,7 @@ class Options:
         """Refuse what a read of this kind would not look at."""
         for key in self._options:
             if key not in (*CLUSTER, *names):
-                raise Invalid(
+                raise InvalidError(
                     f"option means nothing to {of}: option={key}.", fix=f"Leave it out; {of} knows {', '.join(names)}."
                 )
 
@@ -50,19 +50,19 @@ class Options:
     def need(self, key: str, fix: str) -> str:
         found = self.text(key)
         if not found:
-            raise Invalid(f"option is missing: option={key}.", fix=fix)
+            raise InvalidError(f"option is missing: option={key}.", fix=fix)
         return found
 
     def number(self, key: str, default: int) -> int:
         try:
             return int(self.text(key, str(default)))
         except ValueError as error:
-            raise Invalid(f"option is not a number: option={key} value={self.text(key)!r}.") from error
+            raise InvalidError(f"option is not a number: option={key} value={self.text(key)!r}.") from error
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.text(key, str(default)).lower()
         if value not in ("true", "false"):
-            raise Invalid(f"option is neither true nor false: option={key} value={value!r}.")
+            raise InvalidError(f"option is neither true nor false: option={key} value={value!r}.")
         return value == "true"
 
     def as_text(self) -> dict[str, str]:
@@ -84,7 +84,7 @@ class Options:
         """Its name, or "" when this reads something else."""
         named, path = self.text("shard"), self.text("path")
         if named and path and named != path:
-            raise Invalid(f"two shards are named: shard={named} path={path}.", fix="Name one.")
+            raise InvalidError(f"two shards are named: shard={named} path={path}.", fix="Name one.")
         return named or path
 
     @property

@@ -17,7 +17,7 @@ import structlog
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from tidemill.base.errors import TidemillError, Unavailable, Unknown
+from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks, sentence
 from tidemill.shards.api import Column
 from tidemill.spark.source.bindings import Bindings
@@ -163,7 +163,7 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
 
     def _stands(self, one: Bindings, error: TidemillError) -> None:
         """The source cannot be read now: raises `error` unless it heals by itself, or other sources go on."""
-        if isinstance(error, Unavailable | Unknown):
+        if isinstance(error, UnavailableError | UnknownOutcomeError):
             return
         if len(self._sources) == 1:
             raise error

@@ -18,11 +18,11 @@ import msgspec
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
-from tidemill.base.errors import Invalid, Unavailable, Unknown
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import Column
 from tidemill.spark.decode.ddl import stream_schema
 from tidemill.spark.decode.offset_slices import Descriptor
-from tidemill.spark.ingest.sources import NotReady, TopicFeed, captured_feed, stream_feed
+from tidemill.spark.ingest.sources import SourceNotReadyError, TopicFeed, captured_feed, stream_feed
 from tidemill.spark.source.bindings import Bindings
 from tidemill.spark.source.corrupt import Corrupted
 from tidemill.spark.source.options import Options
@@ -42,11 +42,11 @@ first binding after a pause is not kept waiting."""
 
 
 def row_columns(options: Options) -> tuple[Column, ...]:
-    """What a row-yielding stream gives. Raises Invalid when its source does not exist yet: they are needed now."""
+    """What a row-yielding stream gives. Raises InvalidError when its source does not exist yet: they are needed now."""
     corrupted = Corrupted.of(options)
     columns = (*_one_feed(options).schema.columns, *(Column(n, t) for n, t in META))
     if taken := {c.name for c in columns} & {c.name for c in corrupted.columns}:
-        raise Invalid(
+        raise InvalidError(
             f"the topic has this column itself: column={taken.pop()}.",
             fix="Give what cannot be read another with option columnNameOfCorruptRecord.",
         )
@@ -63,8 +63,10 @@ def _one_feed(options: Options) -> TopicFeed:
             return portal.call(captured_feed(stores.catalogue, name, table))
         schema = stream_schema(options.need("schema", 'Write "name type, …".'), options.need("key", "Name the key."))
         return portal.call(stream_feed(stores.catalogue, name, schema))
-    except NotReady as error:
-        raise Invalid(f"source is not there yet: source={options.source}.", fix=f"Wait: {error.reason}.") from error
+    except SourceNotReadyError as error:
+        raise InvalidError(
+            f"source is not there yet: source={options.source}.", fix=f"Wait: {error.reason}."
+        ) from error
 
 
 class FeedPartition(InputPartition):  # type: ignore[misc]
@@ -105,7 +107,7 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         pace_ms = self._options.number("pace_ms", PACE_MS)
         try:
             end = portal.call(self._latest(stores, start["ts"], limit, pace_ms))
-        except (Unavailable, Unknown):
+        except (UnavailableError, UnknownOutcomeError):
             if self._target is not None:
                 raise
             return start
@@ -131,7 +133,7 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         feed = msgspec.msgpack.decode(partition.feed, type=TopicFeed)
         decoded = decode_here(partition.objects, feed, [descriptor])
         if decoded.stop is not None:
-            raise Invalid(decoded.stop.reason, fix=decoded.stop.fix)
+            raise InvalidError(decoded.stop.reason, fix=decoded.stop.fix)
         yield from self._corrupted.rows(decoded.commands.rows, decoded.dead).to_batches(20_000)
 
     async def _latest(self, stores: Stores, start: int, limit: ReadLimit, pace_ms: int) -> int:

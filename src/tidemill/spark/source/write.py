@@ -10,7 +10,7 @@ import structlog
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import Invalid, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.shards.api import staged_key
 from tidemill.spark.source.options import Options
 from tidemill.spark.stores import shared, shared_objects
@@ -42,7 +42,7 @@ class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
 
     def __init__(self, options: Options, schema: StructType, overwrite: bool) -> None:
         if not options.shard:
-            raise Invalid(
+            raise InvalidError(
                 "no shard is named.",
                 fix='Give option shard=NAME, or .save("NAME"). Of a table of a catalogue Spark tells a write no'
                 " options: INSERT INTO t WITH (shard = 'NAME') …, or make it a TEMPORARY VIEW.",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import TIME, ShardSchema
 from tidemill.shards.parts.arrow_rows import Mask, one_chunk, rows_at, shown
 from tidemill.shards.parts.key_hash import normal_keys
@@ -20,19 +20,19 @@ from tidemill.spark.upsert.sorted_runs import Run
 
 
 def distinct(schema: ShardSchema, rows: pa.Table) -> Run:
-    """Rows of any columns beside the key's, by hash; keys as S7 has them. Raises Invalid: a key is null, or comes
+    """Rows of any columns beside the key's, by hash; keys as S7 has them. Raises InvalidError: a key is null, or comes
     twice."""
     key = schema.key
     for name in key:
         if rows.column(name).null_count:
-            raise Invalid(f"a key column is null: column={name}.", fix="Filter such rows out, or give a value.")
+            raise InvalidError(f"a key column is null: column={name}.", fix="Filter such rows out, or give a value.")
     rows = one_chunk(normal_keys(rows, key))
     hashes = hash_rows(rows, key)
     order, starts = group_by_key(rows, hashes, key)
     if not starts.all():
         again = int(order[np.flatnonzero(~starts)[0]])
         values = " ".join(f"{name}={shown(rows.column(name)[again]):.100}" for name in key)
-        raise Invalid(
+        raise InvalidError(
             f"a key comes twice: {values} rows={rows.num_rows} keys={int(starts.sum())}.",
             fix="Group by the key, or name more key columns.",
         )
@@ -40,7 +40,7 @@ def distinct(schema: ShardSchema, rows: pa.Table) -> Run:
 
 
 def difference(schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int) -> Commands:
-    """Commands that make the contents `now` equal to `wanted` at `time_ms`. Raises Invalid as `distinct`.
+    """Commands that make the contents `now` equal to `wanted` at `time_ms`. Raises InvalidError as `distinct`.
 
     Rows that are there already are commands too; `resolve` finds that they change nothing.
     """

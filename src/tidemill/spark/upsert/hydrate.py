@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.shards.api import DIFF, Batch, ShardSchema
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.shards.parts.schema import part_schema
@@ -25,7 +25,7 @@ ADOPT_BYTES = 4 << 20
 def mirror_of(schema: ShardSchema, batches: Sequence[Batch], upper: int, fetch: Fetch, directory: Path) -> Mirror:
     """The contents at upper - 1 of a shard whose batches with any time below `upper` are these.
 
-    Raises Corrupt if a key has two live rows (U1), Evolved, and as `fetch`.
+    Raises CorruptError if a key has two live rows (U1), Evolved, and as `fetch`.
     """
     mirror = Mirror(schema, directory=directory)
     count = 0
@@ -44,5 +44,5 @@ def mirror_of(schema: ShardSchema, batches: Sequence[Batch], upper: int, fetch: 
             mirror.apply(pa.concat_tables([part_schema(schema).empty_table(), *updates(batch)]), mirror.upper, end)
     # A run has a key once, whatever the shard has: that a batch inserted what was live already shows in the sum alone.
     if count != (live := mirror.count_live()):
-        raise Corrupt(f"a key has two live rows in the shard: upper={upper} rows={count} keys={live}.")
+        raise CorruptError(f"a key has two live rows in the shard: upper={upper} rows={count} keys={live}.")
     return mirror

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
 from tidemill.shards.parts.arrow_rows import Index, int64s, one_chunk, rows_at, rows_equal
 from tidemill.shards.parts.row_hash import U64, hash_rows
@@ -83,20 +83,20 @@ class Mirror:
         directory: Path | None = None,
         hasher: HashRows = hash_rows,
     ) -> Mirror:
-        """Rebuilt from a snapshot of the shard at upper - 1. Raises Corrupt if a key has two live rows (U1)."""
+        """Rebuilt from a snapshot of the shard at upper - 1. Raises CorruptError if a key has two live rows (U1)."""
         mirror = cls(schema, upper, directory=directory, hasher=hasher)
         mirror.insert(contents)
         return mirror
 
     def insert(self, contents: pa.Table) -> None:
-        """Some of a snapshot at upper - 1, of keys that nothing here has. Raises Corrupt as `hydrate`."""
+        """Some of a snapshot at upper - 1, of keys that nothing here has. Raises CorruptError as `hydrate`."""
         if not contents.num_rows:
             return
         rows = one_chunk(contents.select(self._columns).cast(contents_schema(self.schema)))
         hashes = self._hasher(rows, self.schema.key)
         order, starts = group_by_key(rows, hashes, self.schema.key)
         if not starts.all():
-            raise Corrupt(f"a key has two live rows in the shard: upper={self.upper} rows={int((~starts).sum())}.")
+            raise CorruptError(f"a key has two live rows in the shard: upper={self.upper} rows={int((~starts).sum())}.")
         self._push(Run(rows_at(rows, order), hashes[order], np.ones(len(order), dtype=bool)))
 
     # reading ---------------------------------------------------------------------------------------
@@ -153,7 +153,8 @@ class Mirror:
         self._push(Run(changes.rows, changes.hashes, changes.live, changes.path))
 
     def apply(self, updates: pa.Table, lower: int, upper: int) -> None:
-        """A delta of the shard, complete for [lower, upper), by whoever wrote it. Raises Corrupt when it breaks U1."""
+        """A delta of the shard, complete for [lower, upper), by whoever wrote it. Raises CorruptError when it breaks
+        U1."""
         self._step(lower, upper)
         if updates.num_rows == 0:
             return
@@ -187,7 +188,7 @@ class Mirror:
 
     def _step(self, lower: int, upper: int) -> None:
         if lower != self.upper or upper < lower:
-            raise Corrupt(f"delta does not continue the mirror: mirror={self.upper} lower={lower} upper={upper}.")
+            raise CorruptError(f"delta does not continue the mirror: mirror={self.upper} lower={lower} upper={upper}.")
         self.upper = upper
 
     def _fold(self, updates: pa.Table) -> Run:
@@ -242,7 +243,7 @@ class Mirror:
                 sums.append([member, int(diffs[member])])
         live = [entry for entry in sums if entry[1] > 0]
         if len(live) > 1 or any(entry[1] > 1 for entry in live):
-            raise Corrupt(f"a key has two live rows in the shard: upper={self.upper}.")
+            raise CorruptError(f"a key has two live rows in the shard: upper={self.upper}.")
         if live:
             return live[0][0], True
         return (sums[0][0], False) if any(entry[1] < 0 for entry in sums) else None
@@ -349,7 +350,7 @@ class Mirror:
                     open_run(schema, path) if old == schema else renew_run(old, schema, path, mirror._new_file())
                 )
             mirror._saved = {name: (directory / name).stat().st_size for name, _ in manifest.runs}
-        except (Corrupt, OSError):
+        except (CorruptError, OSError):
             return None
         if [len(run) for run in mirror.runs] != [rows for _, rows in manifest.runs]:
             return None

@@ -17,7 +17,7 @@ from enum import Enum
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.upsert.classify import AT, BELOW, classify
@@ -40,7 +40,7 @@ class Upsert:
         self, schema: ShardSchema, mirror: Mirror, *, hasher: HashRows = hash_rows, fault: Fault = Fault.NONE
     ) -> None:
         if not schema.key:
-            raise Invalid("an upsert needs a key.", fix="Name the key columns of the table.")
+            raise InvalidError("an upsert needs a key.", fix="Name the key columns of the table.")
         self.schema = schema
         self.mirror = mirror
         self.source_frontier = mirror.upper

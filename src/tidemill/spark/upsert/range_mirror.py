@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.runtime.blocking_portal import Portal
-from tidemill.shards.api import HASH, Batch, HistoryLost, ShardSchema
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.shards.api import HASH, Batch, HistoryLostError, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.arrow_rows import Index, rows_at
 from tidemill.shards.parts.consolidate import contents
@@ -76,7 +76,7 @@ class RangeMirrors:
             self._kept.popitem(last=False)
         return mirror
 
-    def _follow(self, portal: Portal, shard: LogShard, mirror: Mirror, part: HashRange, upper: int) -> bool:
+    def _follow(self, portal: BlockingPortal, shard: LogShard, mirror: Mirror, part: HashRange, upper: int) -> bool:
         """False when what it needs is forgotten, or when it is beyond already."""
         if mirror.upper > upper:
             return False
@@ -86,7 +86,7 @@ class RangeMirrors:
                 if until > mirror.upper:
                     rows = portal.call(shard.read_batch(part.part_of(batch), mirror.upper, until))
                     mirror.apply(rows.filter(part.holds(rows.column(HASH).to_numpy())), mirror.upper, until)
-        except HistoryLost:
+        except HistoryLostError:
             return False
         self.followed += 1
         return mirror.upper == upper

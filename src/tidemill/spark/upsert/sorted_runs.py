@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.arrow_rows import Index, Mask, one_chunk, rows_at, rows_equal
 from tidemill.shards.parts.checksums import checksum
@@ -123,8 +123,8 @@ class Run:
 def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool, path: Path | None = None) -> Run:
     """One run with the newest state of every key; `runs` newest first. `drop_absent` when none is older.
 
-    Piece by piece, each a range of hashes; with a path into that file, so that memory holds one piece. Raises Corrupt
-    when the file of a run is damaged.
+    Piece by piece, each a range of hashes; with a path into that file, so that memory holds one piece. Raises
+    CorruptError when the file of a run is damaged.
     """
     for run in runs:
         if run.path is not None and run.path.exists():  # what was deleted under us is still mapped
@@ -200,7 +200,7 @@ def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None
 def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> Run:
     """The run that is stored under an older version of the schema, piece by piece as a file of its own.
 
-    Raises Corrupt. Hashes and order stay: a key has one hash under every version.
+    Raises CorruptError. Hashes and order stay: a key has one hash under every version.
     """
     run = open_run(old, path)
     pieces = (run.between(at, min(at + PIECE_ROWS, len(run))) for at in range(0, len(run), PIECE_ROWS))
@@ -215,16 +215,16 @@ VERIFIED_MAX = 1024
 
 
 def verify_run(path: Path) -> None:
-    """Raises Corrupt unless the file holds what was written. Reads all of it."""
+    """Raises CorruptError unless the file holds what was written. Reads all of it."""
     try:
         data = pa.memory_map(str(path), "rb").read_buffer()
         crc = _END.unpack(data[-_END.size :])[2]
     except (OSError, struct.error, pa.ArrowException) as error:
-        raise Corrupt(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error
+        raise CorruptError(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error
     if (computed := checksum(data[: -_END.size])) != crc:
         for identity in [known for known in list(_verified) if known[0] == str(path)]:
             del _verified[identity]
-        raise Corrupt(
+        raise CorruptError(
             f"mirror run is damaged: path={path} stored_crc32c={crc:08x} computed_crc32c={computed:08x}.", fix=FIX
         )
 
@@ -233,7 +233,7 @@ def _verify_once(path: Path) -> None:
     try:
         found = path.stat()
     except OSError as error:
-        raise Corrupt(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error
+        raise CorruptError(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error
     identity = str(path), found.st_ino, found.st_mtime_ns
     if identity not in _verified:
         verify_run(path)
@@ -243,7 +243,8 @@ def _verify_once(path: Path) -> None:
 
 
 def open_run(schema: ShardSchema, path: Path, *, verify: bool = True) -> Run:
-    """Map a stored run; `verify`: another process wrote it. Raises Corrupt: it is damaged, or of another schema."""
+    """Map a stored run; `verify`: another process wrote it. Raises CorruptError: it is damaged, or of another
+    schema."""
     if verify:
         _verify_once(path)
     try:
@@ -252,13 +253,13 @@ def open_run(schema: ShardSchema, path: Path, *, verify: bool = True) -> Run:
         hashes_at = size_bytes + -size_bytes % 8
         live_at = hashes_at + 8 * count
         if form != FORM or data.size != live_at + count + _END.size:
-            raise Corrupt(f"mirror run has another form: path={path}.", fix=FIX)
+            raise CorruptError(f"mirror run has another form: path={path}.", fix=FIX)
         table = pa.ipc.open_file(data.slice(0, size_bytes)).read_all()
         rows = table.select(contents_schema(schema).names).cast(contents_schema(schema))
         hashes = np.frombuffer(data, dtype=np.uint64, count=count, offset=hashes_at)
         live = np.frombuffer(data, dtype=bool, count=count, offset=live_at)
         if rows.num_rows != count:
-            raise Corrupt(f"mirror run is cut off: path={path}.", fix=FIX)
+            raise CorruptError(f"mirror run is cut off: path={path}.", fix=FIX)
         return Run(rows, hashes, live, path)
     except (OSError, struct.error, pa.ArrowException, KeyError) as error:
-        raise Corrupt(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error
+        raise CorruptError(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error

@@ -18,11 +18,11 @@ import msgspec
 import pyarrow as pa
 import structlog
 
-from tidemill.base.errors import Conflict, Invalid, Missing, Unavailable
-from tidemill.base.runtime.blocking_portal import Portal
+from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.metastore.rows.pipelines import source_of
-from tidemill.shards.api import HASH, Batch, Evolved, HistoryLost, Part
+from tidemill.shards.api import HASH, Batch, HistoryLostError, Part, SchemaEvolvedError
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.hash_ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, between, read_range
@@ -36,7 +36,7 @@ from tidemill.spark.write.quiet_times import quiet_at
 from tidemill.spark.write.schema_match import Frame, schema_for
 from tidemill.spark.write.staging import STAGE_BYTES, Staged, staged_rows
 from tidemill.spark.write.updates import updates_of
-from tidemill.spark.write.write_lease import Turn
+from tidemill.spark.write.write_lease import WriteLease
 
 WANTED_ROWS = 10_000
 """Of the shard, so few rows look at the row groups that may hold them, and more at everything."""
@@ -56,42 +56,44 @@ class Limits(msgspec.Struct, frozen=True):
     wanted_rows: int = WANTED_ROWS
 
 
-def kept_by(portal: Portal, stores: Stores, frame: Frame) -> set[str] | None:
+def kept_by(portal: BlockingPortal, stores: Stores, frame: Frame) -> set[str] | None:
     """The sources of bindings of the table that the shard is, of the pipeline that `frame` names; None when it is no
-    pipeline's. Raises Invalid where another one keeps it, or this one does not (W3)."""
+    pipeline's. Raises InvalidError where another one keeps it, or this one does not (W3)."""
     name, found = frame.shard, None
     for row in portal.call(stores.catalogue.list(PipelineRow)):
         if name in row.tables and row.name == frame.beside:
             fed_by = row.tables[name]
             found = set() if fed_by == "derived" else {source_of(fed_by)}
         elif name == row.dead_letters:
-            raise Invalid(f"only the pipeline writes its dead letters: shard={name} pipeline={row.name}.")
+            raise InvalidError(f"only the pipeline writes its dead letters: shard={name} pipeline={row.name}.")
         elif name in row.tables:
-            raise Invalid(
+            raise InvalidError(
                 f"a pipeline keeps this shard: shard={name} pipeline={row.name}.",
                 fix="Write into a shard of your own; a derived table can join both. Or, knowing that the pipeline goes"
                 f" on writing it too, give option beside={row.name}.",
             )
     if frame.beside and found is None:
-        raise Invalid(
+        raise InvalidError(
             f"the pipeline does not keep this shard: shard={name} beside={frame.beside}.",
             fix="Leave option beside out.",
         )
     return found
 
 
-def opened(portal: Portal, stores: Stores, name: str) -> LogShard | None:
+def opened(portal: BlockingPortal, stores: Stores, name: str) -> LogShard | None:
     """A handle for the caller to close, or None where there is no such shard. Raises as `open_shard`."""
     try:
         return portal.call(stores.shard(name))
-    except Missing:
+    except MissingError:
         return None
 
 
 class Commit:
     """Of one job, which `job` names for good."""
 
-    def __init__(self, portal: Portal, stores: Stores, frame: Frame, job: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self, portal: BlockingPortal, stores: Stores, frame: Frame, job: str, limits: Limits | None = None
+    ) -> None:
         self._portal = portal
         self._stores = stores
         self._frame = frame
@@ -101,21 +103,22 @@ class Commit:
         self._sources: set[str] | None = None
 
     def run(self, staged: Sequence[Staged]) -> int:
-        """Returns the shard's upper after it. Raises Invalid (what `schema_for` and `updates_of` refuse, a pipeline's
-        shard), Unavailable (nothing happened), Unknown (it may have: run again, or write the same again)."""
+        """Returns the shard's upper after it. Raises InvalidError (what `schema_for` and `updates_of` refuse, a
+        pipeline's shard), UnavailableError (nothing happened), Unknown (it may have: run again, or write the same
+        again)."""
         self._rows = sum(one.rows for one in staged)
         for _ in range(ATTEMPTS):
             shard = self._ready(staged)
-            turn = Turn(self._stores, f"{WRITES}/{shard.shard_id}")
+            turn = WriteLease(self._stores, f"{WRITES}/{shard.shard_id}")
             try:
                 self._portal.call(turn.take())
                 return self._attempt(shard, turn, staged)
-            except (Conflict, Evolved, HistoryLost):
+            except (ConflictError, SchemaEvolvedError, HistoryLostError):
                 continue  # W2: what was chosen may be forgotten, where others wrote meanwhile
             finally:
                 self._portal.call(turn.give())
                 self._portal.call(shard.aclose())
-        raise Unavailable(
+        raise UnavailableError(
             f"others were first each time: shard={self._frame.shard} attempts={ATTEMPTS} rows={self._rows}.",
             fix="Write fewer rows at once, or when less is written into the shard.",
         )
@@ -126,7 +129,7 @@ class Commit:
         self._sources = kept_by(self._portal, self._stores, self._frame)
         shard = opened(self._portal, self._stores, name)
         if shard is None and self._frame.there:
-            raise Missing(
+            raise MissingError(
                 f"the shard was dropped meanwhile: shard={name}.", fix="Give option key=COLUMN,… to create it."
             )
         try:
@@ -144,8 +147,8 @@ class Commit:
             distinct(self._frame.stored, staged_rows(self._frame, staged, HashRange(number, count), self._get))
         return self._portal.call(self._stores.shard(name, schema))
 
-    def _attempt(self, shard: LogShard, turn: Turn, staged: Sequence[Staged]) -> int:
-        """Raises Conflict, Evolved: somebody was first."""
+    def _attempt(self, shard: LogShard, turn: WriteLease, staged: Sequence[Staged]) -> int:
+        """Raises ConflictError, SchemaEvolvedError: somebody was first."""
         call, lower = self._portal.call, self._portal.call(shard.frontiers())[1]
         done = next((w.upper for w in shard.state.writers if w.token == self._token), None)
         if done is not None:
@@ -155,7 +158,7 @@ class Commit:
             at = lower
             if not call(quiet_at(self._stores.remap, self._sources, at)):
                 call(shard.wait_upper(lower, PAUSE_S))
-                raise Conflict(f"the pipeline writes this time: shard={self._frame.shard} time={at}.")
+                raise ConflictError(f"the pipeline writes this time: shard={self._frame.shard} time={at}.")
         hold = MovingHold(shard, shard.reader_name(WRITES), self._stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
         parts: list[Part] = []
         held: list[pa.Table] = []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid, Missing
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.schema import checked, difference
 from tidemill.shards.parts.schema_evolution import widens
@@ -37,20 +37,21 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def planned(frame: Frame, have: ShardSchema | None) -> Frame:
-    """The frame with the key it will be written by. Raises Invalid, Missing: it cannot be written into this shard."""
+    """The frame with the key it will be written by. Raises InvalidError, MissingError: it cannot be written into this
+    shard."""
     if frame.delete:
         kind = {c.name: c.type for c in frame.columns}.get(frame.delete, "no such column")
         if kind != "bool":
-            raise Invalid(
+            raise InvalidError(
                 f"the delete column is not boolean: delete={frame.delete} type={kind}.",
                 fix="Name a boolean column of the DataFrame.",
             )
         if frame.overwrite:
-            raise Invalid(
+            raise InvalidError(
                 "an overwrite has nothing to delete: the rows it is given become the contents.", fix="Leave out delete."
             )
     if have is None and not frame.key:
-        raise Missing(
+        raise MissingError(
             f"no such shard: shard={frame.shard}.", fix="Give option key=COLUMN,… to create it, or correct the name."
         )
     key = frame.key or (have.key if have is not None else ())
@@ -62,18 +63,18 @@ def planned(frame: Frame, have: ShardSchema | None) -> Frame:
 
 
 def schema_for(frame: Frame, have: ShardSchema | None) -> ShardSchema:
-    """The schema that the shard must have for these rows: `have` itself where it can take them. Raises Invalid."""
+    """The schema that the shard must have for these rows: `have` itself where it can take them. Raises InvalidError."""
     stored = frame.stored
     if have is None:
         return checked(stored)
     if not have.key:
-        raise Invalid(
+        raise InvalidError(
             f"the shard has no key, so nothing can be written by key: shard={frame.shard}.", fix="Name another shard."
         )
     checked(stored)
     if stored.key != have.key:
         said = f"shard={frame.shard} key={','.join(have.key)} wanted={','.join(stored.key)}"
-        raise Invalid(f"the shard has another key: {said}.", fix="Leave option key out: the shard's is taken.")
+        raise InvalidError(f"the shard has another key: {said}.", fix="Leave option key out: the shard's is taken.")
     given = {c.name: c.type for c in stored.columns}
     lacking = [c.name for c in have.columns if c.name not in given]
     wanted = [replace(c, type=_wider(c.type, given.get(c.name, c.type))) for c in have.columns]
@@ -93,10 +94,10 @@ def _wider(have: str, given: str) -> str:
     return given if widens(have, given) else ""
 
 
-def _refused(frame: Frame, have: ShardSchema, stored: ShardSchema, fix: str) -> Invalid:
+def _refused(frame: Frame, have: ShardSchema, stored: ShardSchema, fix: str) -> InvalidError:
     ordered = _in_order_of(have, stored.columns)
     shown = difference(have, replace(have, columns=ordered)) or "none"
-    return Invalid(
+    return InvalidError(
         f"the DataFrame has other columns than the shard: shard={frame.shard} difference=[{shown}].", fix=fix
     )
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.base.errors import Corrupt, Invalid
+from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.limits import INLINE_PART_BYTES, MIB
 from tidemill.shards.api import HASH
 from tidemill.shards.parts.arrow_rows import Index, one_chunk, rows_at, to_mask
@@ -50,7 +50,8 @@ class Staged(msgspec.Struct, frozen=True, array_like=True):
 
 
 def stage(frame: Frame, batches: Iterable[pa.RecordBatch], put: Put) -> Iterator[Staged]:
-    """Everything of one task. Raises Invalid (a null in the key, a row that is no deletion), and what `put` raises."""
+    """Everything of one task. Raises InvalidError (a null in the key, a row that is no deletion), and what `put`
+    raises."""
     held: list[pa.RecordBatch] = []
     rows = size_bytes = 0
     for batch in batches:
@@ -66,7 +67,8 @@ def stage(frame: Frame, batches: Iterable[pa.RecordBatch], put: Put) -> Iterator
 
 
 def staged_rows(frame: Frame, staged: Sequence[Staged], part: HashRange, get: Get) -> pa.Table:
-    """All rows of one hash range (their number a power of two), by hash within each chunk. Raises as `get`, Corrupt."""
+    """All rows of one hash range (their number a power of two), by hash within each chunk. Raises as `get`,
+    CorruptError."""
     found = [staged_schema(frame).empty_table()]
     for one in staged:
         count = len(one.ends)
@@ -95,13 +97,13 @@ def _staged(frame: Frame, batches: Sequence[pa.RecordBatch], put: Put) -> Staged
     rows = one_chunk(conform(given, contents_schema(frame.stored)))
     for name in frame.key:
         if rows.column(name).null_count:
-            raise Invalid(
+            raise InvalidError(
                 f"a key column is null: shard={frame.shard} column={name}.",
                 fix="Filter such rows out, or give a value.",
             )
     live = ~to_mask(given.column(frame.delete)) if frame.delete else np.ones(rows.num_rows, dtype=bool)
     if frame.keys_only and live.any():
-        raise Invalid(
+        raise InvalidError(
             f"a row that is no deletion lacks columns: shard={frame.shard} delete={frame.delete}.",
             fix="Give every column of the shard, or only rows to delete.",
         )
@@ -140,4 +142,4 @@ def _decoded(data: bytes, staged: Staged) -> pa.Table:
     try:
         return pa.ipc.open_stream(pa.py_buffer(body)).read_all()
     except (pa.ArrowException, OSError) as error:
-        raise Corrupt(f"staged rows are unreadable: {where} ({error}).") from error
+        raise CorruptError(f"staged rows are unreadable: {where} ({error}).") from error

@@ -6,7 +6,7 @@ import asyncio
 
 import structlog
 
-from tidemill.base.errors import Conflict, TidemillError
+from tidemill.base.errors import ConflictError, TidemillError
 from tidemill.base.limits import LEASE_TTL_MS
 from tidemill.consensus.api import Lease
 from tidemill.spark.stores import Stores
@@ -18,7 +18,7 @@ TELL_S = 10.0
 log = structlog.get_logger()
 
 
-class Turn:
+class WriteLease:
     """One process's, once. Whoever cannot take, keep or give it up goes on without."""
 
     def __init__(self, stores: Stores, name: str) -> None:
@@ -55,7 +55,7 @@ class Turn:
         self._taken_s = self._stores.clock.monotonic_s()
         try:
             self._lease = await self._stores.consensus.acquire(self._name, self._holder, LEASE_TTL_MS)
-        except Conflict as error:
+        except ConflictError as error:
             return error.current.holder if isinstance(error.current, Lease) else "another"
         except TidemillError as error:
             log.info("no turn, writing without", lease=self._name, cause=str(error))

@@ -15,9 +15,9 @@ import cramjam
 import lz4.frame
 import numpy as np
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.limits import DECOMPRESSED_BYTES
-from tidemill.topics.api import BatchTooLarge, InvalidRecords
+from tidemill.topics.api import BatchTooLargeError, InvalidRecordsError
 
 CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 XERIAL_MAGIC = b"\x82SNAPPY\x00"
@@ -31,7 +31,9 @@ def codec_number(name: str) -> int:
     try:
         return CODECS[name]
     except KeyError:
-        raise Invalid(f"unknown compression: compression={name!r}.", fix=f"Use one of {', '.join(CODECS)}.") from None
+        raise InvalidError(
+            f"unknown compression: compression={name!r}.", fix=f"Use one of {', '.join(CODECS)}."
+        ) from None
 
 
 def compress(codec: int, data: bytes) -> bytes:
@@ -51,13 +53,14 @@ def compress(codec: int, data: bytes) -> bytes:
             return bytes(lz4.frame.compress(data, block_linked=False, store_size=False))
         case 4:
             return bytes(cramjam.zstd.compress(data, 3))
-    raise Invalid(f"unknown compression codec: codec={codec}.")
+    raise InvalidError(f"unknown compression codec: codec={codec}.")
 
 
 def decompress(codec: int, data: memoryview) -> memoryview:
     """The records' bytes; those of codec 0 are not copied. At most DECOMPRESSED_BYTES are ever made of a batch.
 
-    Raises BatchTooLarge, and InvalidRecords for what is no such stream. Long work: never call it on the event loop.
+    Raises BatchTooLargeError, and InvalidRecordsError for what is no such stream. Long work: never call it on the event
+    loop.
     """
     try:
         match codec:
@@ -72,12 +75,12 @@ def decompress(codec: int, data: memoryview) -> memoryview:
             case 4:
                 return _unzstd(data)
     except (cramjam.DecompressionError, zlib.error, RuntimeError, ValueError, struct.error, EOFError) as error:
-        raise InvalidRecords(f"the records cannot be decompressed: codec={codec} cause={error}.") from error
-    raise InvalidRecords(f"unknown compression codec: codec={codec}.")
+        raise InvalidRecordsError(f"the records cannot be decompressed: codec={codec} cause={error}.") from error
+    raise InvalidRecordsError(f"unknown compression codec: codec={codec}.")
 
 
-def _too_large() -> BatchTooLarge:
-    return BatchTooLarge(
+def _too_large() -> BatchTooLargeError:
+    return BatchTooLargeError(
         f"the records are too large when decompressed: limit={DECOMPRESSED_BYTES}.", fix="Send smaller batches."
     )
 

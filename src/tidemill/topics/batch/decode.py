@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from tidemill.objects.store import Buffer
-from tidemill.topics.api import BadBatch, BatchRef, CorruptBatch
+from tidemill.topics.api import BatchRef, CorruptBatchError, UnreadableBatchError
 from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan_any, scan_places
 from tidemill.topics.batch.columns import Columns, Int64s, columns_of, no_columns
 from tidemill.topics.batch.compression import decompress
@@ -52,7 +52,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 def decode_batch(buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None = None) -> DecodedBatch:
-    """Header and records, offsets absolute. Raises BadBatch."""
+    """Header and records, offsets absolute. Raises UnreadableBatchError."""
     header, columns = decode_columns(buffer, check_crc=check_crc, ref=ref)
     times, offsets = columns.timestamps_ms.tolist(), columns.offsets.tolist()
     rows = zip(columns.keys, columns.values, columns.headers, times, offsets, strict=True)
@@ -62,7 +62,8 @@ def decode_batch(buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None
 def decode_columns(
     buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None = None
 ) -> tuple[BatchHeader, Columns]:
-    """Header and records as columns, offsets absolute and strictly ascending. Raises BadBatch and nothing else.
+    """Header and records as columns, offsets absolute and strictly ascending. Raises UnreadableBatchError and nothing
+    else.
 
     `ref`, where the reader has one: the offsets that the partition's log gave this batch. The bytes must agree, and an
     error names that range however damaged they are.
@@ -74,24 +75,24 @@ def decode_columns(
 
 
 def open_batch(buffer: Buffer, ref: BatchRef | None = None, *, check_crc: bool = True) -> Opened:
-    """Raises BadBatch and nothing else."""
+    """Raises UnreadableBatchError and nothing else."""
     first, last = (ref.base_offset, ref.base_offset + ref.record_count - 1) if ref is not None else (-1, -1)
     try:
         header = parse_header(buffer)
         if ref is None:
             first, last = header.base_offset, header.base_offset + max(header.last_offset_delta, 0)
         if header.magic != 2 or not HEADER_BYTES <= header.size_bytes <= len(buffer):
-            raise CorruptBatch(f"not a record batch v2: magic={header.magic} batch_bytes={header.size_bytes}.")
+            raise CorruptBatchError(f"not a record batch v2: magic={header.magic} batch_bytes={header.size_bytes}.")
         if (header.base_offset, header.base_offset + header.last_offset_delta) != (first, last):
-            raise CorruptBatch(f"other offsets: header={header.base_offset}+{header.last_offset_delta}.")
+            raise CorruptBatchError(f"other offsets: header={header.base_offset}+{header.last_offset_delta}.")
         view = memoryview(buffer)[: header.size_bytes]
         if check_crc and crc32c.crc32c(view[CRC_START:]) != header.crc:
-            raise CorruptBatch("record batch checksum mismatch.")
+            raise CorruptBatchError("record batch checksum mismatch.")
         return Opened(buffer, header, decompress(header.codec, view[HEADER_BYTES:]))
     except Exception as error:
         reason = _reason(error)
     # Whatever the bytes are, the harm is these offsets. Raised here, so that it holds no frame with what was decoded.
-    raise BadBatch(reason, base_offset=first, last_offset=last)
+    raise UnreadableBatchError(reason, base_offset=first, last_offset=last)
 
 
 def has_records(header: BatchHeader, ref: BatchRef | None = None) -> bool:
@@ -102,7 +103,7 @@ def has_records(header: BatchHeader, ref: BatchRef | None = None) -> bool:
     return ref is None or not header.attributes & TRANSACTIONAL or header.producer_id not in ref.aborted
 
 
-def decode_opened(batches: Iterable[Opened]) -> Iterator[Columns | tuple[Opened, BadBatch]]:
+def decode_opened(batches: Iterable[Opened]) -> Iterator[Columns | tuple[Opened, UnreadableBatchError]]:
     """The records of many batches in order, a group of batches at once; a batch that cannot be read, with the reason.
 
     Takes from `batches` no more than the next group needs.
@@ -119,7 +120,7 @@ def decode_opened(batches: Iterable[Opened]) -> Iterator[Columns | tuple[Opened,
             else:
                 try:
                     yield _alone(some[0])
-                except BadBatch as bad:
+                except UnreadableBatchError as bad:
                     yield some[0], bad
 
 
@@ -193,18 +194,18 @@ def scan_opened(group: Sequence[Opened]) -> tuple[Columns, Int64s] | None:
 
 
 def _alone(opened: Opened) -> Columns:
-    """One batch, record by record. Raises BadBatch."""
+    """One batch, record by record. Raises UnreadableBatchError."""
     header = opened.header
     first, last = header.base_offset, header.base_offset + max(header.last_offset_delta, 0)
     try:
         columns = _walk(bytes(opened.body), header)
         offsets = columns.offsets
         if len(offsets) and (offsets[0] < first or offsets[-1] > last or (np.diff(offsets) <= 0).any()):
-            raise CorruptBatch(f"offsets do not ascend within the batch: first={offsets[0]} last={offsets[-1]}.")
+            raise CorruptBatchError(f"offsets do not ascend within the batch: first={offsets[0]} last={offsets[-1]}.")
         return columns
     except Exception as error:
         reason = _reason(error)
-    raise BadBatch(reason, base_offset=first, last_offset=last)
+    raise UnreadableBatchError(reason, base_offset=first, last_offset=last)
 
 
 def _walk(data: bytes, header: BatchHeader) -> Columns:
@@ -227,7 +228,7 @@ def _walk(data: bytes, header: BatchHeader) -> Columns:
             raise IndexError("a record's length and content disagree")
         time_ms = base_ms + delta_ms if fixed_ms is None else fixed_ms
         if not -_INT64 <= time_ms < _INT64:
-            raise CorruptBatch("a timestamp has more than 64 bits.")
+            raise CorruptBatchError("a timestamp has more than 64 bits.")
         rows.append((base_offset + delta, time_ms, key_at, key_bytes, value_at, value_bytes, headers_at, count))
     if at != len(data):
         raise IndexError("bytes after the last record")
@@ -256,4 +257,4 @@ def _past_headers(data: bytes, at: int, count: int) -> int:
 
 
 def _reason(error: Exception) -> str:
-    return error.message.rstrip(".") if isinstance(error, CorruptBatch) else f"{type(error).__name__}: {error}"
+    return error.message.rstrip(".") if isinstance(error, CorruptBatchError) else f"{type(error).__name__}: {error}"

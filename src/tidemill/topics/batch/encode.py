@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import crc32c
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch.compression import codec_number, compress
 from tidemill.topics.batch.header import CODEC_MASK, CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END, BatchHeader
@@ -51,9 +51,9 @@ def encode_batch(
     leader_epoch: int = -1,
 ) -> bytes:
     """One batch of all `records`. Offsets in the records are ignored; `base_timestamp` defaults to the first
-    record's. Raises Invalid for no records or an unknown compression."""
+    record's. Raises InvalidError for no records or an unknown compression."""
     if not records:
-        raise Invalid("a record batch needs at least one record.")
+        raise InvalidError("a record batch needs at least one record.")
     codec = codec_number(compression)
     first_ms = records[0].timestamp_ms if base_timestamp is None else base_timestamp
     max_ms = max(first_ms, max(record.timestamp_ms for record in records))

@@ -26,7 +26,7 @@ import crc32c
 import msgspec
 
 from tidemill.objects.store import Buffer
-from tidemill.topics.api import CorruptBatch
+from tidemill.topics.api import CorruptBatchError
 
 HEADER = struct.Struct(">qiibIhiqqqhii")
 HEADER_BYTES = HEADER.size
@@ -83,11 +83,11 @@ def add_sequence(sequence: int, delta: int) -> int:
 
 
 def parse_header(buffer: Buffer, at: int = 0) -> BatchHeader:
-    """Read the header that starts at byte `at`. Raises CorruptBatch when the bytes cannot hold one."""
+    """Read the header that starts at byte `at`. Raises CorruptBatchError when the bytes cannot hold one."""
     try:
         offset, length, *rest = HEADER.unpack_from(buffer, at)
     except struct.error:
-        raise CorruptBatch(f"the bytes end inside a batch header: bytes={len(buffer) - at}.") from None
+        raise CorruptBatchError(f"the bytes end inside a batch header: bytes={len(buffer) - at}.") from None
     return BatchHeader(offset, length + LENGTH_FIELD_END, *rest)
 
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tidemill.topics.batch.varint import BadVarint, varint
+from tidemill.topics.batch.varint import VarintError, varint
 
 LEAST = 8
 """Fewer records are no run worth a table of its own, unless they end the batch."""
@@ -52,7 +52,7 @@ def run(data: bytes | memoryview, at: int, place: int, left: int) -> Run | None:
         if size < 1 or not _alike(data, at, first, size, left):
             return None
         fixed, time_at, place_at, key_at = _shape(data, at, first, at + size)
-    except (IndexError, BadVarint):
+    except (IndexError, VarintError):
         return None
     place_bytes, time_bytes = key_at - place_at, place_at - time_at
     if place_bytes > _VARINT_BYTES or time_bytes > _VARINT_BYTES:
@@ -139,7 +139,7 @@ def _alike(data: bytes | memoryview, start: int, first: int, size: int, left: in
 
 def _shape(data: bytes | memoryview, start: int, first: int, end: int) -> tuple[list[int], int, int, int]:
     """(the bytes that say how long something is, where time delta, offset delta and key size are) of the record, whose
-    length ends at `first`. Raises IndexError, BadVarint."""
+    length ends at `first`. Raises IndexError, VarintError."""
     sizes = [*range(start, first)]
     time_at = first + 1
     _, place_at = varint(data, time_at)
@@ -151,11 +151,11 @@ def _shape(data: bytes | memoryview, start: int, first: int, end: int) -> tuple[
     sizes += range(at, after)
     at = after
     if not 0 <= headers <= end - at:
-        raise BadVarint("a count of headers that is out of bounds")
+        raise VarintError("a count of headers that is out of bounds")
     for _ in range(headers):
         at = _sized(data, _sized(data, at, sizes, null=False), sizes, null=True)
     if at != end:
-        raise BadVarint("a length that its fields do not fill")
+        raise VarintError("a length that its fields do not fill")
     return sizes, time_at, place_at, key_at
 
 
@@ -163,6 +163,6 @@ def _sized(data: bytes | memoryview, at: int, sizes: list[int], *, null: bool) -
     """Past a field and its size, whose bytes are noted."""
     size, after = varint(data, at, 32)
     if size < (-1 if null else 0):
-        raise BadVarint("a size below what its field may have")
+        raise VarintError("a size below what its field may have")
     sizes += range(at, after)
     return after + max(size, 0)

@@ -15,7 +15,7 @@ import crc32c
 import numpy as np
 
 from tidemill.objects.store import Buffer
-from tidemill.topics.api import CorruptBatch, InvalidRecords
+from tidemill.topics.api import CorruptBatchError, InvalidRecordsError
 from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS, RECORD_BYTES_MIN, scan, scan_any
 from tidemill.topics.batch.compression import decompress
 from tidemill.topics.batch.header import (
@@ -30,7 +30,7 @@ from tidemill.topics.batch.header import (
     parse_header,
 )
 from tidemill.topics.batch.uniform_runs import run
-from tidemill.topics.batch.varint import BadVarint, varint
+from tidemill.topics.batch.varint import VarintError, varint
 
 _BY_COLUMNS_FROM = 128
 """Fewer records are looked at one by one, without an object each: the columns cost some 60 µs however few there are."""
@@ -49,44 +49,48 @@ _INT64 = 2**63
 
 
 def check_batch(buffer: Buffer) -> BatchHeader:
-    """The header of the one good batch that `buffer` holds. Raises CorruptBatch and its subclasses."""
+    """The header of the one good batch that `buffer` holds. Raises CorruptBatchError and its subclasses."""
     header = check_header(buffer)
     check_body(header, buffer)
     return header
 
 
 def check_header(buffer: Buffer, *, in_transaction: bool = False) -> BatchHeader:
-    """All that the 61 bytes tell. Raises CorruptBatch (size), InvalidRecords (wrong magic, counts that disagree, a
-    control batch, a transactional one that is not sent as one or has no producer id, append time set by the producer,
-    a producer id without epoch or sequence)."""
+    """All that the 61 bytes tell. Raises CorruptBatchError (size), InvalidRecordsError (wrong magic, counts that
+    disagree, a control batch, a transactional one that is not sent as one or has no producer id, append time set by the
+    producer, a producer id without epoch or sequence)."""
     header = parse_header(buffer)
     if header.magic != 2:
-        raise InvalidRecords(
+        raise InvalidRecordsError(
             f"unsupported record format: magic={header.magic}.", fix="Use message format v2 (Kafka ≥ 0.11)."
         )
     if header.size_bytes != len(buffer):
-        raise CorruptBatch(f"not exactly one record batch: batch_bytes={header.size_bytes} sent_bytes={len(buffer)}.")
+        raise CorruptBatchError(
+            f"not exactly one record batch: batch_bytes={header.size_bytes} sent_bytes={len(buffer)}."
+        )
     count = header.record_count
     if count < 1 or header.last_offset_delta + 1 != count:
-        raise InvalidRecords(f"record counts disagree: records={count} last_offset_delta={header.last_offset_delta}.")
+        raise InvalidRecordsError(
+            f"record counts disagree: records={count} last_offset_delta={header.last_offset_delta}."
+        )
     attributes = header.attributes
     if attributes & CODEC_MASK > LAST_CODEC:
-        raise InvalidRecords(f"unknown compression codec: codec={attributes & CODEC_MASK}.")
+        raise InvalidRecordsError(f"unknown compression codec: codec={attributes & CODEC_MASK}.")
     if attributes & (APPEND_TIME | CONTROL):
-        raise InvalidRecords(f"append-time and control batches are not accepted: attributes={attributes:#06x}.")
+        raise InvalidRecordsError(f"append-time and control batches are not accepted: attributes={attributes:#06x}.")
     if attributes & TRANSACTIONAL and (not in_transaction or header.producer_id < 0):
-        raise InvalidRecords(
+        raise InvalidRecordsError(
             f"a transactional batch without a transactional id or producer: producer_id={header.producer_id}.",
             fix="Initialise the producer with its transactional id.",
         )
     if header.producer_id >= 0:
         if header.producer_epoch < 0 or header.base_sequence < 0:
-            raise InvalidRecords(
+            raise InvalidRecordsError(
                 f"a producer id needs epoch and sequence: producer_id={header.producer_id} "
                 f"epoch={header.producer_epoch} sequence={header.base_sequence}."
             )
     elif header.producer_id != -1:
-        raise InvalidRecords(f"negative producer id: producer_id={header.producer_id}.")
+        raise InvalidRecordsError(f"negative producer id: producer_id={header.producer_id}.")
     return header
 
 
@@ -94,8 +98,8 @@ def check_body(header: BatchHeader, buffer: Buffer, *, keyed: bool = False) -> i
     """The greatest timestamp of the records, ms: what the header says of it is the client's word. `keyed`: every record
     must have a key, as those of a compacted topic do.
 
-    Raises CorruptBatch (checksum), BatchTooLarge, InvalidRecords with the first bad record. Plain work without waiting,
-    0.02 µs a record of one shape, else 0.2 to 0.7, and 0.03 ms a MiB; decompression besides.
+    Raises CorruptBatchError (checksum), BatchTooLarge, InvalidRecordsError with the first bad record. Plain work
+    without waiting, 0.02 µs a record of one shape, else 0.2 to 0.7, and 0.03 ms a MiB; decompression besides.
     """
     return check_records(header, buffer, keyed=keyed)[0]
 
@@ -104,11 +108,13 @@ def check_records(header: BatchHeader, buffer: Buffer, *, keyed: bool = False) -
     """As `check_body`, with the records as they are when decompressed."""
     view = memoryview(buffer)
     if crc32c.crc32c(view[CRC_START:]) != header.crc:
-        raise CorruptBatch(f"record batch checksum mismatch: stated={header.crc:#010x}.", fix="Send the batch again.")
+        raise CorruptBatchError(
+            f"record batch checksum mismatch: stated={header.crc:#010x}.", fix="Send the batch again."
+        )
     data = decompress(header.codec, view[HEADER_BYTES:])
     count = header.record_count
     if count * RECORD_BYTES_MIN > len(data):
-        raise InvalidRecords(f"fewer bytes than records need: records={count} bytes={len(data)}.")
+        raise InvalidRecordsError(f"fewer bytes than records need: records={count} bytes={len(data)}.")
     highest = _highest(data, header)
     if keyed:
         _check_keys(data, header)
@@ -129,19 +135,19 @@ def _highest(data: memoryview, header: BatchHeader) -> int:
 
 
 def _check_keys(data: memoryview, header: BatchHeader) -> None:
-    """Of a batch that is good otherwise. Raises InvalidRecords, naming those without a key."""
+    """Of a batch that is good otherwise. Raises InvalidRecordsError, naming those without a key."""
     at = done = 0
     without: list[int] = []
     while done < header.record_count and len(without) < _TOLD:
         found = scan_any(data, at, min(CHUNK_RECORDS, header.record_count - done))
         if found is None:
-            raise InvalidRecords(f"the keys of a compacted topic's records cannot be told: record={done}.")
+            raise InvalidRecordsError(f"the keys of a compacted topic's records cannot be told: record={done}.")
         without += (done + np.flatnonzero(found.key_bytes < 0)).tolist()
         at = found.end
         done += len(found.key_bytes)
     if without:
         reason = "a record of a compacted topic needs a key"
-        raise InvalidRecords(
+        raise InvalidRecordsError(
             f"{reason}: record={without[0]}.", record_errors=tuple((index, reason) for index in without[:_TOLD])
         )
 
@@ -250,7 +256,7 @@ def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
                         at += 1 + (byte >> 1)
             if at != end:
                 return None
-    except (IndexError, BadVarint):
+    except (IndexError, VarintError):
         return None
     base_ms = header.base_timestamp_ms
     whole = at == len(data) and base_ms + low >= -_INT64 and base_ms + high < _INT64
@@ -277,11 +283,11 @@ def _walk(data: memoryview, header: BatchHeader) -> int:
             highest = max(highest, timestamp_ms)
     except (ValueError, IndexError) as error:
         reason = str(error) if isinstance(error, ValueError) else "it passes the end of the batch"
-        raise InvalidRecords(
+        raise InvalidRecordsError(
             f"a record is malformed: record={index} reason={reason}.", record_errors=((index, reason),)
         ) from None
     if at != len(data):
-        raise InvalidRecords(f"bytes after the last record: records={header.record_count} bytes={len(data) - at}.")
+        raise InvalidRecordsError(f"bytes after the last record: records={header.record_count} bytes={len(data) - at}.")
     return highest
 
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from tidemill.objects.store import Buffer
-from tidemill.topics.api import BadBatch, BatchRef
+from tidemill.topics.api import BatchRef, UnreadableBatchError
 from tidemill.topics.batch.columnar_scan import CHUNK_RECORDS
 from tidemill.topics.batch.columns import Columns, Int64s
 from tidemill.topics.batch.compression import compress
@@ -136,7 +136,7 @@ def _opened(ref: BatchRef, data: Buffer, markers_below: int = 0) -> Opened | Bat
     """To be looked into; to stay as it is; to go."""
     try:
         opened = open_batch(data, ref)
-    except BadBatch:
+    except UnreadableBatchError:
         return Batch(data, ref.base_offset, ref.base_offset + ref.record_count, ref.max_timestamp_ms)
     if opened.header.attributes & CONTROL:
         ended = aborts(opened.body) and ref.base_offset < markers_below

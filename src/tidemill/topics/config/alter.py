@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.topics.config.configs import (
     LAGS,
     SETTINGS,
@@ -26,7 +26,7 @@ class Op(IntEnum):
     SUBTRACT = 3
 
 
-class BadRequest(Invalid):
+class InvalidConfigRequestError(InvalidError):
     """INVALID_REQUEST: what is asked for makes no sense, whatever the config."""
 
 
@@ -35,7 +35,7 @@ Change = tuple[str, int, str | None]
 
 
 class Kind(NamedTuple):
-    """What has configs. `check` raises Invalid for one that is unknown or not served so."""
+    """What has configs. `check` raises InvalidError for one that is unknown or not served so."""
 
     settings: Mapping[str, Setting]
     check: Callable[[Mapping[str, str]], object]
@@ -47,15 +47,15 @@ TOPIC: Final = Kind(SETTINGS, topic_config)
 def altered(
     config: Mapping[str, str], changes: Sequence[Change], kind: Kind = TOPIC, *, typed: bool = False
 ) -> dict[str, str]:
-    """The config after all changes. Raises BadRequest, or Invalid for a config that is not served so; a config that
-    stands and is not touched is not judged: it may be older than the checks.
+    """The config after all changes. Raises InvalidConfigRequestError, or InvalidError for a config that is not served
+    so; a config that stands and is not touched is not judged: it may be older than the checks.
 
     To delete what is not set changes nothing, as in Kafka, also where nobody knows the name: who copies the configs of
     another cluster deletes what has its default there. `typed`: by a person, who is told of an unknown name.
     """
     twice = [name for name, count in Counter(name for name, _, _ in changes).items() if count > 1]
     if twice:
-        raise BadRequest(f"a config is named twice: name={twice[0]}.")
+        raise InvalidConfigRequestError(f"a config is named twice: name={twice[0]}.")
     new = dict(config)
     for name, op, value in changes:
         if op == Op.DELETE:
@@ -64,9 +64,13 @@ def altered(
             new.pop(name, None)
             continue
         if op not in tuple(Op):
-            raise BadRequest(f"unknown operation: name={name} op={op}.", fix="Use SET, DELETE, APPEND or SUBTRACT.")
+            raise InvalidConfigRequestError(
+                f"unknown operation: name={name} op={op}.", fix="Use SET, DELETE, APPEND or SUBTRACT."
+            )
         if value is None:
-            raise BadRequest(f"a value is needed: name={name}.", fix="To go back to the default: DELETE.")
+            raise InvalidConfigRequestError(
+                f"a value is needed: name={name}.", fix="To go back to the default: DELETE."
+            )
         wanted = value if op == Op.SET else _with_items(name, config, op, value, kind)
         kind.check({name: wanted})
         new[name] = wanted
@@ -80,7 +84,7 @@ def _with_items(name: str, config: Mapping[str, str], op: int, value: str, kind:
     if setting is None:
         kind.check({name: value})
     if setting is None or setting.kind != "list":
-        raise Invalid(f"only lists take items: name={name}.", fix="SET the whole value.")
+        raise InvalidError(f"only lists take items: name={name}.", fix="SET the whole value.")
     items = list(split_list(config.get(name, setting.default)))
     asked = split_list(value)
     if op == Op.APPEND:

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
 
 BATCH_BYTES_MIN: Final = 1024
@@ -93,9 +93,9 @@ class Setting(msgspec.Struct, frozen=True):
         return "honoured" if self.field else "single" if self.single else "shown"
 
     def parse(self, name: str, value: str) -> int | float | bool | str | tuple[str, ...]:
-        """The value, typed. Raises Invalid."""
+        """The value, typed. Raises InvalidError."""
         if len(value) > VALUE_CHARS_MAX:
-            raise Invalid(f"bad value: name={name} chars={len(value)}.", fix=f"Use {VALUE_CHARS_MAX} at most.")
+            raise InvalidError(f"bad value: name={name} chars={len(value)}.", fix=f"Use {VALUE_CHARS_MAX} at most.")
         if self.kind == "boolean":
             return bool(_one_of(name, value.strip().lower(), ("false", "true")) == "true")
         if self.kind in _NUMBERS:
@@ -113,7 +113,7 @@ class Setting(msgspec.Struct, frozen=True):
         except ValueError:
             number = self.low - 1
         if not self.low <= number <= self.high or not value.isascii():
-            raise Invalid(f"bad value: name={name} value={value!r}.", fix=f"Use {self.low} to {self.high}.")
+            raise InvalidError(f"bad value: name={name} value={value!r}.", fix=f"Use {self.low} to {self.high}.")
         return number
 
 
@@ -122,7 +122,7 @@ _NUMBERS: Final[dict[str, Callable[[str], int | float]]] = {"int": int, "long": 
 
 def _one_of(name: str, value: str, values: tuple[str, ...]) -> str:
     if value not in values:
-        raise Invalid(f"bad value: name={name} value={value!r}.", fix=f"Use one of {', '.join(values)}.")
+        raise InvalidError(f"bad value: name={name} value={value!r}.", fix=f"Use one of {', '.join(values)}.")
     return value
 
 
@@ -241,18 +241,18 @@ _WORDS: Final[dict[str, dict[str, int]]] = {
 
 
 def topic_config(config: Mapping[str, str]) -> TopicConfig:
-    """The config of a topic's row. Raises Invalid, naming the first config that is unknown or not served so, or two
-    that contradict each other."""
+    """The config of a topic's row. Raises InvalidError, naming the first config that is unknown or not served so, or
+    two that contradict each other."""
     found = _typed(config)
     check_together(found)
     return found
 
 
 def check_together(config: TopicConfig) -> None:
-    """Raises Invalid where a record would have to be compacted before it may be, as Kafka does."""
+    """Raises InvalidError where a record would have to be compacted before it may be, as Kafka does."""
     least, most = config.compaction_lag_ms, config.compaction_lag_max_ms
     if least > most:
-        raise Invalid(
+        raise InvalidError(
             f"they contradict each other: {LAGS[0]}={least} {LAGS[1]}={most}.",
             fix=f"Set {LAGS[0]} to {LAGS[1]} at most.",
         )
@@ -266,10 +266,10 @@ def _typed(config: Mapping[str, str]) -> TopicConfig:
     for name, value in sorted(config.items()):
         setting = SETTINGS.get(name)
         if setting is None:
-            raise Invalid(f"unknown topic config: name={name}.", fix=f"Known are {', '.join(SETTINGS)}.")
+            raise InvalidError(f"unknown topic config: name={name}.", fix=f"Known are {', '.join(SETTINGS)}.")
         if setting.single:
             if value != setting.default:
-                raise Invalid(f"not served: name={name} value={value[:80]!r}.", fix=setting.fix)
+                raise InvalidError(f"not served: name={name} value={value[:80]!r}.", fix=setting.fix)
             continue
         parsed = setting.parse(name, value)
         if setting.field:
@@ -282,7 +282,7 @@ def stored_config(config: Mapping[str, str]) -> TopicConfig:
     contradicts stands."""
     fields: dict[str, str] = {}
     for name, value in config.items():
-        with contextlib.suppress(Invalid):
+        with contextlib.suppress(InvalidError):
             _typed({name: value})
             fields[name] = value
     return _typed(fields)

@@ -15,13 +15,13 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 
 import msgspec
 
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.topics.api import Fetched, FetchRead
 from tidemill.topics.fetch.fetch_planner import Led, materialise, plan_fetch
 from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l0.shared_reads import SharedReads
 from tidemill.topics.l1.reader import L1Reader
-from tidemill.topics.partition.leader import LedPartition
+from tidemill.topics.partition.leader import PartitionLeader
 
 Marks = tuple[int, int, int]
 """(high watermark, log start, last stable offset)"""
@@ -35,7 +35,7 @@ class Serving(msgspec.Struct, frozen=True):
     l0: SharedReads
     cache: ObjectCache
     l1: L1Reader | None
-    pace: Pace
+    pace: CoopBudget
 
 
 class _Followed:
@@ -45,7 +45,7 @@ class _Followed:
         self._owner = owner
         self.key = key
         self.read = read
-        self.led: LedPartition | None = None
+        self.led: PartitionLeader | None = None
         """The one that it is watched at."""
         self.marks: Marks | None = None
         """As it was planned."""
@@ -56,7 +56,7 @@ class _Followed:
         self._owner.moved(self)
 
     def watch(self, led: Led) -> None:
-        if led is self.led or not isinstance(led, LedPartition) or led.closed_error is not None:
+        if led is self.led or not isinstance(led, PartitionLeader) or led.closed_error is not None:
             return
         self.unwatch()
         self.led = led
@@ -172,7 +172,7 @@ class LocalFollowing:
             return self._told([(due[number], got) for number, got in zip(asked, found, strict=True)])
 
     def _gave_nothing(self, each: _Followed, led: Led) -> None:
-        if each not in self._due or not isinstance(led, LedPartition):
+        if each not in self._due or not isinstance(led, PartitionLeader):
             return
         each.marks = (led.state.high_watermark, led.state.log_start, led.state.last_stable)
         if each.marks != each.told:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tidemill.base.errors import Corrupt, TidemillError, Unavailable
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
-from tidemill.topics.api import BatchRef, Fetched, FetchRead, OffsetOutOfRange
+from tidemill.topics.api import BatchRef, Fetched, FetchRead, OffsetOutOfRangeError
 from tidemill.topics.batch_reads import Ranges, choose, read_batches
 from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l1.reader import L1Reader
-from tidemill.topics.partition.leader import LedPartition
+from tidemill.topics.partition.leader import PartitionLeader
 
-Led = LedPartition | TidemillError
+Led = PartitionLeader | TidemillError
 Plan = list[BatchRef] | TidemillError
 
 
@@ -55,7 +55,7 @@ async def plan_fetch(
     reads: Sequence[FetchRead],
     led: Sequence[Led],
     max_bytes: int,
-    pace: Pace,
+    pace: CoopBudget,
     l1: L1Reader | None,
     cache: ObjectCache,
     shared: AtHand,
@@ -74,13 +74,13 @@ async def plan_fetch(
             [(r.topic_id, r.partition, r.offset) for r, each in zip(reads, led, strict=True) if _past(each, r)]
         )
     for read, each in zip(reads, led, strict=True):
-        if isinstance(each, LedPartition) and each.at_end(read.offset):
+        if isinstance(each, PartitionLeader) and each.at_end(read.offset):
             plans.append([])
             if pace.due:
                 await pace.rest()
             continue
         try:
-            if not isinstance(each, LedPartition):
+            if not isinstance(each, PartitionLeader):
                 raise each
             room = max_bytes - total
             refs, size = await _choose_past(each, read, room, left, l1, at_least_one=total == 0)
@@ -102,32 +102,32 @@ async def plan_fetch(
     return plans, total, at_once
 
 
-def _leaves_some(led: LedPartition, read: FetchRead, refs: list[BatchRef]) -> bool:
+def _leaves_some(led: PartitionLeader, read: FetchRead, refs: list[BatchRef]) -> bool:
     """Is there more for its reader behind what is planned?"""
     offset = refs[-1].base_offset + refs[-1].record_count if refs else read.offset
     return offset < (led.state.last_stable if read.committed else led.state.high_watermark)
 
 
 def _past(led: Led, read: FetchRead) -> bool:
-    return isinstance(led, LedPartition) and led.state.log_start <= read.offset < led.state.reconciled
+    return isinstance(led, PartitionLeader) and led.state.log_start <= read.offset < led.state.reconciled
 
 
 async def _choose_past(
-    led: LedPartition, read: FetchRead, max_bytes: int, max_count: int, l1: L1Reader | None, *, at_least_one: bool
+    led: PartitionLeader, read: FetchRead, max_bytes: int, max_count: int, l1: L1Reader | None, *, at_least_one: bool
 ) -> tuple[list[BatchRef], int]:
     """Batches of L1 and their bytes; ([], −1) when what is asked for is hot, or nothing of it is left below what is hot
     when this returns. Raises as `_choose_refs`; Corrupt, Unavailable."""
     state, offset, most = led.state, read.offset, min(read.max_bytes, max_bytes)
     while led.closed_error is None and state.log_start <= offset < state.reconciled:
         if l1 is None:
-            raise Unavailable(f"this process does not read L1: partition={led.topic_id}/{led.partition}.")
+            raise UnavailableError(f"this process does not read L1: partition={led.topic_id}/{led.partition}.")
         end = state.reconciled
         try:
             refs = await l1.plan(
                 led.topic_id, led.partition, offset, end,
                 max_bytes=most, max_count=max_count, at_least_one=at_least_one,
             )  # fmt: skip
-        except Corrupt as error:
+        except CorruptError as error:
             raise await _told(led, offset, error) from error
         if refs or not at_least_one:
             return refs, sum(ref.size_bytes for ref in refs)
@@ -136,9 +136,9 @@ async def _choose_past(
 
 
 def _choose_refs(
-    led: LedPartition, read: FetchRead, max_bytes: int, max_count: int, *, at_least_one: bool
+    led: PartitionLeader, read: FetchRead, max_bytes: int, max_count: int, *, at_least_one: bool
 ) -> tuple[list[BatchRef], int]:
-    """Raises OffsetOutOfRange, or what the partition closed with: a closed one wakes nobody any more."""
+    """Raises OffsetOutOfRangeError, or what the partition closed with: a closed one wakes nobody any more."""
     if led.closed_error is not None:
         raise led.closed_error
     state = led.state
@@ -159,7 +159,7 @@ async def materialise(
     reads: Sequence[FetchRead],
     led: Sequence[Led],
     plans: Sequence[Plan],
-    pace: Pace,
+    pace: CoopBudget,
     ahead: Ranges | None = None,
 ) -> list[Fetched]:
     """One answer per read. The offsets are of a moment after the plan's, so no batch lies above its watermark."""
@@ -173,9 +173,9 @@ async def materialise(
             answers.append(Fetched(high_watermark, log_start, [], plan, stable))
         elif not isinstance(found, list):
             answers.append(Fetched(high_watermark, log_start, [], await told_of(each, plan, found), stable))
-        elif read.committed and isinstance(each, LedPartition) and each.state.log_start > read.offset:
+        elif read.committed and isinstance(each, PartitionLeader) and each.state.log_start > read.offset:
             # What was aborted below the log's start is forgotten: nobody could tell it from what was committed.
-            gone = OffsetOutOfRange(f"retention took the records: offset={read.offset} log_start={log_start}.")
+            gone = OffsetOutOfRangeError(f"retention took the records: offset={read.offset} log_start={log_start}.")
             answers.append(Fetched(high_watermark, log_start, [], gone, stable))
         else:
             aborted = _aborted(each, plan) if read.committed else ()
@@ -187,14 +187,14 @@ async def materialise(
 
 def _marks(led: Led) -> tuple[int, int, int]:
     """(high watermark, log start, last stable offset)"""
-    if not isinstance(led, LedPartition):
+    if not isinstance(led, PartitionLeader):
         return -1, -1, -1
     return led.state.high_watermark, led.state.log_start, led.state.last_stable
 
 
 def _aborted(led: Led, plan: list[BatchRef]) -> Sequence[tuple[int, int]]:
     """All that end where a committed read may come to had ended when it was planned: later ones begin behind it."""
-    if not plan or not isinstance(led, LedPartition) or not led.state.aborted:
+    if not plan or not isinstance(led, PartitionLeader) or not led.state.aborted:
         return ()
     last = plan[-1]
     return led.state.aborted.overlapping(plan[0].base_offset, last.base_offset + last.record_count)
@@ -202,16 +202,16 @@ def _aborted(led: Led, plan: list[BatchRef]) -> Sequence[tuple[int, int]]:
 
 async def told_of(led: Led, plan: list[BatchRef], error: TidemillError) -> TidemillError:
     """What is told of a planned batch that could not be read."""
-    if not isinstance(led, LedPartition):
+    if not isinstance(led, PartitionLeader):
         return error
     planned_hot = not plan[0].object_key.startswith(L1_PREFIX)
     return await _told(led, plan[0].base_offset, error, planned_hot=planned_hot)
 
 
-async def _told(led: LedPartition, offset: int, error: TidemillError, *, planned_hot: bool = False) -> TidemillError:
+async def _told(led: PartitionLeader, offset: int, error: TidemillError, *, planned_hot: bool = False) -> TidemillError:
     """Retention may have taken the records at `offset` while they were read. Whether it did only the leader knows, and
     one that was deposed may not know that yet: what it would call lost, its successor let go."""
-    if isinstance(error, Corrupt):
+    if isinstance(error, CorruptError):
         try:
             await led.prove()
         except TidemillError as away:
@@ -220,7 +220,7 @@ async def _told(led: LedPartition, offset: int, error: TidemillError, *, planned
         return led.closed_error
     log_start = led.state.log_start
     if offset < log_start:
-        return OffsetOutOfRange(f"retention took the records: offset={offset} log_start={log_start}.")
+        return OffsetOutOfRangeError(f"retention took the records: offset={offset} log_start={log_start}.")
     if planned_hot and offset < led.state.reconciled:
-        return Unavailable(f"the records moved to L1 while they were read: offset={offset}.", fix="Retry.")
+        return UnavailableError(f"the records moved to L1 while they were read: offset={offset}.", fix="Retry.")
     return error

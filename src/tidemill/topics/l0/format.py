@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import crc32c
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.objects.store import Buffer
 
 MAGIC = b"TML0\x01"
@@ -59,14 +59,14 @@ def encode_footer(regions: Sequence[Region]) -> bytes:
 
 
 def decode_footer(tail: Buffer) -> list[Region]:
-    """The regions, from the last bytes of an object (at least the footer and its size). Raises Corrupt."""
+    """The regions, from the last bytes of an object (at least the footer and its size). Raises CorruptError."""
     data = bytes(tail)
     try:
         (size,) = _COUNT.unpack_from(data, len(data) - 4)
         footer = data[len(data) - 4 - size : len(data) - 4]
         body = footer[:-4]
         if len(footer) != size or not body.startswith(MAGIC) or footer[-4:] != _COUNT.pack(crc32c.crc32c(body)):
-            raise Corrupt(f"damaged L0 footer: footer_bytes={size} tail_bytes={len(data)}.")
+            raise CorruptError(f"damaged L0 footer: footer_bytes={size} tail_bytes={len(data)}.")
         (count,) = _COUNT.unpack_from(body, len(MAGIC))
         at = len(MAGIC) + 4
         regions = []
@@ -76,5 +76,5 @@ def decode_footer(tail: Buffer) -> list[Region]:
             regions.append(Region(topic_id, *_REGION.unpack_from(body, end)))
             at = end + _REGION.size
     except (struct.error, IndexError, UnicodeDecodeError) as error:
-        raise Corrupt(f"unreadable L0 footer: tail_bytes={len(data)} cause={error}.") from error
+        raise CorruptError(f"unreadable L0 footer: tail_bytes={len(data)} cause={error}.") from error
     return regions

@@ -38,7 +38,7 @@ _SMOOTHING = 0.2
 _SMOOTHING_LINES = 0.1
 
 
-class Rhythm:
+class GroupCommitPolicy:
     def __init__(self, settings: TopicSettings) -> None:
         self._settings = settings
         self._placing: dict[Hashable, float] = {}

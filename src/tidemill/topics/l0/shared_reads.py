@@ -17,7 +17,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.limits import COALESCE_GAP_BYTES, MIB, OBJECT_CONCURRENCY
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.store import Buffer, ObjectStore
@@ -128,7 +128,7 @@ async def _outcome(piece: _Piece, key: str) -> bytes:
     if not piece.read.done():
         await asyncio.wait([piece.read])
     if piece.read.cancelled() or piece.read.exception() is not None:
-        raise Unavailable(f"the read of an L0 object was cut off: key={key}.", fix="Retry.")
+        raise UnavailableError(f"the read of an L0 object was cut off: key={key}.", fix="Retry.")
     outcome = piece.read.result()
     if isinstance(outcome, TidemillError):
         raise outcome

@@ -24,13 +24,13 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, TidemillError, Unavailable
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import ClosedError, TidemillError, UnavailableError
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.format import Region, encode_footer, object_key, writer_of
-from tidemill.topics.l0.group_commit import GATHER_LINES, Rhythm
+from tidemill.topics.l0.group_commit import GATHER_LINES, GroupCommitPolicy
 from tidemill.topics.l0.object_cache import ObjectCache
 
 _log = structlog.get_logger()
@@ -81,7 +81,7 @@ class L0Writer:
         self._cache = cache
         self._epoch = epoch
         self._clock = clock
-        self._pace = Pace(clock)
+        self._pace = CoopBudget(clock)
         self._settings = settings
         self._tasks = Tasks(self._upload_broke)
         self._pending: list[Staged] = []
@@ -89,7 +89,7 @@ class L0Writer:
         self._uploads: dict[str, Upload] = {}
         self._next_number = 0
         self._uploading_bytes = 0
-        self._rhythm = Rhythm(settings)
+        self._rhythm = GroupCommitPolicy(settings)
         """By the loop's time, as its timers."""
         self._first_s = 0.0
         self._expired: deque[Staged] = deque()
@@ -110,11 +110,12 @@ class L0Writer:
         return next(iter(self._uploads.values()), None)
 
     def stage(self, item: Staged) -> None:
-        """Take the batch into the next object. Plain call; the item hears the outcome. Raises Unavailable, Closed."""
+        """Take the batch into the next object. Plain call; the item hears the outcome. Raises UnavailableError,
+        ClosedError."""
         if self._closed:
-            raise Closed("the topic writer was closed.")
+            raise ClosedError("the topic writer was closed.")
         if self.staged_bytes + item.size_bytes > self._settings.staged_bytes and self._pending_bytes:
-            raise Unavailable(
+            raise UnavailableError(
                 f"too much is waiting for upload: staged_bytes={self.staged_bytes}.", fix="Slow down and retry."
             )
         item.staged_s = self._clock.monotonic_s()
@@ -206,7 +207,7 @@ class L0Writer:
             self._tasks.spawn(self._tell_expired(), name="l0-expired")
 
     async def _tell_expired(self) -> None:
-        error = Unavailable("a batch waited too long for its upload.", fix="Retry; the store is slow.")
+        error = UnavailableError("a batch waited too long for its upload.", fix="Retry; the store is slow.")
         while self._expired:
             _fail(self._expired.popleft(), error)
             if self._pace.due:
@@ -245,13 +246,17 @@ class L0Writer:
             await self._objects.put(upload.key, upload.data)
         except TidemillError as failure:
             # A Conflict too: an attempt of ours may stand there, but its durability was never acknowledged.
-            error = Unavailable(f"the upload of an L0 object failed: key={upload.key} cause={failure}", fix="Retry.")
+            error = UnavailableError(
+                f"the upload of an L0 object failed: key={upload.key} cause={failure}", fix="Retry."
+            )
         except BaseException as fault:
             if not is_own_fault(fault):
                 raise
             # L1 holds whatever a library raises.
             _log.error("the upload of an L0 object broke", key=upload.key, error=sentence(fault), exc_info=fault)
-            error = Unavailable(f"the upload of an L0 object broke: key={upload.key} cause={fault!r}.", fix="Retry.")
+            error = UnavailableError(
+                f"the upload of an L0 object broke: key={upload.key} cause={fault!r}.", fix="Retry."
+            )
         now_s = loop.time()
         self._rhythm.ended(now_s, now_s - begun_s, self._placing(upload) if error is None else ())
         await self._end(upload, error)
@@ -267,7 +272,7 @@ class L0Writer:
     def _upload_broke(self, name: str, fault: BaseException) -> None:
         """Telling the members went wrong: those that were not told yet hear of a failure (L1)."""
         _log.error("an L0 upload's members were not all told", task=name, error=sentence(fault), exc_info=fault)
-        error = Unavailable(f"the upload of an L0 object broke: cause={fault!r}.", fix="Retry.")
+        error = UnavailableError(f"the upload of an L0 object broke: cause={fault!r}.", fix="Retry.")
         upload = self._uploads.get(name.rpartition(" ")[2])
         if upload is None:
             self._fail_expired(error)
@@ -307,7 +312,7 @@ class L0Writer:
             self._flush_due.cancel()
             self._flush_due = None
         await self._tasks.aclose()
-        error = Unavailable("the node is shutting down; the batch was not written.")
+        error = UnavailableError("the node is shutting down; the batch was not written.")
         for upload in list(self._uploads.values()):
             self._close(upload)
             for item, _ in upload.members:

@@ -1,6 +1,6 @@
 """Extents that were looked up before: who reads through a partition asks for the same few again with each fetch.
 
-RX1  What is told is what the rows say when they are asked (`L1Rows.extents_stamp`), never something older.
+RX1  What is told is what the rows say when they are asked (`ExtentStore.extents_stamp`), never something older.
 RX2  At most `extents_max` are kept; those of the partition that was read first go first.
 """
 
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from tidemill.metastore.rows.l1 import L1ExtentRow
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 
 AT_ONCE = 8
 """Extents that one look brings at least: who reads large ones needs the next one much later, if at all."""
@@ -40,7 +40,7 @@ class _Run:
 
 
 class RecentExtents:
-    def __init__(self, rows: L1Rows, *, extents_max: int = EXTENTS_MAX) -> None:
+    def __init__(self, rows: ExtentStore, *, extents_max: int = EXTENTS_MAX) -> None:
         self._rows = rows
         self._extents_max = extents_max
         self._count = 0

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Conflict, Fenced, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.api import VersionedRow
 from tidemill.metastore.lsm.version import prefix_end
 from tidemill.metastore.metastore import Metastore
@@ -22,7 +22,7 @@ from tidemill.metastore.rows.l1 import L1CleanedRow, L1ExtentRow, L1ObjectRow, L
 from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.metastore.rows.row_family import Family
 from tidemill.topics.l1 import row_transitions
-from tidemill.topics.l1.row_transitions import Add, Held, Replace
+from tidemill.topics.l1.row_transitions import Add, ReadRows, Replace
 
 TRIES = 8
 PAUSE_S = 0.05
@@ -39,7 +39,7 @@ class Place(msgspec.Struct, frozen=True):
     checkpoint: PartitionRow | None
 
 
-class L1Rows:
+class ExtentStore:
     def __init__(self, metastore: Metastore, clock: Clock, rand: Rand) -> None:
         self._metastore = metastore
         self._clock = clock
@@ -89,7 +89,9 @@ class L1Rows:
                     break
             if first is None:
                 return
-        raise Unavailable(f"the extents of a partition keep changing: partition={topic_id}/{partition}.", fix="Retry.")
+        raise UnavailableError(
+            f"the extents of a partition keep changing: partition={topic_id}/{partition}.", fix="Retry."
+        )
 
     async def some_extents(
         self, topic_id: str, partition: int, offset: int, count: int, *, fresh: bool = True
@@ -170,7 +172,8 @@ class L1Rows:
     # writing --------------------------------------------------------------------------------------
 
     async def register(self, topic_id: str, object_id: str) -> None:
-        """Say that an object is about to be uploaded. Raises Unavailable, Unknown: its id is never used then."""
+        """Say that an object is about to be uploaded. Raises UnavailableError, UnknownOutcomeError: its id is never
+        used then."""
         await self._metastore.commit(
             [L1_OBJECTS.encode(row_transitions.register(topic_id, object_id, self._clock.now_ms()))]
         )
@@ -183,7 +186,7 @@ class L1Rows:
         tell yet.
         """
         partitions = sorted({region.partition for region in request.regions})
-        doubtful: Unknown | None = None
+        doubtful: UnknownOutcomeError | None = None
         for _ in range(TRIES):
             held, expects = await self._held(request.topic_id, partitions, [request.object_id])
             if doubtful is not None and row_transitions.was_added(held.objects.get(request.object_id)):
@@ -192,12 +195,14 @@ class L1Rows:
             try:
                 await self._metastore.commit(added.rows, expects=expects)
                 return added.next
-            except Unknown as unknown:
+            except UnknownOutcomeError as unknown:
                 doubtful = unknown
-            except (Conflict, Fenced):
+            except (ConflictError, FencedError):
                 pass  # it did not happen; of an earlier try that is decided by the rows
             await self._pause()
-        raise doubtful or Unavailable(f"the rows of a topic keep changing: topic_id={request.topic_id}.", fix="Retry.")
+        raise doubtful or UnavailableError(
+            f"the rows of a topic keep changing: topic_id={request.topic_id}.", fix="Retry."
+        )
 
     async def replace(self, request: Replace) -> tuple[int, ...]:
         """Refer to an object in place of the extents it was made of; the partitions left out for theirs changed
@@ -206,7 +211,7 @@ class L1Rows:
         for region in request.regions:
             first = spans.get(region.partition, (region.base_offset, 0))[0]
             spans[region.partition] = first, region.last_offset
-        doubtful: Unknown | None = None
+        doubtful: UnknownOutcomeError | None = None
         for _ in range(TRIES):
             held, expects = await self._held(request.topic_id, sorted(spans), [])
             # After their rows, so that expecting those vouches for them.
@@ -215,17 +220,19 @@ class L1Rows:
             of, of_objects = await self._held(request.topic_id, [], sorted({request.object_id, *names}))
             if doubtful is not None and row_transitions.was_added(of.objects.get(request.object_id)):
                 return ()
-            whole = Held(held.partitions, {}, of.objects)
+            whole = ReadRows(held.partitions, {}, of.objects)
             replaced = row_transitions.replace_extents(whole, standing, request, self._clock.now_ms())
             try:
                 await self._metastore.commit(replaced.rows, expects=expects | of_objects)
                 return replaced.stale
-            except Unknown as unknown:
+            except UnknownOutcomeError as unknown:
                 doubtful = unknown
-            except (Conflict, Fenced):
+            except (ConflictError, FencedError):
                 pass  # it did not happen; of an earlier try that is decided by the rows
             await self._pause()
-        raise doubtful or Unavailable(f"the rows of a topic keep changing: topic_id={request.topic_id}.", fix="Retry.")
+        raise doubtful or UnavailableError(
+            f"the rows of a topic keep changing: topic_id={request.topic_id}.", fix="Retry."
+        )
 
     async def _between(self, topic_id: str, partition: int, first: int, last: int) -> list[L1ExtentRow]:
         """Extents with an offset in [first, last]."""
@@ -239,7 +246,7 @@ class L1Rows:
     async def set_start(self, topic_id: str, partition: int, start: int) -> None:
         """See `row_transitions.set_start`; whole, in as many commits as it takes. Made again it changes nothing.
 
-        Raises Unavailable, Unknown: call again.
+        Raises UnavailableError, UnknownOutcomeError: call again.
         """
         tries = 0
         more = True
@@ -260,25 +267,25 @@ class L1Rows:
             try:
                 await self._metastore.commit(change.rows, expects=expects)
                 tries = 0
-            except (Conflict, Fenced) as refused:
+            except (ConflictError, FencedError) as refused:
                 more, tries = True, tries + 1
                 if tries >= TRIES:
-                    raise Unavailable(
+                    raise UnavailableError(
                         f"the rows of a partition keep changing: partition={topic_id}/{partition}.", fix="Retry."
                     ) from refused
                 await self._pause()
 
     async def set_cleaned(self, row: L1CleanedRow, seqno: int) -> None:
-        """In place of the row that was read at `seqno`. Raises Conflict when another has taken its place, Unavailable,
-        Unknown."""
+        """In place of the row that was read at `seqno`. Raises ConflictError when another has taken its place,
+        UnavailableError, UnknownOutcomeError."""
         await self._metastore.commit([L1_CLEANED.encode(row)], expects={L1_CLEANED.key_of(row): seqno})
 
     async def _held(
         self, topic_id: str, partitions: Sequence[int], objects: Sequence[str]
-    ) -> tuple[Held, dict[bytes, int]]:
+    ) -> tuple[ReadRows, dict[bytes, int]]:
         """The rows a change is made from, and the seqnos to expect of them."""
         if not partitions and not objects:
-            return Held({}, {}, {}), {}
+            return ReadRows({}, {}, {}), {}
         keys = [L1_PARTITIONS.key(topic_id, partition) for partition in partitions]
         keys += [L1_OBJECTS.key(topic_id, name) for name in objects]
         found = await self._metastore.get_rows(keys)
@@ -302,7 +309,7 @@ class L1Rows:
             ):
                 terms[partition] = L1_TERMS.decode(term_keys[0], values[0])
                 break
-        return Held(known, terms, stored), expects
+        return ReadRows(known, terms, stored), expects
 
     async def _pause(self) -> None:
         await asyncio.sleep(self._rand.uniform(PAUSE_S / 2, PAUSE_S * 1.5))

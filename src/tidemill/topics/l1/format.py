@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import BatchRef
 
@@ -138,11 +138,11 @@ def encode_index(batches: Sequence[tuple[int, int, int, int]]) -> bytes:
 def decode_index(data: Buffer, region: Region) -> RegionIndex:
     """The index of `region`, whose batches must lie back to back in it, ascend, and be as many as it says.
 
-    Raises Corrupt.
+    Raises CorruptError.
     """
     body = memoryview(data)[:-4]
     if len(data) < _INDEX_HEAD.size + 4 or _U32.pack(crc32c.crc32c(body)) != bytes(data[-4:]):
-        raise Corrupt(f"damaged index of an L1 region: partition={region.partition} bytes={len(data)}.")
+        raise CorruptError(f"damaged index of an L1 region: partition={region.partition} bytes={len(data)}.")
     magic, count, codec = _INDEX_HEAD.unpack_from(body)
     if magic != INDEX_MAGIC or count != region.batch_count or count > REGION_BATCHES or codec not in (0, _ZSTD):
         raise _contradiction(region, f"count={count} codec={codec}")
@@ -170,8 +170,8 @@ def _decompressed(payload: Buffer, wanted: int, region: Region) -> bytes:
     return bytes(out[:size])
 
 
-def _contradiction(region: Region, what: str) -> Corrupt:
-    return Corrupt(
+def _contradiction(region: Region, what: str) -> CorruptError:
+    return CorruptError(
         f"the index of an L1 region says something else than the region: partition={region.partition} "
         f"base_offset={region.base_offset} {what}."
     )
@@ -190,25 +190,27 @@ def encode_footer(footer: Footer) -> bytes:
 def parse_tail(tail: Buffer, size_bytes: int) -> Footer | int:
     """The footer from the last bytes of an object of `size_bytes`, or how many bytes more, before these, it takes.
 
-    Raises Corrupt.
+    Raises CorruptError.
     """
     if len(tail) < 4:
         if size_bytes < 4:
-            raise Corrupt(f"an L1 object without a footer: size_bytes={size_bytes}.")
+            raise CorruptError(f"an L1 object without a footer: size_bytes={size_bytes}.")
         return 4 - len(tail)
     (footer_bytes,) = _U32.unpack_from(tail, len(tail) - 4)
     if not len(FOOTER_MAGIC) + 9 <= footer_bytes <= size_bytes - 4:
-        raise Corrupt(f"an L1 object has no footer of this size: footer_bytes={footer_bytes} size_bytes={size_bytes}.")
+        raise CorruptError(
+            f"an L1 object has no footer of this size: footer_bytes={footer_bytes} size_bytes={size_bytes}."
+        )
     if footer_bytes + 4 > len(tail):
         return int(footer_bytes) + 4 - len(tail)
     whole = bytes(tail[len(tail) - 4 - footer_bytes : len(tail) - 4])
     body, crc = whole[:-4], whole[-4:]
     if not body.startswith(FOOTER_MAGIC) or _U32.pack(crc32c.crc32c(body)) != crc:
-        raise Corrupt(f"damaged L1 footer: footer_bytes={footer_bytes} size_bytes={size_bytes}.")
+        raise CorruptError(f"damaged L1 footer: footer_bytes={footer_bytes} size_bytes={size_bytes}.")
     try:
         return _decode_footer(body, size_bytes - 4 - footer_bytes)
     except (struct.error, IndexError, UnicodeDecodeError) as error:
-        raise Corrupt(f"unreadable L1 footer: footer_bytes={footer_bytes} cause={error}.") from error
+        raise CorruptError(f"unreadable L1 footer: footer_bytes={footer_bytes} cause={error}.") from error
 
 
 def _decode_footer(body: bytes, data_bytes: int) -> Footer:
@@ -218,10 +220,10 @@ def _decode_footer(body: bytes, data_bytes: int) -> Footer:
     (count,) = _U32.unpack_from(body, end)
     at = end + 4
     if len(body) != at + count * _REGION.size:
-        raise Corrupt(f"an L1 footer has another length than its regions: count={count} bytes={len(body)}.")
+        raise CorruptError(f"an L1 footer has another length than its regions: count={count} bytes={len(body)}.")
     regions = tuple(Region(*_REGION.unpack_from(body, at + i * _REGION.size)) for i in range(count))
     for region in regions:
         ends = max(region.first_byte + region.size_bytes, region.index_byte + region.index_bytes)
         if ends > data_bytes or region.last_offset < region.base_offset:
-            raise Corrupt(f"an L1 footer names what is not in the object: {region} data_bytes={data_bytes}.")
+            raise CorruptError(f"an L1 footer names what is not in the object: {region} data_bytes={data_bytes}.")
     return Footer(topic_id, regions)

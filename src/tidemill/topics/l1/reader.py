@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Corrupt, Missing, TidemillError
+from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.base.limits import MIB
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.l1 import L1ExtentRow
@@ -23,7 +23,7 @@ from tidemill.objects.verified_read import checked
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch_reads import choose
 from tidemill.topics.l1.extent_cache import RecentExtents
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.format import Region, RegionIndex, decode_index
 from tidemill.topics.l1.read_ahead import ReadAhead
 
@@ -32,11 +32,11 @@ ALL = 1 << 62
 
 
 class L1Reader:
-    """One process's. Raises Corrupt for what must be there and is not, Unavailable."""
+    """One process's. Raises CorruptError for what must be there and is not, Unavailable."""
 
     def __init__(
         self,
-        rows: L1Rows,
+        rows: ExtentStore,
         objects: ObjectStore,
         *,
         cache_bytes: int = INDEX_CACHE_BYTES,
@@ -82,12 +82,12 @@ class L1Reader:
     ) -> list[BatchRef]:
         """The batches that overlap [start, end), in order, as many as fit; the first one regardless if asked.
 
-        Empty when none of these offsets has a record any more. Raises Corrupt when some of them lie in no extent.
+        Empty when none of these offsets has a record any more. Raises CorruptError when some of them lie in no extent.
         """
         what = (topic_id, partition, start, end)
         try:
             return await self._plan(*what, max_bytes, max_count, at_least_one, fresh=False)
-        except Corrupt:
+        except CorruptError:
             # Rows a moment old may lack the newest extents, or name what is gone.
             return await self._plan(*what, max_bytes, max_count, at_least_one, fresh=True)
 
@@ -124,7 +124,7 @@ class L1Reader:
             if count < len(sizes):
                 return found
         if at < end:
-            raise Corrupt(
+            raise CorruptError(
                 f"offsets {at} to {end} of a partition are in no L1 extent: partition={topic_id}/{partition}."
             )
         return found
@@ -157,8 +157,8 @@ class L1Reader:
 
         try:
             index = await checked(self._objects, extent.object_key, read)
-        except Missing:
-            raise Corrupt(f"an object that an L1 extent names is gone: key={extent.object_key}.") from None
+        except MissingError:
+            raise CorruptError(f"an object that an L1 extent names is gone: key={extent.object_key}.") from None
         if key not in self._indexes:
             self._indexes[key] = index
             self._held_bytes += index.cost_bytes
@@ -168,20 +168,20 @@ class L1Reader:
         return index
 
     async def data(self, extent: L1ExtentRow, span: tuple[int, int] | None = None) -> bytes:
-        """The bytes of its batches, or of the `span` within them. Raises Corrupt when its object is gone."""
+        """The bytes of its batches, or of the `span` within them. Raises CorruptError when its object is gone."""
         begin, end = span if span is not None else (0, extent.size_bytes)
         if begin == end:
             return b""
         try:
             return await self._objects.get(extent.object_key, extent.first_byte + begin, extent.first_byte + end)
-        except Missing:
-            raise Corrupt(f"an object that an L1 extent names is gone: key={extent.object_key}.") from None
+        except MissingError:
+            raise CorruptError(f"an object that an L1 extent names is gone: key={extent.object_key}.") from None
 
 
 def l1_reader(
     metastore: Metastore, objects: ObjectStore, clock: Clock, rand: Rand, ahead: ReadAhead | None = None
 ) -> L1Reader:
-    return L1Reader(L1Rows(metastore, clock, rand), objects, ahead=ahead)
+    return L1Reader(ExtentStore(metastore, clock, rand), objects, ahead=ahead)
 
 
 def region_of(extent: L1ExtentRow) -> Region:

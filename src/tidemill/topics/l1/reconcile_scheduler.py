@@ -17,7 +17,7 @@ from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l1.object_planner import next_interval_s, part_moved
 from tidemill.topics.l1.reconciler import PartitionKey, Reconciler
-from tidemill.topics.partition.leader import LedPartition
+from tidemill.topics.partition.leader import PartitionLeader
 
 AT_ONCE = 2
 """Objects made at the same time: their bytes are in memory."""
@@ -31,7 +31,7 @@ class Rounds:
         reconciler: Reconciler,
         clock: Clock,
         settings: TopicSettings,
-        led: Mapping[PartitionKey, LedPartition],
+        led: Mapping[PartitionKey, PartitionLeader],
     ) -> None:
         self._reconciler = reconciler
         self._clock = clock

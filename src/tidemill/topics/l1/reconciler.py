@@ -22,7 +22,7 @@ import structlog
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Corrupt, TidemillError
+from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.metastore.rows.l1 import l1_key
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.batch.header import CONTROL, parse_header
@@ -30,12 +30,12 @@ from tidemill.topics.batch_reads import INLINE_BATCHES, Ranges, read_batches
 from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l1.builder import ObjectBuilder
-from tidemill.topics.l1.extent_store import L1Rows, Place
+from tidemill.topics.l1.extent_store import ExtentStore, Place
 from tidemill.topics.l1.format import Footer, object_id
 from tidemill.topics.l1.object_planner import PIECES, Piece, cut
 from tidemill.topics.l1.row_transitions import Add
 from tidemill.topics.lost_objects import is_let_go
-from tidemill.topics.partition.leader import LedPartition
+from tidemill.topics.partition.leader import PartitionLeader
 
 PartitionKey = tuple[str, int]
 Taken = tuple[Piece, list[Buffer]]
@@ -71,14 +71,14 @@ class Reconciler:
 
     def __init__(
         self,
-        rows: L1Rows,
+        rows: ExtentStore,
         objects: ObjectStore,
         cache: ObjectCache,
         l0: Ranges,
         clock: Clock,
         rand: Rand,
         settings: TopicSettings,
-        led: Mapping[PartitionKey, LedPartition],
+        led: Mapping[PartitionKey, PartitionLeader],
     ) -> None:
         self._rows = rows
         self._objects = objects
@@ -110,7 +110,7 @@ class Reconciler:
         failed: TidemillError | None = None
         taken: list[Taken] = []
         for piece, batches in zip(pieces, found, strict=True):
-            if isinstance(batches, Corrupt):
+            if isinstance(batches, CorruptError):
                 piece, batches = await self._without_what_was_let_go(topic_id, piece, batches)
             if isinstance(batches, list):
                 taken.append((piece, batches))
@@ -179,7 +179,7 @@ class Reconciler:
         self.figures.left_out += 1
         _log.warning("a partition is left out of an L1 object", partition=f"{topic_id}/{partition}", cause=str(error))
 
-    async def _span(self, led: LedPartition, place: Place) -> tuple[int, int]:
+    async def _span(self, led: PartitionLeader, place: Place) -> tuple[int, int]:
         """Offsets that may move now; what the rows know already is told to the log."""
         state, copy, row = led.state, place.checkpoint, place.l1
         if copy is None:
@@ -189,7 +189,7 @@ class Reconciler:
             # X1: L1 begins nowhere behind the copy's log start.
             return (state.log_start if state.log_start <= copy.log_start else end), end
         if row.next < state.reconciled:
-            raise Corrupt(
+            raise CorruptError(
                 f"L1 holds less than a log says: partition={led.topic_id}/{led.partition} next={row.next} "
                 f"reconciled={state.reconciled}.",
                 fix="Restore the cluster from its bucket.",
@@ -228,7 +228,7 @@ class Reconciler:
         self.figures.moved_bytes += size
         return size
 
-    async def _unread_below(self, led: LedPartition) -> int:
+    async def _unread_below(self, led: PartitionLeader) -> int:
         """Below it compaction has taken the records of what was aborted, and nobody reads what was there before."""
         if not led.config.compacts or not len(led.state.aborted):
             return 0

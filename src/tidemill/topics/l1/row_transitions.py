@@ -16,7 +16,7 @@ from itertools import groupby, pairwise
 import msgspec
 from msgspec.structs import replace
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS
 from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow, L1PartitionRow, L1TermRow
 from tidemill.topics.l1.format import Region
@@ -36,7 +36,7 @@ class Add(msgspec.Struct, frozen=True):
     terms: Mapping[int, Sequence[tuple[int, int]]]
 
 
-class Held(msgspec.Struct, frozen=True):
+class ReadRows(msgspec.Struct, frozen=True):
     """Rows as they were read. `terms`: the newest of each partition, those of later ones absent."""
 
     partitions: Mapping[int, L1PartitionRow]
@@ -95,8 +95,8 @@ def expire(row: L1ObjectRow, at_ms: int) -> L1ObjectRow | None:
     return None if row.registered else replace(row, registered=True, updated_ms=at_ms)
 
 
-def add(held: Held, request: Add, at_ms: int) -> Added:
-    """Raises Invalid when the request contradicts itself, the stored terms, or names an object that was not
+def add(held: ReadRows, request: Add, at_ms: int) -> Added:
+    """Raises InvalidError when the request contradicts itself, the stored terms, or names an object that was not
     registered for it or has expired."""
     known = _unregistered(held, request.object_id)
     rows: Written = []
@@ -105,7 +105,7 @@ def add(held: Held, request: Add, at_ms: int) -> Added:
     for partition, group in groupby(request.regions, key=lambda region: region.partition):
         regions = list(group)
         if partition in nexts:
-            raise Invalid(f"the regions of a partition do not follow each other: partition={partition}.")
+            raise InvalidError(f"the regions of a partition do not follow each other: partition={partition}.")
         _check_regions(regions)
         weight = sum(region.size_bytes + region.index_bytes for region in regions)
         total += weight
@@ -123,16 +123,16 @@ def add(held: Held, request: Add, at_ms: int) -> Added:
         rows.append(L1_PARTITIONS.encode(row))
         nexts[partition] = row.next
     if not nexts:
-        raise Invalid(f"an L1 object has no region: object={request.object_id}.")
+        raise InvalidError(f"an L1 object has no region: object={request.object_id}.")
     rows.append(_registered(known, total, removed, request.object_bytes, at_ms))
     return Added(rows, nexts)
 
 
 def replace_extents(
-    held: Held, standing: Mapping[int, Sequence[L1ExtentRow]], request: Replace, at_ms: int
+    held: ReadRows, standing: Mapping[int, Sequence[L1ExtentRow]], request: Replace, at_ms: int
 ) -> Replaced:
     """`standing`: by partition, the extents with an offset in the range of its regions, ascending, as of its row;
-    `held.objects`: theirs, and the new one. Raises Invalid as `add`, and when every partition is stale."""
+    `held.objects`: theirs, and the new one. Raises InvalidError as `add`, and when every partition is stale."""
     known = _unregistered(held, request.object_id)
     rows: Written = []
     stale: list[int] = []
@@ -163,7 +163,7 @@ def replace_extents(
         rows.append(L1_PARTITIONS.encode(changed))
         gone += old
     if not gone:
-        raise Invalid(f"all that an L1 object was made of has changed: object={request.object_id}.")
+        raise InvalidError(f"all that an L1 object was made of has changed: object={request.object_id}.")
     rows += _charged(gone, held.objects, at_ms)
     rows.append(_registered(known, total, removed, request.object_bytes, at_ms))
     return Replaced(rows, tuple(stale))
@@ -179,10 +179,10 @@ def _covers(row: L1PartitionRow, old: Sequence[L1ExtentRow], regions: Sequence[R
     )
 
 
-def _unregistered(held: Held, object_id: str) -> L1ObjectRow:
+def _unregistered(held: ReadRows, object_id: str) -> L1ObjectRow:
     known = held.objects.get(object_id)
     if known is None or known.registered:
-        raise Invalid(
+        raise InvalidError(
             f"an L1 object was not registered, or not in time: object={object_id} expired={known is not None}.",
             fix="Register another one.",
         )
@@ -205,10 +205,10 @@ def _registered(known: L1ObjectRow, total: int, removed: int, object_bytes: int,
 def _check_regions(regions: Sequence[Region]) -> None:
     for region in regions:
         if region.last_offset < region.base_offset or region.index_bytes < 1 or region.size_bytes < 0:
-            raise Invalid(f"a region of an L1 object is inverted or empty: {region}.")
+            raise InvalidError(f"a region of an L1 object is inverted or empty: {region}.")
     for one, following in pairwise(regions):
         if following.base_offset != one.last_offset + 1:
-            raise Invalid(
+            raise InvalidError(
                 f"the regions of a partition are not contiguous: partition={one.partition} "
                 f"expected={one.last_offset + 1} found={following.base_offset}."
             )
@@ -220,13 +220,13 @@ def _new_terms(request: Add, newest: L1TermRow | None, regions: Sequence[Region]
     terms = list(request.terms.get(partition, ()))
     rising = all(one[0] < other[0] and one[1] < other[1] for one, other in pairwise(terms))
     if not terms or not rising or terms[0][1] != base or terms[-1][1] > last:
-        raise Invalid(
+        raise InvalidError(
             f"the terms of a partition's extents are not theirs: partition={partition} base_offset={base} "
             f"last_offset={last} terms={terms}."
         )
     if newest is not None:
         if terms[0][0] < newest.term or terms[0][1] <= newest.first_offset:
-            raise Invalid(
+            raise InvalidError(
                 f"the terms of a partition's extents do not follow the stored one: partition={partition} "
                 f"terms={terms} newest={newest.term} first_offset={newest.first_offset}."
             )

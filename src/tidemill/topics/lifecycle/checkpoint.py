@@ -14,8 +14,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Corrupt, TidemillError
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import CorruptError, TidemillError
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.metastore.backup.checkpoint import Group, Unit, each_readable
@@ -58,7 +58,7 @@ class PartitionsStage:
     name = "partitions"
 
     def __init__(self, consensus: Consensus, objects: ObjectStore, metastore: Metastore, clock: Clock) -> None:
-        self._pace = Pace(clock, STRETCH_S)
+        self._pace = CoopBudget(clock, STRETCH_S)
         self._consensus = consensus
         self._objects = objects
         self._metastore = metastore
@@ -173,7 +173,7 @@ class PartitionFollower:
 
     def __init__(
         self, consensus: Consensus, objects: ObjectStore, topic_id: str, partition: int, row: PartitionRow | None,
-        pace: Pace,
+        pace: CoopBudget,
     ) -> None:  # fmt: skip
         self._pace = pace
         self.topic_id = topic_id
@@ -191,7 +191,7 @@ class PartitionFollower:
     async def gather(self, scan: Scan) -> Unit:
         """Groups of rows to write in this order, each group at once; [] when nothing changed since `written`.
 
-        Reads only what the log gained. Raises Corrupt (also when the log holds less than the rows), Unavailable.
+        Reads only what the log gained. Raises CorruptError (also when the log holds less than the rows), Unavailable.
         """
         pace = self._pace
         self._state, _ = await catch_up(self._consensus, self._objects, self._log, self._state, pace=pace)
@@ -199,7 +199,7 @@ class PartitionFollower:
         new = partition_row(self._state, self.topic_id, self.partition)
         if new.next_offset < row.next_offset or new.log_start < row.log_start or new.reconciled < row.reconciled:
             # Another life of this topic id: rows that may be all that is left of it are not overwritten.
-            raise Corrupt(
+            raise CorruptError(
                 f"a partition's log holds less than its rows: partition={self.topic_id}/{self.partition}"
                 f" next_offset={new.next_offset} row={row.next_offset}.",
                 fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",

@@ -13,7 +13,7 @@ import contextlib
 import msgspec
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Invalid, Unavailable, Unknown
+from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, resolve_cas
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.membership import EPOCH_BASE_REGISTER, NODES_REGISTER
@@ -40,23 +40,26 @@ async def restore_partition(
     state: PartitionState,
     attempt: str,
 ) -> None:
-    """Make the partition's log begin with `state`, whose `applied` is set. Raises Invalid when it has a log already."""
+    """Make the partition's log begin with `state`, whose `applied` is set. Raises InvalidError when it has a log
+    already."""
     log = partition_log(topic_id, partition)
     head = await consensus.log_head(log)
     if head.next == 0:
         state.applied = 1
         rollup = await write_rollup(objects, state, topic_id, partition, rand.nonce())
         if rollup is None:
-            raise Unavailable(f"the bucket takes no objects: log={log}.", fix="Check it with: tidemill doctor")
+            raise UnavailableError(f"the bucket takes no objects: log={log}.", fix="Check it with: tidemill doctor")
         filler = encode_command(PlaceBatches(state.last_at_ms, (), ()))
         term = max((term for term, _ in state.terms), default=0) + TERMS_APART
         while head.next == 0:
-            with contextlib.suppress(Unknown, Conflict):  # the nonce of what stands there tells, if anything does
+            with contextlib.suppress(
+                UnknownOutcomeError, ConflictError
+            ):  # the nonce of what stands there tells, if anything does
                 await consensus.append(log, term, 0, [filler, encode_command(rollup)], attempt)
             head = await consensus.log_head(log)
     found = await consensus.read(log, head.start, limit_records=1)
     if not found.records or found.records[0].nonce != attempt:
-        raise Invalid(
+        raise InvalidError(
             f"a partition has a log already: log={log} next={head.next}.", fix="Restore into empty consensus."
         )
     if head.start == 0:
@@ -102,8 +105,8 @@ async def _write_once(consensus: Consensus, rand: Rand, key: str, data: bytes) -
     nonce = rand.nonce()
     try:
         await consensus.cas(key, 0, data, nonce)
-    except Conflict:
+    except ConflictError:
         return
-    except Unknown:
+    except UnknownOutcomeError:
         if await resolve_cas(consensus, key, 0, nonce) is None:
             await _write_once(consensus, rand, key, data)

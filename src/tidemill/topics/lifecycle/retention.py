@@ -24,12 +24,12 @@ from tidemill.consensus.api import Consensus
 from tidemill.consensus.change_cursor import ChangedLogs
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.objects.store import ObjectStore
-from tidemill.topics.api import StillRead
+from tidemill.topics.api import RecordsStillNeededError
 from tidemill.topics.config.configs import TopicConfig, stored_config
 from tidemill.topics.config.settings import TopicSettings
-from tidemill.topics.l1.extent_store import L1Rows
+from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.membership import Assignment
-from tidemill.topics.partition.leader import LedPartition
+from tidemill.topics.partition.leader import PartitionLeader
 from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, partition_log, place_of
 from tidemill.topics.partition.state import PartitionState
 
@@ -40,7 +40,7 @@ PartitionKey = tuple[str, int]
 NEVER_MS = 1 << 62
 
 
-class Holds(Protocol):
+class RetentionHolds(Protocol):
     async def __call__(self, topic: TopicRow) -> Mapping[int, int] | None:
         """partition → first offset somebody still has to read; None = all of it. Raises when it cannot be told."""
         ...
@@ -89,9 +89,9 @@ class Retainer:
         clock: Clock,
         settings: TopicSettings,
         assignment: Assignment,
-        led: Mapping[PartitionKey, LedPartition],
-        leading: Callable[[str, int], LedPartition],
-        l1: L1Rows | None = None,
+        led: Mapping[PartitionKey, PartitionLeader],
+        leading: Callable[[str, int], PartitionLeader],
+        l1: ExtentStore | None = None,
     ) -> None:
         self._consensus = consensus
         self._objects = objects
@@ -107,7 +107,7 @@ class Retainer:
         self._topics: Mapping[str, TopicRow] = {}
         self._configs: dict[str, TopicConfig] = {}
         """Of the topics that forget."""
-        self.holds: Holds = no_holds
+        self.holds: RetentionHolds = no_holds
 
     async def round(self, topics: Mapping[str, TopicRow]) -> None:
         """`topics`: those there are, read a moment ago; another mapping when they changed.
@@ -164,13 +164,16 @@ class Retainer:
         self._logs.done(written)
 
     async def check_unread(self, row: TopicRow, partition: int, offset: int) -> None:
-        """Raises StillRead when somebody has yet to read a record below `offset`, and what `holds` raises."""
+        """Raises RecordsStillNeededError when somebody has yet to read a record below `offset`, and what `holds`
+        raises."""
         if row.kind == "capture":
-            raise StillRead(f"a captured table's topic is never cut: later pipelines begin with it: topic={row.name}.")
+            raise RecordsStillNeededError(
+                f"a captured table's topic is never cut: later pipelines begin with it: topic={row.name}."
+            )
         holds = await self.holds(row)
         held = 0 if holds is None else holds.get(partition, offset)
         if held < offset:
-            raise StillRead(
+            raise RecordsStillNeededError(
                 f"a pipeline has not read these records: topic={row.name} partition={partition}"
                 f" offset={offset} read_to={held}.",
                 fix=f"Wait for it (tidemill topic describe {row.name}), or delete the pipeline.",
@@ -189,7 +192,7 @@ class Retainer:
             if holds is not None:
                 led.start_at(min(start, holds.get(partition, start)))
 
-    async def _due(self, row: TopicRow, partition: int, config: TopicConfig) -> LedPartition | None:
+    async def _due(self, row: TopicRow, partition: int, config: TopicConfig) -> PartitionLeader | None:
         """The partition, led, if something of it may go."""
         key = (row.topic_id, partition)
         led = self._led.get(key)

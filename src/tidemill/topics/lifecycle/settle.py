@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Unavailable
+from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import Consensus
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.config.settings import TopicSettings
-from tidemill.topics.partition.appender import Appender, SteppedDown
+from tidemill.topics.partition.appender import Appender, LeadershipLostError
 from tidemill.topics.partition.codec import encode_command
 from tidemill.topics.partition.commands import Advance
 from tidemill.topics.partition.recovery import catch_up, partition_log
@@ -21,7 +21,7 @@ async def settle(
     consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, topic_id: str, partition: int
 ) -> None:
     """Append an Advance in a term of its own: whatever another writer has made so far and not placed, it never will.
-    A leader steps down by it and opens the partition again; its clients retry. Raises Unavailable, Corrupt."""
+    A leader steps down by it and opens the partition again; its clients retry. Raises UnavailableError, Corrupt."""
     log = partition_log(topic_id, partition)
     appender = Appender(consensus, log, clock, rand, TopicSettings())
     await appender.fence()
@@ -29,13 +29,13 @@ async def settle(
     command = Advance(max(clock.now_ms(), state.last_at_ms), state.log_start, NOBODY, 0)
     try:
         await appender.append(state.applied, encode_command(command))
-    except SteppedDown as stop:
-        raise Unavailable(f"a partition was not settled: log={log} cause={stop.reason}", fix="Retry.") from stop
+    except LeadershipLostError as stop:
+        raise UnavailableError(f"a partition was not settled: log={log} cause={stop.reason}", fix="Retry.") from stop
 
 
 async def end_log(consensus: Consensus, topic_id: str, partition: int) -> None:
     """Forget every record of a deleted topic's partition; its head (some 100 bytes) stays and fences whoever is late.
-    Raises Unavailable, Unknown, Fenced: call again."""
+    Raises UnavailableError, Unknown, Fenced: call again."""
     log = partition_log(topic_id, partition)
     head = await consensus.log_head(log)
     if head.start < head.next:

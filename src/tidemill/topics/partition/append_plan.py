@@ -7,9 +7,9 @@ from collections import deque
 from tidemill.topics.partition.commands import PlaceBatches, Placeholder
 from tidemill.topics.partition.pending_batch import Pending
 from tidemill.topics.partition.producer_state import Producer, Refusal, Remembered, judge, marked, remember
-from tidemill.topics.partition.sequence_gaps import Holes
+from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.partition.transaction_verification import Permits, as_seen
+from tidemill.topics.partition.transaction_verification import TransactionVerification, as_seen
 from tidemill.topics.partition.transactions import COMMIT, PLAIN, Ledger
 
 
@@ -40,8 +40,8 @@ class Plan:
 def plan_group(
     state: PartitionState,
     queue: deque[Pending],
-    holes: Holes,
-    permits: Permits,
+    holes: SequenceGaps,
+    permits: TransactionVerification,
     *,
     at_ms: int,
     now_s: float,

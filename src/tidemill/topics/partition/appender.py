@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Closed, Conflict, Fenced, Missing, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    FencedError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.consensus.api import Consensus, LogHead, resolve_append
 from tidemill.topics.config.settings import TopicSettings
 
 FENCE_TRIES = 8
 
 
-class SteppedDown(Exception):
+class LeadershipLostError(Exception):
     """This leader must stop. `certain`: the append that ended it did not happen and never will. `fault`: what went
     wrong; None when another leader is simply there."""
 
@@ -37,8 +45,8 @@ class Appender:
         """The newest that was heard of the log, by whatever way."""
 
     async def fence(self) -> LogHead:
-        """Take a term above every earlier one: no older append lands any more (C1). Raises Unavailable."""
-        last: TidemillError = Unavailable(f"no attempt was made: log={self._log}.")
+        """Take a term above every earlier one: no older append lands any more (C1). Raises UnavailableError."""
+        last: TidemillError = UnavailableError(f"no attempt was made: log={self._log}.")
         term = 0
         for _ in range(FENCE_TRIES):
             try:
@@ -47,13 +55,13 @@ class Appender:
                 head = await self._consensus.fence(self._log, term)
                 self.term = term
                 return head
-            except Fenced as fenced:
+            except FencedError as fenced:
                 # Another node was faster; whether it or we should lead is decided by the assignment, not here.
                 last, term = fenced, 0
-            except (Unavailable, Unknown) as error:
+            except (UnavailableError, UnknownOutcomeError) as error:
                 last = error
             await self._pause()
-        raise Unavailable(f"a partition could not be taken over: log={self._log} cause={last}", fix="Retry.")
+        raise UnavailableError(f"a partition could not be taken over: log={self._log} cause={last}", fix="Retry.")
 
     def told(self, head: LogHead) -> Appender:
         self._told_term, self._told_next = max(self._told_term, head.term), max(self._told_next, head.next)
@@ -65,7 +73,7 @@ class Appender:
         return self._told_term > self.term or self._told_next > position
 
     async def append(self, position: int, record: bytes) -> None:
-        """Returns once `record` stands at `position`. Raises SteppedDown.
+        """Returns once `record` stands at `position`. Raises LeadershipLostError.
 
         After a lost answer the same attempt (nonce, position) is repeated until it is found in the log or refused
         for good, so it lands at most once, and nobody has to guess. Whoever is told late that it did not land tries
@@ -79,33 +87,33 @@ class Appender:
             try:
                 await self._consensus.append(self._log, self.term, position, [record], nonce)
                 return
-            except (Conflict, Fenced) as refused:
+            except (ConflictError, FencedError) as refused:
                 if not doubtful or await self._refused_for_good(position, nonce):
-                    raise SteppedDown(refused.message, certain=True) from refused
+                    raise LeadershipLostError(refused.message, certain=True) from refused
                 return
-            except Unavailable:
+            except UnavailableError:
                 pass
-            except Closed as closed:
-                raise SteppedDown(closed.message, certain=False) from closed
-            except Unknown:
+            except ClosedError as closed:
+                raise LeadershipLostError(closed.message, certain=False) from closed
+            except UnknownOutcomeError:
                 doubtful = True
             if doubtful and (landed := await self._landed(position, nonce)):
                 return
             late = self._clock.monotonic_s() >= give_up_s
             if late and (last or landed is None):
-                silent = Unavailable(f"the log does not answer: log={self._log}.")
-                raise SteppedDown(silent.message, certain=not doubtful, fault=silent)
+                silent = UnavailableError(f"the log does not answer: log={self._log}.")
+                raise LeadershipLostError(silent.message, certain=not doubtful, fault=silent)
             last = late
             await self._pause()
 
     async def confirm(self, position: int) -> None:
-        """A linearizable check that we still lead and have applied everything. Raises SteppedDown."""
+        """A linearizable check that we still lead and have applied everything. Raises LeadershipLostError."""
         try:
             head = await self._consensus.log_head(self._log)
         except TidemillError as error:
-            raise SteppedDown(error.message, certain=True, fault=error) from error
+            raise LeadershipLostError(error.message, certain=True, fault=error) from error
         if self.told(head).overtaken(position):
-            raise SteppedDown(
+            raise LeadershipLostError(
                 f"another leader took over: log={self._log} term={self.term} newer={head.term}.", certain=True
             )
 
@@ -113,17 +121,18 @@ class Appender:
         """None: nobody answers."""
         try:
             return await resolve_append(self._consensus, self._log, position, nonce)
-        except Missing as gone:
-            raise SteppedDown(gone.message, certain=False) from gone
-        except (Unavailable, Unknown):
+        except MissingError as gone:
+            raise LeadershipLostError(gone.message, certain=False) from gone
+        except (UnavailableError, UnknownOutcomeError):
             return None
 
     async def _refused_for_good(self, position: int, nonce: str) -> bool:
-        """After a refusal: did an earlier, doubtful attempt land? False = it did. Raises SteppedDown if unknowable."""
+        """After a refusal: did an earlier, doubtful attempt land? False = it did. Raises LeadershipLostError if
+        unknowable."""
         try:
             return not await resolve_append(self._consensus, self._log, position, nonce)
         except TidemillError as error:
-            raise SteppedDown(error.message, certain=False) from error
+            raise LeadershipLostError(error.message, certain=False) from error
 
     async def _pause(self) -> None:
         pause_s = self._settings.retry_pause_s

@@ -17,7 +17,7 @@ from array import array
 import crc32c
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.topics.partition.commands import Command
 from tidemill.topics.partition.producer_state import Producer
 from tidemill.topics.partition.state import PartitionState, Settled, running_maximum
@@ -54,11 +54,11 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(data: bytes) -> Command:
-    """Raises Corrupt."""
+    """Raises CorruptError."""
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise Corrupt(f"unreadable record of a partition log: cause={error}.") from error
+        raise CorruptError(f"unreadable record of a partition log: cause={error}.") from error
 
 
 def encode_state(state: PartitionState) -> bytes:
@@ -88,10 +88,10 @@ def encode_state(state: PartitionState) -> bytes:
 
 
 def decode_state(data: bytes, object_key: str) -> PartitionState:
-    """The state as of the rollup's own position: `applied` is where its record stands. Raises Corrupt."""
+    """The state as of the rollup's own position: `applied` is where its record stands. Raises CorruptError."""
     body, crc = data[:-4], data[-4:]
     if not body.startswith(MAGIC) or crc32c.crc32c(body).to_bytes(4, "little") != crc:
-        raise Corrupt(f"damaged rollup object: key={object_key}.")
+        raise CorruptError(f"damaged rollup object: key={object_key}.")
     snapshot = msgspec.msgpack.decode(body[len(MAGIC) :], type=_Snapshot)
     state = PartitionState()
     state.applied = snapshot.applied

@@ -17,20 +17,20 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import Corrupt, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import CorruptError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks, is_own_fault, sentence
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.topics.api import (
     Confirm,
-    CorruptBatch,
+    CorruptBatchError,
     Here,
-    InvalidProducerEpoch,
-    InvalidTransaction,
+    InvalidProducerEpochError,
+    InvalidTransactionError,
     Marker,
-    NotLeader,
+    NotLeaderError,
     ProduceResult,
-    Within,
+    ProduceTransaction,
 )
 from tidemill.topics.batch.control_batch import encode_marker
 from tidemill.topics.batch.header import parse_header, patch
@@ -40,7 +40,7 @@ from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.format import writer_of
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.partition.append_plan import Plan, plan_group
-from tidemill.topics.partition.appender import Appender, SteppedDown
+from tidemill.topics.partition.appender import Appender, LeadershipLostError
 from tidemill.topics.partition.apply import apply
 from tidemill.topics.partition.codec import encode_command
 from tidemill.topics.partition.commands import Advance, Command, Rollup
@@ -50,28 +50,32 @@ from tidemill.topics.partition.producer_state import Refusal
 from tidemill.topics.partition.record_policy import conform
 from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.rollup_scheduler import RollUps
-from tidemill.topics.partition.sequence_gaps import Holes
+from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition.state import PartitionState
-from tidemill.topics.partition.transaction_verification import Permit, Permits, as_seen
+from tidemill.topics.partition.transaction_verification import Permit, TransactionVerification, as_seen
 from tidemill.topics.partition.transactions import PLAIN
 from tidemill.topics.partition.watchers import Watchers
-from tidemill.topics.produce import Line, ProducerQueue, Ticket
-from tidemill.topics.produce.validator_pool import Checker, Good
+from tidemill.topics.produce import ProducerLine, ProducerQueue, Ticket
+from tidemill.topics.produce.validator_pool import BatchValidator, ValidatedBatch
 
 _log = structlog.get_logger()
 
 
-async def no_coordinator(within: Within, producer_id: int, epoch: int, topic_id: str, partition: int) -> None:
-    raise InvalidTransaction(f"nobody coordinates transactions here: transactional_id={within.transactional_id!r}.")
+async def no_coordinator(
+    within: ProduceTransaction, producer_id: int, epoch: int, topic_id: str, partition: int
+) -> None:
+    raise InvalidTransactionError(
+        f"nobody coordinates transactions here: transactional_id={within.transactional_id!r}."
+    )
 
 
-class Surroundings(msgspec.Struct, frozen=True):
+class LeaderDeps(msgspec.Struct, frozen=True):
     """What every partition of one process shares."""
 
     consensus: Consensus
     objects: ObjectStore
     writer: L0Writer
-    checker: Checker
+    checker: BatchValidator
     clock: Clock
     rand: Rand
     settings: TopicSettings
@@ -81,20 +85,20 @@ class Surroundings(msgspec.Struct, frozen=True):
     moved: Callable[[str, int], None] = lambda *_: None
     """(topic id, partition): what is committed in it moved, or it was opened here. A plain call."""
     confirm: Confirm = no_coordinator
-    touched: Callable[[LedPartition], None] = lambda _: None
+    touched: Callable[[PartitionLeader], None] = lambda _: None
     """What its marks say may have changed. A plain call."""
 
 
-class LedPartition:
+class PartitionLeader:
     """From the moment a node means to lead a partition until it stops. Never reopened: a new term is a new one."""
 
     def __init__(
         self,
         topic_id: str,
         partition: int,
-        around: Surroundings,
-        holes: Holes,
-        on_closed: Callable[[LedPartition, TidemillError], None],
+        around: LeaderDeps,
+        holes: SequenceGaps,
+        on_closed: Callable[[PartitionLeader, TidemillError], None],
     ) -> None:
         self.topic_id = topic_id
         self.partition = partition
@@ -117,7 +121,7 @@ class LedPartition:
         self._by_identity: dict[tuple[int, int, int, int], Pending] = {}
         self._turned: deque[Pending] = deque()
         """Batches whose turn has come, in the order of the log to be."""
-        self._permits = Permits(lasting=around.settings.fault == "marker-before-data")
+        self._permits = TransactionVerification(lasting=around.settings.fault == "marker-before-data")
         self._told_stable = 0
         self._plan: Plan | None = None
         self._committing = False
@@ -149,12 +153,12 @@ class LedPartition:
                 self.close(self._taken_over())
         except BaseException as error:
             if not is_own_fault(error):
-                self.close(NotLeader(f"a partition did not open: log={self._log_name} cause={error!r}"))
+                self.close(NotLeaderError(f"a partition did not open: log={self._log_name} cause={error!r}"))
                 raise
             _log.error("a partition did not open", log=self._log_name, error=sentence(error))
             self.fault = error
             cause = sentence(error)
-            self.close(Unavailable(f"a partition did not open: log={self._log_name} cause={cause}", fix="Retry."))
+            self.close(UnavailableError(f"a partition did not open: log={self._log_name} cause={cause}", fix="Retry."))
         if self.closed_error is not None:
             return
         self.state = state
@@ -192,7 +196,7 @@ class LedPartition:
 
     # produce: plain calls -------------------------------------------------------------------------
     def produce_nowait(
-        self, buffer: Buffer, sender: Hashable = None, within: Within | None = None
+        self, buffer: Buffer, sender: Hashable = None, within: ProduceTransaction | None = None
     ) -> asyncio.Future[ProduceResult]:
         """See `api.TopicLog`. The place in line is taken before this returns, whatever the check takes."""
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
@@ -252,13 +256,13 @@ class LedPartition:
             self._stage(pending)
         return future
 
-    def _line_of(self, sender: Hashable) -> Line:
+    def _line_of(self, sender: Hashable) -> ProducerLine:
         return object() if self._around.settings.fault == "unordered-connection" else ("sender", sender)
 
-    def _batch_checked(self, pending: Pending, outcome: Good | TidemillError) -> None:
+    def _batch_checked(self, pending: Pending, outcome: ValidatedBatch | TidemillError) -> None:
         if pending.abandoned:
             return
-        if isinstance(outcome, CorruptBatch):
+        if isinstance(outcome, CorruptBatchError):
             self._refuse(pending, outcome)
         elif isinstance(outcome, TidemillError):
             self.batch_failed(pending, outcome)
@@ -281,7 +285,7 @@ class LedPartition:
             return
         try:
             conform(pending, self.config, self._around.clock.now_ms())
-        except CorruptBatch as error:
+        except CorruptBatchError as error:
             self._refuse(pending, error)
             return
         if pending.within is not None and pending.kind != PLAIN:
@@ -291,7 +295,7 @@ class LedPartition:
         except TidemillError as error:
             self.batch_failed(pending, error)
 
-    def _ask_permit(self, pending: Pending, within: Within) -> None:
+    def _ask_permit(self, pending: Pending, within: ProduceTransaction) -> None:
         """The coordinator is asked while the batch is uploaded, once for all that a producer has under way."""
         producer_id, epoch = pending.header.producer_id, pending.header.producer_epoch
         opened = self.state.transactions.get(producer_id)
@@ -304,7 +308,7 @@ class LedPartition:
             asking = self._confirm(pending.permit, within, producer_id)
             self._around.tasks.spawn(asking, name=f"confirm {self._log_name}")
 
-    async def _confirm(self, permit: Permit, within: Within, producer_id: int) -> None:
+    async def _confirm(self, permit: Permit, within: ProduceTransaction, producer_id: int) -> None:
         error: TidemillError
         try:
             await self._around.confirm(within, producer_id, permit.epoch, self.topic_id, self.partition)
@@ -313,7 +317,7 @@ class LedPartition:
         except TidemillError as refusal:
             error = refusal
         except BaseException as fault:
-            error = Unavailable(f"the coordinator was not asked: producer_id={producer_id} cause={fault!r}.")
+            error = UnavailableError(f"the coordinator was not asked: producer_id={producer_id} cause={fault!r}.")
             if not is_own_fault(fault):
                 self._no_permit(permit, producer_id, error)
                 raise
@@ -337,7 +341,7 @@ class LedPartition:
         refusal = pending.permit.answer.exception() if pending.permit is not None else None
         if pending.abandoned or pending.ticket is None:
             return
-        if isinstance(refusal, InvalidTransaction | InvalidProducerEpoch):
+        if isinstance(refusal, InvalidTransactionError | InvalidProducerEpochError):
             self._refuse(pending, refusal)
         elif isinstance(refusal, TidemillError):
             self.batch_failed(pending, refusal)
@@ -408,7 +412,7 @@ class LedPartition:
             self._commit_soon()
 
     async def _advance(self) -> None:
-        """Raises SteppedDown."""
+        """Raises LeadershipLostError."""
         around, state = self._around, self.state
         waiting = [writer_of(pending.object_key)[1] for pending in self._live if pending.object_key]
         # Read before the append: what is closed meanwhile has a number of its own.
@@ -456,14 +460,14 @@ class LedPartition:
                         break
                     await self._append_due(rollup)
                 self._rollups.consider(self.state)
-        except SteppedDown as stop:
+        except LeadershipLostError as stop:
             self._step_down(stop)
         except BaseException as error:
             if not is_own_fault(error):
-                self._step_down(SteppedDown("the node is shutting down.", certain=False))
+                self._step_down(LeadershipLostError("the node is shutting down.", certain=False))
                 raise
             _log.error("a partition failed", log=self._log_name, error=sentence(error), exc_info=error)
-            self._step_down(SteppedDown(f"an unexpected error: {error!r}.", certain=False, fault=error))
+            self._step_down(LeadershipLostError(f"an unexpected error: {error!r}.", certain=False, fault=error))
         finally:
             self._committing = False
 
@@ -501,7 +505,7 @@ class LedPartition:
         self._settle(plan)
 
     async def _propose(self, command: Command) -> None:
-        """Append, then apply what was appended. Raises SteppedDown."""
+        """Append, then apply what was appended. Raises LeadershipLostError."""
         position = self.state.applied
         data = encode_command(command)
         if self._around.settings.fault == "told-early":
@@ -512,8 +516,8 @@ class LedPartition:
         await self._appender.append(position, data)
         rejected = apply(self.state, command, position, self._appender.term)
         if rejected is not None:
-            refused = Corrupt(f"a command was refused: log={self._log_name} {rejected.reason}.")
-            raise SteppedDown(refused.message, certain=True, fault=refused)
+            refused = CorruptError(f"a command was refused: log={self._log_name} {rejected.reason}.")
+            raise LeadershipLostError(refused.message, certain=True, fault=refused)
         if not isinstance(command, Rollup):
             self._rollups.placed(command, len(data))
 
@@ -555,12 +559,12 @@ class LedPartition:
         if pending.ticket is not None:
             self._places.release(pending.ticket)
 
-    def _step_down(self, stop: SteppedDown) -> None:
+    def _step_down(self, stop: LeadershipLostError) -> None:
         """What was being appended is not there for certain, or may be; the rest is not."""
         plan, self._plan = self._plan, None
-        error = NotLeader(f"this node stopped leading the partition: log={self._log_name} cause={stop.reason}")
+        error = NotLeaderError(f"this node stopped leading the partition: log={self._log_name} cause={stop.reason}")
         if plan is not None:
-            unknown = Unknown(
+            unknown = UnknownOutcomeError(
                 f"the outcome of an append is unknown: log={self._log_name} cause={stop.reason}", fix="Send it again."
             )
             doubtful = {pending for pending, _ in plan.accepted} if not stop.certain else set()
@@ -578,7 +582,7 @@ class LedPartition:
     async def prove(self) -> None:
         """Close unless the log says that this is its leader still: for an answer that another one may know better.
 
-        Raises Unavailable.
+        Raises UnavailableError.
         """
         self.told_head(await self._around.consensus.log_head(self._log_name))
 
@@ -589,8 +593,8 @@ class LedPartition:
         if self.is_open and self._appender.overtaken(self.state.applied + self._committing):
             self.close(self._taken_over())
 
-    def _taken_over(self) -> NotLeader:
-        return NotLeader(f"another node took over: log={self._log_name} term={self._appender.term}.")
+    def _taken_over(self) -> NotLeaderError:
+        return NotLeaderError(f"another node took over: log={self._log_name} term={self._appender.term}.")
 
     # fetch ----------------------------------------------------------------------------------------
     def at_end(self, offset: int) -> bool:

@@ -7,13 +7,13 @@ from typing import Protocol
 
 from tidemill.base.errors import TidemillError
 from tidemill.objects.store import Buffer
-from tidemill.topics.api import Here, Marker, ProduceResult, Within
+from tidemill.topics.api import Here, Marker, ProduceResult, ProduceTransaction
 from tidemill.topics.batch.header import TRANSACTIONAL as IN_TRANSACTION
 from tidemill.topics.batch.header import BatchHeader, parse_header, stamp
 from tidemill.topics.config.configs import AS_SENT, TopicConfig
 from tidemill.topics.partition.transaction_verification import Permit
 from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, TRANSACTIONAL
-from tidemill.topics.produce import Line, Ticket
+from tidemill.topics.produce import ProducerLine, Ticket
 
 
 class Owner(Protocol):
@@ -67,9 +67,9 @@ class Pending:
         header: BatchHeader,
         buffer: Buffer,
         future: asyncio.Future[ProduceResult],
-        line: Line,
+        line: ProducerLine,
         *,
-        within: Within | None = None,
+        within: ProduceTransaction | None = None,
         marker: Marker | None = None,
     ) -> None:
         self.owner = owner

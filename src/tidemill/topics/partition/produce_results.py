@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tidemill.base.errors import TidemillError, Unavailable
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.topics.api import (
-    InvalidProducerEpoch,
-    InvalidTransaction,
-    OutOfOrderSequence,
+    InvalidProducerEpochError,
+    InvalidTransactionError,
+    OutOfOrderSequenceError,
     ProduceResult,
     ProducerStatus,
 )
@@ -27,8 +27,8 @@ def producer_status(state: PartitionState, producer_id: int) -> ProducerStatus:
     return ProducerStatus(producer_id, producer.epoch, last, producer.updated_ms, first)
 
 
-def poisoned(pending: Pending) -> Unavailable:
-    return Unavailable(
+def poisoned(pending: Pending) -> UnavailableError:
+    return UnavailableError(
         f"an earlier batch of this producer did not reach the log: producer_id={pending.header.producer_id} "
         f"sequence={pending.header.base_sequence}.",
         fix="Send the batches again in order.",
@@ -42,11 +42,13 @@ def refused(pending: Pending, refusal: Refusal) -> TidemillError:
         f"epoch={header.producer_epoch} sequence={header.base_sequence}"
     )
     if refusal is Refusal.STALE_EPOCH:
-        return InvalidProducerEpoch(f"a newer epoch of this producer has written here: {facts}.")
+        return InvalidProducerEpochError(f"a newer epoch of this producer has written here: {facts}.")
     if refusal is Refusal.NO_TRANSACTION:
-        return InvalidTransaction(f"the batch is not of its producer's open transaction: {facts}.")
+        return InvalidTransactionError(f"the batch is not of its producer's open transaction: {facts}.")
     if refusal is Refusal.TOO_MANY_TRANSACTIONS:
-        return InvalidTransaction(f"{OPEN_LIMIT} transactions are open in the partition: {facts}.")
+        return InvalidTransactionError(f"{OPEN_LIMIT} transactions are open in the partition: {facts}.")
     if refusal is Refusal.OTHER_TRANSACTION:
-        return Unavailable(f"what the marker ends is not certain any more: {facts}.", fix="Look, and send it again.")
-    return OutOfOrderSequence(f"the batch does not follow the producer's last one: {facts}.")
+        return UnavailableError(
+            f"what the marker ends is not certain any more: {facts}.", fix="Look, and send it again."
+        )
+    return OutOfOrderSequenceError(f"the batch does not follow the producer's last one: {facts}.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tidemill.base.errors import Corrupt, Missing, Unavailable
-from tidemill.base.runtime.coop import Pace
+from tidemill.base.errors import CorruptError, MissingError, UnavailableError
+from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.objects.store import ObjectStore
 from tidemill.objects.verified_read import checked
@@ -31,27 +31,33 @@ def place_of(name: str) -> tuple[str, int]:
 
 async def catch_up(
     consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState, seen: LogHead | None = None,
-    *, pace: Pace | None = None,
+    *, pace: CoopBudget | None = None,
 ) -> tuple[PartitionState, LogHead]:  # fmt: skip
     """Apply everything up to the head of the last read; returns the state (a new one after a rollup) and that head.
 
     `seen`: the head as of a moment ago, when the caller knows it; of a log that was empty then nothing is read.
     `pace`: of whoever has a loop with others in it; the state is the caller's alone until this returns. What the log
     gains meanwhile is not waited for.
-    Raises Corrupt when the log starts with anything but a rollup, Unavailable when it moves too fast to follow.
+    Raises CorruptError when the log starts with anything but a rollup, UnavailableError when it moves too fast to
+    follow.
     """
     if seen is not None and seen.next == state.applied == 0:
         return state, seen
     for _ in range(RESTARTS_LIMIT):
         try:
             return await _follow(consensus, objects, log, state, seen, pace)
-        except Missing:
+        except MissingError:
             state, seen = PartitionState(), None
-    raise Unavailable(f"a partition log kept being truncated while it was read: log={log}.", fix="Try again.")
+    raise UnavailableError(f"a partition log kept being truncated while it was read: log={log}.", fix="Try again.")
 
 
 async def _follow(
-    consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState, seen: LogHead | None, pace: Pace | None
+    consensus: Consensus,
+    objects: ObjectStore,
+    log: str,
+    state: PartitionState,
+    seen: LogHead | None,
+    pace: CoopBudget | None,
 ) -> tuple[PartitionState, LogHead]:
     goal: int | None = None
     while True:
@@ -71,11 +77,11 @@ async def _follow(
 
 
 async def _open_rollup(consensus: Consensus, objects: ObjectStore, log: str, start: int) -> PartitionState:
-    """The state at the first record of a truncated log, which is a rollup. Raises Missing if it was replaced."""
+    """The state at the first record of a truncated log, which is a rollup. Raises MissingError if it was replaced."""
     found = await consensus.read(log, start, limit_records=1)
     command = decode_command(found.records[0].data) if found.records else None
     if not isinstance(command, Rollup):
-        raise Corrupt(f"a truncated partition log does not start with a rollup: log={log} start={start}.")
+        raise CorruptError(f"a truncated partition log does not start with a rollup: log={log} start={start}.")
     key = command.object_key
 
     async def read() -> PartitionState:
@@ -85,5 +91,5 @@ async def _open_rollup(consensus: Consensus, objects: ObjectStore, log: str, sta
     for placed in command.tail:
         apply(state, placed, state.applied, found.records[0].term)
     if state.applied != start:
-        raise Corrupt(f"a rollup is of another position: log={log} start={start} applied={state.applied}.")
+        raise CorruptError(f"a rollup is of another position: log={log} start={start} applied={state.applied}.")
     return state

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tidemill.base.errors import Corrupt
+from tidemill.base.errors import CorruptError
 from tidemill.metastore.rows.aborted_transactions import AbortedRow
 from tidemill.metastore.rows.extents import ExtentRow
 from tidemill.metastore.rows.partitions import PartitionRow
@@ -120,7 +120,7 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Itera
     """The state again, with `applied` as of the row. Extents the row does not reach are left out. A transaction that
     was open is aborted: what became of it is lost with what followed the row.
 
-    Raises Corrupt when the extents are not contiguous from where the hot state starts to the row's next offset.
+    Raises CorruptError when the extents are not contiguous from where the hot state starts to the row's next offset.
     """
     state = PartitionState()
     state.applied = row.log_position
@@ -138,7 +138,7 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Itera
             break
         wanted = extent.base_offset <= start if at is None else extent.base_offset == at
         if not wanted or extent.last_offset >= row.next_offset:
-            raise Corrupt(
+            raise CorruptError(
                 f"the extents of a partition are not contiguous: partition={row.topic_id}/{row.partition}"
                 f" expected={start if at is None else at} found={extent.base_offset}"
                 f" last_offset={extent.last_offset} next_offset={row.next_offset}.",
@@ -159,7 +159,7 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Itera
             highest = max(highest, timestamp)
             state.highest_timestamps.append(highest)
     if (start if at is None else at) != row.next_offset:
-        raise Corrupt(
+        raise CorruptError(
             f"a partition's newest extents are missing: partition={row.topic_id}/{row.partition}"
             f" found_to={at if at is not None else start} next_offset={row.next_offset}.",
             fix="Restore from an older manifest.",
@@ -178,12 +178,12 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Itera
 
 
 def producers_of(row: PartitionRow) -> dict[int, Producer]:
-    """Raises Corrupt."""
+    """Raises CorruptError."""
     return dict(_decoded(_producers, row.producers, row, "producers"))
 
 
 def transactions_of(row: PartitionRow) -> dict[int, int]:
-    """producer id → first offset of its open transaction. Raises Corrupt."""
+    """producer id → first offset of its open transaction. Raises CorruptError."""
     return dict(_decoded(_transactions, row.transactions, row, "transactions"))
 
 
@@ -191,19 +191,19 @@ def _decoded(decoder: msgspec.msgpack.Decoder[list[T]], data: bytes, row: Partit
     try:
         return decoder.decode(data) if data else []
     except msgspec.DecodeError as error:
-        raise Corrupt(
+        raise CorruptError(
             f"the {what} of a partition are unreadable: partition={row.topic_id}/{row.partition} cause={error}."
         ) from error
 
 
 def batches_of(extent: ExtentRow) -> list[tuple[int, int, int, int]]:
-    """[base offset, first byte, size, max timestamp] of each batch. Raises Corrupt."""
+    """[base offset, first byte, size, max timestamp] of each batch. Raises CorruptError."""
     if not extent.batches:
         return [(extent.base_offset, extent.first_byte, extent.size_bytes, extent.max_timestamp_ms)]
     try:
         return _batches.decode(extent.batches)
     except msgspec.DecodeError as error:
-        raise Corrupt(
+        raise CorruptError(
             f"the batches of an extent are unreadable: partition={extent.topic_id}/{extent.partition}"
             f" base_offset={extent.base_offset} cause={error}."
         ) from error

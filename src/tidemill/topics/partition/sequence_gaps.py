@@ -14,7 +14,7 @@ HOLE_EXPIRY_S = 60.0
 HOLES_LIMIT = 10_000
 
 
-class Holes:
+class SequenceGaps:
     """One partition's holes on this node; outlives the leadership in which they arose. Pure: time passed in."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from tidemill.topics.api import BatchRef, OffsetOutOfRange
+from tidemill.topics.api import BatchRef, OffsetOutOfRangeError
 from tidemill.topics.partition.producer_state import PRODUCER_EXPIRY_MS, Producer
 from tidemill.topics.partition.transactions import AbortedIndex, Open, first_open
 
@@ -156,7 +156,7 @@ class PartitionState:
 
     # reading --------------------------------------------------------------------------------------
     def first_batch(self, offset: int) -> int:
-        """Index of the batch that contains `offset`; len(self) at the high watermark. Raises OffsetOutOfRange, and
+        """Index of the batch that contains `offset`; len(self) at the high watermark. Raises OffsetOutOfRangeError, and
         ValueError for one in L1."""
         self.check_range(offset)
         if offset < self.reconciled:
@@ -166,9 +166,9 @@ class PartitionState:
         return bisect_right(self.bases, offset) - 1
 
     def check_range(self, offset: int) -> None:
-        """Raises OffsetOutOfRange unless log_start ≤ offset ≤ high_watermark."""
+        """Raises OffsetOutOfRangeError unless log_start ≤ offset ≤ high_watermark."""
         if not self.log_start <= offset <= self.high_watermark:
-            raise OffsetOutOfRange(
+            raise OffsetOutOfRangeError(
                 f"offset out of range: offset={offset} log_start={self.log_start} high_watermark={self.high_watermark}."
             )
 

@@ -34,7 +34,7 @@ def as_seen(opened: Open | None, granted: Permit | None) -> Here:
     return (opened.first_offset if opened is not None else -1, granted)
 
 
-class Permits:
+class TransactionVerification:
     """`lasting`: test-only, a marker takes nothing back."""
 
     def __init__(self, *, lasting: bool = False) -> None:

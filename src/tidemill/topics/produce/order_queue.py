@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from enum import Enum
 
-Line = Hashable
+ProducerLine = Hashable
 """A producer id (an int), or whatever else stands for a connection."""
 
 
@@ -38,7 +38,7 @@ class Ticket:
 
     __slots__ = ("after", "before", "line", "state", "then")
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: ProducerLine) -> None:
         self.line = line
         self.state = TicketState.WAITING
         self.before: Ticket | None = None
@@ -56,13 +56,13 @@ class Ticket:
 
 class QueueCore:
     def __init__(self) -> None:
-        self._tails: dict[Line, Ticket] = {}
+        self._tails: dict[ProducerLine, Ticket] = {}
 
     def __len__(self) -> int:
         """Lines with a live ticket: 0 when nothing is left behind."""
         return len(self._tails)
 
-    def reserve(self, line: Line) -> Ticket:
+    def reserve(self, line: ProducerLine) -> Ticket:
         """The next place in this line. READY at once when nobody is before it."""
         ticket = Ticket(line)
         tail = self._tails.get(line)

@@ -10,8 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from tidemill.base.errors import Unavailable
-from tidemill.topics.produce.order_queue import Line, QueueCore, Ticket, TicketState
+from tidemill.base.errors import UnavailableError
+from tidemill.topics.produce.order_queue import ProducerLine, QueueCore, Ticket, TicketState
 
 Turn = Callable[[Ticket], None]
 
@@ -27,7 +27,7 @@ class ProducerQueue:
     def __len__(self) -> int:
         return len(self._core)
 
-    def reserve(self, line: Line) -> Ticket:
+    def reserve(self, line: ProducerLine) -> Ticket:
         """Take the next place in this line now. The caller must end the ticket."""
         return self._core.reserve(line)
 
@@ -47,7 +47,7 @@ class ProducerQueue:
         self._run(self._core.abandon(ticket))
 
     async def turn(self, ticket: Ticket) -> None:
-        """Wait for the turn. Raises Unavailable when a predecessor was abandoned.
+        """Wait for the turn. Raises UnavailableError when a predecessor was abandoned.
 
         Cancelled before or while waiting, the ticket is abandoned; cancelled afterwards, nothing happens to it.
         """
@@ -65,7 +65,7 @@ class ProducerQueue:
             raise
         if ticket.poisoned:
             self.abandon(ticket)
-            raise Unavailable(f"an earlier batch of this producer failed: line={ticket.line}.")
+            raise UnavailableError(f"an earlier batch of this producer failed: line={ticket.line}.")
 
     def _run(self, resolved: list[Ticket]) -> None:
         self._due.extend(resolved)

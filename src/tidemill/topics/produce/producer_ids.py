@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import Conflict, Unknown
+from tidemill.base.errors import ConflictError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus
 
 REGISTER = "topics/producer-ids"
@@ -39,7 +39,7 @@ class ProducerIds:
             await self._consensus.cas(
                 REGISTER, found.seq if found else 0, str(start + BLOCK).encode(), self._rand.nonce()
             )
-        except (Conflict, Unknown):
+        except (ConflictError, UnknownOutcomeError):
             # After a lost answer the block may be ours; taking the next one is cheaper than finding out.
             return
         self._next, self._end = start, start + BLOCK

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from tidemill.base.errors import Closed, TidemillError, Unavailable
+from tidemill.base.errors import ClosedError, TidemillError, UnavailableError
 from tidemill.objects.store import Buffer
 from tidemill.topics.batch.encode import recompressed
 from tidemill.topics.batch.header import BatchHeader
@@ -34,7 +34,7 @@ INLINE_BYTES = 2 << 20
 T = TypeVar("T")
 
 
-class Good(NamedTuple):
+class ValidatedBatch(NamedTuple):
     """A batch that may be stored. max_timestamp_ms: the greatest of its records; rewritten: the bytes to be stored in
     place of those that were sent, None for those."""
 
@@ -42,13 +42,13 @@ class Good(NamedTuple):
     rewritten: bytearray | None = None
 
 
-Checked = Callable[[Good | TidemillError], None]
+Checked = Callable[[ValidatedBatch | TidemillError], None]
 """Hears of a good batch, or why it is refused. Called on the event loop, once."""
 
 log = structlog.get_logger()
 
 
-class Checker:
+class BatchValidator:
     """One process's threads for batches. `close` waits for nothing: a batch that was not checked is not stored."""
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ class Checker:
         """Plain call; `keyed` as in `check_body`; `codec`: by what records are to be compressed. `checked` is called
         before it returns when the batch is small and no codec has to do with it.
 
-        Raises Closed.
+        Raises ClosedError.
         """
         if header.codec == 0 and codec <= 0 and header.record_count <= INLINE_RECORDS and len(buffer) <= INLINE_BYTES:
             checked(_outcome(header, buffer, keyed, codec))
             return
 
-        def ended(done: asyncio.Future[Good | TidemillError]) -> None:
+        def ended(done: asyncio.Future[ValidatedBatch | TidemillError]) -> None:
             if not done.cancelled():
                 checked(done.result())
 
@@ -97,7 +97,7 @@ class Checker:
 
     def _enter(self, sender: Hashable, work: Callable[[], T]) -> asyncio.Future[T]:
         if self._closed:
-            raise Closed("the topics of this node were closed.")
+            raise ClosedError("the topics of this node were closed.")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(sender, deque()).append(_Job(work, future))
         self._pump()
@@ -139,17 +139,17 @@ class _Job:
         self.future = future
 
 
-def _outcome(header: BatchHeader, buffer: Buffer, keyed: bool, codec: int) -> Good | TidemillError:
+def _outcome(header: BatchHeader, buffer: Buffer, keyed: bool, codec: int) -> ValidatedBatch | TidemillError:
     """A fault of any kind refuses the batch: what could not be checked is not stored."""
     try:
         max_timestamp_ms, records = check_records(header, buffer, keyed=keyed)
         if codec in (AS_SENT, header.codec):
-            return Good(max_timestamp_ms)
-        return Good(max_timestamp_ms, recompressed(header, records, codec))
+            return ValidatedBatch(max_timestamp_ms)
+        return ValidatedBatch(max_timestamp_ms, recompressed(header, records, codec))
     except TidemillError as error:
         # Its frames hold what was decompressed; the error outlives them until the request is answered.
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
     except BaseException as bug:
         log.error("a batch could not be checked", error=repr(bug), exc_info=bug)
-        return Unavailable(f"the batch could not be checked: cause={bug!r}.")
+        return UnavailableError(f"the batch could not be checked: cause={bug!r}.")

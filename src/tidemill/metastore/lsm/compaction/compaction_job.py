@@ -21,7 +21,7 @@ from itertools import compress
 
 import msgspec
 
-from tidemill.base.errors import Invalid
+from tidemill.base.errors import InvalidError
 from tidemill.base.limits import MIB
 from tidemill.metastore.lsm.block import decode_block
 from tidemill.metastore.lsm.compaction.picker import Files, Job
@@ -79,10 +79,10 @@ def merge_steps(job: Job, options: Options) -> Steps:
     """Merge `job`: of each key the newest row, without the tombstones that nothing below needs (P3).
 
     The outputs take `job.names` in order; none is made when no row remains. Raises Corrupt, naming the file,
-    when an input is damaged, and Invalid without names.
+    when an input is damaged, and InvalidError without names.
     """
     if not job.names:
-        raise Invalid(f"A merge needs names for its outputs: level={job.level} target={job.target}.")
+        raise InvalidError(f"A merge needs names for its outputs: level={job.level} target={job.target}.")
     window_bytes = min(WINDOW_BYTES_MAX, max(WINDOW_BYTES_MIN, WINDOWS_BYTES // len(job.runs)))
     chunk_rows = max(CHUNK_ROWS_MIN, options.slice_rows // len(job.runs))
     runs = [_Run(files, job.prefix, window_bytes, chunk_rows) for files in job.runs]

@@ -19,13 +19,21 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import Closed, Conflict, Fenced, Invalid, TidemillError, Unavailable, Unknown
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    FencedError,
+    InvalidError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.metastore.lsm.compaction.compaction_job import names_needed
 from tidemill.metastore.lsm.compaction.executor import Merger
 from tidemill.metastore.lsm.compaction.picker import Job, pick, settle
 from tidemill.metastore.lsm.file_store import FileName
 from tidemill.metastore.lsm.manifest import FileMeta
-from tidemill.metastore.lsm.notifier import Wake
+from tidemill.metastore.lsm.notifier import Notifier
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.version import Edit, Version
 
@@ -78,7 +86,7 @@ class Compactor:
         self,
         versions: VersionsLike,
         commit: Callable[[Edit], Awaitable[None]],
-        wake: Wake,
+        wake: Notifier,
         merger: Merger,
         options: Options,
         clock: Clock,
@@ -105,7 +113,7 @@ class Compactor:
                 busy = await self._step(lambda version: pick(version.levels, self._options, self._pointers))
             except _CommitFailedError as failed:
                 raise failed.error from failed
-            except Closed:
+            except ClosedError:
                 raise
             except Exception:
                 # Also after Corrupt and Missing: an object that the operator restores heals them. And after what
@@ -181,11 +189,11 @@ class Compactor:
             try:
                 await self._commit(edit)
                 return
-            except Unavailable as error:
+            except UnavailableError as error:
                 self._note_failure(error)
                 await asyncio.sleep(delay_s)
                 delay_s = min(BACKOFF_MAX_S, 2 * delay_s)
-            except (Unknown, Fenced, Conflict, Invalid) as error:
+            except (UnknownOutcomeError, FencedError, ConflictError, InvalidError) as error:
                 raise _CommitFailedError(error) from error
 
     def _note_failure(self, error: Exception) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import sys
 
-from tidemill.base.errors import Closed, Invalid, Unavailable
+from tidemill.base.errors import ClosedError, InvalidError, UnavailableError
 from tidemill.metastore.lsm.compaction.executor import Progress
 from tidemill.metastore.lsm.compaction.picker import Job
 from tidemill.metastore.lsm.compaction.worker.protocol import Done, Failed, Setup, Work, frame, from_worker, read_frame
@@ -30,11 +30,12 @@ _MAIN = "tidemill.metastore.lsm.compaction.worker.main"
 
 
 class WorkerMerger:
-    """One process, for any domain in the store of this URL. Raises Invalid for `memory:`: no other can see that."""
+    """One process, for any domain in the store of this URL. Raises InvalidError for `memory:`: no other can see
+    that."""
 
     def __init__(self, objects_url: str, options: Options, *, nice: int = NICE, idle_s: float = IDLE_S) -> None:
         if objects_url.startswith("memory:"):
-            raise Invalid(
+            raise InvalidError(
                 "A merge worker cannot see objects in another process's memory: objects.url=memory:.",
                 fix="Merge on the loop, or keep the objects in a directory or a bucket.",
             )
@@ -54,18 +55,18 @@ class WorkerMerger:
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
-        """Raises Unavailable when the process cannot be started or dies; else as the protocol says."""
+        """Raises UnavailableError when the process cannot be started or dies; else as the protocol says."""
         async with self._turn:
             if self._closed:
-                raise Closed("The merge worker was closed.")
+                raise ClosedError("The merge worker was closed.")
             try:
                 return await self._exchange(job, progress)
             except (asyncio.IncompleteReadError, ConnectionError) as error:
                 returncode = await self._end(grace_s=DYING_S)
                 if self._closed:
-                    raise Closed("The merge worker was closed during a merge.") from error
+                    raise ClosedError("The merge worker was closed during a merge.") from error
                 self._deaths += 1
-                raise Unavailable(
+                raise UnavailableError(
                     "The merge worker died during a merge: "
                     f"returncode={returncode} deaths_in_a_row={self._deaths} level={job.level} rows={job.rows}.",
                     fix="If it goes on, look at the machine's memory; the merge is tried again by itself.",
@@ -112,7 +113,7 @@ class WorkerMerger:
             )
         except OSError as error:
             self._deaths += 1
-            raise Unavailable(
+            raise UnavailableError(
                 f"The merge worker cannot be started: program={sys.executable} reason={error}.",
                 fix="Look at the machine's limits on processes and memory.",
             ) from error

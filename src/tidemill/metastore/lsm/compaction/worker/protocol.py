@@ -12,7 +12,7 @@ import asyncio
 import msgspec
 
 from tidemill.base import errors
-from tidemill.base.errors import TidemillError, Unknown
+from tidemill.base.errors import TidemillError, UnknownOutcomeError
 from tidemill.metastore.lsm.compaction.picker import Job
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
@@ -53,7 +53,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         return cls(type(error).__name__, error.message, error.fix)
 
     def error(self) -> TidemillError:
-        kind = getattr(errors, self.kind, Unknown)
+        kind = getattr(errors, self.kind, UnknownOutcomeError)
         made: TidemillError = kind(self.message, fix=self.fix)
         return made
 
