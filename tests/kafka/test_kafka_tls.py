@@ -303,7 +303,7 @@ def test_files_that_cannot_be_used_are_named_with_their_key(authority: Authority
     for settings, named in (
         (TlsSettings(str(tmp_path / "none.pem"), key), "tls.certificate"),
         (TlsSettings(certificate, str(tmp_path)), "key="),
-        (TlsSettings(certificate, other), "belong together"),
+        (TlsSettings(certificate, other), "matching PEM files"),
         (TlsSettings(certificate, key, "", "required"), "tls.client_ca"),
         (TlsSettings(certificate, key, key, "required"), "tls.client_ca"),
     ):

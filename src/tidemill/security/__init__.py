@@ -3,9 +3,9 @@
     certificate, SASL, token ─► principals ─► acls (acl_cache) ─► allow or deny ─► audit
     quotas (quota_cache);  auth_throttle: delay after failed attempts
 
-Owns principals and how a certificate names one, users and their credentials, SASL mechanisms, tokens, ACLs, quotas, TLS
-contexts and their renewal, audit lines. Does not own a wire protocol (`kafka`, `node`), or what a topic, a group or a
-shape is.
+Owns principals and their mapping from certificates, users and their credentials, SASL mechanisms, tokens, ACLs, quotas,
+TLS contexts and their renewal, audit log lines. Does not own a wire protocol (`kafka`, `node`) or the meaning of a
+topic, a group or a shape.
 
-Decisions are pure; asynchronous code only reads and writes rows of the metastore, or files.
+Decisions are pure functions; asynchronous code only reads and writes metastore rows or files.
 """

@@ -1,8 +1,10 @@
-"""The rules of a cluster as one process knows them: rows of the metastore (rows/rules), read again when one changes.
+"""ACL rules of a cluster as one process caches them: rows of the metastore (rows/acls), re-read when one changes.
 
-RB1  What this process wrote counts here at once, elsewhere within REFRESH_S and the metastore's STALE_S.
-RB2  While the rules cannot be read, those that were read last decide; before they were ever read, nobody but super
-     users may do anything.
+A rule written by this process takes effect here immediately, and in other processes within REFRESH_S plus the
+metastore's STALE_S.
+
+While the rules cannot be read, those read last still decide. Before the first successful read only super users are
+allowed anything.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tidemill.security.retrying_write import write
 
 REFRESH_S: Final = 1.0
 RULES_MAX: Final = 10_000
-_FIX: Final = "Look with: tidemill acl list"
+_FIX: Final = "Check with `tidemill acl list`."
 
 
 class AclCache:
@@ -33,27 +35,27 @@ class AclCache:
         self.authorizer = Authorizer((), self._super_users)
 
     async def refresh(self, *, fresh: bool = True) -> None:
-        """Raises Unavailable."""
+        """Re-read the rules if a row changed. Raises Unavailable."""
         rows = await self._metastore.rows(RULES, fresh=fresh)
         if rows is not self._rows:
             self.authorizer = Authorizer(map(_rule, rows), self._super_users)
             self._rows = rows
 
     async def run(self) -> None:
-        """Refresh for ever."""
+        """Refresh indefinitely."""
         await refresh_for_ever(self, REFRESH_S, "access.rules_not_read")
 
     async def find(self, wanted: Filter) -> list[Rule]:
         return [rule for row in await self._metastore.rows(RULES) if wanted.fits(rule := _rule(row))]
 
     async def add(self, rules: Sequence[Rule]) -> None:
-        """All of them or none. Raises InvalidError for one that means nothing, or for too many in all."""
+        """Add all rules atomically. Raises InvalidError for an invalid rule, or for too many rules in all."""
         for rule in rules:
             check_rule(rule)
         known = {_rule(row) for row in await self._metastore.rows(RULES)}
         new = sorted(set(rules) - known)
         if len(known) + len(new) > RULES_MAX:
-            raise InvalidError(f"too many rules: limit={RULES_MAX} have={len(known)}.", fix="Use rules for prefixes.")
+            raise InvalidError(f"too many rules: limit={RULES_MAX} have={len(known)}.", fix="Use prefixed rules.")
         now_ms = self._clock.now_ms()
         await self._commit([RULES.encode(RuleRow(*_fields(rule), now_ms)) for rule in new])
 

@@ -1,14 +1,15 @@
-"""Who may do what: Kafka's ACLs as a pure function of the rules. No I/O, no clock.
+"""Authorization: Kafka's ACLs as a pure function of the rules. No I/O, no clock.
 
-A rule allows or denies one operation on one resource, or on those whose names begin alike, to one principal from one
-host. Decisions are Kafka's (its AclAuthorizer, KIP-11, KIP-290):
+A rule allows or denies one operation on one resource, or on all resources whose names share a prefix, to one principal
+from one host. Decisions are those of Kafka's AclAuthorizer (KIP-11, KIP-290):
 
-RU1  A super user may do everything. Otherwise a rule that denies wins over every one that allows, and what no rule
-     allows is denied.
-RU2  READ, WRITE, DELETE and ALTER each allow DESCRIBE too; ALTER_CONFIGS allows DESCRIBE_CONFIGS. Nothing is implied
-     by what is denied but itself; ALL stands for every operation.
-RU3  `*` as a literal name, as a host, or as `User:*` stands for every one.
-RU4  A host is as `plain_host` has it: who asks by it is told apart by nothing but its address.
+- A super user may do everything. Otherwise a denying rule overrides every allowing rule, and an operation that no rule
+  allows is denied.
+- Allowing READ, WRITE, DELETE or ALTER also allows DESCRIBE; allowing ALTER_CONFIGS also allows DESCRIBE_CONFIGS. A
+  denial implies nothing beyond its own operation. ALL stands for every operation.
+- `*` as a literal name, as a host, or in `User:*` matches everything.
+
+Hosts are compared in the form that `plain_host` returns, so that every notation of an address is the same client.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ EVERY: Final = "*"
 EVERYBODY: Final = "User:*"
 RESOURCE_CHARS_MAX: Final = 249
 DECISIONS_MAX: Final = 10_000
-"""Remembered until the rules change."""
+"""Limit of cached decisions. The cache lasts until the rules change."""
 
 _O = Operation
 OPERATIONS: Final = {
@@ -79,7 +80,7 @@ OPERATIONS: Final = {
     ),
     Resource.TRANSACTIONAL_ID: (_O.DESCRIBE, _O.WRITE),
 }
-"""What can be done to each kind of resource."""
+"""Operations that exist for each kind of resource."""
 
 _ALLOWED_BY: Final = {
     _O.DESCRIBE: frozenset({_O.ALL, _O.DESCRIBE, _O.READ, _O.WRITE, _O.DELETE, _O.ALTER}),
@@ -98,27 +99,27 @@ class Rule(msgspec.Struct, frozen=True, order=True):
 
 
 def check_rule(rule: Rule) -> None:
-    """Raises InvalidError for one that could never mean anything."""
+    """Raise InvalidError for a rule that could never match or that has an invalid field."""
     operations = {int(each) for each in OPERATIONS.get(rule.resource, ())}  # type: ignore[call-overload]
     why = ""
     if not operations:
-        why = f"no rules are kept for this kind of resource: resource={rule.resource}"
+        why = f"ACLs do not support this kind of resource: resource={rule.resource}"
     elif rule.pattern not in (Pattern.LITERAL, Pattern.PREFIXED):
-        why = f"a rule names a resource literally or by its beginning: pattern={rule.pattern}"
+        why = f"the pattern must be literal or prefixed: pattern={rule.pattern}"
     elif not 0 < len(rule.name) <= RESOURCE_CHARS_MAX or not rule.name.isprintable():
-        why = f"bad name of a resource: name={rule.name[:300]!r}"
+        why = f"invalid resource name: name={rule.name[:300]!r}"
     elif rule.resource == Resource.CLUSTER and (rule.name != CLUSTER_NAME or rule.pattern != Pattern.LITERAL):
-        why = f"the cluster is the literal {CLUSTER_NAME}: name={rule.name!r}"
+        why = f"a cluster rule must name the literal {CLUSTER_NAME}: name={rule.name!r}"
     elif not _is_principal(rule.principal):
-        why = f"a principal is spelt User:NAME: principal={rule.principal[:300]!r}"
+        why = f"a principal must have the form User:NAME: principal={rule.principal[:300]!r}"
     elif not 0 < len(rule.host) <= NAME_CHARS_MAX or not rule.host.isprintable():
-        why = f"a host is an address, or *: host={rule.host[:300]!r}"
+        why = f"a host must be an address or *: host={rule.host[:300]!r}"
     elif rule.operation not in operations | {int(_O.ALL)}:
         why = f"the operation does not exist for this kind of resource: operation={rule.operation}"
     elif rule.permission not in (Permission.ALLOW, Permission.DENY):
-        why = f"a rule allows or denies: permission={rule.permission}"
+        why = f"a rule must allow or deny: permission={rule.permission}"
     if why:
-        raise InvalidError(f"{why}.", fix="See docs/security.md for what a rule may say.")
+        raise InvalidError(f"{why}.", fix="See docs/security.md for the format of a rule.")
 
 
 def _is_principal(text: str) -> bool:
@@ -127,8 +128,8 @@ def _is_principal(text: str) -> bool:
 
 
 class Filter(msgspec.Struct, frozen=True):
-    """Which rules: None and ANY leave a field open. Pattern MATCH: every rule that would apply to a resource of the
-    name, literal, by its beginning or as `*`."""
+    """Filter of rules. None and ANY match every value of a field. The pattern MATCH matches every rule that applies to
+    a resource of this name: literal, prefixed or `*`."""
 
     resource: int = Resource.ANY
     pattern: int = Pattern.ANY
@@ -161,7 +162,7 @@ class Filter(msgspec.Struct, frozen=True):
 
 
 class Authorizer:
-    """Decisions from one set of rules."""
+    """Decide requests against one set of rules."""
 
     def __init__(self, rules: Iterable[Rule] = (), super_users: Iterable[str] = ()) -> None:
         self._super_users = frozenset(super_users)
@@ -206,8 +207,8 @@ class Authorizer:
             yield from self._prefixed.get((resource, name[:length]), ())
 
     def allows_some(self, principal: str, host: str, operation: Operation, resource: Resource) -> bool:
-        """Is there any resource of the kind that it is allowed on (KIP-679)? A rule counts unless one that denies
-        covers all that it names."""
+        """Return whether the operation is allowed on any resource of this kind (KIP-679). An allowing rule does not
+        count if a denying rule covers everything that it names."""
         if principal in self._super_users:
             return True
         mine = [
@@ -228,7 +229,7 @@ class Authorizer:
         )
 
     def operations(self, principal: str, host: str, resource: Resource, name: str) -> int:
-        """Bits of the operations that are allowed (KIP-430)."""
+        """Return the allowed operations as a bit field (KIP-430)."""
         allowed: Sequence[Operation] = [
             each for each in OPERATIONS[resource] if self.allows(principal, host, each, resource, name)
         ]
@@ -244,7 +245,7 @@ def _is_of(rule: Rule, principal: str, host: str) -> bool:
 
 
 def _covers(denial: Rule, rule: Rule) -> bool:
-    """Does `denial` apply to everything that `rule` names?"""
+    """Return whether `denial` applies to every resource that `rule` names."""
     if denial.pattern == Pattern.PREFIXED:
         return rule.name.startswith(denial.name) and not (rule.pattern == Pattern.LITERAL and rule.name == EVERY)
     if denial.name == EVERY:

@@ -1,7 +1,7 @@
-"""Lines of the log about who was refused and who changed what. Refusals are told a few times, then counted.
+"""Audit log: lines about rejected requests and about changes of permissions.
 
-AU1  A refusal that repeats is one line in TELL_EVERY_S, with how many were left out; what is remembered of them is
-     bounded. Changes of what anybody may do are each a line, since only who may change it writes them.
+A refusal that repeats is logged once every TELL_EVERY_S, with the number of lines that were left out. The memory for
+this is bounded. Every change of permissions is logged: only authorized users can cause such lines.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ log = structlog.get_logger()
 
 TELL_EVERY_S: Final = 10.0
 REMEMBERED_MAX: Final = 1_000
-"""Kinds of refusals within TELL_EVERY_S; beyond, they are counted together."""
+"""Limit of distinct refusals remembered within TELL_EVERY_S. Further ones are counted together, by event."""
 
 TEXT_CHARS_MAX: Final = 250
 
-_REFUSED: Final = Counter("tidemill_refused", "Connections and operations refused to somebody", ("event",))
+_REFUSED: Final = Counter("tidemill_refused", "Connections and operations that were refused", ("event",))
 
 
 class Audit:
@@ -31,10 +31,10 @@ class Audit:
         self._told: dict[tuple[str, ...], float] = {}
         self._untold: dict[tuple[str, ...], int] = {}
         self._lock = threading.Lock()
-        """Large requests are checked in threads."""
+        """Guards both dictionaries: large requests are checked in threads."""
 
     def refused(self, event: str, about: tuple[str, ...], **facts: Any) -> None:
-        """`about`: refusals of one event about the same are one line."""
+        """Log a refusal. Refusals of one event with equal `about` share one line."""
         _REFUSED.labels(event).inc()
         with self._lock:
             untold = self._tell((event, *(_cut(part) for part in about)), event)
@@ -42,7 +42,7 @@ class Audit:
             log.warning(event, audit=True, untold=untold, **{key: _cut(value) for key, value in facts.items()})
 
     def _tell(self, key: tuple[str, ...], event: str) -> int | None:
-        """How many were left out since the last line of its kind; None = this one is left out too."""
+        """Return how many lines of this kind were left out since the last one; None if this line is left out too."""
         now_s = self._clock.monotonic_s()
         if key not in self._told and len(self._told) >= REMEMBERED_MAX:
             self._forget(now_s)
@@ -66,5 +66,5 @@ class Audit:
 
 
 def _cut(value: Any) -> Any:
-    """What strangers write is kept and told in part."""
+    """Truncate text that comes from clients."""
     return value[:TEXT_CHARS_MAX] if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Failed attempts to prove who somebody is, by address: each waits longer for its answer than the one before."""
+"""Delays after failed authentications, by client address: each failure is answered more slowly than the one before."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 2.0
 FORGOTTEN_AFTER_S: Final = 60.0
 SLOWED_MAX: Final = 1_000
-"""Addresses whose failures are remembered."""
+"""Limit of addresses whose failures are remembered."""
 
 
 class Failures:
-    """How long a failed attempt waits for its answer: twice as long each time, by address. Pure, and bounded."""
+    """Failure counts by address, and the delay that they cause: it doubles with each failure. Pure and bounded."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, tuple[int, float]] = OrderedDict()

@@ -1,9 +1,11 @@
 """Bearer tokens: JSON web tokens (RFC 7519), signed by a key of a JWKS file or URL, or by a shared secret.
 
-TO1  The kind of key says which algorithms count: a secret never verifies what asks for a public key, and the other
-     way round. A token without `exp` is refused.
-TO2  Keys of a URL are fetched anew once in FETCH_EVERY_S, and sooner for a key that nobody knows, at most once in
-     FETCH_AGAIN_S. While it is away the last ones serve.
+Invariant (no algorithm confusion): the kind of configured key determines the accepted algorithms. A shared secret never
+verifies a token with a public-key algorithm, nor a public key one with an HMAC algorithm. A token without `exp` is
+rejected.
+
+Keys of a URL are fetched again every FETCH_EVERY_S, and sooner when a token has an unknown key, at most every
+FETCH_AGAIN_S. While the URL cannot be reached, the last fetched keys stay in use.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ log = structlog.get_logger()
 
 
 class TokenSettings(msgspec.Struct, frozen=True):
-    """One of `jwks_file`, `jwks_url`, `secret`. `issuer` and `audience`: asked for unless empty."""
+    """Settings: one of `jwks_file`, `jwks_url`, `secret`. `issuer` and `audience` are required of a token unless
+    empty."""
 
     jwks_file: str = ""
     jwks_url: str = ""
@@ -49,7 +52,8 @@ class TokenSettings(msgspec.Struct, frozen=True):
 
 
 class Bearer(msgspec.Struct, frozen=True):
-    """`expires_ms` as it says itself; until `ends_ms` it counts, for clocks may differ. `claims`: what else it says."""
+    """Verified token. `expires_ms` is its own `exp`; it is accepted until `ends_ms`, which allows for clock
+    differences. `claims`: all claims of the token."""
 
     principal: str
     expires_ms: int
@@ -68,22 +72,22 @@ class Tokens:
         url = urlsplit(settings.jwks_url)
         if settings.jwks_url and not _is_safe(url.scheme, url.hostname):
             raise InvalidError(
-                f"keys of tokens would be fetched in clear text: security.oauth.jwks_url={settings.jwks_url}.",
+                f"refusing to fetch token keys in clear text: security.oauth.jwks_url={settings.jwks_url}.",
                 fix="Use https.",
             )
 
     async def start(self) -> None:
-        """Read the keys of a file or secret. Raises InvalidError."""
+        """Read the keys of a file or the secret. Raises InvalidError."""
         if not self._settings.jwks_url:
             await self._look()
 
     async def verify(self, token: str) -> Bearer:
-        """Raises AuthenticationFailedError; Unavailable while no key was ever read."""
+        """Verify a token. Raises AuthenticationFailedError; Unavailable while no key has ever been read."""
         from joserfc import jwt
         from joserfc.errors import JoseError
 
         if len(token) > TOKEN_CHARS_MAX:
-            raise AuthenticationFailedError("a token that is too long")
+            raise AuthenticationFailedError("token is too long")
         await self._look()
         settings = self._settings
         try:
@@ -98,43 +102,44 @@ class Tokens:
         except AuthenticationFailedError:
             raise
         except Exception as error:
-            # A stranger's token may break a library in any way: all of them mean no.
-            raise AuthenticationFailedError(f"a token that does not count: {type(error).__name__}: {error}") from error
+            # An untrusted token may make the library fail in any way. Every failure means that the token is invalid.
+            raise AuthenticationFailedError(f"invalid token: {type(error).__name__}: {error}") from error
         name = claims.get(settings.principal_claim)
         if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX:
-            raise AuthenticationFailedError(f"a token that names nobody: claim={settings.principal_claim}")
+            raise AuthenticationFailedError(f"token names no principal: claim={settings.principal_claim}")
         expires_ms = int(claims["exp"] * 1000)
         return Bearer(USER + name, expires_ms, expires_ms + settings.leeway_s * 1000, claims)
 
     def _check(self, claims: Any) -> None:
-        """Raises AuthenticationFailedError."""
+        """Raise AuthenticationFailedError if a claim is missing, malformed, expired or of another issuer or
+        audience."""
         settings, now_s = self._settings, self._clock.now_ms() / 1000
         if not isinstance(claims, dict):
-            raise AuthenticationFailedError("a token without claims")
+            raise AuthenticationFailedError("token has no claims")
         for name in ("exp", "nbf", "iat"):
             value = claims.get(name)
             if name == "exp" and value is None:
-                raise AuthenticationFailedError("a token that never expires")
+                raise AuthenticationFailedError("token has no expiry")
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e11
             ):
-                raise AuthenticationFailedError(f"a token with a time that is none: claim={name}")
+                raise AuthenticationFailedError(f"token claim is not a valid time: claim={name}")
         if claims["exp"] + settings.leeway_s <= now_s:
-            raise AuthenticationFailedError("a token that has expired")
+            raise AuthenticationFailedError("token has expired")
         if max(claims.get("nbf", 0), claims.get("iat", 0)) - settings.leeway_s > now_s:
-            raise AuthenticationFailedError("a token of the future")
+            raise AuthenticationFailedError("token is not valid yet")
         if settings.issuer and claims.get("iss") != settings.issuer:
-            raise AuthenticationFailedError("a token of another issuer")
+            raise AuthenticationFailedError("token is of another issuer")
         audience = claims.get("aud")
         if settings.audience and settings.audience not in (audience if isinstance(audience, list) else [audience]):
-            raise AuthenticationFailedError("a token for another audience")
+            raise AuthenticationFailedError("token is for another audience")
 
     @property
     def _algorithms(self) -> list[str]:
         return _SECRET if self._settings.secret else _PUBLIC
 
     async def _look_again(self, error: Exception) -> bool:
-        """After a token that no key fits: are there newer keys?"""
+        """Return whether a fetch, after a token that no key verifies, brought other keys."""
         if not self._settings.jwks_url or self._clock.monotonic_s() - self._looked_s < FETCH_AGAIN_S:
             return False
         before = self._keys
@@ -142,7 +147,8 @@ class Tokens:
         return self._keys is not before
 
     async def _look(self, due_s: float = FETCH_EVERY_S) -> None:
-        """Raises UnavailableError while no key was ever read, InvalidError at a file that holds none."""
+        """Read the keys if that is due. Raises UnavailableError while none was ever read, InvalidError for a bad
+        file."""
         settings = self._settings
         async with self._one:
             if settings.secret:
@@ -157,12 +163,13 @@ class Tokens:
                     self._keys = _key_set(await asyncio.to_thread(_fetched, settings.jwks_url))
                 except (OSError, ValueError, InvalidError) as error:
                     log.warning("access.keys_not_fetched", url=settings.jwks_url, error=str(error))
-                    self._looked_s += FETCH_AGAIN_S - due_s  # asked again that much sooner
+                    self._looked_s += FETCH_AGAIN_S - due_s  # retry after FETCH_AGAIN_S instead of the full interval
             if self._keys is None:
-                raise UnavailableError(f"the keys of tokens cannot be read: url={settings.jwks_url}.")
+                raise UnavailableError(f"cannot read the token keys: url={settings.jwks_url}.")
 
     def _read_file(self, path: Path) -> None:
-        """Anew when the file changed; one that cannot be read leaves the keys that there were."""
+        """Read the file if it changed. On error the previous keys stay in use.
+        Raises InvalidError if there are no keys yet."""
         try:
             found = path.stat()
             if (found.st_mtime_ns, found.st_size) == self._seen:
@@ -172,7 +179,7 @@ class Tokens:
         except (OSError, InvalidError) as error:
             if self._keys is None:
                 raise InvalidError(
-                    f"the keys of tokens cannot be read: security.oauth.jwks_file={path} error={error}.",
+                    f"cannot read the token keys: security.oauth.jwks_file={path} error={error}.",
                     fix="Name a readable JWKS file.",
                 ) from error
             log.warning("access.keys_not_read", path=str(path), error=str(error))
@@ -183,27 +190,27 @@ def _is_safe(scheme: str, host: str | None) -> bool:
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect leads to where keys may be fetched from, or nowhere."""
+    """Redirect handler that rejects redirects to insecure URLs."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         to = urlsplit(newurl)
         if not _is_safe(to.scheme, to.hostname):
-            raise urllib.error.URLError(f"a redirect to {newurl[:200]}")
+            raise urllib.error.URLError(f"insecure redirect to {newurl[:200]}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def _fetched(url: str) -> bytes:
-    """Raises OSError, ValueError."""
+    """Fetch a JWKS document. Raises OSError, ValueError."""
     opener = urllib.request.build_opener(_SafeRedirects)
     with opener.open(url, timeout=_FETCH_TIMEOUT_S) as answer:
         body: bytes = answer.read(_KEYS_BYTES_MAX + 1)
     if len(body) > _KEYS_BYTES_MAX:
-        raise ValueError(f"more than {_KEYS_BYTES_MAX} bytes of keys")
+        raise ValueError(f"key document is larger than {_KEYS_BYTES_MAX} bytes")
     return body
 
 
 def _key_set(body: bytes) -> Any:
-    """Raises InvalidError. Keys of kinds that we do not know, and secrets, are left out."""
+    """Parse a JWKS document. Keys of unknown kinds, and secret keys, are ignored. Raises InvalidError."""
     from joserfc.errors import JoseError
     from joserfc.jwk import KeySet, import_key
 
@@ -214,9 +221,9 @@ def _key_set(body: bytes) -> Any:
             if each.get("kty") in ("RSA", "EC", "OKP") and each.get("use", "sig") == "sig":
                 keys.append(import_key(each))
     except (ValueError, KeyError, TypeError, AttributeError, JoseError) as error:
-        raise InvalidError(f"not a set of keys (JWKS): error={error!r}.", fix="Name a JWKS document.") from error
+        raise InvalidError(f"not a JSON web key set (JWKS): error={error!r}.", fix="Name a JWKS document.") from error
     if not keys:
-        raise InvalidError("a set of keys (JWKS) without a public key for signatures.", fix="Name a JWKS document.")
+        raise InvalidError("the key set (JWKS) has no public signature key.", fix="Name a JWKS document.")
     return KeySet(keys)
 
 
@@ -224,5 +231,5 @@ def _secret(secret: str) -> Any:
     from joserfc.jwk import OctKey
 
     if len(secret.encode()) < 32:
-        raise InvalidError("a secret of tokens is too short: security.oauth.secret.", fix="Use 32 bytes at least.")
+        raise InvalidError("the token secret is too short: security.oauth.secret.", fix="Use at least 32 bytes.")
     return OctKey.import_key(secret)

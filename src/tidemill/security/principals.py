@@ -1,8 +1,8 @@
-"""Principals, spelt as Kafka spells them: `User:NAME`; and the rules that make a name of a certificate's subject.
+"""Principals in Kafka's notation `User:NAME`, and the rules that map a certificate's subject to a principal.
 
 A rule is `DEFAULT` (the whole distinguished name, RFC 4514) or `RULE:pattern/replacement/[L|U]`, as Kafka's
-`ssl.principal.mapping.rules` (KIP-371): the first whose pattern matches the whole name wins, `$1` is its first group,
-L and U change the case of the result. A slash within pattern or replacement is written `\\/`.
+`ssl.principal.mapping.rules` (KIP-371): the first rule whose pattern matches the whole name wins, `$1` is its first
+group, L and U change the case of the result. A slash within pattern or replacement is written `\\/`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _RULE: Final = re.compile(r"RULE:((?:\\.|[^\\/])*)/((?:\\.|[^\\/])*)/([LU]?)")
 _GROUP: Final = re.compile(r"\$(\d)|\\(.)|(\\)")
 
 PrincipalOf = Callable[[str], str | None]
-"""(distinguished name) → principal, or None where no rule matches."""
+"""(distinguished name) → principal, or None if no rule matches."""
 
 
 def principal_rules(rules: Iterable[str]) -> PrincipalOf:
-    """Raises InvalidError with the rule that cannot be read."""
+    """Compile mapping rules. Raises InvalidError naming the rule that cannot be parsed."""
     compiled = [_compiled(rule.strip()) for rule in rules]
 
     def principal_of(name: str) -> str | None:
@@ -40,15 +40,15 @@ def _compiled(rule: str) -> Callable[[str], str | None]:
     parts = _RULE.fullmatch(rule)
     fix = "Write DEFAULT, or RULE:pattern/replacement/ with L or U at its end to change the case."
     if parts is None:
-        raise InvalidError(f"not a rule for principals: rule={rule!r}.", fix=fix)
+        raise InvalidError(f"invalid principal mapping rule: rule={rule!r}.", fix=fix)
     pattern, replacement, case = parts.groups()
     try:
         expression = re.compile(pattern.replace("\\/", "/"))
         groups = [int(match[1]) for match in _GROUP.finditer(replacement) if match[1]]
         if any(group > expression.groups for group in groups):
-            raise InvalidError(f"a rule's replacement names a group that its pattern lacks: rule={rule!r}.", fix=fix)
+            raise InvalidError(f"the replacement refers to a group that the pattern lacks: rule={rule!r}.", fix=fix)
     except re.error as error:
-        raise InvalidError(f"not a rule for principals: rule={rule!r} reason={error}.", fix=fix) from error
+        raise InvalidError(f"invalid principal mapping rule: rule={rule!r} reason={error}.", fix=fix) from error
 
     def apply(name: str) -> str | None:
         match = expression.fullmatch(name)

@@ -1,6 +1,6 @@
-"""The quotas of a cluster as one process knows them: rows of the metastore (rows/quotas), read again when one changes.
+"""Quotas of a cluster as one process caches them: rows of the metastore (rows/quotas), re-read when one changes.
 
-Each node holds every quota for itself, as Kafka's brokers do.
+Each node applies the full quota independently of the others, as Kafka's brokers do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tidemill.security.retrying_write import write
 
 REFRESH_S: Final = 2.0
 QUOTAS_MAX: Final = 10_000
-_FIX: Final = "Describe the quotas and look."
+_FIX: Final = "Describe the quotas to check."
 
 
 class QuotaCache:
@@ -30,21 +30,21 @@ class QuotaCache:
         self.limits = Limits()
 
     async def refresh(self, *, fresh: bool = True) -> None:
-        """Raises Unavailable."""
+        """Re-read the quotas if a row changed. Raises Unavailable."""
         rows = await self._metastore.rows(QUOTAS, fresh=fresh)
         if rows is not self._rows:
             self.limits.replace(map(_quota, rows))
             self._rows = rows
 
     async def run(self) -> None:
-        """Refresh for ever."""
+        """Refresh indefinitely."""
         await refresh_for_ever(self, REFRESH_S, "access.quotas_not_read")
 
     async def list(self) -> Sequence[Quota]:
         return [_quota(row) for row in await self._metastore.rows(QUOTAS)]
 
     async def change(self, put: Sequence[Quota], removed: Sequence[Quota]) -> None:
-        """All of it or nothing; the value of what is removed does not matter. Raises InvalidError."""
+        """Put and remove quotas atomically. The values of `removed` are ignored. Raises InvalidError."""
         for quota in put:
             check_quota(quota)
         if put and len(await self._metastore.rows(QUOTAS)) + len(put) > QUOTAS_MAX:

@@ -1,16 +1,19 @@
-"""Client quotas: how much of a thing somebody may use in a second on one node. Pure but for the clock's reading.
+"""Client quotas: how much one client may use per second on one node. Pure: the current time is passed in.
 
-An entity is a user, a client id, or both; each by name, or the default of those that have none of their own. The first
-of these that has a quota counts, as in Kafka (KIP-55, KIP-257):
+An entity is a user, a client id, or both; each is given by name, or is the default for names without their own quota.
+The first of these that has a quota applies, as in Kafka (KIP-55, KIP-257):
 
     user and client · user and default client · user · default user and client · both defaults · default user ·
     client · default client
 
-QU1  A quota is a bucket that fills at its rate and holds BURST_S of it. What is used is taken out at once, also beyond
-     what is there; the debt is how long its user is not heard (KIP-219). So the rate holds over any time longer than
-     the burst, whatever the sizes.
-QU2  Of time (KIP-124) the rate is in per cent of what one event loop works; its silence is short, as Kafka's is.
-QU3  A bucket that is full again says nothing and is forgotten; at most BUCKETS_MAX are kept.
+Each quota is a token bucket that fills at the quota's rate and holds BURST_S of it. An amount used is deducted
+immediately, even when the bucket holds less; the debt determines for how long the client is throttled (KIP-219). So the
+rate holds over any period longer than the burst, regardless of request sizes.
+
+The rate of a request time quota (KIP-124) is a percentage of one event loop's time; its throttle time has a short
+maximum, as in Kafka.
+
+At most BUCKETS_MAX buckets are kept; the least recently used is forgotten first, which resets it to full.
 """
 
 from __future__ import annotations
@@ -36,12 +39,13 @@ BUCKETS_MAX: Final = 10_000
 
 
 def named(name: str | None) -> str:
-    """How an entity's user or client is kept: None = the default."""
+    """Return the stored form of an entity's user or client. None is the default entity."""
     return DEFAULT if name is None else f"={name}"
 
 
 class Quota(msgspec.Struct, frozen=True, order=True):
-    """`user`, `client`: NOBODY, DEFAULT or `named(NAME)`; `value` in bytes a second, of REQUEST in per cent."""
+    """`user`, `client`: the empty string (not part of the entity), DEFAULT or `named(NAME)`. `value`: bytes per second,
+    or per cent for REQUEST."""
 
     user: str
     client: str
@@ -50,25 +54,25 @@ class Quota(msgspec.Struct, frozen=True, order=True):
 
 
 def check_quota(quota: Quota) -> None:
-    """Raises InvalidError."""
+    """Raise InvalidError for an unknown quota, a bad value or a bad entity."""
     why = ""
     if quota.name not in NAMES:
-        why = f"no such quota here: key={quota.name!r}"
+        why = f"unknown quota: key={quota.name!r}"
     elif not 0 < quota.value < 1e15:
-        why = f"a quota is more than nothing: {quota.name}={quota.value}"
+        why = f"a quota must be positive: {quota.name}={quota.value}"
     elif not (quota.user or quota.client):
-        why = "a quota is a user's or a client id's"
+        why = "a quota needs a user or a client id"
     elif any(len(each) > NAME_CHARS_MAX + 1 or "\x00" in each for each in (quota.user, quota.client)):
-        why = f"a name is too long: limit={NAME_CHARS_MAX}"
+        why = f"a user or client name is too long: limit={NAME_CHARS_MAX}"
     if why:
         raise InvalidError(
             f"{why}.",
-            fix=f"Known are {PRODUCE} and {CONSUME} in bytes a second and {REQUEST}, of a user, a client-id or both.",
+            fix=f"Use {PRODUCE} or {CONSUME} in bytes per second, or {REQUEST}, for a user, a client-id or both.",
         )
 
 
 class Limits:
-    """The quotas of a cluster, and what was used of them on this node."""
+    """Quotas of a cluster, and the usage of each on this node."""
 
     def __init__(self, quotas: Iterable[Quota] = ()) -> None:
         self._rates: dict[tuple[str, str, str], float] = {}
@@ -80,13 +84,13 @@ class Limits:
         return not self._rates
 
     def replace(self, quotas: Iterable[Quota]) -> None:
-        """What was used stays used."""
+        """Replace the quotas. Recorded usage is retained."""
         self._rates = {(each.name, each.user, each.client): each.value for each in quotas}
         self.of_time = any(name == REQUEST for name, _, _ in self._rates)
-        """Somebody's time is limited."""
+        """True if some entity has a request time quota."""
 
     def use(self, name: str, user: str, client: str, amount: float, now_s: float) -> int:
-        """Take `amount` out; how many milliseconds its user is not to be heard from now on."""
+        """Deduct `amount`; return for how many milliseconds the client must be throttled from now on."""
         found = self._find(name, user, client)
         if found is None:
             return 0
@@ -94,7 +98,7 @@ class Limits:
         burst = rate * BURST_S
         balance, since_s = self._buckets.pop(key, (burst, now_s))
         balance = min(burst, balance + (now_s - since_s) * rate) - amount
-        # A debt beyond the longest silence would never be asked for.
+        # The throttle time is capped, so a debt beyond the cap would never be enforced.
         balance = max(balance, -rate * THROTTLE_MAX_MS[name] / 1000)
         self._buckets[key] = balance, now_s
         while len(self._buckets) > BUCKETS_MAX:
@@ -102,7 +106,7 @@ class Limits:
         return 0 if balance >= 0 else max(1, round(-balance / rate * 1000))
 
     def _find(self, name: str, user: str, client: str) -> tuple[tuple[str, str, str], float] | None:
-        """(whose bucket, rate): of a default everyone has a bucket of their own."""
+        """Return (bucket key, rate). A default quota gives each name its own bucket."""
         u, c = named(user), named(client[:NAME_CHARS_MAX])
         for at_user, at_client in (
             (u, c),

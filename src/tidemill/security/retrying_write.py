@@ -1,4 +1,4 @@
-"""Writing rows that say what is, not what changes: made again until the outcome is told, for twice does no harm."""
+"""Idempotent row writes: rows hold absolute values, so a write is retried until its outcome is known."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PAUSE_S: Final = 0.1
 
 
 async def write(metastore: Metastore, clock: Clock, rows: Sequence[tuple[bytes, bytes]], fix: str) -> None:
-    """All of the rows, of one entity, or none. Raises UnknownOutcomeError after WRITE_BUDGET_S, with `fix` for who
-    asks."""
+    """Write all rows (of one entity) atomically. Raises UnknownOutcomeError after WRITE_BUDGET_S, with `fix` for the
+    caller."""
     if not rows:
         return
     until_s = clock.monotonic_s() + WRITE_BUDGET_S
@@ -26,5 +26,5 @@ async def write(metastore: Metastore, clock: Clock, rows: Sequence[tuple[bytes, 
             return
         except (FencedError, UnavailableError, UnknownOutcomeError) as error:
             if clock.monotonic_s() > until_s:
-                raise UnknownOutcomeError(f"Rows may have been written: cause={error.message!r}.", fix=fix) from error
+                raise UnknownOutcomeError(f"rows may have been written: cause={error.message!r}.", fix=fix) from error
         await asyncio.sleep(PAUSE_S)

@@ -1,12 +1,14 @@
-"""SASL mechanisms over the users of the metastore and over tokens: each an exchange of messages that ends with a
-principal, or with Refused.
+"""SASL mechanisms for the metastore's users and for tokens. Each mechanism is an exchange of messages that ends with a
+principal or with AuthenticationFailedError.
 
-    PLAIN                  [authzid] 00 user 00 password (RFC 4616), against the user's SCRAM credential
+    PLAIN                  [authzid] 00 user 00 password (RFC 4616), checked against the user's SCRAM credential
     SCRAM-SHA-256, -512    `scram`
     OAUTHBEARER            gs2 header · 01 auth=Bearer TOKEN 01 [key=value 01…] 01 (RFC 7628)
 
-SA1  Whether a user exists shows neither in an answer nor in its time.
-SA2  At most DERIVED_AT_ONCE passwords are derived at once, in threads.
+Invariant: neither a reply nor its timing reveals whether a user exists. An unknown user is checked against a decoy
+credential.
+
+Key derivation is expensive: at most DERIVED_AT_ONCE passwords are derived concurrently, in threads.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _STRONGEST_FIRST: Final = (SCRAM_SHA_512, SCRAM_SHA_256)
 
 
 class Step(msgspec.Struct, frozen=True):
-    """`principal` "" = the exchange goes on. `expires_ms` 0 = the proof holds for ever."""
+    """Result of one message. `principal` "" = the exchange continues. `expires_ms` 0 = the authentication never
+    expires."""
 
     reply: bytes
     principal: str = ""
@@ -48,7 +51,7 @@ class Step(msgspec.Struct, frozen=True):
 
 class Exchange(Protocol):
     async def step(self, message: bytes) -> Step:
-        """Raises AuthenticationFailedError; Unavailable where nobody can tell now."""
+        """Process one message. Raises AuthenticationFailedError; Unavailable if the credentials cannot be read now."""
         ...
 
 
@@ -70,16 +73,16 @@ class Authenticator:
         return _Scram(self.users, ScramServer(number, self._rand.nonce()), self._secret)
 
     async def password(self, user: str, password: str) -> str:
-        """The principal. Raises AuthenticationFailedError."""
+        """Return the principal of a user with this password. Raises AuthenticationFailedError."""
         if not user or len(password) > PASSWORD_CHARS_MAX:
-            raise AuthenticationFailedError("no user, or a password that is too long", user)
+            raise AuthenticationFailedError("user name missing or password too long", user)
         first, second = await asyncio.gather(*(self.users.credential(user, each) for each in _STRONGEST_FIRST))
         found = first or second
         async with self._deriving:
             stored = found or decoy(user, SCRAM_SHA_512, self._secret)
             fits = await asyncio.to_thread(is_password, stored, password)
         if found is None or not fits:
-            raise AuthenticationFailedError("wrong password, or no such user", user)
+            raise AuthenticationFailedError("wrong password or unknown user", user)
         return USER + user
 
 
@@ -91,12 +94,12 @@ class _Plain:
         try:
             parts = message.decode().split("\x00")
         except UnicodeDecodeError as error:
-            raise AuthenticationFailedError("a message that is not UTF-8") from error
+            raise AuthenticationFailedError("message is not UTF-8") from error
         if len(parts) != 3:
-            raise AuthenticationFailedError("not user and password")
+            raise AuthenticationFailedError("message is not authzid, user and password")
         authzid, user, password = parts
         if authzid and authzid != user:
-            raise AuthenticationFailedError("it asks to act as somebody else", user)
+            raise AuthenticationFailedError("authorization id differs from the user", user)
         return Step(b"", await self._authenticator.password(user, password))
 
 
@@ -125,9 +128,9 @@ class _Bearer:
         try:
             header, *pairs = message.decode("ascii").split("\x01")
         except UnicodeDecodeError as error:
-            raise AuthenticationFailedError("a message that is not ASCII") from error
+            raise AuthenticationFailedError("message is not ASCII") from error
         if header.split(",")[0] not in ("n", "y") or len(pairs) < 3 or pairs[-2:] != ["", ""]:
-            raise AuthenticationFailedError("not a message of OAUTHBEARER")
+            raise AuthenticationFailedError("not an OAUTHBEARER message")
         given = [value for pair in pairs for key, _, value in [pair.partition("=")] if key == "auth"]
         kind, _, token = (given[0] if len(given) == 1 else "").partition(" ")
         if kind.lower() != "bearer" or not token:
@@ -135,5 +138,5 @@ class _Bearer:
         found = await self._tokens.verify(token.strip())
         _, _, authzid = header.split(",")[1].partition("a=") if header.count(",") == 2 else ("", "", "")
         if authzid and USER + authzid != found.principal:
-            raise AuthenticationFailedError("it asks to act as somebody else", found.principal)
+            raise AuthenticationFailedError("authorization id differs from the principal", found.principal)
         return Step(b"", found.principal, found.expires_ms)

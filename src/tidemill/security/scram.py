@@ -1,12 +1,12 @@
-"""SCRAM of RFC 5802 and 7677 as a server speaks it, without channel binding. Pure: the nonce is passed in.
+"""Server side of SCRAM (RFC 5802, RFC 7677), without channel binding. Pure: the nonce is passed in.
 
     client first    gs2 header "n,," or "y,,", perhaps with a=NAME · n=NAME · r=NONCE [· extensions]
     server first    r=NONCE+ours · s=salt, base64 · i=iterations
     client final    c=gs2 header, base64 · r=the whole nonce [· extensions] · p=proof, base64
     server final    v=signature, base64
 
-What is stored is Kafka's: salt, iterations and the two keys, of which no password follows. Passwords and names are
-their UTF-8 bytes (Kafka does not prepare them as RFC 4013 says).
+Credentials are stored as in Kafka: salt, iterations and the two derived keys, from which the password cannot be
+recovered. Passwords and names are their UTF-8 bytes (like Kafka, this does not apply SASLprep, RFC 4013).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ITERATIONS_MIN: Final = 4_096
 ITERATIONS_MAX: Final = 16_384
 SALT_BYTES: Final = 24
 SIZES: Final = {SCRAM_SHA_256: 32, SCRAM_SHA_512: 64}
-"""Bytes of a salted password."""
+"""Size of a salted password in bytes."""
 _HASHES: Final = {SCRAM_SHA_256: "sha256", SCRAM_SHA_512: "sha512"}
 
 
 class AuthenticationFailedError(InvalidError):
-    """The client did not prove who it is. `reason` is for the log, never for the client."""
+    """The client failed to authenticate. `reason` is for the log, never for the client."""
 
     def __init__(self, reason: str, user: str = "") -> None:
         super().__init__(reason)
@@ -42,7 +42,7 @@ class AuthenticationFailedError(InvalidError):
 
 
 class Credential(msgspec.Struct, frozen=True):
-    """One user's, of one mechanism."""
+    """SCRAM credential of one user for one mechanism."""
 
     user: str
     mechanism: int
@@ -53,7 +53,7 @@ class Credential(msgspec.Struct, frozen=True):
 
 
 def salted(mechanism: int, password: str, salt: bytes, iterations: int) -> bytes:
-    """Hi() of the RFC. Some milliseconds: for a thread."""
+    """Return Hi() of RFC 5802. Takes some milliseconds: run it in a thread."""
     return hashlib.pbkdf2_hmac(_HASHES[mechanism], password.encode(), salt, iterations)
 
 
@@ -65,18 +65,19 @@ def credential_of(user: str, mechanism: int, salted_password: bytes, salt: bytes
 
 
 def made_of(user: str, mechanism: int, password: str, salt: bytes, iterations: int = ITERATIONS_MIN) -> Credential:
-    """Some milliseconds: for a thread."""
+    """Derive the credential of a password. Takes some milliseconds: run it in a thread."""
     return credential_of(user, mechanism, salted(mechanism, password, salt, iterations), salt, iterations)
 
 
 def is_password(found: Credential, password: str) -> bool:
-    """Some milliseconds: for a thread."""
+    """Return whether the password matches the credential. Takes some milliseconds: run it in a thread."""
     given = made_of(found.user, found.mechanism, password, found.salt, found.iterations)
     return hmac.compare_digest(given.stored_key, found.stored_key)
 
 
 def decoy(user: str, mechanism: int, secret: bytes) -> Credential:
-    """What nobody's password fits, the same for a name every time: who asks learns not whether the user exists."""
+    """Return a credential that no password matches, always the same for a name, so that a client cannot learn whether
+    the user exists."""
     salt = hmac.digest(secret, user.encode(), "sha512")[:SALT_BYTES]
     size = SIZES[mechanism]
     return Credential(user, mechanism, salt, hmac.digest(secret, salt, "sha512")[:size], bytes(size), ITERATIONS_MIN)
@@ -90,7 +91,7 @@ class _Asked(NamedTuple):
 
 
 class ScramServer:
-    """One exchange: `first`, then `challenge`, then `final`. Each raises AuthenticationFailedError."""
+    """Server side of one exchange: `first`, then `challenge`, then `final`. Each raises AuthenticationFailedError."""
 
     def __init__(self, mechanism: int, nonce: str) -> None:
         self.mechanism = mechanism
@@ -100,18 +101,18 @@ class ScramServer:
         self._credential: Credential | None = None
 
     def first(self, message: bytes) -> str:
-        """The name of who wants in."""
+        """Parse the client's first message; return the user name."""
         text = _text(message)
         header_flag, _, rest = text.partition(",")
         authzid, comma, bare = rest.partition(",")
         if header_flag not in ("n", "y") or not comma or (authzid and not authzid.startswith("a=")):
-            raise AuthenticationFailedError("a first message without its header, or one that asks for channel binding")
+            raise AuthenticationFailedError("first message has no valid header or requests channel binding")
         fields = bare.split(",")
         if len(fields) < 2 or not fields[0].startswith("n=") or not fields[1].startswith("r=") or len(fields[1]) < 3:
-            raise AuthenticationFailedError("a first message without name and nonce")
+            raise AuthenticationFailedError("first message lacks a name or a nonce")
         user = _name(fields[0][2:])
         if authzid and _name(authzid[2:]) != user:
-            raise AuthenticationFailedError("it asks to act as somebody else", user)
+            raise AuthenticationFailedError("authorization id differs from the user", user)
         self._asked = _Asked(f"{header_flag},{authzid},", bare, user, fields[1][2:])
         return user
 
@@ -129,20 +130,20 @@ class ScramServer:
         without_proof, _, proof_text = text.rpartition(",p=")
         fields = without_proof.split(",")
         if len(fields) < 2 or not fields[0].startswith("c=") or not fields[1].startswith("r="):
-            raise AuthenticationFailedError("a final message without its fields", asked.user)
+            raise AuthenticationFailedError("final message lacks a field", asked.user)
         if _base64(fields[0][2:], asked.user) != asked.header.encode():
-            raise AuthenticationFailedError("the final message has another header than the first", asked.user)
+            raise AuthenticationFailedError("final message has another header than the first", asked.user)
         if not hmac.compare_digest(fields[1][2:].encode(), f"{asked.nonce}{self._nonce}".encode()):
-            raise AuthenticationFailedError("the final message has another nonce", asked.user)
+            raise AuthenticationFailedError("final message has another nonce", asked.user)
         name = _HASHES[self.mechanism]
         authenticated = f"{asked.bare},{self._server_first},{without_proof}".encode()
         signature = hmac.digest(credential.stored_key, authenticated, name)
         proof = _base64(proof_text, asked.user)
         if len(proof) != len(signature):
-            raise AuthenticationFailedError("a proof of another size", asked.user)
+            raise AuthenticationFailedError("proof has the wrong size", asked.user)
         client_key = bytes(a ^ b for a, b in zip(proof, signature, strict=True))
         if not hmac.compare_digest(hashlib.new(name, client_key).digest(), credential.stored_key):
-            raise AuthenticationFailedError("wrong password, or no such user", asked.user)
+            raise AuthenticationFailedError("wrong password or unknown user", asked.user)
         return b"v=" + base64.b64encode(hmac.digest(credential.server_key, authenticated, name))
 
 
@@ -150,17 +151,17 @@ def _text(message: bytes) -> str:
     try:
         text = message.decode()
     except UnicodeDecodeError as error:
-        raise AuthenticationFailedError("a message that is not UTF-8") from error
+        raise AuthenticationFailedError("message is not UTF-8") from error
     if "\x00" in text:
-        raise AuthenticationFailedError("a message with a null character")
+        raise AuthenticationFailedError("message contains a null character")
     return text
 
 
 def _name(text: str) -> str:
-    """Raises AuthenticationFailedError for one in which `,` or `=` is not written as the RFC says."""
+    """Decode a SCRAM name. Raises AuthenticationFailedError if `,` or `=` is not escaped as RFC 5802 requires."""
     plain = text.replace("=2C", ",").replace("=3D", "=")
     if not plain or plain.replace("=", "=3D").replace(",", "=2C") != text:
-        raise AuthenticationFailedError("a name that is empty or not written as RFC 5802 says")
+        raise AuthenticationFailedError("name is empty or not escaped as RFC 5802 requires")
     return plain
 
 
@@ -168,4 +169,4 @@ def _base64(text: str, user: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise AuthenticationFailedError("a field that is not base64", user) from error
+        raise AuthenticationFailedError("field is not base64", user) from error

@@ -1,7 +1,8 @@
-"""TLS of a server: the context that connections are accepted with, made anew when its files change.
+"""TLS of a server: the SSL context for new connections, reloaded when its files change.
 
-TL1  A connection keeps the context that it began with; files that cannot be used change nothing for anybody.
-TL2  Sessions are never resumed: a client's certificate is checked at every connection.
+A connection keeps the context it began with. If changed files cannot be loaded, the previous context stays in use.
+
+Sessions are never resumed, so a client's certificate is checked at every connection.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Seen = tuple[tuple[int, int, int], ...]
 
 
 class TlsSettings(msgspec.Struct, frozen=True):
-    """`certificate`: PEM, the server's own first and its chain behind it. `key`: its private key, without a password.
-    `client_ca`: PEM, who signs clients' certificates. `client_auth`: none, requested or required."""
+    """`certificate`: PEM, the server's own certificate first, then its chain. `key`: its private key in PEM, without a
+    password. `client_ca`: PEM of the CAs that sign client certificates. `client_auth`: none, requested or required."""
 
     certificate: str
     key: str
@@ -36,7 +37,8 @@ class TlsSettings(msgspec.Struct, frozen=True):
 
 
 class Certificates:
-    """`load` before the first use; `renew` every few seconds, in a thread."""
+    """Server certificates and the SSL context made from them. Call `load` first, then `renew` every few seconds, in a
+    thread."""
 
     def __init__(self, settings: TlsSettings) -> None:
         self._settings = settings
@@ -49,12 +51,13 @@ class Certificates:
         return self._context
 
     def load(self) -> None:
-        """Raises InvalidError with the key of the configuration and what is wrong; the former context stays."""
+        """Load the files. Raises InvalidError with the configuration key and the reason; the former context stays in
+        use."""
         seen = self._look()
         self._context, self._seen = _context(self._settings), seen
 
     def renew(self) -> bool:
-        """Read the files again if one of them changed. Raises InvalidError as `load` does."""
+        """Reload the files if one of them changed; return whether one did. Raises InvalidError as `load` does."""
         if self._look() == self._seen:
             return False
         self.load()
@@ -70,7 +73,7 @@ class Certificates:
                     found = os.stat(path)
                 except OSError as error:
                     raise InvalidError(
-                        f"a file of TLS cannot be read: key=tls.{key} path={path} error={error.strerror}.",
+                        f"cannot read a TLS file: key=tls.{key} path={path} error={error.strerror}.",
                         fix=f"Name a readable PEM file as tls.{key}.",
                     ) from error
                 seen.append((found.st_mtime_ns, found.st_ino, found.st_size))
@@ -83,25 +86,25 @@ def _context(settings: TlsSettings) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
     context.num_tickets = 0
     try:
-        # A password must not be asked for on a terminal that nobody watches.
+        # An empty password, so that OpenSSL does not prompt for one on the terminal.
         context.load_cert_chain(settings.certificate, settings.key, password=lambda: b"")
     except (OSError, ValueError) as error:
         raise InvalidError(
-            f"certificate and key cannot be used: certificate={settings.certificate} key={settings.key}"
+            f"cannot use the certificate and key: certificate={settings.certificate} key={settings.key}"
             f" error={_reason(error)}.",
-            fix="Set tls.certificate and tls.key to PEM files that belong together; the key without a password.",
+            fix="Set tls.certificate and tls.key to matching PEM files; the key must not have a password.",
         ) from error
     if settings.client_auth != "none":
         if not settings.client_ca:
             raise InvalidError(
-                f"nobody is named who signs the certificates of clients: tls.client_auth={settings.client_auth}.",
+                f"client certificates need a signing CA: tls.client_auth={settings.client_auth}.",
                 fix="Set tls.client_ca to a PEM file.",
             )
         try:
             context.load_verify_locations(settings.client_ca)
         except (OSError, ValueError) as error:
             raise InvalidError(
-                f"the certificates that sign clients' cannot be read: tls.client_ca={settings.client_ca}"
+                f"cannot read the CA of client certificates: tls.client_ca={settings.client_ca}"
                 f" error={_reason(error)}.",
                 fix="Set tls.client_ca to a PEM file.",
             ) from error
@@ -122,7 +125,7 @@ def _expires_s(path: str) -> float:
 
 
 def subject_of(certificate: bytes) -> str:
-    """The distinguished name of a DER certificate, as RFC 4514 writes it: `CN=alice,O=Harbour`."""
+    """Return the distinguished name of a DER certificate in RFC 4514 notation: `CN=alice,O=Harbour`."""
     from cryptography import x509
 
     return x509.load_der_x509_certificate(certificate).subject.rfc4514_string()

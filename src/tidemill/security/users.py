@@ -1,6 +1,7 @@
-"""Users and their SCRAM credentials: rows of the metastore (rows/users).
+"""Users and their SCRAM credentials, stored as rows of the metastore (rows/users).
 
-US1  A credential is read anew at every authentication: a password that was changed counts at once, everywhere.
+A credential is read at every authentication and never cached, so a changed password takes effect immediately on every
+node.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from tidemill.security.principals import NAME_CHARS_MAX
 from tidemill.security.retrying_write import write
 from tidemill.security.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, Credential
 
-_FIX: Final = "Look with: tidemill user list"
+_FIX: Final = "Check with `tidemill user list`."
 USERS_MAX: Final = 10_000
-"""Credentials in all."""
+"""Limit of stored credentials in the cluster."""
 
 
 def check_user(name: str) -> None:
-    """Raises InvalidError."""
+    """Raise InvalidError if the name is empty, too long or not printable."""
     if not 0 < len(name) <= NAME_CHARS_MAX or any(not char.isprintable() for char in name):
         raise InvalidError(f"bad user name: user={name!r}.", fix=f"Use 1 to {NAME_CHARS_MAX} printable characters.")
 
 
 def check_iterations(iterations: int) -> None:
-    """Raises InvalidError."""
+    """Raise InvalidError if the count is outside ITERATIONS_MIN to ITERATIONS_MAX."""
     if not ITERATIONS_MIN <= iterations <= ITERATIONS_MAX:
         raise InvalidError(
             f"bad number of iterations: iterations={iterations}.", fix=f"Use {ITERATIONS_MIN} to {ITERATIONS_MAX}."
@@ -37,7 +38,7 @@ def check_iterations(iterations: int) -> None:
 
 
 class Users:
-    """Reads may raise Unavailable; writes Unknown besides."""
+    """Read and write credentials. Reads may raise Unavailable; writes may also raise Unknown."""
 
     def __init__(self, metastore: Metastore, clock: Clock) -> None:
         self._metastore = metastore
@@ -47,24 +48,24 @@ class Users:
         try:
             row = await self._metastore.get(USERS, user, mechanism)
         except InvalidError:
-            return None  # a name that no key holds
+            return None  # the name cannot be encoded as a key
         return _credential(row) if row is not None else None
 
     async def list(self) -> list[Credential]:
-        """By user and mechanism."""
+        """Return all credentials, ordered by user and mechanism."""
         return [_credential(row) for row in await self._metastore.rows(USERS)]
 
     async def put(self, credential: Credential) -> None:
-        """Create or replace. Raises InvalidError for a bad name, too many users."""
+        """Create or replace a credential. Raises InvalidError for a bad name or too many users."""
         await self.change(credential.user, [credential], [])
 
     async def delete(self, user: str, mechanisms: Sequence[int]) -> None:
-        """What is not there is left alone."""
+        """Delete the user's credentials of these mechanisms. Missing ones are ignored."""
         await self.change(user, [], mechanisms)
 
     async def change(self, user: str, put: Sequence[Credential], deleted: Sequence[int]) -> None:
-        """All of it or nothing, of one user: credentials to create or replace, mechanisms to delete those of. Raises
-        InvalidError as `put`."""
+        """Apply all changes of one user atomically: create or replace the credentials `put`, delete those of the
+        mechanisms `deleted`. Raises InvalidError as `put` does."""
         new = 0
         for credential in put:
             check_user(credential.user)
@@ -73,7 +74,7 @@ class Users:
                 raise InvalidError(f"no such mechanism: mechanism={credential.mechanism}.")
             new += await self.credential(credential.user, credential.mechanism) is None
         if new and len(await self.list()) + new > USERS_MAX:
-            raise InvalidError(f"too many users: limit={USERS_MAX}.", fix="Delete users that nobody uses.")
+            raise InvalidError(f"too many users: limit={USERS_MAX}.", fix="Delete unused users.")
         now_ms = self._clock.now_ms()
         rows = [
             USERS.encode(UserRow(c.user, c.mechanism, c.salt, c.stored_key, c.server_key, c.iterations, now_ms))
