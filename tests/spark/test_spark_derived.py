@@ -355,7 +355,7 @@ def test_derived_tables_that_would_wait_for_each_other_are_refused(tables: dict[
     p = Pipeline("p")
     for name, inputs in tables.items():
         p.derived(name, key="k", inputs=inputs)(count_by_product)
-    with pytest.raises(InvalidError, match="derived tables wait for each other") as refused:
+    with pytest.raises(InvalidError, match="derived tables depend on each other") as refused:
         p.check()
     assert circle in str(refused.value)
 

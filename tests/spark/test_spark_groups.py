@@ -241,8 +241,8 @@ def test_a_function_that_leaves_its_groups_is_refused(harbour: Any, tmp_path: Pa
     [
         ("product", "input=lines column=product"),
         ({"clicks": "id"}, "two types"),
-        ({"clicks": ("product", "id")}, "groups do not fit"),
-        ({"nobody": "product"}, "groups do not fit"),
+        ({"clicks": ("product", "id")}, "groups do not match"),
+        ({"nobody": "product"}, "groups do not match"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(harbour: Any, tmp_path: Path, by: Any, says: str) -> None:

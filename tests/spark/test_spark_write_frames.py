@@ -57,7 +57,7 @@ def test_append_is_an_upsert_and_overwrite_the_contents(harbour: Any, spark: Any
 
 def test_what_cannot_be_written_makes_no_shard(harbour: Any, spark: Any, config: str) -> None:
     frame = spark.range(60_000).selectExpr("id AS k", "concat('value ', id) AS v")
-    with pytest.raises(Exception, match=r"no such shard: shard=t\. Give option key"):
+    with pytest.raises(Exception, match=r"no such shard: shard=t\. Set option key"):
         save(frame, config, "t")
     with pytest.raises(Exception, match=r"divide|DIVIDE_BY_ZERO"):
         save(frame.selectExpr("k", "1 / (k - 59999) AS v"), config, "t", key="k")

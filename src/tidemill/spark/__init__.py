@@ -5,14 +5,18 @@
     session: Java and Spark;  pipeline: the driver process
 
 Owns the Spark session, the decoding of topics to Arrow, the upsert operator and its local mirror, the data source
-`format("tidemill")`, the user's declarations (`definition`), derived tables and the driver process. Does not own topics
-or shards: its code travels to executors and uses the interfaces of their readers and writers only.
+`format("tidemill")`, the user's declarations (`definition`), derived tables and the driver process. It does not own
+topics or shards: its code runs on executors and uses only the interfaces of their readers and writers.
 
-U1  Per key at most one live row; the winner per (key, time) is decided by order, never by batch.
-U2  Below the shard's upper: drop; at upper: process; above: keep. One spelling, `upsert.classify`.
-U3  State mirrors the output shard only, and is tagged with the upper it mirrors.
-U4  A lost race is recomputed from the new upper, never trimmed. An abort deletes nothing.
-U5  Spark's checkpoint is scratch: fresh, deleted, stale or ahead, it costs time, never data.
+Invariant (one live row): a key has at most one live row. The order of commands decides the winner of each (key, time),
+never the batch they arrived in.
+Invariant (three-way rule): a command below the shard's upper is dropped, one at the upper is processed, one above is
+stashed. `upsert.classify` is the only implementation.
+Invariant (mirror of the output): the operator's state mirrors the output shard only, and is tagged with the upper that
+it mirrors.
+Invariant (recompute): a lost compare-and-append is recomputed from the new upper, never trimmed. An abort deletes
+nothing.
+Invariant (scratch checkpoint): Spark's checkpoint may be fresh, deleted, stale or ahead. That costs time, never data.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ __all__ = ["Pipeline", "build_session", "read", "register"]
 
 
 def __getattr__(name: str) -> Any:
-    """Lazy, so that executors and commands import only what they use."""
+    """Import lazily, so that executors and commands import only what they use."""
     if name == "Pipeline":
         from tidemill.spark.definition import Pipeline
 

@@ -1,8 +1,9 @@
-"""What a pipeline file says: which tables, fed by what. Declarations only; the driver makes them true.
+"""Declarations of a pipeline file: the tables, and the source of each. The driver carries them out.
 
 def build(p: Pipeline) -> None:
     shop = p.capture("shop")                          # a captured database: all its tables at one time
     p.table("orders", shop.table("public.orders"))    # table name = shard name
+
     clicks = p.topic("clicks", key="click_id", schema="click_id string, product_id long, at timestamp")
     p.table("clicks", clicks)
 
@@ -29,7 +30,7 @@ from tidemill.spark.decode.ddl import stream_schema
 
 Names = str | tuple[str, ...]
 DerivedFunction = Callable[..., Any]
-"""(spark, one DataFrame an input, in the order named) → DataFrame."""
+"""(spark, one DataFrame for each input, in the declared order) → DataFrame."""
 
 
 class CapturedTable(msgspec.Struct, frozen=True):
@@ -46,18 +47,18 @@ class CapturedTable(msgspec.Struct, frozen=True):
 
     @property
     def upstream(self) -> str:
-        """The mark of the captured table."""
+        """Name of the stage status of the captured table."""
         return f"table:{self.capture}/{self.table}"
 
 
 class Capture:
-    """A captured database, by the name it has in tidemill.toml."""
+    """A captured database, with its name in tidemill.toml."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def table(self, name: str) -> CapturedTable:
-        """`schema.table`; without a schema, public."""
+        """Return the table `schema.table`; the default schema is public."""
         return CapturedTable(self.name, name if "." in name else f"public.{name}")
 
 
@@ -85,16 +86,16 @@ class DerivedTable(msgspec.Struct, frozen=True):
     every_s: float
     function: DerivedFunction
     by: dict[str, tuple[str, ...]] = {}
-    """Input → the columns whose values are a row's group; an input that is not named is given whole."""
+    """Input → the columns whose values identify a row's group; an input that is not named is passed whole."""
     by_output: tuple[str, ...] = ()
-    """The same columns of the result, in the same order."""
+    """The same columns in the result, in the same order."""
 
 
 Input = CapturedTable | StreamTopic
 
 
 class Pipeline:
-    """Collects declarations; every method raises InvalidError with the name that is wrong."""
+    """Collector of declarations. Every method raises InvalidError with the name that is wrong."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -105,14 +106,14 @@ class Pipeline:
         return Capture(name)
 
     def topic(self, name: str, *, key: str | tuple[str, ...], schema: str) -> StreamTopic:
-        """A topic of JSON objects; `schema` in Spark's DDL, `key` one column or several ("a, b")."""
+        """Return a topic of JSON objects; `schema` in Spark's DDL, `key` one column or several ("a, b")."""
         return StreamTopic(name, stream_schema(schema, key))
 
     def table(self, name: str, source: Input) -> None:
-        """Keep shard `name` equal to the source: one live row a key, exact at every time."""
+        """Keep shard `name` equal to the source: one live row per key, exact at every time."""
         self._free(name)
         if not isinstance(source, CapturedTable | StreamTopic):
-            raise InvalidError(f"not a source: table={name}.", fix="Give capture(…).table(…) or topic(…).")
+            raise InvalidError(f"not a source: table={name}.", fix="Use capture(…).table(…) or topic(…).")
         self.tables[name] = source
 
     def derived(
@@ -126,10 +127,10 @@ class Pipeline:
     ) -> Callable[[DerivedFunction], DerivedFunction]:
         """Keep shard `name` equal to a function of other tables, recomputed at most every `every_s` seconds.
 
-        `by`: columns that group the table. What the result has for a group may depend on the inputs' rows of that group
-        alone; then only groups that changed are computed. Columns that every input and the result have, or for each
-        input its own, in the order of `key`, which groups the result then; an input that is left out is given whole,
-        and a change in it computes everything.
+        `by` names columns that group the table. The result rows of a group may depend only on the inputs' rows of that
+        group; then only changed groups are recomputed. Give column names that every input and the result have, or a
+        dict from input to its own columns, in the order of `key`, which then groups the result. An input that is not in
+        the dict is passed whole, and a change in it recomputes all groups.
         """
         self._free(name)
         keys = _names(key)
@@ -145,8 +146,8 @@ class Pipeline:
         for one, columns in grouped.items() if output else ():
             if one not in inputs or len(columns) != len(output):
                 raise InvalidError(
-                    f"groups do not fit: table={name} input={one} columns={','.join(columns)} of={','.join(output)}.",
-                    fix="Name inputs of the table, and for each as many columns as group the result.",
+                    f"groups do not match: table={name} input={one} columns={','.join(columns)} of={','.join(output)}.",
+                    fix="Name inputs of the table, and for each of them as many columns as group the result.",
                 )
 
         def keep(function: DerivedFunction) -> DerivedFunction:
@@ -158,7 +159,8 @@ class Pipeline:
         return keep
 
     def check(self) -> None:
-        """After all declarations. Inputs of derived tables may be shards of other pipelines: not checked here."""
+        """Check the declarations once all are made. Inputs of derived tables may be shards of other pipelines: not
+        checked."""
         if not self.tables and not self.derived_tables:
             raise InvalidError(f"pipeline has no tables: pipeline={self.name}.", fix="Call p.table(…) in build.")
         try:
@@ -166,25 +168,25 @@ class Pipeline:
         except CycleError as error:
             circle = " ← ".join(error.args[1])
             raise InvalidError(
-                f"derived tables wait for each other: pipeline={self.name} tables={circle}.",
-                fix="A derived table can read neither itself nor what is made of it.",
+                f"derived tables depend on each other: pipeline={self.name} tables={circle}.",
+                fix="Remove the cycle: a derived table can read neither itself nor tables derived from it.",
             ) from error
 
     @property
     def dead_letters(self) -> str:
-        """The shard of unreadable records, or "" when nothing is read from a topic."""
+        """Name of the shard of dead letters, or "" if no table reads a topic."""
         return f"{self.name}.dead_letters" if self.tables else ""
 
     def fed_by(self) -> dict[str, str]:
-        """Shard → what feeds it, as the catalogue names it."""
+        """Return shard → source, as the catalogue names it."""
         return {n: s.fed_by for n, s in self.tables.items()} | dict.fromkeys(self.derived_tables, "derived")
 
     def inputs(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Derived shard → input → the columns that group it, as the catalogue names them."""
+        """Return derived shard → input → the columns that group it, as the catalogue names them."""
         return {n: {i: t.by.get(i, ()) for i in t.inputs} for n, t in self.derived_tables.items()}
 
     def sources(self) -> dict[str, dict[str, Input]]:
-        """Remap name → tables fed by it: one feed each."""
+        """Return remap name → the tables that it feeds: one feed each."""
         out: dict[str, dict[str, Input]] = {}
         for name, source in self.tables.items():
             out.setdefault(source.source, {})[name] = source
@@ -192,18 +194,21 @@ class Pipeline:
 
     def _free(self, name: str) -> None:
         if name in self.tables or name in self.derived_tables:
-            raise InvalidError(f"table is declared twice: table={name}.", fix="Give each table its own name.")
+            raise InvalidError(f"table is declared twice: table={name}.", fix="Use each table name once.")
 
 
 def _names(given: Names) -> tuple[str, ...]:
-    """One name or several, as a tuple or as text ("a, b")."""
+    """Return one name or several, given as a tuple or as text ("a, b"), as a tuple."""
     names = given.split(",") if isinstance(given, str) else given
     return tuple(name.strip() for name in names)
 
 
 def load_pipeline(path: Path, name: str) -> Pipeline:
-    """Run the file's `build(p)`. Raises InvalidError: no such file, no build, what the declarations say, and whatever
-    the file itself raises, in one sentence with its line."""
+    """Run the file's `build(p)` and return the pipeline.
+
+    Raises InvalidError if the file or its build is missing, if a declaration is invalid, and for any exception that the
+    file raises, as one sentence with its line.
+    """
     if not path.is_file():
         raise InvalidError(f"no such pipeline file: file={path}.", fix="Correct pipeline.<name>.file.")
     pipeline = Pipeline(name)
@@ -231,8 +236,10 @@ def load_pipeline(path: Path, name: str) -> Pipeline:
 
 
 def _executed(path: Path, name: str) -> dict[str, Any]:
-    """As runpy.run_path does, which may run in one thread of a process only. The module is known by its name while it
-    runs, and not longer: what it defines travels to executors by value."""
+    """Execute a file as runpy.run_path does, which only one thread of a process may use at a time.
+
+    The module is in sys.modules only while it runs: so what it defines is pickled by value for executors.
+    """
     module = ModuleType(name)
     module.__file__ = str(path)
     sys.modules[name] = module
@@ -244,6 +251,6 @@ def _executed(path: Path, name: str) -> dict[str, Any]:
 
 
 def _line_in(path: Path, error: BaseException) -> int:
-    """The innermost line of the file itself; 0 when it was not reached."""
+    """Return the innermost line of the traceback in this file; 0 if it was not reached."""
     lines = [f.lineno or 0 for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     return lines[-1] if lines else 0

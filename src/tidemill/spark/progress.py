@@ -1,4 +1,4 @@
-"""Figures that a pipeline's driver publishes beside its marks."""
+"""Progress figures that a pipeline's driver publishes with its stage statuses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ RATE_OVER_S = 10.0
 
 
 class Progress:
-    """How a table catches up: records read by this process, records still to go, and how long they should take.
+    """Catch-up of a table: records read by this process, records remaining, and the estimated time.
 
-    `read` only grows, so that a mark may show it as movement where one time takes long (marks.progress).
+    `read` never decreases, so a stage status can show it as movement while one time takes long (status.progress).
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -37,7 +37,7 @@ class Progress:
         return self.to_go / self._per_s if self._per_s > 0 else None
 
     def sentence(self) -> str:
-        """ "" where little is to go."""
+        """Return the progress as a sentence, "" if nothing remains."""
         eta_s = self.eta_s
         about = f", about {eta_s:.0f} s" if eta_s is not None else ""
         return f"catching up: {self.read:,} records read, {self.to_go:,} to go{about}" if self.to_go else ""

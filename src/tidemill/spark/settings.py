@@ -1,4 +1,4 @@
-"""Settings of one driver of a pipeline, as its process is started with them."""
+"""Settings with which the process of one pipeline driver is started."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from tidemill.spark.stores import Urls
 
 
 class DriverSettings(msgspec.Struct, frozen=True):
-    """`instance` tells identical drivers apart; `conf` are Spark settings that win over ours.
+    """Settings of one driver.
 
-    `domains` of the metastore as configured, 0 = as the cluster has.
+    `instance` distinguishes drivers of the same pipeline; `conf` are Spark settings that override the defaults.
+    `domains` of the metastore as configured, 0 = the cluster's number.
     """
 
     name: str
@@ -29,5 +30,5 @@ class DriverSettings(msgspec.Struct, frozen=True):
 
     @property
     def process(self) -> str:
-        """Under which the pipeline reports."""
+        """Name of the process under which the pipeline reports."""
         return ":".join(part for part in ("pipeline", self.name, self.instance) if part)

@@ -1,7 +1,7 @@
-"""What a process of a pipeline has open: the bucket, consensus, and one event loop to call them from.
+"""Open stores of a process of a pipeline: the bucket, consensus, and one event loop to call them from.
 
-A driver opens its own `Stores`. Spark's workers (planners, executors) share one per process through
-`shared`, opened on first use: after the fork, since neither event loops nor connections survive one.
+A driver opens its own `Stores`. Spark's workers (planners, executors) share one per process through `shared`. It is
+opened on first use, which is after the fork, because neither event loops nor connections survive a fork.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 
 class Urls(msgspec.Struct, frozen=True):
-    """Where the durable halves live. An empty one is in the environment: secrets travel to workers there alone."""
+    """URLs of the two durable stores. An empty one is read from the environment: workers receive secrets only there."""
 
     objects: str
     consensus: str
 
     def here(self) -> Urls:
-        """With what the environment says for what is empty. Raises InvalidError where it says nothing."""
+        """Fill in empty URLs from the environment. Raises InvalidError if a variable is not set."""
         return Urls(_told(self.objects, OBJECTS_VARIABLE), _told(self.consensus, CONSENSUS_VARIABLE))
 
 
@@ -51,12 +51,12 @@ IN_ENVIRONMENT = Urls("", "")
 def _told(url: str, variable: str) -> str:
     found = url or os.environ.get(variable, "")
     if not found:
-        raise InvalidError(f"no URL of a store: variable={variable}.", fix="Give the URLs that tidemill.toml has.")
+        raise InvalidError(f"no URL of a store: variable={variable}.", fix="Set it to the URL in tidemill.toml.")
     return found
 
 
 class Stores:
-    """`urls` is what workers are told (`Urls.here`)."""
+    """Open stores; `urls` is passed on to workers (see `Urls.here`)."""
 
     def __init__(
         self, urls: Urls, objects: RetryingObjects, consensus: Consensus, clock: Clock, rand: Rand, domains: int = 0
@@ -66,7 +66,7 @@ class Stores:
 
         self.urls = urls
         self.directory = local_directory(urls.objects)
-        """Of the bucket, where it is one of this machine; whatever workers are told."""
+        """Directory of the bucket if it is on this machine, independent of the URLs that workers receive."""
         self.objects = objects
         self.consensus = consensus
         self.clock = clock
@@ -75,13 +75,13 @@ class Stores:
         self.catalogue = Catalogue(self.metastore, clock, rand)
         self._threads = ThreadPoolExecutor(2, "shards")
         self.cpu: Cpu = pooled_cpu(self._threads)
-        """For shards: encoding and merging must not keep marks and consensus waiting."""
+        """Executor for shards: encoding and merging must not delay status updates and consensus."""
         self.topics: PartitionReader = PartitionReaderImpl(
             consensus, objects, l1_reader(self.metastore, objects, clock, rand)
         )
 
     async def shard(self, name: str, schema: ShardSchema | None = None) -> LogShard:
-        """A shard's handle; with `schema` it is created when absent, and evolved. Raises as `open_shard` does."""
+        """Return a shard's handle; with `schema` it is created if absent, and evolved. Raises as `open_shard`."""
         from tidemill.shards.registry import open_shard
 
         return await open_shard(self.consensus, self.objects, self.clock, self.rand, name, schema, cpu=self.cpu)
@@ -93,17 +93,20 @@ class Stores:
 
     @property
     def life(self) -> str:
-        """Names the life of consensus that this process has seen to be a continuation of what it knew before."""
+        """Identifier of the life of consensus that this process has verified to continue the state it saw before."""
         return self.consensus.life if isinstance(self.consensus, ConsensusClientBase) else ""
 
     @property
     def moved_back(self) -> bool:
-        """Did consensus return to an earlier state? Then these stores serve nothing any more."""
+        """True if consensus was rolled back to an earlier state; then these stores serve no more calls."""
         return isinstance(self.consensus, ConsensusClientBase) and self.consensus.seen.lost is not None
 
     async def keep_owning(self, begun: Callable[[], None]) -> None:
-        """Until the bucket belongs to another cluster: raises Replaced. From `begun()` on nothing is acknowledged or
-        deleted that is not this cluster's (`metastore.claim` CL4). Raises Unavailable, too, before that."""
+        """Check that the bucket belongs to this cluster until it does not; then raise ClusterReplacedError.
+
+        From `begun()` on, this process acknowledges appends and deletes objects only while it knows that no other
+        cluster has claimed the bucket (`metastore.bucket_claim`). Raises UnavailableError before that, too.
+        """
         owner = Ownership(self.objects, self.clock, await self.metastore.cluster())
         begun()
         self.objects.may_delete = owner.may_delete
@@ -119,8 +122,10 @@ class Stores:
 
 
 async def open_stores(urls: Urls, clock: Clock | None = None, rand: Rand | None = None, *, domains: int = 0) -> Stores:
-    """`domains` as configured, 0 = as the cluster has. Raises InvalidError (a URL is wrong), Unavailable, naming
-    which."""
+    """Open the stores; `domains` as configured, 0 = the cluster's number.
+
+    Raises InvalidError (a URL is wrong) or UnavailableError, naming the store.
+    """
     clock, rand = clock or SystemClock(), rand or Rand()
     objects = await open_objects(urls.objects, clock, rand)
     try:
@@ -150,10 +155,10 @@ def _here() -> _Shared:
 
 
 def shared(urls: Urls) -> tuple[BlockingPortal, Stores]:
-    """This process's portal and stores, opened once."""
+    """Return this process's portal and stores, opened once."""
     here, urls = _here(), urls.here()
     if urls in here.stores and here.stores[urls].moved_back:
-        # Readers hold nothing across their calls: they go on with what exists.
+        # Readers hold no state across calls: they continue with the state that exists.
         here.portal.call(here.stores.pop(urls).aclose())
     if urls not in here.stores:
         here.stores[urls] = here.portal.call(open_stores(urls))
@@ -161,7 +166,7 @@ def shared(urls: Urls) -> tuple[BlockingPortal, Stores]:
 
 
 def shared_objects(url: str) -> tuple[BlockingPortal, ObjectStore]:
-    """The bucket alone: what a task needs that only reads batches and writes parts."""
+    """Return the portal and the bucket alone, for a task that only reads batches and writes parts."""
     here, url = _here(), _told(url, OBJECTS_VARIABLE)
     if url not in here.objects:
         here.objects[url] = here.portal.call(open_objects(url, SystemClock(), Rand()))

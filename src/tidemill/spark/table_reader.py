@@ -1,12 +1,12 @@
-"""`read`: a shard at one time as a plan of Spark's own, over the Parquet parts themselves.
+"""`read`: a shard at one time as a native Spark plan over the Parquet parts themselves.
 
-What the plan is made of is in `shards.plan`. Where a plan cannot be exact, or Spark cannot read the bucket, the shard
-is read by the data source, at the same time, and the log says why.
+`shards.read.read_plan` chooses the parts. If a plan cannot be exact, or Spark cannot read the bucket, the data source
+reads the shard at the same time, and the log states the reason.
 
-The parts are held for as long as a plan of Spark's may read them: the hold ends when the JVM has let go of the last
-frame that was made from this one. Under Spark Connect plans are trees of the client's, so it ends LINGER_S after the
-client has let go of the last of them, for the server may be at work on it; a view that the server keeps is held with
-the frames of the client alone.
+A read hold retains the parts for as long as a Spark plan may read them: it ends when the JVM has released the last
+frame that was derived from this one. Under Spark Connect, plans are trees on the client, so the hold ends LINGER_S
+after the client has released the last of them, because the server may still be executing it. A view that the server
+stores is covered only while the client has frames of it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from tidemill.shards.handle import LogShard
 
 WATCH_S = 5.0
-"""How often a hold looks whether anybody can still read what it holds."""
+"""Interval at which a hold checks whether its parts can still be read."""
 LINGER_S = 300.0
-"""Of Spark Connect: how long a job may go on whose frame its client has forgotten."""
+"""Time that a job of Spark Connect may run after its client has released the frame."""
 FRAMES_MAX = 64
-"""More frames that hold something: Python and the JVM are asked to look which of them are still in use."""
+"""Number of holds from which on a read first makes Python and the JVM collect garbage, to release frames out of use."""
 GLOB = set("*?[]{}\\")
 GONE = "_gone"
 VERIFY = "parquet.page.verify-checksum.enabled"
-"""Spark's Parquet reader has the checksums of pages, and verifies them only when it is told to. That of the footer is
-verified when the plan is made."""
+"""Setting that makes Spark's Parquet reader verify the checksums of pages, which it does not by default. The checksum
+of the footer is verified when the plan is made."""
 
 log = structlog.get_logger()
 
@@ -68,10 +68,10 @@ def read(
     objects: str = "",
     consensus: str = "",
 ) -> DataFrame:
-    """The shard `name` at `as_of` (ms, ISO 8601 text or a datetime; None or `latest` = the newest time there is now).
+    """Return shard `name` at `as_of` (ms, ISO 8601 text or a datetime; None or `latest` = the newest time now).
 
-    Which cluster: as for the data source (docs/pipelines.md, Reading), seen from this process. Raises Invalid (also
-    when the time is not readable), Missing, Unavailable.
+    The cluster is chosen as for the data source (docs/pipelines.md, Reading), as seen from this process. Raises
+    InvalidError (also if the time is not readable), MissingError, UnavailableError.
     """
     where = {key: value for key, value in (("config", config), ("objects", objects), ("consensus", consensus)) if value}
     portal, stores = shared(find_cluster(objects, consensus, config, registered_with(spark)))
@@ -109,10 +109,11 @@ def frame_at(
     *,
     again: bool = False,
 ) -> tuple[DataFrame, str]:
-    """The contents at a time that is final, and that the caller holds for as long as Spark may read the frame; and why
-    the data source reads them, or "". `where`: options that name the cluster to it; `again`: see `plan_parts`.
+    """Return the contents at a final time, and the reason why the data source reads them, or "".
 
-    Raises Corrupt, Evolved, HistoryLost, Missing, Unavailable.
+    The caller holds that time for as long as Spark may read the frame. `where`: options that name the cluster to the
+    data source; `again`: see `plan_parts`. Raises CorruptError, SchemaEvolvedError, HistoryLostError, MissingError,
+    UnavailableError.
     """
     try:
         return _planned(spark, portal, stores, shard, at, again), ""
@@ -123,7 +124,8 @@ def frame_at(
 
 
 class _Use(NamedTuple):
-    """`goes_on`: may anybody still read? `linger_s`: how long after that somebody may."""
+    """Usage of a frame. `goes_on`: return whether the frame may still be read; `linger_s`: how long readers may remain
+    after that."""
 
     goes_on: Callable[[], bool]
     linger_s: float = 0.0
@@ -133,7 +135,8 @@ NO_USE = _Use(lambda: False)
 
 
 async def _hold(shard: LogShard, at: int, held: Future[None], release: Future[_Use]) -> None:
-    """Hold until nobody can read any more. `held` ends when it is in force, or says why it is not."""
+    """Hold until no reader is left. `held` completes when the hold is in force, or fails with the reason why it is
+    not."""
     name = shard.reader_name("dataframe")
     try:
         async with holding(shard, name, at):
@@ -155,9 +158,12 @@ async def _hold(shard: LogShard, at: int, held: Future[None], release: Future[_U
 
 
 def _in_use(frame: DataFrame) -> _Use:
-    """Of what this frame reads. By a weak reference to what every copy of the plan's leaf in the JVM shares: the list
-    of files, or the table of the data source. Under Spark Connect, to the frame's plan, which is a node of the plan of
-    every frame that is made from it."""
+    """Return how to find out whether the parts that this frame reads are still in use.
+
+    In the JVM, through a weak reference to the object that all copies of the plan's leaf share: the list of files, or
+    the table of the data source. Under Spark Connect, through one to the frame's plan, which is a node in the plan of
+    every frame derived from it.
+    """
     from py4j.protocol import Py4JError
 
     plan = getattr(frame, "_jdf", None)
@@ -167,7 +173,7 @@ def _in_use(frame: DataFrame) -> _Use:
     leaf = plan.queryExecution().analyzed().collectLeaves().apply(0)
     kind = leaf.getClass().getSimpleName()
     if kind not in ("LogicalRelation", "DataSourceV2Relation"):
-        return NO_USE  # rows that are in the plan itself
+        return NO_USE  # the rows are in the plan itself
     weak = frame.sparkSession._jvm.java.lang.ref.WeakReference(
         leaf.relation().location() if kind == "LogicalRelation" else leaf.table()
     )
@@ -182,26 +188,27 @@ def _in_use(frame: DataFrame) -> _Use:
 
 
 def _why_no_files(directory: str | None, schema: ShardSchema) -> str:
-    """Why Spark cannot read the parts themselves, or ""."""
+    """Return why Spark cannot read the parts itself, or ""."""
     if directory is None or GLOB & set(directory):
         return "the bucket is not a directory that Spark itself can read"
     stored = [name.lower() for name in part_schema(schema).names]
     if len(set(stored)) < len(stored):
-        return "Spark tells no columns of Parquet apart by case, and one differs from another by that alone"
+        return "Spark ignores the case of Parquet column names, and two columns differ only in case"
     return ""
 
 
 def _planned(
     spark: SparkSession, portal: BlockingPortal, stores: Stores, shard: LogShard, at: int, again: bool
 ) -> DataFrame:
-    """Raises PlanNotPossibleError."""
+    """Return a native plan. Raises PlanNotPossibleError."""
     directory = stores.directory
     plan = plan_parts(portal, stores.objects, shard, at, again=again, no_files=_why_no_files(directory, shard.schema))
     columns = spark_schema(shard.schema.columns)
     if not plan.settled:
         return spark.createDataFrame(plan.live, columns)
     wanted = StructType([*columns.fields, StructField(TIME, LongType())])
-    # Stored times count from 1970 in the one calendar; who wrote them is in no file that Spark would trust.
+    # Stored times use the proleptic Gregorian calendar; the files carry no writer version that Spark would accept as
+    # proof.
     reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED").option(VERIFY, "true")
     rows = reader.parquet(*(f"file://{directory}/{part.object_key}" for part in plan.settled))
     if plan.gone.num_rows:
@@ -213,7 +220,8 @@ def _planned(
 
 
 def _is_gone(rows: DataFrame, gone: DataFrame, schema: ShardSchema) -> Column:
-    """By the key itself: Spark's vectorised reader has no way from a dictionary of unsigned hashes to a long."""
+    """Compare the keys themselves: Spark's vectorised reader cannot decode a dictionary of unsigned hashes to a
+    long."""
     found = rows[TIME] < gone[f"{GONE}{len(schema.key)}"]
     for place, name in enumerate(schema.key):
         found &= rows[_quoted(name)].eqNullSafe(gone[f"{GONE}{place}"])

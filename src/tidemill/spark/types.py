@@ -1,4 +1,4 @@
-"""Shard columns as Spark types. Arrow batches of the one match DataFrames of the other exactly."""
+"""Shard columns as Spark types, so that Arrow batches of shards match DataFrames exactly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def spark_schema(columns: Iterable[Column]) -> StructType:
 
 
 def columns_of(schema: StructType) -> tuple[Column, ...]:
-    """A DataFrame's columns as shard columns. Raises InvalidError naming a column whose type shards do not have."""
+    """Return a DataFrame's columns as shard columns. Raises InvalidError for a column type that shards do not
+    support."""
     from pyspark.sql import types as t
 
     names = {
@@ -71,7 +72,7 @@ def columns_of(schema: StructType) -> tuple[Column, ...]:
             out.append(Column(field.name, names[type(kind)]))
         else:
             raise InvalidError(
-                f"column type has no place in a shard: column={field.name} type={kind.simpleString()}.",
+                f"column type is not supported in a shard: column={field.name} type={kind.simpleString()}.",
                 fix="Cast it, e.g. to string.",
             )
     return tuple(out)

@@ -1,13 +1,15 @@
-"""The commit of a write: staged rows, range by range against the shard's contents, shown by one compare-and-append.
+"""Commit of a write: compare staged rows with the shard's contents, range by range, and publish one append.
 
-W1  One append shows all of it at one time, or nothing is shown. Its token is the job's: a commit that is made again
-    finds it and is done.
-W2  Updates are computed at the very upper that the append names. Who was first is read, and everything computed anew.
-W3  A shard that a pipeline keeps is written beside it only where that is asked for, and at a time of which its source
-    says nothing: what the pipeline had not written yet up to our time, it would never write.
+Invariant (atomic and idempotent): one append publishes all rows at one time, or none of them. Its token is the job's,
+so a repeated commit finds the token and is done.
+Invariant (exact lower): updates are computed at exactly the upper that the append names. After a lost race the contents
+are read and all updates computed again.
+Invariant (quiet time): a shard that a pipeline maintains is written by others only when the user requests it
+(`beside`), and only at a time to which the pipeline's source binds nothing. The pipeline would never write what it had
+not yet written up to the time of this append.
 
-Writers take turns, so that the one with many rows is not overtaken for ever by those with few; a turn is a lease, and
-only saves work. Memory holds one range: its rows, what the shard has there, and the updates of a part.
+Writers take turns, so that a writer of many rows is not overtaken indefinitely by writers of few. A turn is a lease
+that only saves work. Memory holds one range: its rows, the shard's rows of that range, and the updates of a part.
 """
 
 from __future__ import annotations
@@ -39,17 +41,17 @@ from tidemill.spark.write.updates import updates_of
 from tidemill.spark.write.write_lease import WriteLease
 
 WANTED_ROWS = 10_000
-"""Of the shard, so few rows look at the row groups that may hold them, and more at everything."""
+"""A write of at most this many rows reads only the row groups that may hold their keys; a larger one reads all."""
 ATTEMPTS = 20
 PAUSE_S = 0.2
 TELL_S = 5.0
-"""How often a commit tells how far it is, in the log of Spark's driver."""
+"""Interval of the progress messages of a commit in the log of Spark's driver."""
 
 log = structlog.get_logger()
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What memory holds at once: rows of a range, and updates of a part."""
+    """Limits of memory: the rows of a range, and the updates of a part."""
 
     range_rows: int = RANGE_ROWS
     range_bytes: int = STAGE_BYTES
@@ -57,8 +59,11 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 def kept_by(portal: BlockingPortal, stores: Stores, frame: Frame) -> set[str] | None:
-    """The sources of bindings of the table that the shard is, of the pipeline that `frame` names; None when it is no
-    pipeline's. Raises InvalidError where another one keeps it, or this one does not (W3)."""
+    """Return the sources of the bindings of this table in the pipeline `frame.beside`; None if no pipeline maintains
+    it.
+
+    Raises InvalidError if another pipeline maintains the shard, or if `frame.beside` does not.
+    """
     name, found = frame.shard, None
     for row in portal.call(stores.catalogue.list(PipelineRow)):
         if name in row.tables and row.name == frame.beside:
@@ -68,20 +73,20 @@ def kept_by(portal: BlockingPortal, stores: Stores, frame: Frame) -> set[str] | 
             raise InvalidError(f"only the pipeline writes its dead letters: shard={name} pipeline={row.name}.")
         elif name in row.tables:
             raise InvalidError(
-                f"a pipeline keeps this shard: shard={name} pipeline={row.name}.",
-                fix="Write into a shard of your own; a derived table can join both. Or, knowing that the pipeline goes"
-                f" on writing it too, give option beside={row.name}.",
+                f"a pipeline maintains this shard: shard={name} pipeline={row.name}.",
+                fix="Write into another shard; a derived table can join both. If it is intended that both this job and"
+                f" the pipeline write this shard, set option beside={row.name}.",
             )
     if frame.beside and found is None:
         raise InvalidError(
-            f"the pipeline does not keep this shard: shard={name} beside={frame.beside}.",
-            fix="Leave option beside out.",
+            f"the pipeline does not maintain this shard: shard={name} beside={frame.beside}.",
+            fix="Remove option beside.",
         )
     return found
 
 
 def opened(portal: BlockingPortal, stores: Stores, name: str) -> LogShard | None:
-    """A handle for the caller to close, or None where there is no such shard. Raises as `open_shard`."""
+    """Return an open handle, which the caller closes, or None if the shard does not exist. Raises as `open_shard`."""
     try:
         return portal.call(stores.shard(name))
     except MissingError:
@@ -89,7 +94,7 @@ def opened(portal: BlockingPortal, stores: Stores, name: str) -> LogShard | None
 
 
 class Commit:
-    """Of one job, which `job` names for good."""
+    """Commit of one job; `job` identifies it permanently."""
 
     def __init__(
         self, portal: BlockingPortal, stores: Stores, frame: Frame, job: str, limits: Limits | None = None
@@ -103,9 +108,11 @@ class Commit:
         self._sources: set[str] | None = None
 
     def run(self, staged: Sequence[Staged]) -> int:
-        """Returns the shard's upper after it. Raises InvalidError (what `schema_for` and `updates_of` refuse, a
-        pipeline's shard), UnavailableError (nothing happened), Unknown (it may have: run again, or write the same
-        again)."""
+        """Publish the staged rows and return the shard's upper after the append.
+
+        Raises InvalidError (rejected by `schema_for` or `updates_of`, or a pipeline's shard), UnavailableError (nothing
+        was written), UnknownOutcomeError (it may have been written: run again, or write the same rows again).
+        """
         self._rows = sum(one.rows for one in staged)
         for _ in range(ATTEMPTS):
             shard = self._ready(staged)
@@ -114,23 +121,25 @@ class Commit:
                 self._portal.call(turn.take())
                 return self._attempt(shard, turn, staged)
             except (ConflictError, SchemaEvolvedError, HistoryLostError):
-                continue  # W2: what was chosen may be forgotten, where others wrote meanwhile
+                continue  # another writer was first; the batches that were chosen may no longer exist
             finally:
                 self._portal.call(turn.give())
                 self._portal.call(shard.aclose())
         raise UnavailableError(
-            f"others were first each time: shard={self._frame.shard} attempts={ATTEMPTS} rows={self._rows}.",
-            fix="Write fewer rows at once, or when less is written into the shard.",
+            f"other writers were first each time: shard={self._frame.shard} attempts={ATTEMPTS} rows={self._rows}.",
+            fix="Write fewer rows at a time, or write when the shard has fewer other writers.",
         )
 
     def _ready(self, staged: Sequence[Staged]) -> LogShard:
-        """The shard, made or grown where the frame asks for it: not before its keys are known to be distinct."""
+        """Return the shard, created or evolved if the frame requests it, but only once its keys are known to be
+        distinct."""
         name = self._frame.shard
         self._sources = kept_by(self._portal, self._stores, self._frame)
         shard = opened(self._portal, self._stores, name)
         if shard is None and self._frame.there:
             raise MissingError(
-                f"the shard was dropped meanwhile: shard={name}.", fix="Give option key=COLUMN,… to create it."
+                f"the shard was dropped during the write: shard={name}.",
+                fix="Set option key=COLUMN,… to create it.",
             )
         try:
             schema = schema_for(self._frame, shard.schema if shard is not None else None)
@@ -148,17 +157,17 @@ class Commit:
         return self._portal.call(self._stores.shard(name, schema))
 
     def _attempt(self, shard: LogShard, turn: WriteLease, staged: Sequence[Staged]) -> int:
-        """Raises ConflictError, SchemaEvolvedError: somebody was first."""
+        """Try one append. Raises ConflictError or SchemaEvolvedError if another writer was first."""
         call, lower = self._portal.call, self._portal.call(shard.frontiers())[1]
         done = next((w.upper for w in shard.state.writers if w.token == self._token), None)
         if done is not None:
-            return done  # W1
+            return done  # an earlier attempt of this job already published the rows
         at = max(self._stores.clock.now_ms(), lower)
         if self._sources is not None:
             at = lower
             if not call(quiet_at(self._stores.remap, self._sources, at)):
                 call(shard.wait_upper(lower, PAUSE_S))
-                raise ConflictError(f"the pipeline writes this time: shard={self._frame.shard} time={at}.")
+                raise ConflictError(f"the pipeline writes at this time: shard={self._frame.shard} time={at}.")
         hold = MovingHold(shard, shard.reader_name(WRITES), self._stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
         parts: list[Part] = []
         held: list[pa.Table] = []
@@ -181,7 +190,7 @@ class Commit:
     def _updates(
         self, shard: LogShard, batches: Sequence[Batch], staged: Sequence[Staged], lower: int, at: int
     ) -> Iterator[pa.Table]:
-        """Of one range after another, in the order of their hashes."""
+        """Yield the updates of one range after another, in the order of their hashes."""
         few = not self._frame.overwrite and self._rows <= self._limits.wanted_rows
         count = self._ranges(batches, staged, few)
         clock = self._stores.clock
@@ -211,7 +220,7 @@ class Commit:
         return rows >= self._limits.range_rows or size_bytes >= self._limits.range_bytes
 
     def _ranges(self, batches: Sequence[Batch], staged: Sequence[Staged], few: bool) -> int:
-        """A power of two, as ranges of staged rows are."""
+        """Return the number of ranges: a power of two, as for the ranges of staged rows."""
         parts = [] if few else [part for batch in batches for part in batch.parts]
         wanted = max(
             self._rows // self._limits.range_rows,

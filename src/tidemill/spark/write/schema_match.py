@@ -1,4 +1,4 @@
-"""What a DataFrame's columns mean to a shard: taken as they are, growth of its schema, or a refusal. Pure."""
+"""Match of a DataFrame's columns to a shard: accept them unchanged, evolve the schema, or reject. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from tidemill.shards.parts.schema_evolution import widens
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """What is written. `key`: the shard's, in its order. `delete`: a bool column that is not stored; a row where it is
-    true deletes its key. `overwrite`: the rows become the contents. `grows`: the shard's schema may (mergeSchema).
-    `beside`: the pipeline that keeps the shard, where that is known and meant.
-    `keys_only`: it has no more than the key of the shard's columns, so every row must be a deletion."""
+    """Description of a write.
+
+    `key`: the shard's key columns in order. `delete`: a bool column that is not stored; a row where it is true deletes
+    its key. `overwrite`: the rows replace the contents. `grows`: the shard's schema may evolve (mergeSchema). `beside`:
+    the pipeline that maintains the shard, if the user named it. `keys_only`: the DataFrame has only the key columns of
+    the shard, so every row must be a deletion.
+    """
 
     shard: str
     columns: tuple[Column, ...]
@@ -28,17 +31,18 @@ class Frame(msgspec.Struct, frozen=True):
     keys_only: bool = False
     beside: str = ""
     there: bool = False
-    """The key is that of the shard that was there when this was planned: another is not made in its place."""
+    """True if the key was taken from a shard that existed when this was planned; if that is gone, no shard is
+    created."""
 
     @property
     def stored(self) -> ShardSchema:
-        """The columns that are kept, as the DataFrame has them."""
+        """Columns that are stored, as the DataFrame has them."""
         return ShardSchema(tuple(c for c in self.columns if not self.delete or c.name != self.delete), self.key)
 
 
 def planned(frame: Frame, have: ShardSchema | None) -> Frame:
-    """The frame with the key it will be written by. Raises InvalidError, MissingError: it cannot be written into this
-    shard."""
+    """Return the frame with the key that it is written by. Raises InvalidError, MissingError if it cannot be
+    written."""
     if frame.delete:
         kind = {c.name: c.type for c in frame.columns}.get(frame.delete, "no such column")
         if kind != "bool":
@@ -48,11 +52,11 @@ def planned(frame: Frame, have: ShardSchema | None) -> Frame:
             )
         if frame.overwrite:
             raise InvalidError(
-                "an overwrite has nothing to delete: the rows it is given become the contents.", fix="Leave out delete."
+                "an overwrite has nothing to delete: the given rows become the contents.", fix="Remove option delete."
             )
     if have is None and not frame.key:
         raise MissingError(
-            f"no such shard: shard={frame.shard}.", fix="Give option key=COLUMN,… to create it, or correct the name."
+            f"no such shard: shard={frame.shard}.", fix="Set option key=COLUMN,… to create it, or correct the name."
         )
     key = frame.key or (have.key if have is not None else ())
     given = {c.name for c in frame.stored.columns}
@@ -63,32 +67,32 @@ def planned(frame: Frame, have: ShardSchema | None) -> Frame:
 
 
 def schema_for(frame: Frame, have: ShardSchema | None) -> ShardSchema:
-    """The schema that the shard must have for these rows: `have` itself where it can take them. Raises InvalidError."""
+    """Return the schema that the shard needs for these rows, `have` itself if it suffices. Raises InvalidError."""
     stored = frame.stored
     if have is None:
         return checked(stored)
     if not have.key:
         raise InvalidError(
-            f"the shard has no key, so nothing can be written by key: shard={frame.shard}.", fix="Name another shard."
+            f"the shard has no key, so nothing can be written by key: shard={frame.shard}.", fix="Use another shard."
         )
     checked(stored)
     if stored.key != have.key:
         said = f"shard={frame.shard} key={','.join(have.key)} wanted={','.join(stored.key)}"
-        raise InvalidError(f"the shard has another key: {said}.", fix="Leave option key out: the shard's is taken.")
+        raise InvalidError(f"the shard has another key: {said}.", fix="Remove option key: the shard's key is used.")
     given = {c.name: c.type for c in stored.columns}
     lacking = [c.name for c in have.columns if c.name not in given]
     wanted = [replace(c, type=_wider(c.type, given.get(c.name, c.type))) for c in have.columns]
     added = [c for c in stored.columns if c.name not in {c.name for c in have.columns}]
     if any(not c.type for c in wanted) or (lacking and not frame.keys_only):
-        raise _refused(frame, have, stored, "Rename, cast or add columns, so that it has those of the shard.")
+        raise _refused(frame, have, stored, "Rename, cast or add columns to match those of the shard.")
     want = replace(have, columns=(*wanted, *added))
     if want.columns != have.columns and not frame.grows:
-        raise _refused(frame, have, stored, "Give option mergeSchema=true to have the shard take them.")
+        raise _refused(frame, have, stored, "Set option mergeSchema=true to evolve the shard's schema.")
     return want
 
 
 def _wider(have: str, given: str) -> str:
-    """The type that holds every value of both exactly, or ""."""
+    """Return the type that represents every value of both exactly, or ""."""
     if have == given or widens(given, have):
         return have
     return given if widens(have, given) else ""
@@ -98,7 +102,7 @@ def _refused(frame: Frame, have: ShardSchema, stored: ShardSchema, fix: str) -> 
     ordered = _in_order_of(have, stored.columns)
     shown = difference(have, replace(have, columns=ordered)) or "none"
     return InvalidError(
-        f"the DataFrame has other columns than the shard: shard={frame.shard} difference=[{shown}].", fix=fix
+        f"the DataFrame's columns differ from the shard's: shard={frame.shard} difference=[{shown}].", fix=fix
     )
 
 

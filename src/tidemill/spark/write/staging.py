@@ -1,10 +1,10 @@
-"""Staging: the rows of a task, sorted by hash, in chunks that a commit reads by hash range.
+"""Staging: store the rows of a task, sorted by hash, in chunks that a commit reads by hash range.
 
     object   chunk ‖ chunk ‖ …    each an Arrow IPC stream, lz4: the DataFrame's columns, `_live` bool, `_hash` uint64;
-                                  sealed: its CRC32C behind it
+                                  followed by its CRC32C
 
-A chunk holds the rows of one of `count` equal hash ranges, `count` a power of two, so that ranges nest: whoever reads
-one of any number of them reads no more of an object than it needs. Small ones travel in the message itself.
+A chunk holds the rows of one of `count` equal hash ranges. `count` is a power of two, so ranges nest: a reader of a
+range of any size reads only the bytes of an object that it needs. Small chunks are inlined in the message.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from tidemill.spark.write.schema_match import Frame
 
 STAGE_ROWS = 256 << 10
 STAGE_BYTES = 32 * MIB
-"""A task holds at most this many rows, or this much of them, before it stages them."""
+"""A task buffers at most this many rows, or this many bytes of them, before it stages them."""
 CHUNK_ROWS = 4 << 10
 CHUNKS_MAX = 64
 
 Put = Callable[[bytes], str]
-"""Stores an object and returns its key."""
+"""Store an object and return its key."""
 Get = Callable[[str, int, int], bytes]
-"""Bytes [start, end) of an object."""
+"""Read bytes [start, end) of an object."""
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True):
-    """`ends[i]`: where chunk i ends, of the ith of len(ends) equal hash ranges; it begins where the one before ends."""
+    """Rows of a task that are staged. `ends[i]` is the end of chunk i, the ith of len(ends) equal hash ranges; a chunk
+    starts where the one before ends."""
 
     rows: int
     size_bytes: int
-    """Of the rows in memory."""
+    """Size of the rows in memory."""
     object_key: str
     inline: bytes
     ends: tuple[int, ...]
 
 
 def stage(frame: Frame, batches: Iterable[pa.RecordBatch], put: Put) -> Iterator[Staged]:
-    """Everything of one task. Raises InvalidError (a null in the key, a row that is no deletion), and what `put`
-    raises."""
+    """Stage all rows of one task. Raises InvalidError (a null in the key, or a row without all columns that is not a
+    deletion), and as `put`."""
     held: list[pa.RecordBatch] = []
     rows = size_bytes = 0
     for batch in batches:
@@ -67,8 +68,10 @@ def stage(frame: Frame, batches: Iterable[pa.RecordBatch], put: Put) -> Iterator
 
 
 def staged_rows(frame: Frame, staged: Sequence[Staged], part: HashRange, get: Get) -> pa.Table:
-    """All rows of one hash range (their number a power of two), by hash within each chunk. Raises as `get`,
-    CorruptError."""
+    """Return all rows of one hash range (`part.count` is a power of two), sorted by hash within each chunk.
+
+    Raises CorruptError, and as `get`.
+    """
     found = [staged_schema(frame).empty_table()]
     for one in staged:
         count = len(one.ends)
@@ -99,13 +102,13 @@ def _staged(frame: Frame, batches: Sequence[pa.RecordBatch], put: Put) -> Staged
         if rows.column(name).null_count:
             raise InvalidError(
                 f"a key column is null: shard={frame.shard} column={name}.",
-                fix="Filter such rows out, or give a value.",
+                fix="Filter out such rows, or provide a value.",
             )
     live = ~to_mask(given.column(frame.delete)) if frame.delete else np.ones(rows.num_rows, dtype=bool)
     if frame.keys_only and live.any():
         raise InvalidError(
-            f"a row that is no deletion lacks columns: shard={frame.shard} delete={frame.delete}.",
-            fix="Give every column of the shard, or only rows to delete.",
+            f"a row that is not a deletion lacks columns: shard={frame.shard} delete={frame.delete}.",
+            fix="Provide every column of the shard, or only rows to delete.",
         )
     hashes = hash_rows(rows, frame.key)
     order: Index = np.argsort(hashes)

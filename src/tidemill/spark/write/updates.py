@@ -1,4 +1,4 @@
-"""What a write changes in one hash range: staged rows and the contents there → updates at one time. Pure."""
+"""Updates of a write in one hash range: staged rows and the shard's contents → updates at one time. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tidemill.spark.write.schema_match import Frame
 
 
 def updates_of(frame: Frame, schema: ShardSchema, rows: pa.Table, contents: pa.Table, lower: int, at: int) -> pa.Table:
-    """Updates at time `at` for an append of [lower, at + 1), by hash; `contents` are those at `lower` - 1.
+    """Return updates at time `at` for an append of [lower, at + 1), sorted by hash.
 
-    `rows`: of the DataFrame's columns and `_live`. `schema`: the shard's, which holds them. Raises Invalid: a key
-    comes twice; Corrupt: a key has two live rows in the shard.
+    `rows` have the DataFrame's columns and `_live`; `schema` is the shard's and contains them; `contents` are those at
+    `lower` - 1. Raises InvalidError if a key occurs twice, CorruptError if a key has two live rows in the shard.
     """
     target = contents_schema(schema)
     for field in target:

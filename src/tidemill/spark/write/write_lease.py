@@ -1,4 +1,5 @@
-"""Turns at writing into one shard: a lease, renewed while its holder computes. It saves work; the append is safe."""
+"""Write lease: writers of one shard take turns. The lease is renewed while its holder computes. It only saves work; the
+compare-and-append keeps the shard correct without it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ log = structlog.get_logger()
 
 
 class WriteLease:
-    """One process's, once. Whoever cannot take, keep or give it up goes on without."""
+    """One turn of one process. A process that cannot acquire, renew or release the lease continues without it."""
 
     def __init__(self, stores: Stores, name: str) -> None:
         self._stores = stores
@@ -29,11 +30,11 @@ class WriteLease:
         self._taken_s = 0.0
 
     async def take(self) -> None:
-        """Waits while others have theirs."""
+        """Acquire the lease; wait while other writers hold it."""
         pause_s, tell_s = PAUSE_S, self._stores.clock.monotonic_s() + TELL_S
         while (holder := await self._held_by()) is not None:
             if self._stores.clock.monotonic_s() >= tell_s:
-                log.info("waiting for a turn at writing", lease=self._name, held_by=holder)
+                log.info("waiting for the write lease", lease=self._name, held_by=holder)
                 tell_s += TELL_S
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_MAX_S)
@@ -48,15 +49,15 @@ class WriteLease:
         try:
             await self._stores.consensus.release(self._name, self._holder, self._lease.term)
         except TidemillError as error:
-            log.info("turn not given up; it lapses by itself", lease=self._name, cause=str(error))
+            log.info("write lease not released; it expires", lease=self._name, cause=str(error))
 
     async def _held_by(self) -> str | None:
-        """Who has it; None when it is ours, or nobody can say."""
+        """Return the current holder; None if this process holds the lease, or if the holder is unknown."""
         self._taken_s = self._stores.clock.monotonic_s()
         try:
             self._lease = await self._stores.consensus.acquire(self._name, self._holder, LEASE_TTL_MS)
         except ConflictError as error:
             return error.current.holder if isinstance(error.current, Lease) else "another"
         except TidemillError as error:
-            log.info("no turn, writing without", lease=self._name, cause=str(error))
+            log.info("write lease not acquired; writing without it", lease=self._name, cause=str(error))
         return None
