@@ -249,7 +249,7 @@ def test_an_input_that_does_not_exist_yet_is_waited_for_by_name(harbour: Any, tm
 
 def test_a_result_whose_key_repeats_or_is_null_is_refused(tmp_path: Path) -> None:
     mirror = Mirror(SCHEMA)
-    with pytest.raises(InvalidError, match="a key comes twice: k=1"):
+    with pytest.raises(InvalidError, match="a key occurs twice: k=1"):
         difference(SCHEMA, pa.table({"k": [1, 1], "v": [1, 2]}), mirror, 5)
     with pytest.raises(InvalidError, match="null"):
         difference(SCHEMA, pa.table({"k": pa.array([None], pa.int64()), "v": [1]}), mirror, 5)

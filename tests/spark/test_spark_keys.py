@@ -139,7 +139,7 @@ def test_a_derived_table_and_a_dataframe_have_one_row_of_a_key(harbour: Any, tmp
     write(harbour, frame, [(0.0, 3), (math.nan, 4)])
     assert sorted(row["n"] for row in harbour.contents("ratios")) == [3, 4]
     assert bits(sorted((row["r"] for row in harbour.contents("ratios")), key=math.isnan)) == [0, ONE_NAN]
-    with pytest.raises(InvalidError, match="a key comes twice"):
+    with pytest.raises(InvalidError, match="a key occurs twice"):
         write(harbour, frame, [(-0.0, 1), (0.0, 2)])
 
     rows = [(-0.0, 1), (OTHER_NAN, 2)]

@@ -232,7 +232,7 @@ def test_truncate_reaches_keys_that_python_takes_for_one_or_has_none_of(kind: st
     found = resolve(schema, Commands(no_commands(schema).rows, (Truncate(5, 3, 0),)), mirror, 5, 6)
     assert sorted(found.updates.column("n").to_pylist()) == list(range(len(bits)))
     assert set(found.updates.column("_diff").to_pylist()) == {-1}
-    with pytest.raises(InvalidError, match="a key comes twice: k="):
+    with pytest.raises(InvalidError, match="a key occurs twice: k="):
         distinct(schema, pa.concat_tables([rows, rows.slice(0, 1)]))
     twice = rows.append_column("_time", pa.array([1] * len(bits))).append_column("_diff", pa.array([-1] * len(bits)))
     with pytest.raises(CorruptError, match="a row was retracted more often than inserted: k="):

@@ -169,10 +169,10 @@ def test_a_flipped_bit_of_what_was_staged_is_corrupt_with_the_objects_key() -> N
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_key_that_comes_twice_is_refused_and_named(harbour: Any, tasks: Any, overwrite: bool) -> None:
     upper = write(harbour, PLAIN, [(7, "x")])
-    with pytest.raises(InvalidError, match=r"a key comes twice: k=1 .*Group by the key"):
+    with pytest.raises(InvalidError, match=r"a key occurs twice: k=1 .*Group by the key"):
         write(harbour, replace(PLAIN, overwrite=overwrite), *tasks)
     assert (harbour.contents("t"), harbour.upper("t")) == ([{"k": 7, "v": "x"}], upper)
-    with pytest.raises(InvalidError, match="a key comes twice"):
+    with pytest.raises(InvalidError, match="a key occurs twice"):
         write(harbour, replace(PLAIN, shard="new", overwrite=overwrite), *tasks)
     with pytest.raises(MissingError):
         harbour.shard("new")

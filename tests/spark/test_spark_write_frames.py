@@ -61,7 +61,7 @@ def test_what_cannot_be_written_makes_no_shard(harbour: Any, spark: Any, config:
         save(frame, config, "t")
     with pytest.raises(Exception, match=r"divide|DIVIDE_BY_ZERO"):
         save(frame.selectExpr("k", "1 / (k - 59999) AS v"), config, "t", key="k")
-    with pytest.raises(Exception, match=r"a key comes twice: k=77 "):
+    with pytest.raises(Exception, match=r"a key occurs twice: k=77 "):
         save(frame.union(frame.where("k = 77")), config, "t", key="k")
     with pytest.raises(MissingError):
         harbour.shard("t")

@@ -1,17 +1,17 @@
-"""Upsert commands: what decoding yields and the operator takes.
+"""Upsert commands: the output of decoding and the input of the operator.
 
-    key and value columns   the shard's columns; of a deletion only the key columns count
+    key and value columns   the shard's columns; for a deletion only the key columns count
     _time       int64       ms, from the binding
     _order      int64       the Kafka offset: the highest one wins within (key, time)
     _partition  int32       orders compare within one partition only
     _live       bool        False = null value: delete the key
 
-    where any command leaves columns as they were (toast_fill.py)
+    only if a command leaves columns unchanged (toast_fill.py)
     _tm.unchanged  binary   the names of its columns that have no value here, a JSON array; null = it has all
     _tm.key        binary   the key of its record, for a dead letter
 
-A truncation deletes every key that is live at its place in the order of its partition. One at BEFORE_ALL comes
-before every record of its time: the topic begins there, and what the table holds is of an earlier one.
+A truncation deletes every key that is live at its place in the order of its partition. A truncation at BEFORE_ALL
+precedes every record of its time: the topic begins there, and the table's contents come from an earlier topic.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def command_schema(schema: ShardSchema) -> pa.Schema:
 
 @lru_cache(maxsize=256)
 def leaving_schema(schema: ShardSchema) -> pa.Schema:
-    """Of commands among which some leave columns as they were."""
+    """Return the schema of commands some of which leave columns unchanged."""
     return command_schema(schema).append(pa.field(UNCHANGED, pa.binary())).append(pa.field(RECORD_KEY, pa.binary()))
 
 
 def stacked(tables: list[pa.Table]) -> pa.Table:
-    """Rows of commands; with the columns of those that leave some as they were, where there are such in any."""
+    """Concatenate rows of commands; with the columns for unchanged values if any of the tables has them."""
     alike = all(table.schema.equals(tables[0].schema) for table in tables)
     return pa.concat_tables(tables, promote_options="none" if alike else "default")
 
@@ -75,7 +75,7 @@ def no_commands(schema: ShardSchema) -> Commands:
 
 
 def join(schema: ShardSchema, parts: list[Commands]) -> Commands:
-    """All commands of several inputs, in any order: order is a column, not a position."""
+    """Join the commands of several inputs, in any order: order is a column, not a position."""
     parts = [part for part in parts if len(part)]
     if len(parts) == 1:
         return parts[0]
@@ -86,13 +86,13 @@ def join(schema: ShardSchema, parts: list[Commands]) -> Commands:
 
 
 def times_of(commands: Commands) -> npt.NDArray[np.int64]:
-    """Times of the rows, then of the truncations."""
+    """Return the times of the rows, followed by those of the truncations."""
     rows = int64s(commands.rows, TIME)
     return np.concatenate([rows, np.array([t.time_ms for t in commands.truncates], dtype=np.int64)])
 
 
 def select(commands: Commands, mask: npt.NDArray[np.bool_]) -> Commands:
-    """The commands where `mask` (shape as `times_of`) is true."""
+    """Return the commands where `mask` (shape as `times_of`) is true."""
     if mask.all():
         return commands
     n = commands.rows.num_rows

@@ -1,4 +1,4 @@
-"""Contents as commands: what makes a table hold given rows at one time, whatever it holds before."""
+"""Contents as commands: make a table hold given rows at one time, independent of its previous contents."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from tidemill.spark.upsert.sorted_runs import Run
 
 
 def distinct(schema: ShardSchema, rows: pa.Table) -> Run:
-    """Rows of any columns beside the key's, by hash; keys as S7 has them. Raises InvalidError: a key is null, or comes
-    twice."""
+    """Return rows with normalized keys, sorted by hash; columns other than the key's may be any.
+
+    Raises InvalidError if a key is null or occurs twice.
+    """
     key = schema.key
     for name in key:
         if rows.column(name).null_count:
-            raise InvalidError(f"a key column is null: column={name}.", fix="Filter such rows out, or give a value.")
+            raise InvalidError(f"a key column is null: column={name}.", fix="Filter out such rows, or provide a value.")
     rows = one_chunk(normal_keys(rows, key))
     hashes = hash_rows(rows, key)
     order, starts = group_by_key(rows, hashes, key)
@@ -33,16 +35,17 @@ def distinct(schema: ShardSchema, rows: pa.Table) -> Run:
         again = int(order[np.flatnonzero(~starts)[0]])
         values = " ".join(f"{name}={shown(rows.column(name)[again]):.100}" for name in key)
         raise InvalidError(
-            f"a key comes twice: {values} rows={rows.num_rows} keys={int(starts.sum())}.",
+            f"a key occurs twice: {values} rows={rows.num_rows} keys={int(starts.sum())}.",
             fix="Group by the key, or name more key columns.",
         )
     return Run(rows_at(rows, order), hashes[order], np.ones(len(order), dtype=bool))
 
 
 def difference(schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int) -> Commands:
-    """Commands that make the contents `now` equal to `wanted` at `time_ms`. Raises InvalidError as `distinct`.
+    """Return the commands that make the contents `now` equal to `wanted` at `time_ms`. Raises InvalidError as
+    `distinct`.
 
-    Rows that are there already are commands too; `resolve` finds that they change nothing.
+    Rows that exist already yield commands too; `resolve` finds that they change nothing.
     """
     run, key = distinct(schema, wanted), list(schema.key)
     live = now.live_rows()
@@ -53,7 +56,7 @@ def difference(schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int)
 
 
 def as_commands(schema: ShardSchema, rows: pa.Table, time_ms: int, live: Mask) -> pa.Table:
-    """Rows of the shard's columns as commands of one time; where not `live`, deletions of their keys."""
+    """Return rows of the shard's columns as commands of one time; where not `live`, as deletions of their keys."""
     n = rows.num_rows
     extra: dict[str, Any] = {
         TIME: pa.array(np.full(n, time_ms, dtype=np.int64)),

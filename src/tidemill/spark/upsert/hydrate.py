@@ -1,7 +1,7 @@
-"""A mirror from the parts of a shard: batch by batch as it would have followed them, a row group at a time.
+"""Build a mirror from the parts of a shard: follow its batches one by one, a row group at a time.
 
-What a compaction has settled is sorted by hash already: it becomes a run as it is. Memory holds a row group, or a batch
-of at most ADOPT_BYTES, and the runs that are too small for a file.
+Compacted parts are already sorted by hash and become a run unchanged. Memory holds a row group, or a batch of at most
+ADOPT_BYTES, and the runs that are too small for a file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tidemill.shards.read.hash_ranges import Fetch, read_ordered
 from tidemill.spark.upsert.mirror import Mirror
 
 ADOPT_BYTES = 4 << 20
-"""Encoded. A larger batch goes into a file of the mirror piece by piece."""
+"""Encoded size of a batch. A larger batch is written into a file of the mirror piece by piece."""
 
 
 def mirror_of(schema: ShardSchema, batches: Sequence[Batch], upper: int, fetch: Fetch, directory: Path) -> Mirror:
-    """The contents at upper - 1 of a shard whose batches with any time below `upper` are these.
+    """Return the contents at upper - 1 of a shard; `batches` are all its batches with any time below `upper`.
 
-    Raises CorruptError if a key has two live rows (U1), Evolved, and as `fetch`.
+    Raises CorruptError if a key has two live rows, SchemaEvolvedError, and as `fetch`.
     """
     mirror = Mirror(schema, directory=directory)
     count = 0
@@ -42,7 +42,7 @@ def mirror_of(schema: ShardSchema, batches: Sequence[Batch], upper: int, fetch: 
             mirror.adopt(updates(batch), mirror.upper, end)
         else:
             mirror.apply(pa.concat_tables([part_schema(schema).empty_table(), *updates(batch)]), mirror.upper, end)
-    # A run has a key once, whatever the shard has: that a batch inserted what was live already shows in the sum alone.
+    # A run has each key once even if the shard does not, so an insertion of a live key shows only in the sum.
     if count != (live := mirror.count_live()):
         raise CorruptError(f"a key has two live rows in the shard: upper={upper} rows={count} keys={live}.")
     return mirror

@@ -1,4 +1,4 @@
-"""Grouping of rows by key where hashes may collide."""
+"""Grouping of rows by key when hashes may collide."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tidemill.shards.parts.row_hash import U64
 
 
 def exact_keys(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The keys of some rows as tuples that are equal where `rows_equal` says so: NaN is itself, 0.0 is not -0.0.
+    """Return the keys of some rows as tuples that are equal exactly if `rows_equal`: NaN equals itself, 0.0 is not
+    -0.0.
 
-    For slow paths only, and not to be shown: see `bits_of`.
+    For slow paths only, and not for display: see `bits_of`.
     """
     columns = [bits_of(values_at(table.column(name), at)).to_pylist() for name in key]
     return list(zip(*columns, strict=True))
@@ -25,13 +26,14 @@ def exact_keys(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any
 def group_by_key(table: pa.Table, hashes: U64, key: Sequence[str], *minor: npt.NDArray[Any]) -> tuple[Index, Mask]:
     """Sort rows by (hash, key, minor…), the most significant minor first; without minors they keep their order.
 
-    Returns (order, starts): row numbers in sorted order, and where in that order a new key begins.
-    A hash only nominates: neighbours of equal hash are compared by their real keys, and where two keys
-    share a hash those rows (only) are told apart through a dictionary.
+    Return (order, starts): row numbers in sorted order, and a mask of the places in that order where a new key starts.
+    An equal hash only nominates: neighbours of equal hash are compared by their real keys. Rows of different keys
+    that share a hash, and only those, are numbered through a dictionary.
     """
     n = len(hashes)
     lesser = tuple(reversed(minor))
-    # Stable is linear on what consists of sorted runs, and five times as long as the other on what is in no order.
+    # A stable sort is linear on input that consists of sorted runs, and five times slower than the default on unsorted
+    # input.
     runs = not lesser or bool((hashes[1:] >= hashes[:-1]).all())
     order = np.argsort(hashes, kind="stable" if runs else None)
     sorted_hashes = hashes[order]
@@ -55,7 +57,7 @@ def group_by_key(table: pa.Table, hashes: U64, key: Sequence[str], *minor: npt.N
 
 
 def _order_ties(order: Index, hashes: U64, same: Mask, lesser: Sequence[npt.NDArray[Any]]) -> None:
-    """Put rows of equal hash in the order of their minors, then of their places. They are few where keys are many."""
+    """Sort rows of equal hash by their minors, then by their places. They are few where keys are many."""
     tied = np.zeros(len(order), dtype=bool)
     tied[1:] = same
     tied[:-1] |= same
@@ -64,7 +66,7 @@ def _order_ties(order: Index, hashes: U64, same: Mask, lesser: Sequence[npt.NDAr
 
 
 def _tell_apart(table: pa.Table, hashes: U64, collided: U64, key: Sequence[str]) -> Index:
-    """A small number per row: 0 where the hash is unambiguous, else one number per distinct key of that hash."""
+    """Return a small number per row: 0 where the hash is unambiguous, else one number per distinct key of that hash."""
     apart = np.zeros(len(hashes), dtype=np.int64)
     at = np.nonzero(np.isin(hashes, collided))[0].astype(np.int64)
     numbers: dict[tuple[Any, ...], int] = {}

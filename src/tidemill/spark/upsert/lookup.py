@@ -1,4 +1,4 @@
-"""What a step asks of the mirror, and how keys are hashed."""
+"""Interface of the mirror that a step reads, and of the hash of keys."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
 
 
 class Lookup(Protocol):
-    """What `resolve` needs of the mirror."""
+    """Part of the mirror that `resolve` uses."""
 
     def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
-        """(live rows found, for each asked key its row in them or -1). Keys are distinct, sorted by hash."""
+        """Return (live rows found, for each given key its row in them or -1). Keys are distinct, sorted by hash."""
         ...
 
     def live_rows(self) -> pa.Table:
-        """All live rows."""
+        """Return all live rows."""
         ...
 
     @property
     def empty(self) -> bool:
-        """True only when nothing is live."""
+        """True only if nothing is live."""
         ...

@@ -1,11 +1,11 @@
-"""The mirror: a local copy of what the output shard holds, tagged with the upper it mirrors.
+"""Mirror: a local copy of the output shard's contents, tagged with the upper that it mirrors.
 
-U3  It changes by what the shard accepted only: `advance` with our own changes after our append landed,
-    `apply` with a peer's updates after theirs did. Never from source input.
+Invariant (mirror of the output): only updates that the shard accepted change it: `advance` with this writer's changes
+after its append landed, `apply` with a peer's updates after the peer's append landed. Source input never does.
 
-Runs are kept oldest first; the newest that knows a key decides. A tiered merge keeps at most RUNS_MAX.
-Small runs stay in memory until `save`; big ones are files, memory-mapped, so that a mirror larger than
-memory works and another process can open it. A mirror is a cache: any doubt about it costs a rebuild.
+Runs are ordered from oldest to newest; the newest run that has a key decides. A tiered merge keeps at most RUNS_MAX.
+Small runs stay in memory until `save`; large ones are memory-mapped files, so a mirror can exceed memory and another
+process can open it. A mirror is a cache: any doubt about it costs a rebuild.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from tidemill.spark.upsert.sorted_runs import (
 
 RUNS_MAX = 6
 SPILL_BYTES = 16 << 20
-"""A run this large goes to a file at once."""
+"""A run of at least this size is written to a file immediately."""
 MERGE_RATIO = 4
-"""When there are too many runs, one is merged with all newer ones if it is at most this many times as long as they are
-together."""
+"""Ratio of a merge: with too many runs, a run joins all newer ones if it is at most this many times as long as they."""
 MANIFEST = "MANIFEST.json"
 _FILES = itertools.count(1)
 
 
 class _Manifest(msgspec.Struct):
-    """Written last and by rename: it only ever names whole runs of this boot of this machine."""
+    """Manifest of a saved mirror. It is written last and by rename, so it only names complete runs, of this machine's
+    boot."""
 
     shard: str
     boot: str
     upper: int
     schema: ShardSchema
     runs: list[tuple[str, int]]
-    """(file name, rows), oldest first"""
+    """(file name, rows), oldest first."""
 
 
 class Mirror:
@@ -68,7 +68,8 @@ class Mirror:
         self.runs: list[Run] = []
         self.merges = 0
         self._saved: dict[str, int] = {}
-        """Files that the manifest on disk names, and their bytes: others may open them until the next `save`."""
+        """Files named by the manifest on disk, and their sizes in bytes: other processes may open them until the next
+        `save`."""
         self._hasher = hasher
         self._directory = directory
         self._columns: list[str] = contents_schema(schema).names
@@ -83,13 +84,13 @@ class Mirror:
         directory: Path | None = None,
         hasher: HashRows = hash_rows,
     ) -> Mirror:
-        """Rebuilt from a snapshot of the shard at upper - 1. Raises CorruptError if a key has two live rows (U1)."""
+        """Build a mirror from a snapshot of the shard at upper - 1. Raises CorruptError if a key has two live rows."""
         mirror = cls(schema, upper, directory=directory, hasher=hasher)
         mirror.insert(contents)
         return mirror
 
     def insert(self, contents: pa.Table) -> None:
-        """Some of a snapshot at upper - 1, of keys that nothing here has. Raises CorruptError as `hydrate`."""
+        """Insert a part of a snapshot at upper - 1 whose keys are all new here. Raises CorruptError as `hydrate`."""
         if not contents.num_rows:
             return
         rows = one_chunk(contents.select(self._columns).cast(contents_schema(self.schema)))
@@ -101,7 +102,8 @@ class Mirror:
 
     # reading ---------------------------------------------------------------------------------------
     def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
-        """(live rows found, for each key its row in them or -1); `hashes` belong to `keys`, which are distinct."""
+        """Return (live rows found, for each key its row in them or -1); `hashes` belong to `keys`, which are
+        distinct."""
         found = np.full(len(hashes), -1, dtype=np.int64)
         open_keys = np.arange(len(hashes), dtype=np.int64)
         tables: list[pa.Table] = []
@@ -124,7 +126,7 @@ class Mirror:
         return pa.concat_tables(tables), found
 
     def live_rows(self) -> pa.Table:
-        """The contents of the shard at upper - 1, sorted by hash."""
+        """Return the contents of the shard at upper - 1, sorted by hash."""
         if not self.runs:
             return contents_schema(self.schema).empty_table()
         if len(self.runs) == 1:
@@ -134,41 +136,42 @@ class Mirror:
 
     @property
     def empty(self) -> bool:
-        """True only when nothing is live."""
+        """True only if nothing is live."""
         return not self.runs
 
     @property
     def held_bytes(self) -> int:
-        """Of the runs that are in memory; the others are mapped files."""
+        """Size of the runs in memory; the others are mapped files."""
         return sum(run.size_bytes for run in list(self.runs) if run.path is None)
 
     def __len__(self) -> int:
-        """Rows in all runs: at least the number of live keys."""
+        """Return the number of rows in all runs: at least the number of live keys."""
         return sum(len(run) for run in self.runs)
 
     # following the shard ---------------------------------------------------------------------------
     def advance(self, changes: KeyChanges, lower: int, upper: int) -> None:
-        """Our own append [lower, upper) landed: its changes become the newest run."""
+        """Add the changes of this writer's append [lower, upper), which landed, as the newest run."""
         self._step(lower, upper)
         self._push(Run(changes.rows, changes.hashes, changes.live, changes.path))
 
     def apply(self, updates: pa.Table, lower: int, upper: int) -> None:
-        """A delta of the shard, complete for [lower, upper), by whoever wrote it. Raises CorruptError when it breaks
-        U1."""
+        """Add a delta of the shard, complete for [lower, upper), from any writer. Raises CorruptError if the delta
+        leaves two live rows for a key."""
         self._step(lower, upper)
         if updates.num_rows == 0:
             return
         self._push(self._fold(updates))
 
     def adopt(self, updates: Iterable[pa.Table], lower: int, upper: int) -> None:
-        """As `apply`, of a delta too large for memory: its tables have ascending hashes, none ends inside one hash."""
+        """Add a delta too large for memory, as `apply`. Its tables have ascending hashes and none ends within one
+        hash."""
         run = self.store(self._fold(table) for table in updates)
         self._step(lower, upper)
         self._push(run)
 
     def store(self, pieces: Iterable[Run]) -> Run:
-        """Pieces of ascending hashes as a file beside the mirror's, which `sweep` deletes unless it becomes one of
-        them. Memory holds a piece."""
+        """Write pieces of ascending hashes to a file next to the mirror's files. `sweep` deletes it unless it becomes
+        one of the mirror's runs. Memory holds one piece."""
         path = self._new_file()
         try:
             write_pieces(self.schema, pieces, path)
@@ -181,7 +184,7 @@ class Mirror:
         return run
 
     def count_live(self) -> int:
-        """How many keys are live. Memory holds a piece."""
+        """Return the number of live keys. Memory holds one piece."""
         if len(self.runs) < 2:
             return sum(int(np.count_nonzero(run.live)) for run in self.runs)
         return sum(count_live(self.schema, piece) for piece in pieces_of(self.runs[::-1]))
@@ -192,10 +195,10 @@ class Mirror:
         self.upper = upper
 
     def _fold(self, updates: pa.Table) -> Run:
-        """The last state of every key in a delta: its insertion at its latest time, or its absence.
+        """Return the last state of every key in a delta: its insertion at its latest time, or its absence.
 
         A shard's updates are consolidated per (row, time), so at a key's latest time there are at most one
-        retraction and one insertion; anything else is summed up row by row.
+        retraction and one insertion; anything else is summed row by row.
         """
         updates = one_chunk(updates)
         rows = updates.select(self._columns).cast(contents_schema(self.schema))
@@ -205,7 +208,7 @@ class Mirror:
         else:
             hashes = self._hasher(rows, self.schema.key)
         if bool((diffs == 1).all()) and bool((hashes[1:] > hashes[:-1]).all()):
-            return Run(rows, hashes, np.ones(len(hashes), dtype=bool))  # settled: as it is
+            return Run(rows, hashes, np.ones(len(hashes), dtype=bool))  # compacted: no folding needed
         order, starts = group_by_key(rows, hashes, self.schema.key, times, diffs)
         key_number = np.cumsum(starts) - 1
         ends = np.append(np.nonzero(starts)[0][1:], len(order)) - 1
@@ -231,7 +234,7 @@ class Mirror:
         return Run(rows_at(rows, chosen), hashes[chosen], live)
 
     def _net(self, rows: pa.Table, members: Index, diffs: Index) -> tuple[int, bool] | None:
-        """Slow path: (row, live) after summing one key's updates by row; None when they cancel out."""
+        """Slow path: return (row, live) after summing one key's updates by row; None if they cancel out."""
         sums: list[list[int]] = []
         for member in members.tolist():
             for entry in sums:
@@ -265,14 +268,14 @@ class Mirror:
 
     @property
     def outdated(self) -> bool:
-        """Merged files that the manifest keeps weigh as much as half of what lives: time for `save`, which deletes
-        them. So the directory holds at most the runs, half as much again, and SPILL_BYTES."""
+        """True if merged files that the manifest retains exceed half the size of the mapped runs: time for `save`,
+        which deletes them. So the directory holds at most the runs, half as much again, and SPILL_BYTES."""
         mine = {run.path.name for run in self.runs if run.path is not None}
         stale = sum(size for name, size in self._saved.items() if name not in mine)
         return stale > max(SPILL_BYTES, sum(run.size_bytes for run in self.runs if run.path is not None) // 2)
 
     def _due(self) -> int | None:
-        """Index of the oldest run to merge with all newer ones, or None: few runs, none much rewritten."""
+        """Return the index of the oldest run to merge with all newer ones, or None: few runs, none rewritten often."""
         if len(self.runs) <= RUNS_MAX:
             return None
         first = len(self.runs) - 2
@@ -291,8 +294,8 @@ class Mirror:
         return write_run(self.schema, run, self._new_file())
 
     def _new_file(self) -> Path:
-        """Never the name of a file that is there: somebody may have it mapped, we too. A pid comes again (in a
-        container it is always 1)."""
+        """Return a name that no existing file has, because this process or another may have that file mapped. A pid is
+        not enough: pids recur (in a container it is always 1)."""
         assert self._directory is not None
         self._directory.mkdir(parents=True, exist_ok=True)
         while (path := self._directory / f"run-{self.upper}-{os.getpid()}-{next(_FILES)}.arrow").exists():
@@ -301,7 +304,7 @@ class Mirror:
 
     # cache on disk ---------------------------------------------------------------------------------
     def save(self, shard: str, boot: str) -> None:
-        """Make the mirror openable by other processes as of its upper."""
+        """Save the mirror, so that other processes can open it as of its upper."""
         assert self._directory is not None
         self._directory.mkdir(parents=True, exist_ok=True)
         self.runs = [run if run.path is not None else self._to_file(run) for run in self.runs]
@@ -314,10 +317,10 @@ class Mirror:
         self.sweep()
 
     def sweep(self) -> None:
-        """Delete the files of runs that are not this mirror's: merged into others, or of a mirror that was given up.
+        """Delete run files that are not this mirror's: merged into others, or of an abandoned mirror.
 
-        A saved mirror that loses a file is none any more, and is not named from then on. Nobody else may be making a
-        mirror in the directory; who has mapped one of the files keeps it.
+        A saved mirror that loses a file is invalid, so its manifest is deleted too. No other process may be building a
+        mirror in the directory. A process that has mapped one of the files keeps its contents.
         """
         if self._directory is None:
             return
@@ -332,16 +335,16 @@ class Mirror:
 
     @classmethod
     def load(cls, directory: Path, schema: ShardSchema, shard: str, boot: str) -> Mirror | None:
-        """The saved mirror, or None when there is none that can be trusted: other shard, schema or boot, a bad file.
+        """Return the saved mirror, or None if it cannot be trusted: other shard, schema or boot, or a bad file.
 
-        One that was saved under an older version of the schema is taken over, a run at a time.
+        A mirror that was saved under an older version of the schema is converted, a run at a time.
         """
         manifest = _read_manifest(directory)
         if manifest is None or (manifest.shard, manifest.boot) != (shard, boot):
             return None
         old = manifest.schema
         if old != schema and old.version >= schema.version:
-            return None  # versions of one shard follow one another: a lower one is where this one came from
+            return None  # versions of one shard succeed one another, so only a lower version precedes this one
         mirror = cls(schema, manifest.upper, directory=directory)
         try:
             for name, _ in manifest.runs:

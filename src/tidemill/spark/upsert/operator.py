@@ -1,13 +1,14 @@
-"""The upsert operator of one writer: commands in, updates out, at the pace of the output shard.
+"""Upsert operator of one writer: commands in, updates out, as far as the output shard allows.
 
-    ingest     commands come in; what lies below the upper is dropped at once
+    ingest     add commands; those below the upper are dropped immediately
     advance    the source is complete for every time below its frontier
-    drain      the updates for [upper, output frontier), against the mirror: a pending result, not yet true
-    committed  our append landed: the mirror takes the pending changes
-    feedback   a peer's append landed instead: the pending result is discarded, the mirror takes theirs
+    drain      the updates for [upper, output frontier), against the mirror: a pending result, not committed yet
+    committed  our append landed: the mirror applies the pending changes
+    feedback   a peer's append landed instead: the pending result is discarded, the mirror applies the peer's updates
 
-Nothing is emitted twice: `drain` does not consume. Commands leave the stash by being found below the
-upper, whoever moved it, so a lost race is recomputed by the next drain and never trimmed (U4).
+Invariant (recompute): `drain` does not consume. Commands leave the stash only because they are below the upper, no
+matter which writer moved it, so nothing is emitted twice, and a lost race is recomputed by the next drain, never
+trimmed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from tidemill.spark.upsert.resolve import Resolved, resolve
 
 
 class Fault(Enum):
-    """Planted faults, for tests and the simulation only."""
+    """Deliberate faults, for tests and the simulation only."""
 
     NONE = "none"
     KEEP_BELOW_UPPER = "keep below upper"
-    """Seed 001: commands below the upper are kept for later, and pin the output frontier."""
+    """Commands below the upper are stashed for later, and pin the output frontier."""
 
 
 class Upsert:
@@ -45,7 +46,7 @@ class Upsert:
         self.mirror = mirror
         self.source_frontier = mirror.upper
         self.dropped = 0
-        """Commands found below the upper so far, put there by a peer."""
+        """Number of commands that were found below the upper because a peer moved it."""
         self._stash = no_commands(schema)
         self._hasher = hasher
         self._fault = fault
@@ -59,50 +60,55 @@ class Upsert:
         return len(self._stash)
 
     def ingest(self, commands: Commands) -> None:
-        """Take commands of any time; their source need not be complete yet."""
+        """Add commands of any time; their source need not be complete yet."""
         self._stash = join(self.schema, [self._stash, self._without_below(commands)])
 
     def begin(self, commands: Commands) -> None:
-        """Take every command that the source has for times from the upper on, up to where it is complete: what was
-        taken in before is among them, so that a step which cannot be appended and is read again is held once. It may be
-        read again up to less: what is complete now is for `advance` to say."""
+        """Replace the stash with every command that the source has for times from the upper on, up to where it is
+        complete.
+
+        Commands that were added before are among them, so a step that could not be appended and is read again is held
+        once. It may be read again up to a lower time: `advance` then says up to which time the source is complete.
+        """
         self.source_frontier = self.mirror.upper
         self._stash = self._without_below(commands)
 
     def advance(self, source_frontier: int) -> None:
-        """The source has delivered every command with time < source_frontier."""
+        """Record that the source has delivered every command with time < source_frontier."""
         self.source_frontier = max(self.source_frontier, source_frontier)
 
     def adopt(self, before: Upsert) -> None:
-        """Go on with what another operator of this writer has taken in, on this one's mirror (which was rebuilt)."""
+        """Take over the stash of another operator of this writer, on this operator's mirror, which was rebuilt."""
         self.source_frontier = max(self.source_frontier, before.source_frontier)
         self.dropped += before.dropped
         self._stash = self._without_below(before._stash)
 
     @property
     def output_frontier(self) -> int:
-        """Times below it are either in the shard or in what `drain` returns: what this writer may append up to.
+        """Frontier up to which this writer may append: times below it are in the shard or in the result of `drain`.
 
-        The source's frontier, unless something kept lies below it. With the rule intact nothing ever does.
+        It is the source's frontier, unless a stashed command is below it. With the three-way rule intact that never
+        happens.
         """
         times = times_of(self._stash)
         kept = times[classify(times, self.upper, self.source_frontier) != AT]
         return min(int(kept.min()), self.source_frontier) if len(kept) else self.source_frontier
 
     def drain(self) -> Resolved:
-        """Updates for [upper, output_frontier), computed against the mirror; drops from the stash what is BELOW."""
+        """Return the updates for [upper, output_frontier), computed against the mirror; drop what is BELOW from the
+        stash."""
         self._stash = self._without_below(self._stash)
         times = times_of(self._stash)
         ready = select(self._stash, classify(times, self.upper, self.source_frontier) == AT)
         return resolve(self.schema, ready, self.mirror, self.upper, self.output_frontier, self._hasher)
 
     def committed(self, pending: Resolved) -> None:
-        """Our compare-and-append of `pending` landed."""
+        """Apply `pending`, whose compare-and-append landed."""
         self.mirror.advance(pending.changes, pending.lower, pending.upper)
         self._stash = self._without_below(self._stash, lost=False)
 
     def feedback(self, updates: pa.Table, lower: int, upper: int) -> None:
-        """A peer's updates for [lower, upper), complete. Any pending result is void."""
+        """Apply a peer's updates for [lower, upper), complete. Any pending result is void."""
         self.mirror.apply(updates, lower, upper)
         self._stash = self._without_below(self._stash)
 

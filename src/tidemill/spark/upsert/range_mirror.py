@@ -1,6 +1,6 @@
-"""A mirror of one hash range of a shard, in a process that executes tasks: kept from step to step, made where none is.
+"""Mirror of one hash range of a shard, in a process that executes tasks: cached from step to step, built on a miss.
 
-It follows the shard as a driver's mirror does (U3), reading of each batch the parts that reach into the range.
+It follows the shard as a driver's mirror does, but reads of each batch only the parts that overlap the range.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tidemill.spark.stores import Urls, shared
 from tidemill.spark.upsert.mirror import Mirror
 
 KEPT_BYTES = 256 << 20
-"""Of all mirrors of ranges that one worker keeps."""
+"""Limit of the size of all range mirrors that one worker caches."""
 
 
 class HashRange(msgspec.Struct, frozen=True):
-    """The `number`th of `count` equal ranges."""
+    """Range `number` of `count` equal hash ranges."""
 
     number: int
     count: int
@@ -36,14 +36,14 @@ class HashRange(msgspec.Struct, frozen=True):
         return pa.array(bucket_of(hashes, self.count) == self.number)
 
     def part_of(self, batch: Batch) -> Batch:
-        """The batch without the parts that have no row of the range."""
+        """Return the batch without the parts that have no row of the range."""
         reached = [bucket_of(np.array([p.min_hash, p.max_hash], np.uint64), self.count) for p in batch.parts]
         parts = tuple(p for p, (low, high) in zip(batch.parts, reached, strict=True) if low <= self.number <= high)
         return msgspec.structs.replace(batch, parts=parts)
 
 
 def cut(rows: pa.Table, key: tuple[str, ...], count: int) -> list[pa.Table]:
-    """The rows of each of `count` hash ranges, in order."""
+    """Return the rows of each of `count` hash ranges, in order."""
     if count == 1:
         return [rows]
     numbers = bucket_of(hash_rows(rows, key), count).astype(np.int16)
@@ -54,7 +54,10 @@ def cut(rows: pa.Table, key: tuple[str, ...], count: int) -> list[pa.Table]:
 
 
 class RangeMirrors:
-    """Of one process; one caller at a time. `made` and `followed` count what a task's mirror came from."""
+    """Cache of range mirrors of one process, for one caller at a time.
+
+    `made` counts mirrors that were built, `followed` those that were brought up to date.
+    """
 
     def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
         self.made = 0
@@ -63,7 +66,7 @@ class RangeMirrors:
         self._kept: OrderedDict[tuple[str, HashRange], Mirror] = OrderedDict()
 
     def at(self, urls: Urls, table: str, shard_id: str, schema: ShardSchema, part: HashRange, upper: int) -> Mirror:
-        """As of `upper`. Raises what reading the shard raises."""
+        """Return the mirror as of `upper`. Raises as reading the shard."""
         portal, stores = shared(urls)
         shard = portal.call(stores.shard(table))
         mirror = self._kept.pop((shard_id, part), None)
@@ -77,7 +80,8 @@ class RangeMirrors:
         return mirror
 
     def _follow(self, portal: BlockingPortal, shard: LogShard, mirror: Mirror, part: HashRange, upper: int) -> bool:
-        """False when what it needs is forgotten, or when it is beyond already."""
+        """Advance the mirror to `upper`. False if the batches it needs no longer exist, or if it is beyond `upper`
+        already."""
         if mirror.upper > upper:
             return False
         try:
@@ -93,7 +97,7 @@ class RangeMirrors:
 
 
 async def _contents(shard: LogShard, part: HashRange, as_of: int) -> pa.Table:
-    """What the shard holds of the range, one batch after another, so that memory holds a batch and the range."""
+    """Return the shard's contents in the range. Batches are read one by one, so memory holds a batch and the range."""
     async with shard.holding("read", as_of):
         found = [part_schema(shard.schema).empty_table()]
         for batch in await shard.batches_until(as_of):
@@ -103,13 +107,13 @@ async def _contents(shard: LogShard, part: HashRange, as_of: int) -> pa.Table:
 
 
 KEPT = RangeMirrors()
-"""Of this process. A worker that Spark ends loses it, and its successor makes its own."""
+"""Cache of this process. When Spark ends a worker, the cache is lost, and its successor builds mirrors again."""
 
 
 def range_mirror(
     urls: Urls, table: str, shard_id: str, schema: ShardSchema, part: HashRange, upper: int, saved: Path, boot: str
 ) -> Mirror:
-    """The driver's mirror where it is on this machine and as of `upper`, else one of the range."""
+    """Return the driver's saved mirror if it is on this machine and as of `upper`, else a mirror of the range."""
     found = Mirror.load(saved, schema, shard_id, boot)
     if found is not None and found.upper == upper:
         return found

@@ -1,14 +1,16 @@
 """One step of the upsert, pure: commands at times [lower, upper) against the mirror as of `lower` → updates.
 
-U1  Per key at most one live row at every time.
-    winner     per (key, time) the command of highest order; what it beats is never visible
+Invariant (one live row): a key has at most one live row at every time.
+
+    winner     per (key, time) the command of highest order; the commands that it beats are never visible
     chain      several times of one key are resolved in time order, each against the one before
     deletion   of an absent key: nothing
     no-op      a value equal to the live one: nothing, for every writer alike
     truncation a deletion of every key at its place in the order
-    unchanged  a column without a value keeps that of the row before; without one the command is lost (toast_fill.py)
+    unchanged  a column without a value keeps that of the row before; without that row the command is lost (toast_fill)
 
-The result is a function of (commands, contents below `lower`) alone: of no batch boundary, writer or retry.
+Invariant (deterministic): the result is a function of the commands and the contents below `lower` alone. Batch
+boundaries, writers and retries do not influence it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from tidemill.spark.upsert.toast_fill import Lost, filled, has_unchanged
 
 
 class KeyChanges(msgspec.Struct, frozen=True):
-    """The last state of every key that changed, sorted by hash: the shape of a run of the mirror. `path`: of the file
-    that they are mapped from, which the mirror stored (Mirror.store)."""
+    """Last state of every key that changed, sorted by hash: the form of a run of the mirror. `path` is the file that
+    they are mapped from, if the mirror stored them (Mirror.store)."""
 
     rows: pa.Table
     hashes: U64
@@ -40,8 +42,11 @@ class KeyChanges(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """updates: the shard's columns, _time, _diff, for times in [lower, upper); changes: the mirror's next run;
-    lost: commands of which nobody has all values, each a dead letter before the updates are appended."""
+    """Result of a step.
+
+    updates: the shard's columns, _time, _diff, for times in [lower, upper); changes: the mirror's next run;
+    lost: commands whose values are not all known; each becomes a dead letter before the updates are appended.
+    """
 
     lower: int
     upper: int
@@ -57,7 +62,7 @@ def no_changes(schema: ShardSchema) -> KeyChanges:
 def resolve(
     schema: ShardSchema, commands: Commands, mirror: Lookup, lower: int, upper: int, hasher: HashRows = hash_rows
 ) -> Resolved:
-    """`commands` must all be AT for (lower, upper): the caller classifies."""
+    """Resolve commands. All must be AT for (lower, upper): the caller classifies."""
     rows = commands.rows
     if commands.truncates and not (mirror.empty and all(t.order == BEFORE_ALL for t in commands.truncates)):
         rows = _with_truncations(schema, commands, mirror)
@@ -68,15 +73,15 @@ def resolve(
         return Resolved(lower, upper, update_schema(schema).empty_table(), no_changes(schema))
     key = schema.key
     hashes = hasher(rows, key)
-    # The partition only breaks ties between equal offsets of a key that came through two partitions.
+    # The partition only breaks ties between equal offsets of a key that arrived through two partitions.
     minor = (int64s(rows, TIME), int64s(rows, ORDER), int64s(rows, PARTITION))
     order, starts = group_by_key(rows, hashes, key, *minor)
     times = int64s(rows, TIME)[order]
 
-    # A row wins when the next one, in (key, time, order), has another key or another time.
+    # A row wins if the next one, in (key, time, order), has another key or another time.
     wins = np.ones(len(order), dtype=bool)
     wins[:-1] = starts[1:] | (times[1:] != times[:-1])
-    # The first winner of a key: a key begins somewhere at or before it, after the winner before it.
+    # The first winner of a key: its key starts after the previous winner and not after this one.
     key_number = np.cumsum(starts)[wins]
     first = np.ones(len(key_number), dtype=bool)
     first[1:] = key_number[1:] != key_number[:-1]
@@ -105,7 +110,7 @@ def resolve(
     both = np.nonzero(prior_live & live)[0]
     if len(both):
         changed[both] = ~rows_equal(pool, both, pool, prior[both], values)
-    # In the order of a part, so that nobody sorts again: by hash, then time, a retraction before its insertion.
+    # In the order of a part, so that no sort is needed later: by hash, then time, a retraction before its insertion.
     retract_or_insert = np.stack([changed & prior_live, changed & live], axis=1).ravel()
     chosen = np.flatnonzero(retract_or_insert)
     number, inserts = chosen >> 1, (chosen & 1).astype(bool)
@@ -127,10 +132,10 @@ def _changes(
     found: Index,
     values: list[str],
 ) -> KeyChanges:
-    """Per key, its last state, where that differs from what the mirror holds now."""
+    """Return the last state of each key whose state differs from the mirror's."""
     lasts = np.nonzero(last)[0]
     differs = changed[lasts]
-    # A key of one winner was compared with the mirror already; one of several was compared with its own chain.
+    # A key with one winner was compared with the mirror already; a key with several only with its own chain.
     several = ~first[lasts]
     if several.any():
         was_live, is_live = found >= 0, live[lasts]
@@ -143,10 +148,10 @@ def _changes(
 
 
 def _with_truncations(schema: ShardSchema, commands: Commands, mirror: Lookup) -> pa.Table:
-    """The commands with every truncation spelled out as deletions of the keys it can reach.
+    """Return the commands with every truncation expanded into deletions of the keys that it applies to.
 
-    A key that has commands in this batch has a partition, so it meets only that partition's truncations.
-    A key known from the mirror alone meets any: no command of this batch competes with the deletion.
+    A key that has commands in this batch has a partition, so only truncations of that partition apply to it.
+    To a key known from the mirror alone any truncation applies: no command of this batch competes with the deletion.
     """
     rows, key = commands.rows, list(schema.key)
     keys = pa.concat_tables([rows.select(key), mirror.live_rows().select(key)])

@@ -1,19 +1,18 @@
 """Immutable hash-sorted runs of a mirror: lookup in one, merge of several, and their files.
 
 A run holds distinct keys, sorted by hash: the last known contents of each key, or its absence (`live` False). Its rows
-may be in several chunks; none ends between two rows of one hash.
+may be in several chunks; no chunk ends between two rows of one hash.
 
-    file   memory-mapped as a whole, so that what is not asked for needs no memory:
-
-           the shard's columns, an Arrow IPC file without compression, filled up to 8 bytes
+    file   memory-mapped as a whole, so that pages that are not read need no memory:
+           the shard's columns, an Arrow IPC file without compression, padded to 8 bytes
            hash of each row, uint64
-           is it live, one byte a row
+           whether it is live, one byte per row
            bytes of the first section, rows, CRC32C of all before these three, FORM: 8 bytes each
 
            Little-endian. It is a cache of one machine: a file of another form, or a damaged one, is built again.
 
-    The checksum is verified when a process opens a file of an earlier one and before a merge reads it whole. Between
-    these the mapped pages are trusted as memory is: a look-up touches a few of them.
+    The checksum is verified when a process opens a file that an earlier process wrote, and before a merge reads the
+    whole file. In between the mapped pages are trusted like memory: a lookup touches only a few of them.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from tidemill.spark.upsert.key_grouping import exact_keys, group_by_key
 FORM = b"tm-run-3"
 _END = struct.Struct("<QQQ8s")
 
-FIX = "It is a cache, and is built again from the table: check the disk."
+FIX = "Check the disk. The run is a cache and is rebuilt from the table."
 
 PIECE_ROWS = 64 << 10
-"""Runs are merged so many rows at a time: what a piece needs stays in the cache, and memory holds one."""
+"""Rows of a piece of a merge: the working set of a piece fits in the CPU cache, and memory holds one piece."""
 
 
 COMPARED_ROWS = 1 << 20
-"""Hashes compared at once: of a run that is mapped no more is in memory."""
+"""Hashes compared at a time, so that no more of a mapped run is in memory."""
 
 
 class Run:
-    """`collides`: two of its keys share a hash, so a lookup may have to look at neighbours."""
+    """Sorted run. `collides`: two of its keys share a hash, so a lookup may have to check neighbours."""
 
     __slots__ = ("_chunks", "_starts", "collides", "hashes", "live", "path", "rows")
 
@@ -77,7 +76,7 @@ class Run:
         return int(self.rows.nbytes) + self.hashes.nbytes
 
     def rows_at(self, at: Index, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows at these places, which ascend but for those of one hash."""
+        """Return the rows at these places, which ascend except within one hash."""
         rows = self.rows if columns is None else self.rows.select(list(columns))
         ends = np.searchsorted(at, self._starts)
         found = []
@@ -89,11 +88,11 @@ class Run:
         return pa.concat_tables(found) if found else rows.slice(0, 0)
 
     def between(self, lower: int, upper: int) -> Run:
-        """The rows at places [lower, upper), as views."""
+        """Return the rows at places [lower, upper), as views."""
         return Run(self.rows.slice(lower, upper - lower), self.hashes[lower:upper], self.live[lower:upper])
 
     def find(self, keys: pa.Table, hashes: U64, key: Sequence[str]) -> Index:
-        """Row of each key in this run, or -1. A hash only nominates; the real keys decide."""
+        """Return the row of each key in this run, or -1. An equal hash only nominates; the real keys decide."""
         n = len(self.hashes)
         found = np.full(len(hashes), -1, dtype=np.int64)
         if n == 0 or len(hashes) == 0:
@@ -121,13 +120,13 @@ class Run:
 
 
 def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool, path: Path | None = None) -> Run:
-    """One run with the newest state of every key; `runs` newest first. `drop_absent` when none is older.
+    """Merge runs, newest first, into one with the newest state of every key. `drop_absent` if no older run remains.
 
-    Piece by piece, each a range of hashes; with a path into that file, so that memory holds one piece. Raises
-    CorruptError when the file of a run is damaged.
+    Works piece by piece, each a range of hashes; with a path into that file, so that memory holds one piece. Raises
+    CorruptError if the file of a run is damaged.
     """
     for run in runs:
-        if run.path is not None and run.path.exists():  # what was deleted under us is still mapped
+        if run.path is not None and run.path.exists():  # a file that was deleted in the meantime is still mapped
             verify_run(run.path)
     pieces = (_merged(schema, piece, drop_absent) for piece in pieces_of(runs))
     if path is not None:
@@ -139,7 +138,8 @@ def merge(schema: ShardSchema, runs: Sequence[Run], *, drop_absent: bool, path: 
 
 
 def pieces_of(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    """The runs cut at the same hashes: some PIECE_ROWS in all of each, for hashes are uniform."""
+    """Cut the runs at common hashes. Hashes are uniform, so each piece has about PIECE_ROWS rows of all runs
+    together."""
     count = max(1, -(-sum(len(run) for run in runs) // PIECE_ROWS))
     bounds = np.array([(number << 64) // count for number in range(1, count)], dtype=np.uint64)
     cuts = [[0, *np.searchsorted(run.hashes, bounds).tolist(), len(run)] for run in runs]
@@ -148,7 +148,7 @@ def pieces_of(runs: Sequence[Run]) -> Iterator[list[Run]]:
 
 
 def count_live(schema: ShardSchema, runs: Sequence[Run]) -> int:
-    """Keys whose newest state is live; `runs` newest first, some pieces of `pieces_of`."""
+    """Return the number of keys whose newest state is live; `runs` newest first, a piece of `pieces_of`."""
     keys = one_chunk(pa.concat_tables([run.rows.select(list(schema.key)) for run in runs]))
     order, starts = group_by_key(keys, np.concatenate([run.hashes for run in runs]), schema.key)
     return int(np.count_nonzero(np.concatenate([run.live for run in runs])[order[starts]]))
@@ -166,13 +166,13 @@ def _merged(schema: ShardSchema, runs: Sequence[Run], drop_absent: bool) -> Run:
 
 
 def write_run(schema: ShardSchema, run: Run, path: Path) -> Run:
-    """Store a run and return it memory-mapped. Not synced: a mirror is a cache."""
+    """Store a run and return it memory-mapped. The file is not synced: a mirror is a cache."""
     write_pieces(schema, [run], path)
     return open_run(schema, path, verify=False)
 
 
 def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None:
-    """Runs of ascending hash ranges as the file of one. Memory holds a piece."""
+    """Write runs of ascending hash ranges as the file of one run. Memory holds one piece."""
     target, count = contents_schema(schema), 0
     with (
         tempfile.TemporaryFile(dir=path.parent) as hashes,
@@ -198,9 +198,9 @@ def write_pieces(schema: ShardSchema, pieces: Iterable[Run], path: Path) -> None
 
 
 def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> Run:
-    """The run that is stored under an older version of the schema, piece by piece as a file of its own.
+    """Rewrite a run that is stored under an older version of the schema, piece by piece, as a new file.
 
-    Raises CorruptError. Hashes and order stay: a key has one hash under every version.
+    Hashes and order stay: a key has one hash under every version. Raises CorruptError.
     """
     run = open_run(old, path)
     pieces = (run.between(at, min(at + PIECE_ROWS, len(run))) for at in range(0, len(run), PIECE_ROWS))
@@ -210,12 +210,12 @@ def renew_run(old: ShardSchema, schema: ShardSchema, path: Path, into: Path) -> 
 
 
 _verified: OrderedDict[tuple[str, int, int], None] = OrderedDict()
-"""Path, inode and time of files that this process has verified: a task opens the same mirror at every step."""
+"""Path, inode and mtime of files that this process has verified: a task opens the same mirror at every step."""
 VERIFIED_MAX = 1024
 
 
 def verify_run(path: Path) -> None:
-    """Raises CorruptError unless the file holds what was written. Reads all of it."""
+    """Read the whole file. Raises CorruptError if it differs from what was written."""
     try:
         data = pa.memory_map(str(path), "rb").read_buffer()
         crc = _END.unpack(data[-_END.size :])[2]
@@ -243,7 +243,7 @@ def _verify_once(path: Path) -> None:
 
 
 def open_run(schema: ShardSchema, path: Path, *, verify: bool = True) -> Run:
-    """Map a stored run; `verify`: another process wrote it. Raises CorruptError: it is damaged, or of another
+    """Map a stored run; `verify` if another process wrote it. Raises CorruptError if it is damaged or has another
     schema."""
     if verify:
         _verify_once(path)
@@ -259,7 +259,7 @@ def open_run(schema: ShardSchema, path: Path, *, verify: bool = True) -> Run:
         hashes = np.frombuffer(data, dtype=np.uint64, count=count, offset=hashes_at)
         live = np.frombuffer(data, dtype=bool, count=count, offset=live_at)
         if rows.num_rows != count:
-            raise CorruptError(f"mirror run is cut off: path={path}.", fix=FIX)
+            raise CorruptError(f"mirror run is truncated: path={path}.", fix=FIX)
         return Run(rows, hashes, live, path)
     except (OSError, struct.error, pa.ArrowException, KeyError) as error:
         raise CorruptError(f"mirror run is unreadable: path={path} ({error}).", fix=FIX) from error

@@ -1,12 +1,13 @@
-"""Commands that leave columns as they were: the values come from the row before. Pure.
+"""Commands that leave columns unchanged (TOAST): fill in the values from the previous row. Pure.
 
-    before   the command before it of the same key, in (time, order); before the first of a key, the mirror's row
-    absent   there is none, or it is gone, or it was itself not to be had: neither is this one. Its key is absent from
-             here on, as after a deletion, until a command has every value; and the command is `Lost`
+    before   the previous command of the same key, in (time, order); for the first of a key, the mirror's row
+    absent   there is no previous row, or it is deleted, or it is itself absent: then this row is absent too. Its key
+             is absent from here on, as after a deletion, until a command has every value; and the command is `Lost`
 
-F1  Every command is met in order, also one that another of the same time beats: it may hold what that one left.
-F2  What a command comes to, and whether it is lost, is a function of the commands of its key before it and of the
-    contents below them: of no interval, writer or retry (U1 in resolve.py).
+Invariant (all commands in order): every command is processed in order, even one that a later command of the same time
+beats, because it may hold the values that the later one left unchanged.
+Invariant (deterministic): the values of a command, and whether it is lost, depend only on the earlier commands of its
+key and the contents below them; not on an interval, a writer or a retry.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tidemill.spark.upsert.lookup import HashRows, Lookup
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """A command whose row before is not to be had. `key`: of its record; `columns`: those that it left as they were."""
+    """Command whose previous row is absent. `key`: of its record; `columns`: those that it left unchanged."""
 
     time_ms: int
     partition: int
@@ -34,17 +35,18 @@ class Lost(msgspec.Struct, frozen=True):
 
 
 def has_unchanged(rows: pa.Table) -> bool:
-    """Any command leaves a column as it was."""
+    """Return whether any command leaves a column unchanged."""
     return UNCHANGED in rows.column_names and rows.column(UNCHANGED).null_count < rows.num_rows
 
 
 def filled(schema: ShardSchema, rows: pa.Table, mirror: Lookup, hasher: HashRows) -> tuple[pa.Table, tuple[Lost, ...]]:
-    """The commands with every value, and those that are lost, which are deletions of their keys now."""
+    """Return the commands with all values, and the lost ones, which the first result contains as deletions of their
+    keys."""
     rows = one_chunk(rows)
     key = list(schema.key)
     hashes = hasher(rows, schema.key)
     leaves = to_mask(rows.column(UNCHANGED).is_valid())
-    # Only the keys of such commands are looked at.
+    # Only the keys of commands with unchanged columns are processed.
     (mine,) = np.nonzero(np.isin(hashes, np.unique(hashes[leaves])))
     keys, hashes = rows_at(rows.select(key), mine), hashes[mine]
     minor = (int64s(rows, TIME)[mine], int64s(rows, ORDER)[mine], int64s(rows, PARTITION)[mine])
@@ -54,7 +56,7 @@ def filled(schema: ShardSchema, rows: pa.Table, mirror: Lookup, hasher: HashRows
     places = np.arange(len(at))
     begins = np.maximum.accumulate(np.where(starts, places, 0))  # of each command, the first one of its key
 
-    # The mirror's row of each key whose first command leaves a column; -1 elsewhere.
+    # The mirror's row of each key whose first command leaves a column unchanged; -1 elsewhere.
     (asks,) = np.nonzero(starts & leaves)
     kept, found = mirror.lookup(rows_at(keys, order[asks]), hashes[order[asks]])
     mirrored = np.full(len(at), -1, dtype=np.int64)
@@ -87,7 +89,7 @@ def filled(schema: ShardSchema, rows: pa.Table, mirror: Lookup, hasher: HashRows
 
 
 def names_of(blob: bytes) -> tuple[str, ...]:
-    """The columns that the header of a record names. Raises msgspec.MsgspecError."""
+    """Return the column names in the header of a record. Raises msgspec.MsgspecError."""
     return msgspec.json.decode(blob, type=tuple[str, ...])
 
 
