@@ -319,7 +319,7 @@ def test_another_process_may_not_open_the_file_and_one_that_cannot_be_read_is_th
     path.write_bytes(b"no database" * 1000)
     file = ShapeFile(path)
     assert file.open() == "" and file.saved() == []
-    with pytest.raises(UnavailableError, match="another process keeps its shapes here"):
+    with pytest.raises(UnavailableError, match="another process uses this file of shape logs"):
         ShapeFile(path)
     file.release()
     again = ShapeFile(path)

@@ -261,7 +261,7 @@ def test_a_log_that_was_dropped_to_make_room_for_itself_takes_nothing(base: bool
 
 @pytest.mark.parametrize("text", [f"1_{OP_INFINITY + 1}", f"{OP_INFINITY + 1}_1", "1_" + "9" * 20])
 def test_an_offset_that_no_log_can_have_is_refused_as_none(text: str) -> None:
-    with pytest.raises(InvalidError, match="not an offset"):
+    with pytest.raises(InvalidError, match="invalid offset"):
         LogOffset.parse(text)
 
 

@@ -6,11 +6,12 @@
 Owns shape definitions and handles, the log of each shape, where clauses, the join of initial rows to the stream, and
 the HTTP endpoints. Does not own replication (`capture`), shards, or the HTTP server (`node`).
 
-H1  A handle is never reused; a client with another handle than the current one is told to refetch.
-L1  Offsets of a log grow strictly; readers see whole transactions, each item once.
-V2  A shape is registered before its snapshot, and the snapshot sees all that was streamed before.
-K1  A commit is owed to PostgreSQL for as long as what came of it is neither durable nor over; a shard is never held
-    back: it remembers by itself what a shape has yet to write.
+Invariant (unique handles): a handle is never reused. A client that sends another handle than the current one must
+refetch. Invariant (exactly once): the offsets of a log strictly increase. Readers see whole transactions, and each item
+once. Invariant (no gap): a shape is registered with the stream before its snapshot is taken, and the snapshot sees
+every transaction that was streamed before the registration. Invariant (no early confirm): a commit is not confirmed to
+PostgreSQL until its items are durable or their shapes have ended. A shard is not held back: its own history still has
+the changes that a shape has not written yet.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A shape while it lives: its log, who waits for it, and how it ends.
+"""One live shape: its log, the requests that wait for it, and how it ends.
 
 loading ──ready()──► live ──drop()──► dropped         loading, live ──fail()──► failed
 
-H2  A waiter registers first and looks at the log after that, so nothing slips between (notes/electric.md §7).
-H3  After drop or fail nothing is ever appended, every waiter is woken, and the handle answers 409.
+Invariant (no missed news): a waiter subscribes first and reads the log after that, so no change slips in between.
+Invariant (final): after drop or fail nothing is appended, every waiter is woken, and the handle answers 409.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = structlog.get_logger()
 
 
 class EndReason(NamedTuple):
-    """What who had read `after` is told of what came next, up to `end`."""
+    """Rendered frames, shared by all event streams that had read up to `after`: the items after it, up to `end`."""
 
     after: LogOffset
     end: LogOffset
@@ -32,7 +32,8 @@ class EndReason(NamedTuple):
 
 
 class LiveShape:
-    """`last_seen` is the newest transaction (LSN, or time in ms) whose effect on this shape is in the log."""
+    """One shape. `last_seen` is the newest transaction (LSN, or time in ms) whose effect on this shape is in the
+    log."""
 
     def __init__(self, handle: str, definition: ShapeDefinition, schema_json: bytes, log: LogStorage) -> None:
         self.handle = handle
@@ -43,15 +44,15 @@ class LiveShape:
         self.used_s = 0.0
         self.started_s = 0.0
         self.restored = False
-        """Its log is of an earlier life: what its readers saw last may come again only now."""
+        """The log is from an earlier run: only now can its readers return with their last offsets."""
         self.broken = False
-        """It ended with a fault that nobody listed."""
+        """True if the shape ended with an unexpected exception."""
         self.rows_loaded = 0
         self.error: TidemillError | None = None
         self.end_reason = ""
         self.told: EndReason | None = None
-        """The same bytes for all who wait for one transaction. They are woken in one turn of the loop; it is forgotten
-        with that, and no memory of the shape's."""
+        """Frames shared by all event streams that wait for one transaction. They are woken in one turn of the event
+        loop, after which the frames are released; they do not count as the shape's memory."""
         self._state = "loading"
         self._waiters: set[asyncio.Future[None]] = set()
         self._over = asyncio.Event()
@@ -66,7 +67,7 @@ class LiveShape:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for news now."""
+        """Number of requests that wait for news now."""
         return len(self._waiters)
 
     def ready(self) -> None:
@@ -75,14 +76,14 @@ class LiveShape:
             self._wake()
 
     def fail(self, error: TidemillError, *, broken: bool = False) -> None:
-        """The shape ends with `error`: requests get it, those that wait now too."""
+        """End the shape with `error`. Later requests and those that wait now get this error."""
         if not self.gone:
             self.error = error
             self.broken = broken
             self._end("failed", str(error))
 
     def drop(self, reason: str) -> None:
-        """Nothing can follow what the log holds; clients refetch."""
+        """End the shape because its log cannot be continued; clients refetch."""
         if not self.gone:
             self._end("dropped", reason)
 
@@ -94,8 +95,8 @@ class LiveShape:
         self._wake()
 
     def stage(self, item: LogItem) -> None:
-        """Put an item of the transaction under way behind the log, where nobody sees it. A log that outgrows its limit,
-        or the memory of all shapes, ends the shape."""
+        """Append an item of the open transaction to the log, not yet visible. A log that exceeds its limit, or the
+        memory of all shapes, ends the shape."""
         try:
             self.log.stage(item)
         except OverBudgetError as error:
@@ -105,7 +106,7 @@ class LiveShape:
             self.drop(f"the log outgrew its limit: log_bytes={self.log.log_bytes}")
 
     def publish(self, last_seen: int, *, mark: bool = False) -> None:
-        """Show the transaction that was staged, whole; ignored once the shape is gone (H3)."""
+        """Make the staged transaction visible as a whole; ignored once the shape has ended."""
         if self.gone:
             return
         if last_seen > self.last_seen:
@@ -114,7 +115,8 @@ class LiveShape:
             self._wake()
 
     async def fetch(self, after: LogOffset) -> Chunk:
-        """As the log's. Where what is stored of it is damaged the shape ends: look at `gone` then."""
+        """Return the next chunk of the log (`LogStorage.fetch`). Damaged storage ends the shape: check `gone`
+        afterwards."""
         try:
             return await self.log.fetch(after)
         except CorruptError as error:
@@ -123,7 +125,8 @@ class LiveShape:
             return Chunk((), after, False)
 
     def subscribe(self) -> asyncio.Future[None]:
-        """A future that resolves at the next change of log or state. Register, then look again (H2)."""
+        """Return a future that resolves at the next change of log or state. Subscribe first, then check the log
+        again."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.add(future)
         future.add_done_callback(self._waiters.discard)
@@ -143,7 +146,8 @@ class LiveShape:
                 future.set_result(None)
 
     async def wait_loaded(self, timeout_s: float) -> bool:
-        """True once no longer loading; look at `gone` and `error` then."""
+        """Return True once the shape is no longer loading, False after `timeout_s`. Check `gone` and `error`
+        afterwards."""
         if self._state != "loading":
             return True
         try:

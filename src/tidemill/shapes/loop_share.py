@@ -1,9 +1,12 @@
-"""What shapes may take of the event loop: work in short slices, and a share of the time in all.
+"""Limits the event loop time of shapes: work runs in short slices, and in total uses at most a share of the time.
 
-Q1  A slice ends after SLICE_S, at the next step's end: that is how long anything else waits for shapes at once.
-Q2  Over any longer while shapes take at most `share` of the loop's time, however much they have to do. What comes
-    in faster than that falls behind, and what falls too far behind ends (capture_tap.py); nobody else waits for it.
-Q3  Slices are taken in turns: a snapshot that is rendered and a stream that is evaluated both go on.
+- Invariant (short slices): a slice ends after SLICE_S, at the end of the current step. Other tasks wait for shapes no
+  longer than that.
+- Invariant (bounded share): over any longer period shapes use at most `share` of the loop's time, however much work
+  they have. After each slice the loop is left to other tasks until the share is met. Work that arrives faster falls
+  behind, and shapes that fall too far behind end (capture_tap.py).
+- Invariant (fairness): slices are handed out in turns, so that rendering a snapshot and evaluating a stream both
+  progress.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ SHARE = 0.5
 
 
 class Turn:
-    """One slice. A step asks `over` after each piece of work, and stops."""
+    """One slice. A step checks `over` after each piece of work, and stops."""
 
     def __init__(self, clock: Clock, until_s: float) -> None:
         self._clock = clock
@@ -30,11 +33,11 @@ class Turn:
 
 
 Step = Callable[[Turn], bool]
-"""Works until the turn is over or nothing is left; True = there is more to do."""
+"""A function that works until its turn ends or nothing is left to do; returns True if there is more to do."""
 
 
 class LoopShare:
-    """All shapes of one process work through one of these."""
+    """Runs the steps of all shapes of one process."""
 
     def __init__(self, clock: Clock, share: float = SHARE, slice_s: float = SLICE_S) -> None:
         self._clock = clock
@@ -42,13 +45,13 @@ class LoopShare:
         self._slice_s = slice_s
         self._turns = asyncio.Lock()
         self._debt_s = 0.0
-        """Work that the loop's other users have not yet had their share of time for (Q2)."""
+        """Time that other users of the loop must still get for work already done."""
         self._settled_s = clock.monotonic_s()
         self.busy_s = 0.0
         self.longest_s = 0.0
 
     async def work(self, step: Step) -> None:
-        """Call `step` in turns until it has nothing left. Raises what it raises."""
+        """Call `step` in turns until it has nothing left. Raises what `step` raises."""
         more = True
         while more:
             async with self._turns:
@@ -63,7 +66,7 @@ class LoopShare:
                     await asyncio.sleep(0)
 
     def _settle(self, spent_s: float) -> float:
-        """How long to leave the loop to others after `spent_s` of work; bursts with time between them owe nothing."""
+        """Return how long to leave the loop to others after `spent_s` of work; isolated bursts need no pause."""
         now_s = self._clock.monotonic_s()
         factor = (1 - self._share) / self._share
         idle_s = max(0.0, now_s - self._settled_s - spent_s)

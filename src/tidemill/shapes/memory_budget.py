@@ -1,8 +1,8 @@
-"""The memory of all shapes of a process: counted where it is taken, refused where it ends.
+"""Memory and disk budgets of all shapes of a process: counted before use, rejected at the limit.
 
-B1  What shapes hold (bases, logs, transactions under way, and a fixed cost each) never exceeds `limit_bytes`.
-B2  Room is made of shapes that nobody reads, never of one in use. Where that is not enough, the newcomer is
-    refused.
+Invariant (bounded): what shapes hold (initial rows, logs, open transactions, and a fixed cost each) never exceeds
+`limit_bytes`. Room is made by ending idle shapes, never shapes in use; if that does not suffice, the request is
+rejected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FULL_RETRY_S = 10
 
 
 class OverBudgetError(UnavailableError):
-    """No room for this one now; `retry_after_s` is when it may be worth asking again."""
+    """No room at the moment; `retry_after_s` says when a retry makes sense."""
 
     def __init__(self, message: str, retry_after_s: int, *, fix: str = "") -> None:
         super().__init__(message, fix=fix)
@@ -23,7 +23,8 @@ class OverBudgetError(UnavailableError):
 
 
 class Budget:
-    """`make_room(missing_bytes)` is asked before anything is refused; it gives back what it can."""
+    """A byte counter with a limit. `make_room(missing_bytes)` is called before a request is rejected; it frees what it
+    can."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Budget:
         self._make_room = make_room
 
     def take(self, size_bytes: int) -> None:
-        """Raises OverBudgetError, and takes nothing then."""
+        """Reserve bytes. Raises OverBudgetError, and reserves nothing then."""
         missing = self.used_bytes + size_bytes - self.limit_bytes
         if missing <= 0:
             self.used_bytes += size_bytes
@@ -52,10 +53,10 @@ class Budget:
         if self.used_bytes + size_bytes > self.limit_bytes:
             self.refused += 1
             raise OverBudgetError(
-                f"{self._whose} hold as much {self._what} as they may: limit_bytes={self.limit_bytes}"
+                f"{self._whose} have reached the {self._what} limit: limit_bytes={self.limit_bytes}"
                 f" used_bytes={self.used_bytes} wanted_bytes={size_bytes}.",
                 FULL_RETRY_S,
-                fix=f"Narrow the shape with where or columns, or raise {self._setting}.",
+                fix=f"Narrow the shape with `where` or `columns`, or raise {self._setting}.",
             )
         self.used_bytes += size_bytes
 
@@ -64,7 +65,7 @@ class Budget:
 
 
 def take_of_all(size_bytes: int, *budgets: Budget) -> None:
-    """Take of each, or raise what one raises (OverBudgetError), and take of none."""
+    """Reserve bytes in each budget, or in none: raises OverBudgetError if one of them has no room."""
     for count, budget in enumerate(budgets):
         try:
             budget.take(size_bytes)

@@ -1,12 +1,12 @@
-"""What is told of shapes: one mark for all healthy ones of a source, marks of their own for those in trouble; metrics.
+"""Stage statuses of shapes: one per source for all healthy shapes, one per shape in trouble; and metrics.
 
-    shapes:CAPTURE   position: what the slowest of its shapes has; target: what has arrived from the database
+    shapes:CAPTURE   position: the slowest of its shapes; target: the newest transaction received from the database
     shapes:shards    all shapes over shards
-    shape:HANDLE     one that loads for longer than LOADING_SHOWN_S, or that ended with a fault lately (its error) and
-                     that nobody has had again since
+    shape:HANDLE     a shape that has been loading for longer than LOADING_SHOWN_S; or a shape that failed lately, with
+                     its error, until its definition has a new live shape
 
-A report is as large as the number of sources, and at most MOST_OWN: neither it nor what is looked at for it is ever as
-large as the number of shapes. That a client's clause was refused is counted, and no trouble of ours.
+The size of a report, and the work for it, grows with the number of sources and with MOST_OWN, not with the number of
+shapes. A clause that is rejected as the client's own error is counted, but not reported as a failure.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ MOST_OWN = 20
 SHARDS = "shapes:shards"
 LARGEST = 5
 LOOKED_AT = 1_000
-"""Shapes whose size is looked at in one report."""
+"""Shapes whose size is checked for one report."""
 
 _SHAPES = Gauge("tidemill_shapes", "Live shapes")
 _BYTES = Gauge("tidemill_shapes_memory_bytes", "Bases, logs and transactions under way of all shapes")
-_LIMIT = Gauge("tidemill_shapes_memory_limit_bytes", "What they may hold together")
+_LIMIT = Gauge("tidemill_shapes_memory_limit_bytes", "Memory limit of all shapes together")
 _BACKLOG = Gauge("tidemill_shapes_backlog_bytes", "Changes that not all shapes have evaluated")
 _BUSY = Gauge("tidemill_shapes_loop_seconds", "Time of the event loop that shapes have used")
-_LONGEST = Gauge("tidemill_shapes_longest_slice_seconds", "Longest time they kept the loop at once")
+_LONGEST = Gauge("tidemill_shapes_longest_slice_seconds", "Longest slice of event loop time that shapes used")
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Of one database, or of all shards: the place of the slowest shape, and of the stream."""
+    """Progress of one database, or of all shards: the position of the slowest shape, and of the stream."""
 
     position: int
     target: int
@@ -47,18 +47,18 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Reporter:
-    """Called by the service once a second, and when a shape ends with a fault."""
+    """Publishes the statuses. The service calls it once a second, and when a shape fails."""
 
     def __init__(self, tracker: StatusTracker) -> None:
         self._tracker = tracker
         self._own: dict[str, float] = {}
-        """Marks of single shapes → when they go (monotonic seconds)."""
+        """Status of a single shape → when it is removed (monotonic seconds)."""
         self._failed: dict[ShapeDefinition, str] = {}
-        """Of which of them tell a fault."""
+        """Definition of a failed shape → the status that shows its failure."""
         self._sources: set[str] = set()
 
     def fault(self, shape: LiveShape, error: str, now_ms: int, now_s: float) -> None:
-        """A shape ended with a fault that is not its client's."""
+        """Report that a shape failed for a reason that is not its client's."""
         self.healed(shape)
         if len(self._own) < MOST_OWN:
             name = f"shape:{shape.handle}"
@@ -67,11 +67,11 @@ class Reporter:
             self._tracker.fail(name, error, now_ms=now_ms)
 
     def failed(self) -> list[ShapeDefinition]:
-        """What faults are told of."""
+        """Return the definitions whose failures are reported."""
         return list(self._failed)
 
     def healed(self, shape: LiveShape) -> None:
-        """What ended one of the same definition is over: this one has its rows, or has a fault of its own."""
+        """Clear the failure of the shape's definition: this shape has loaded, or failed itself."""
         name = self._failed.get(shape.definition)
         if name is not None:
             self._drop(name)
@@ -85,7 +85,7 @@ class Reporter:
         now_ms: int,
         now_s: float,
     ) -> None:
-        """`counts`: live shapes of each mark; `load`: those of them that load."""
+        """Publish all statuses. `counts`: live shapes per status; `load`: shapes that are loading."""
         loading: dict[str, int] = {}
         for shape in load:
             name = mark_of(shape)
@@ -116,7 +116,7 @@ class Reporter:
         )  # fmt: skip
 
     def ended(self, shape: LiveShape) -> None:
-        """It loads no more; what it failed with stays for its time."""
+        """Remove the status of a shape that no longer loads; a failure remains for its time."""
         name = f"shape:{shape.handle}"
         if name in self._own and self._tracker.failure(name) is None:
             self._drop(name)
@@ -129,7 +129,8 @@ class Reporter:
 
 
 class Largest:
-    """The largest shapes. Of more than LOOKED_AT some are looked at each time: one may be found a round late."""
+    """Tracks the largest shapes. Each call checks LOOKED_AT shapes, so with more shapes a large one is found some calls
+    later."""
 
     def __init__(self) -> None:
         self._to_see: list[LiveShape] = []

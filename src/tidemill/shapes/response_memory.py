@@ -1,5 +1,8 @@
-"""Rows on their way to one reader: counted in the memory of all shapes until the last byte has gone out, and in the
-share of it that all such rows may take: readers who are slow on purpose leave the rest to the shapes."""
+"""Memory of rows that are being sent to one reader.
+
+The bytes count against the memory of all shapes until the last byte is sent, and against the share of it that all such
+responses have together, so that slow readers cannot use up the memory of the shapes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tidemill.shapes.memory_budget import Budget, take_of_all
 
 
 class ResponseMemory:
-    """`add` while they are read, then `pieces`, at last `release`."""
+    """Rows of one response: `add` while they are read, then send `pieces`, and `release` at the end."""
 
     def __init__(self, budget: Budget, share: Budget, limit_bytes: int) -> None:
         self.budget = budget
@@ -23,7 +26,7 @@ class ResponseMemory:
         self._released = False
 
     def add(self, rows: Sequence[bytes]) -> None:
-        """Raises InvalidError when they grow too large, Full when all that shapes hold does."""
+        """Add rows. Raises InvalidError if the response grows too large, OverBudgetError if a budget has no room."""
         if not rows or self._released:
             return
         joined = SEPARATOR.join(rows)
@@ -36,7 +39,7 @@ class ResponseMemory:
         self.pieces.append(joined)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Free the memory. Idempotent."""
         if not self._released:
             self._released = True
             self.budget.give(self.size_bytes)

@@ -1,11 +1,20 @@
-"""All shapes of one process: from a definition to a live shape, one for equal definitions; bounded, and closed as one.
+"""All shapes of one process: creates them from definitions, shares and bounds them, and closes them.
 
-V1  One definition has at most one live shape; a dropped one is replaced under a new handle.
-V3  At most `max_shapes` live, and `memory_bytes` in all. Room is made of shapes that nobody read for `idle_s` and
-    nobody waits for; a newcomer that finds none is refused, and none in use is ended for it.
-V5  Whatever building or following a shape raises, of whatever type, ends that shape and nothing else (`_run`); what its
-    share of a stream raises ends it in the sink. Asked for again it is refused for a while (`rejection_cache`).
-V6  A shape whose table is captured no more ends; nothing of an ended one stays, but for a fault's mark for a minute.
+The service owns the table of live shapes (by handle and by definition), the plans of recent requests, one pump task per
+captured database, one task per shape, and the budgets of memory and disk. `open` returns the live shape of a plan or
+starts one. A housekeeping task runs once a second. It ends shapes whose table is no longer captured or was redefined,
+ends abandoned loads, and publishes stage statuses and metrics.
+
+- Invariant (one shape per definition): a definition has at most one live shape. A shape that was dropped is replaced
+  under a new handle.
+- Invariant (bounded): at most `max_shapes` shapes are live, and together they use at most `memory_bytes`. Room is made
+  only by evicting shapes that were not read for `idle_s` and have no waiting request. If no such shape exists, the new
+  one is rejected; a shape in use is never ended for it.
+- Invariant (isolated failures): any exception from building or following a shape ends that shape only (`_run`). An
+  exception from evaluating its part of a stream ends it in the tap. The definition is then rejected for a while
+  (`rejection_cache`).
+- Invariant (no residue): a shape ends when its table is no longer captured. Nothing of an ended shape remains, except
+  the stage status of a failure for one minute.
 """
 
 from __future__ import annotations
@@ -50,24 +59,26 @@ _log = structlog.get_logger()
 
 HOUSEKEEPING_S = 1.0
 ABANDONED_S = 10.0
-"""A shape that loads while nobody waits for so long gives its place among the few snapshots to others."""
+"""Age at which a loading shape that no request waits for is ended, so that another one gets its snapshot slot."""
 
 SUBSETS_OF_MEMORY = 4
-"""Subsets on their way to their readers may hold a part of the memory; the rest stays the shapes'."""
+"""Divisor: the rows of subsets that are being sent may use this fraction of the memory; the rest is reserved for
+shapes."""
 
 READERS = 2
-"""Threads that read what only the disk has; the writers have one each."""
+"""Threads that read log entries that are only on disk. Each store also has its own writer thread."""
 
 SHARDS_FILE = "%shards"
-"""No capture's file has this name: a `%` of theirs is followed by two digits."""
+"""File name for shapes over shards. It cannot collide with a capture's file: a `%` in those is followed by two
+digits."""
 
 SPELLINGS = 4
 LARGE_CLAUSE_BYTES = 1_000
-"""Of one definition so many requests have their plans kept, and one where the clause is larger."""
+"""Number of different requests per definition whose plans are cached; only one if the clause is larger than this."""
 
 
 class ShapeService:
-    """Assembled by node: add databases and shards, mount `shape_routes(service)`, close at the end."""
+    """Assembled by the node: add databases and shards, mount `shape_routes(service)`, and close it at the end."""
 
     def __init__(self, clock: Clock, rand: Rand, tracker: StatusTracker, settings: ShapeSettings | None = None) -> None:
         self.settings = settings or ShapeSettings()
@@ -92,17 +103,17 @@ class ShapeService:
         self._shards = ShardShapes(clock, self.share, self._compiler)
         self._handles = HandleMint(clock, rand)
         self._by_handle: OrderedDict[str, LiveShape] = OrderedDict()
-        """The least recently used first."""
+        """Live shapes, least recently used first."""
         self._counts: dict[str, int] = {}
-        """Of each mark."""
+        """Number of live shapes per stage status."""
         self._loading: dict[LiveShape, None] = {}
         self._over_shards: dict[LiveShape, None] = {}
         self._largest = Largest()
         self._by_definition: dict[ShapeDefinition, LiveShape] = {}
         self._plans: dict[ShapeRequest, Plan] = {}
-        """Of shapes that live …"""
+        """Plans of live shapes, by request."""
         self._asked: dict[ShapeDefinition, list[ShapeRequest]] = {}
-        """… and by which requests."""
+        """Requests of each definition that have an entry in `_plans`."""
         self._runners: dict[str, asyncio.Task[None]] = {}
         self._pumps: dict[str, list[asyncio.Task[None]]] = {}
         self._stores: dict[str, ShapeStore] = {}
@@ -111,25 +122,24 @@ class ShapeService:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="shapes-read")
         self._evicted = 0
         self._over = False
-        """Shapes have ended since plans of theirs were last looked for."""
+        """Shapes have ended since the catalog entries of uncaptured tables were last removed."""
         self._keeping = False
         self._closed = False
 
     # -- assembly ----------------------------------------------------------------------------------
 
     def add_database(self, name: str, dsn: str, relations: Relations, seeker: Seeker | None = None) -> ShapeTap:
-        """Serve the tables of a captured database; returns the tap to add to its capture.
+        """Serve the tables of a captured database; return the tap to add to its capture.
 
-        `relations()` gives the relations captured now: their columns are what the stream carries. It may name
-        none until the replication slot exists, never before. `seeker` is asked for tables that are not among them.
-        Adding a name again (a capture that was started anew, perhaps after another node had it) ends the shapes of its
-        earlier life: they may have missed changes.
-        Those that are kept on disk are restored, where they have not (RFC 0006). Raises RuntimeError when it is there
-        and was not released.
+        `relations()` returns the relations that are captured now: their columns are what the stream carries. It returns
+        none until the replication slot exists. `seeker` is queried for tables that are not among them. Adding a name
+        again (the capture was restarted, perhaps after it ran on another node) ends the shapes of its previous run:
+        they may have missed changes. Shapes that are stored on disk are restored unless they have missed changes (RFC
+        0006). Raises RuntimeError if the database is already served and was not released.
         """
         if name in self._stores:
-            raise RuntimeError(f"the database is served: name={name}")
-        self.suspend_database(name, "the capture was started anew")
+            raise RuntimeError(f"the database is already served: name={name}")
+        self.suspend_database(name, "the capture was restarted")
         store = self._open_store(quote(name, safe=""), name)
         sink = self._tables.add(name, dsn, relations, store, seeker)
 
@@ -151,7 +161,8 @@ class ShapeService:
         return sink
 
     def _open_store(self, stem: str, name: str) -> ShapeStore | None:
-        """None: shapes of this source live in memory. `stem`: of the file's name."""
+        """Open the file `stem`.db. Return None if it cannot be opened or no directory is set: then shapes live in
+        memory only."""
         if self.settings.directory is None:
             return None
         file: ShapeFile | None = None
@@ -172,12 +183,15 @@ class ShapeService:
         except UnavailableError as error:
             if file is not None:
                 file.release()
-            _log.error("shapes are not kept over a restart", database=name, error=str(error))
+            _log.error("shapes are in memory only: their file cannot be opened", database=name, error=str(error))
             return None
 
     async def release_database(self, name: str, reason: str = "the capture left this node") -> None:
-        """This process does not capture it now: its shapes end here, requests are 503 until it is added again. What is
-        kept of them is written, for the process that follows the same stream on."""
+        """End the shapes of a database that this process no longer captures.
+
+        Requests get 503 until it is added again. Pending log writes are flushed first, for the process that continues
+        the same stream.
+        """
         store = self._stores.get(name)
         if store is not None:
             pumps = self._pumps.pop(name, [])
@@ -191,7 +205,7 @@ class ShapeService:
         self.suspend_database(name, reason)
 
     def suspend_database(self, name: str, reason: str = "the capture left this node") -> None:
-        """As `release_database`, where nothing is kept."""
+        """End the shapes of a database like `release_database`, without flushing anything to disk."""
         self._forget_plans()
         self._refusals.forget()
         for shape in list(self._by_handle.values()):
@@ -202,8 +216,8 @@ class ShapeService:
         self._tables.suspend(name)
 
     def add_shards(self, opener: ShardOpener, cluster: Callable[[], Awaitable[str]] | None = None) -> None:
-        """Serve shards: `opener(name)` returns a handle or raises Missing. `cluster()` names the cluster that they are
-        of; without it their shapes are in memory only."""
+        """Serve shards: `opener(name)` returns a handle or raises MissingError. `cluster()` returns the id of the
+        cluster that they belong to; without it their shapes are in memory only."""
         store = self._shard_store = self._open_store(SHARDS_FILE, "shards") if cluster is not None else None
         self._shards.serve(opener, cluster, store)
         if store is not None:
@@ -214,10 +228,10 @@ class ShapeService:
 
     async def _restore_shards(self) -> None:
         await self._shards.restore(self._take_in_shard_again)
-        await asyncio.Event().wait()  # a pump is kept running
+        await asyncio.Event().wait()  # keep the supervised task running
 
     async def _release_shards(self) -> None:
-        """What is known of their shapes is written."""
+        """Write the progress of the shapes over shards, and release their file."""
         store = self._shard_store
         if store is not None:
             self._shards.note()
@@ -240,17 +254,17 @@ class ShapeService:
         self._readers.shutdown(wait=False)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
-        """Nothing here ends with an error unless it is a defect of the supervision itself: then nobody is served."""
-        _log.error("shapes cannot go on", part=name, error=sentence(error), exc_info=error)
+        """Stop all shapes: a supervised task ends with an error only if the supervision itself has a defect."""
+        _log.error("shapes have stopped after an internal error", part=name, error=sentence(error), exc_info=error)
         self._tracker.fail("shapes", sentence(error), now_ms=self.clock.now_ms())
         self._closed = True
         for shape in list(self._by_handle.values()):
-            self._forget(shape, "shapes cannot go on")
+            self._forget(shape, "shapes have stopped after an internal error")
 
     # -- look-up -----------------------------------------------------------------------------------
 
     def shapes(self) -> list[dict[str, object]]:
-        """One plain record per live shape, for the CLI and the console."""
+        """Return one plain record per live shape, for the CLI and the console."""
         return [
             {
                 "handle": shape.handle,
@@ -268,7 +282,7 @@ class ShapeService:
         ]
 
     def facts(self) -> dict[str, object]:
-        """Counts and bytes of all shapes, and which are the largest; of bounded size."""
+        """Return counts and bytes of all shapes, and the largest ones; of bounded size."""
         sinks = self._tables.sinks().values()
         return {
             "shapes": len(self._by_handle),
@@ -299,7 +313,7 @@ class ShapeService:
 
     @property
     def health(self) -> str:
-        """`active`; `starting` while a captured database has no relations yet."""
+        """`active`; `starting` while a captured database has no relations yet; `stopping` once closed."""
         if self._closed:
             return "stopping"
         return "starting" if self._tables.starting() else "active"
@@ -312,21 +326,22 @@ class ShapeService:
         return None if shape is None or shape.gone else shape
 
     def last_seen(self, shape: LiveShape) -> int:
-        """Newest transaction of this shape's source whose effect on the shape, if any, is in its log."""
+        """Return the newest transaction of the shape's source whose effect on the shape, if any, is in its log."""
         return shape.last_seen if shape.definition.source.kind == "shard" else self._tables.last_seen(shape)
 
     def covers(self, shape: LiveShape, offset: LogOffset) -> bool:
-        """Whether `offset` is a place the shape has reached: the end of its log, or a transaction its source has seen.
+        """Return whether the shape has reached `offset`: it is in the log, or names a transaction that the source has
+        seen.
 
         Event streams resume at the last transaction seen, which need not be one of the shape's own.
         """
         return offset <= shape.log.end or offset.tx <= self.last_seen(shape)
 
     async def plan(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
-        """Check a request against its table or shard; where it `waits`, a young table is waited for. Raises FieldError,
-        InvalidError or UnavailableError.
+        """Check a request against its table or shard and return its plan.
 
-        A live client asks the same again and again, so a plan is kept for as long as it is true.
+        `waits`: wait for a table that was created a moment ago. A live client repeats the same request, so a plan is
+        cached while it is valid. Raises FieldError, InvalidError or UnavailableError.
         """
         if self._closed:
             raise UnavailableError("the node is stopping.")
@@ -344,10 +359,10 @@ class ShapeService:
 
     def _still_true(self, plan: Plan, request: ShapeRequest) -> bool:
         if plan.relation is None:
-            shape = self.current(plan.definition)  # a shard may have got columns since
+            shape = self.current(plan.definition)  # the shard may have new columns
             return shape is not None and shape.schema_json == plan.schema_json
         if needs_old_rows(plan.relation, request) and self.current(plan.definition) is None:
-            return False  # the stream may not say them any more, which is why it ended
+            return False  # the stream may no longer carry old rows, which would be why the shape ended
         shape = self.current(plan.definition)
         if shape is not None and self._tables.continues(shape):
             return True
@@ -370,14 +385,15 @@ class ShapeService:
         self._plans, self._asked = {}, {}
 
     def successor(self, handle: str) -> str:
-        """A handle for a client whose shape is over, while there is no other shape to name. No shape ever has it."""
+        """Return a handle for a client whose shape has ended without a replacement. No shape ever gets this handle."""
         return self._handles.after(handle)
 
     def open(self, plan: Plan) -> LiveShape:
-        """The live shape of a plan; starts one when there is none (V1). Plain def: the place is taken at once.
+        """Return the live shape of a plan; start one if none exists.
 
-        Raises OverBudgetError when there is no room, UnavailableError when the service is closed, and what the
-        definition failed with lately.
+        A plain def, so that the place is reserved before any other request runs. Raises OverBudgetError if there is no
+        room, UnavailableError if the service is closed, and the definition's recent error if it is in the rejection
+        cache.
         """
         if self._closed:
             raise UnavailableError("the node is stopping.")
@@ -429,7 +445,7 @@ class ShapeService:
         self._runners[shape.handle] = self._tasks.spawn(self._run(shape, build), name=f"shape:{shape.handle}")
 
     def _take_in_again(self, saved: Saved, kept: SavedDefinition, log: DiskLog) -> LiveShape:
-        """One of an earlier life. Raises OverBudgetError; none that lives is ended for it."""
+        """Add a shape of an earlier run. Raises OverBudgetError; no live shape is ended to make room for it."""
         return self._again(saved, kept, log, _loaded)
 
     def _take_in_shard_again(self, saved: Saved, kept: KeptShard, log: DiskLog, build: Build) -> None:
@@ -438,7 +454,7 @@ class ShapeService:
 
     def _again(self, saved: Saved, kept: SavedDefinition | KeptShard, log: DiskLog, build: Build) -> LiveShape:
         if len(self._by_handle) >= self.settings.max_shapes:
-            raise OverBudgetError(f"this node serves as many shapes as it may: limit={self.settings.max_shapes}.", 1)
+            raise OverBudgetError(f"too many shapes on this node: limit={self.settings.max_shapes}.", 1)
         self.budget.take(size_of(kept.definition))
         shape = LiveShape(saved.handle, kept.definition, kept.schema_json, log)
         shape.restored = True
@@ -446,7 +462,8 @@ class ShapeService:
         return shape
 
     def _idle(self) -> LiveShape | None:
-        """Of the shapes that nobody waits for and nobody has read for `idle_s` the least recently used one."""
+        """Return the least recently used shape that was not read for `idle_s`, is not loading, and has no waiting
+        request."""
         before_s = self.clock.monotonic_s() - self.settings.idle_s
         for shape in self._by_handle.values():
             if shape.used_s > before_s:
@@ -465,9 +482,9 @@ class ShapeService:
         oldest = next((s for s in islice(self._by_handle.values(), LOOKED_AT) if not s.waiting), None)
         left_s = 60.0 if oldest is None else oldest.used_s + self.settings.idle_s - now_s
         raise OverBudgetError(
-            f"this node serves as many shapes as it may: limit={self.settings.max_shapes}.",
+            f"too many shapes on this node: limit={self.settings.max_shapes}.",
             max(1, min(60, int(left_s) + 1)),
-            fix="Raise shapes.max_shapes, or let unused ones become idle.",
+            fix="Raise shapes.max_shapes, or wait until unused shapes become idle.",
         )
 
     def _make_bytes(self, missing_bytes: int) -> None:
@@ -482,10 +499,10 @@ class ShapeService:
 
     def _evict(self, shape: LiveShape) -> None:
         self._evicted += 1
-        self._forget(shape, f"evicted: nobody read it for idle_s={self.settings.idle_s}")
+        self._forget(shape, f"evicted: not read for idle_s={self.settings.idle_s}")
 
     def _forget(self, shape: LiveShape, reason: str) -> None:
-        """End a shape and every trace of it. Idempotent."""
+        """End a shape and remove all references to it. Idempotent."""
         shape.drop(reason)
         if self._by_handle.pop(shape.handle, None) is None:
             return
@@ -506,10 +523,11 @@ class ShapeService:
         if runner is not None and runner is not asyncio.current_task():
             runner.cancel()
         self._reporter.ended(shape)
-        _log.info("shape over", handle=shape.handle, source=str(shape.definition.source), why=shape.end_reason)
+        _log.info("shape ended", handle=shape.handle, source=str(shape.definition.source), why=shape.end_reason)
 
     async def _run(self, shape: LiveShape, build: Build) -> None:
-        """Load, then stay until the shape is over. THE boundary of a shape's own work (V5)."""
+        """Load the shape, then wait until it has ended. Every exception of the shape's own work is caught here and ends
+        only this shape."""
         try:
             await build(shape)
             await shape.wait_over()
@@ -523,14 +541,14 @@ class ShapeService:
             self._forget(shape, "its task ended")
 
     def _tell(self, shape: LiveShape) -> None:
-        """A failure is remembered for those who ask again; one that is not the request's own is told."""
+        """Cache a failure for repeated requests; log and report it unless the request itself caused it."""
         error = shape.error
         if error is None or isinstance(error, OverBudgetError):
             return
         now_s = self.clock.monotonic_s()
         self._refusals.add(shape.definition, error, now_s, broken=shape.broken)
         if isinstance(error, TransientTableError):
-            _log.info("shape not begun", handle=shape.handle, cause=str(error))
+            _log.info("shape not started", handle=shape.handle, cause=str(error))
         elif not isinstance(error, InvalidError):
             _log.error("shape failed", handle=shape.handle, error=str(error), exc_info=error)
             self._reporter.fault(shape, str(error), self.clock.now_ms(), now_s)
@@ -544,7 +562,7 @@ class ShapeService:
 
     def _house(self) -> None:
         for consumer in self._tables.uncaptured():
-            self._forget(consumer.shape, "its table is not captured any more")
+            self._forget(consumer.shape, "its table is no longer captured")
         for consumer in self._tables.redefined():
             self._forget(consumer.shape, "the table's definition changed")
         if self._over:
@@ -552,11 +570,11 @@ class ShapeService:
             self._tables.forget_gone()
         now_s = self.clock.monotonic_s()
         for shape in list(self._loading):
-            if shape.state != "loading":  # what is done of a shape over a shard goes on for as long as it lives
+            if shape.state != "loading":  # for a shape over a shard, `build` runs for as long as the shape lives
                 self._loading.pop(shape)
                 self._reporter.ended(shape)
             elif not (shape.restored or shape.waiting) and now_s - shape.used_s > ABANDONED_S:
-                self._forget(shape, "nobody waits for its initial rows any more")
+                self._forget(shape, "no request waits for its initial rows any more")
         sinks = self._tables.sinks()
         for sink in sinks.values():
             sink.end_the_late()
@@ -584,11 +602,12 @@ class ShapeService:
 
 
 async def _known_to_nobody(_: str) -> None:
-    """The file of shapes over shards: no row names it, for what it holds is asked of the shards themselves."""
+    """Ignore the file name of shapes over shards: no capture row names this file, and the shards themselves keep the
+    history."""
 
 
 async def _loaded(_: LiveShape) -> None:
-    """Its rows are there."""
+    """Do nothing: the rows of a restored shape are already in its log."""
 
 
 def disk_mark(database: str) -> str:

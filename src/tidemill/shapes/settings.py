@@ -1,4 +1,4 @@
-"""Settings of the shape service: plain data, and what each may cost. `[shapes]` of the configuration fills them."""
+"""Settings of the shape service and their limits, as plain data; filled from `[shapes]` of the configuration."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from tidemill.shapes.tables.capture_tap import BacklogLimits
 
 
 class CacheAges(msgspec.Struct, frozen=True):
-    """Seconds that caches may keep answers: the initial rows (shared caches), later chunks, live answers. `stale_s`:
-    for how long they may show a later chunk that is not fresh while they ask for it again."""
+    """Seconds for which caches may keep responses: the initial rows (shared caches), later chunks, live responses.
+
+    `stale_s`: for how long they may serve a stale later chunk while they revalidate it.
+    """
 
     initial_s: int = 3_600
     later_s: int = 60
@@ -23,23 +25,27 @@ class CacheAges(msgspec.Struct, frozen=True):
 
 
 class ShapeSettings(msgspec.Struct, frozen=True):
-    """
-    max_shapes          live shapes at once; one more is refused unless another was not read for idle_s
-    memory_bytes        what all bases, logs and transactions under way may hold together
-    directory           where logs are kept over a restart; None = in memory only
-    disk_bytes          … and how much of them
-    idle_s              a shape that nobody read for so long may make room for another
+    """Settings of the shape service.
+
+    max_shapes          live shapes; another one is rejected unless one was not read for idle_s
+    memory_bytes        memory of all initial rows, logs and open transactions together
+    directory           where logs are stored over a restart; None = in memory only
+    disk_bytes          size of all stored logs together
+    idle_s              a shape that was not read for this long may be evicted for another one
     long_poll_s         a live request without news is answered after this long
     sse_s               an event stream is closed after this long
-    keep_alive_s        a comment line on a quiet event stream
+    keep_alive_s        interval of comment lines on a quiet event stream
     load_timeout_s      a client waits this long for the initial rows
-    max_initial         requests for initial rows and subsets under way at once, 503 beyond
-    subset_bytes        of rows that one answer to a subset may hold
-    max_existing        other requests under way at once, long polls and event streams included
+    max_initial         concurrent requests for initial rows and subsets; 503 beyond
+    subset_bytes        largest size of the rows of one subset response
+    max_existing        other concurrent requests, long polls and event streams included
     secret              required as `secret` in every request when set
     allow_delete        DELETE /v1/shape drops a shape (405 otherwise)
-    allowed_origins     origins whose pages may read answers in a browser; `*` = all; `:*` at the end = any port
-    loop_share          of the event loop's time that shapes may use
+    allowed_origins     origins whose pages may read responses in a browser; `*` = all; `:*` at the end = any port
+    loop_share          share of the event loop's time that shapes may use
+    limits              size limits of one shape's log
+    backlog             limits of changes that are not evaluated yet, per database
+    cache               cache lifetimes of responses
     """
 
     max_shapes: int = 1_000

@@ -3,5 +3,5 @@
     row ─► row_writer ─► items ─► log | disk_log ─► store (when to flush) ─► sqlite_file
     restart: sqlite_file ─► saved_shape ─► disk_log; stale_files: removal
 
-Does not know what a shape or a capture is: definitions are opaque records, positions are numbers.
+Knows nothing about shapes or captures: definitions are opaque records, positions are numbers.
 """

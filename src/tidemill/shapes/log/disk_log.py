@@ -1,16 +1,17 @@
-"""The log of one shape on disk: a tail in memory before what its file holds. LogStorage; see `log.py` for L1 to L4.
+"""The log of one shape on disk: a tail in memory in front of the file's content. Implements LogStorage (log.py).
 
-    memory   │ base chunks not written yet   │ items: written a flush ago · shown · staged
+    memory   │ base chunks not written yet   │ items: written a flush ago · visible · staged
     file     │ all other chunks              │ all earlier items
 
-E1  What is not in the file is in memory; what leaves memory was durable before, and a flush ago: who follows live
-    never waits for the disk. A reader decides what it takes from where before it waits; what the file holds never
-    changes.
-E2  The file holds whole transactions only: `unsaved` gives what is shown.
-E3  What memory holds is counted in `budget`, what is or will be in the file in `disk`, both before it is taken.
-E4  What is read from the file for readers is counted until the last of them has let go of it, and in a share of the
-    memory that all such reads have: readers who are slow on purpose take no more. All readers of one chunk of the base
-    have one copy.
+- Invariant (warm tail): data that is not in the file is in memory. Data leaves memory one flush after it became
+  durable, so live readers never wait for the disk. A reader decides what to read from which side before it awaits; the
+  content of the file never changes.
+- Invariant (whole transactions): `unsaved` returns only visible items, so the file has whole transactions only.
+- Invariant (accounted): memory is counted in `budget`, and everything that is or will be in the file in `disk`, both
+  before the data is stored.
+- Invariant (bounded reads): data read from the file is counted until its last reader has released it, within a share of
+  the memory that all such reads have together, so that slow readers cannot use more. All readers of one chunk of the
+  base share one copy.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from tidemill.shapes.log.sqlite_file import Item, Saved
 from tidemill.shapes.memory_budget import Budget
 
 UNWRITTEN_CHUNKS = 2
-"""Of a base that is being read: who reads it waits while more are in memory."""
+"""Largest number of unwritten chunks while the base is loaded: with more in memory, the loader waits."""
 
 
 class Keeper(Protocol):
-    """Who writes and reads the file of a log: ShapeStore."""
+    """The store that reads and writes the file of a log: ShapeStore."""
 
     def changed(self, log: DiskLog, size_bytes: int) -> None:
-        """There is so much more to write."""
+        """Note that the log has `size_bytes` more to write."""
         ...
 
     def end(self, log: DiskLog) -> None:
-        """It was dropped, and must not be there after a restart."""
+        """Note that the log was dropped, and must not exist after a restart."""
         ...
 
     async def room(self, log: DiskLog) -> None:
-        """Until it is not crowded any more."""
+        """Wait until the log is not crowded any more."""
         ...
 
     async def base(self, key: int, chunk: int) -> Sequence[bytes]:
-        """That chunk, lent (E4)."""
+        """Return that chunk as a read lease."""
         ...
 
     def lend(self, items: Sequence[bytes]) -> ReadLease:
-        """Count what was read for readers. Raises Full."""
+        """Count items that were read for readers. Raises OverBudgetError."""
         ...
 
     async def items(self, key: int, after: LogOffset, upto: LogOffset, size_bytes: int) -> list[Item]: ...
@@ -71,14 +72,17 @@ class DiskLog:
         disk: Budget,
         saved: Saved | None = None,
     ) -> None:
-        """`saved`: the log that the file holds under this key. Raises Full when `disk` has no room for it."""
+        """Create an empty log, or one over `saved`: the log that the file has under this key.
+
+        Raises OverBudgetError if `disk` has no room for it.
+        """
         self.key = key
         self.budget = budget
         self.disk = disk
         self._keeper = keeper
         self._limits = limits
         self._base: list[bytes | None] = []
-        """None: in the file only."""
+        """Chunks of the base; None if the chunk is in the file only."""
         self._written_chunks = 0
         self._open_chunk: list[bytes] = []
         self._open_bytes = 0
@@ -86,12 +90,12 @@ class DiskLog:
         self._dropped = False
         self._items: list[LogItem] = []
         self._charged: list[int] = []
-        """What was taken for each: an item grows when it is marked."""
+        """Bytes counted per item: an item grows when it is marked as the last one."""
         self._written = 0
-        """Of the items, in the file."""
+        """Number of items in `_items` that are in the file."""
         self._shown = 0
         self._end = self._on_disk = BASE_END
-        """Newest item that is shown; newest one that is in the file only."""
+        """Offsets of the newest visible item, and of the newest item that is in the file only."""
         self._log_bytes = self._base_bytes = self._held_bytes = 0
         if saved is not None:
             disk.take(saved.base_bytes + saved.log_bytes)
@@ -134,13 +138,14 @@ class DiskLog:
 
     @property
     def crowded(self) -> bool:
-        """The base comes faster than the file takes it."""
+        """True if the base arrives faster than the file is written."""
         return len(self._base) - self._written_chunks >= UNWRITTEN_CHUNKS and not self._dropped
 
     # -- writing -----------------------------------------------------------------------------------------------
 
     def add_base(self, rows: Sequence[bytes]) -> None:
-        """Raises InvalidError when the base outgrows its limit, Full when all shapes together do."""
+        """Add rows to the base. Raises InvalidError if it exceeds its limit, OverBudgetError if all shapes together
+        do."""
         if self._dropped:
             return
         if self._sealed:
@@ -169,7 +174,8 @@ class DiskLog:
         self._sealed = True
 
     def stage(self, item: LogItem) -> None:
-        """Raises RuntimeError when the item does not come after all before it (L1), Full without room."""
+        """Append an item. Raises RuntimeError if its offset is not larger than all earlier ones, OverBudgetError
+        without room."""
         if self._dropped:
             return
         last = self._items[-1].offset if self._items else self._end
@@ -213,14 +219,14 @@ class DiskLog:
         self._log_bytes = self._base_bytes = self._held_bytes = 0
 
     def _take(self, size_bytes: int, *, base: bool = False) -> None:
-        """E3. Raises Full, and takes nothing then."""
+        """Reserve memory and disk. Raises OverBudgetError, and reserves nothing then."""
         self.disk.take(size_bytes)
         try:
             self.budget.take(size_bytes)
         except BaseException:
             self.disk.give(size_bytes)
             raise
-        if self._dropped:  # room was made of this very shape
+        if self._dropped:  # the budget evicted this very shape to make room
             self.disk.give(size_bytes)
             self.budget.give(size_bytes)
             return
@@ -237,19 +243,19 @@ class DiskLog:
     # -- the file ----------------------------------------------------------------------------------------------
 
     def unsaved(self) -> tuple[list[tuple[int, bytes]], list[LogItem]]:
-        """Chunks and items that readers may see and the file does not hold yet (E2)."""
+        """Return the chunks and items that readers may see and the file does not have yet."""
         first = self._written_chunks
         chunks = [(first + n, json) for n, json in enumerate(self._base[first:]) if json is not None]
         return chunks, self._items[self._written : self._shown]
 
     def was_saved(self, chunks: int, items: int) -> None:
-        """So many of what `unsaved` gave are durable."""
+        """Record that the first `chunks` and `items` of what `unsaved` returned are durable."""
         if not self._dropped:
             self._written_chunks += chunks
             self._written += items
 
     def cool(self) -> None:
-        """Called when the next flush is done, before `was_saved`: what was durable until now leaves memory (E1)."""
+        """Release from memory what was durable before this flush; called after each flush, before `was_saved`."""
         for chunk, json in enumerate(self._base[: self._written_chunks]):
             if json is not None:
                 self._base[chunk] = None
@@ -268,12 +274,15 @@ class DiskLog:
             await self._keeper.room(self)
 
     async def fetch(self, after: LogOffset) -> Chunk:
-        """See MemoryLog.read. Raises Unavailable when the file cannot be read, Full when too much is read (E4)."""
+        """Return the next chunk, as MemoryLog.read does.
+
+        Raises UnavailableError if the file cannot be read, OverBudgetError if too much is being read from it.
+        """
         if after < BASE_END:
             index = 0 if after == BEFORE_ALL else after.op + 1
             if index < len(self._base):
                 return await self._read_base(index)
-            after = BASE_END  # a reader that names the last chunk has all of it
+            after = BASE_END  # the offset of the last chunk means the whole base
         if after.read < self._on_disk:
             upto = self._on_disk
             found = await self._keeper.items(self.key, after.read, upto, self._limits.chunk_bytes)

@@ -2,10 +2,10 @@
 
     {"key": …, "value": {column: text|null}, "old_value"?: …, "headers": {"operation", "relation", …, "last"?}}
 
-Values are PostgreSQL's text or null; booleans are spelled `true`/`false` everywhere, so that the base
-and the stream agree (Electric itself spells them `t`/`f` in the stream; its clients read both).
-Keys: `"schema"."table"/"v1"/"v2"`, `/` doubled, dots doubled in the relation part, NULL as `_`;
-without a primary key all columns count, sorted by name (notes/electric.md §3).
+Values are PostgreSQL's text or null. Booleans are always `true`/`false`, so that the base and the stream agree
+(Electric itself writes `t`/`f` in the stream; its clients read both). Keys have the form `"schema"."table"/"v1"/"v2"`:
+`/` is doubled, dots are doubled in the relation part, NULL is `_`. Without a primary key all columns belong to the key,
+sorted by name, as in Electric.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MUST_REFETCH = b'[{"headers":{"control":"must-refetch"}}]'
 
 
 class LogItem(msgspec.Struct, frozen=True, gc=False):
-    """One item of a log, rendered."""
+    """One rendered item of a log."""
 
     offset: LogOffset
     json: bytes
@@ -36,11 +36,11 @@ class LogItem(msgspec.Struct, frozen=True, gc=False):
 
 
 ITEM_BYTES = 200
-"""What an item takes beside its JSON: the objects of its place in the log."""
+"""Memory of an item apart from its JSON: the Python objects of its place in the log."""
 
 
 class KeyWriter:
-    """Writes the key of a row of one relation."""
+    """Writes the keys of the rows of one relation."""
 
     def __init__(self, schema: str, table: str, key_columns: Sequence[str]) -> None:
         self._prefix = ".".join(f'"{part.replace("/", "//").replace(".", "..")}"' for part in (schema, table))
@@ -61,7 +61,7 @@ def render(
     headers: Mapping[str, object],
     old_value: Values | None = None,
 ) -> bytes:
-    """An item's JSON; its headers come last, so that `marked_last` can add to them."""
+    """Render an item as JSON. Its headers come last, so that `marked_last` can add to them."""
     item: dict[str, object] = {"key": key, "value": value}
     if old_value is not None:
         item["old_value"] = old_value
@@ -70,12 +70,13 @@ def render(
 
 
 def marked_last(item: bytes) -> bytes:
-    """The same item with `last: true`: it ends its transaction."""
+    """Return the item with `last: true`: it ends its transaction."""
     return item[:-2] + b',"last":true}}'
 
 
 def up_to_date(last_seen: int) -> bytes:
-    """The control item that ends a complete answer; `last_seen` is decimal, as the client reads it."""
+    """Return the control item that ends a complete response; `last_seen` is written in decimal, as the client reads
+    it."""
     return b'{"headers":{"control":"up-to-date","global_last_seen_lsn":"%d"}}' % max(0, last_seen)
 
 
@@ -96,7 +97,7 @@ _BOOLEAN_TEXT = {"t": "true", "f": "false"}
 
 
 def spell_booleans(row: dict[str, str | None], columns: Sequence[str]) -> None:
-    """Rewrite `t`/`f` of the named columns in place."""
+    """Replace `t`/`f` in the named columns by `true`/`false`, in place."""
     for column in columns:
         value = row.get(column)
         if value is not None:

@@ -1,18 +1,18 @@
 """One shape's log: a base (the initial rows, in chunks) and then items in order. Synchronous; no clock, no I/O.
 
-L1  Offsets of items grow strictly; `end` never goes back.
-L2  Readers see whole transactions only: `stage` adds items that nobody sees, `publish` shows all of them in a moment,
-    however many they are, and `unstage` takes them back.
-L3  A reader that asks at any offset gets every later item once, in order.
+`LogStorage` is the protocol. `MemoryLog` stores everything in memory and is bounded: when the items exceed
+`LogLimits.log_bytes`, the owner ends the shape, and the next request starts it again with a new handle and a new base.
+`disk_log.DiskLog` stores the log on disk, over a restart.
 
-`LogStorage` is the protocol; `MemoryLog` keeps everything in memory and is bounded: when the items
-outgrow `LogLimits.log_bytes` the owner ends the shape, and the next request starts it anew (new handle,
-new base). `store.DiskLog` keeps it on disk, over a restart.
-
-L4  What a log holds was taken from the budget before, and is given back when it is dropped; it then takes nothing more.
-
-A chunk of the base is kept as the bytes that answer a request: objects joined by `,\n`. JSON has no raw line feed, so
+A chunk of the base is stored as the bytes that answer a request: objects joined by `,\n`. JSON has no raw line feed, so
 `split_chunk` is exact.
+
+- Invariant (growing offsets): the offsets of items strictly increase, and `end` never decreases.
+- Invariant (whole transactions): `stage` adds items that no reader sees. `publish` makes all of them visible in one
+  step, however many they are, and `unstage` discards them.
+- Invariant (exactly once): a reader that starts at any offset gets every later item once, in order.
+- Invariant (accounted): bytes are taken from the budget before the log stores them, and returned when the log is
+  dropped. A dropped log takes nothing more.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class LogLimits(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """`items` are JSON bytes, or several joined by SEPARATOR; `end` is the offset to ask for next; `complete` = nothing
-    follows `end` now."""
+    """A piece of a log. `items` are JSON objects, or several joined by SEPARATOR; `end` is the offset to request next;
+    `complete` is true if nothing follows `end` now."""
 
     items: Sequence[bytes]
     end: LogOffset
@@ -52,7 +52,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class ReadLease(list[bytes]):
-    """Items that were read from disk for readers: counted in memory for as long as one of them has this list."""
+    """Items that were read from disk. They count as memory for as long as a reader references this list."""
 
     __slots__ = ("__weakref__",)
 
@@ -61,7 +61,7 @@ SEPARATOR = b",\n"
 
 
 def split_chunk(items: Iterable[bytes]) -> Iterator[bytes]:
-    """The single objects of a chunk, one at a time: no reader holds a second copy of it."""
+    """Yield the single objects of a chunk, one at a time, so that no reader has a second copy of it."""
     for joined in items:
         start = 0
         while (end := joined.find(SEPARATOR, start)) >= 0:
@@ -76,7 +76,7 @@ class LogStorage(Protocol):
 
     @property
     def limit_bytes(self) -> int:
-        """What the log may grow to; transactions that are not yet in it, too."""
+        """Limit for the log's size, and for transactions that are not in the log yet."""
         ...
 
     @property
@@ -92,37 +92,41 @@ class LogStorage(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Of both, in memory."""
+        """Bytes of the base and the log that are in memory."""
         ...
 
     @property
     def overgrown(self) -> bool:
-        """The log is larger than its limit: the owner ends the shape."""
+        """True if the log exceeds its limit; the owner then ends the shape."""
         ...
 
     def add_base(self, rows: Sequence[bytes]) -> None:
-        """Add rows to the base; only before `seal_base`. Raises InvalidError when it grows too large, Full without
-        room."""
+        """Add rows to the base; only before `seal_base`.
+
+        Raises InvalidError if the base exceeds its limit, OverBudgetError if the budget has no room.
+        """
         ...
 
     def seal_base(self) -> None: ...
 
     def stage(self, item: LogItem) -> None:
-        """Raises Full, and adds nothing then."""
+        """Append an item, not yet visible. Raises OverBudgetError, and adds nothing then."""
         ...
 
     def publish(self, *, mark: bool = False) -> bool:
-        """Show what is staged; `mark`: its last item says that it is the last. Whether there was anything."""
+        """Make the staged items visible; return whether there were any. `mark`: mark the last one as the end of its
+        transaction."""
         ...
 
     def unstage(self) -> None: ...
 
     async def fetch(self, after: LogOffset) -> Chunk:
-        """The next chunk behind `after`; of one that is dropped meanwhile, whatever is left. Raises Unavailable."""
+        """Return the next chunk after `after`, or what is left of it if the log is dropped while reading. Raises
+        UnavailableError."""
         ...
 
     async def room(self) -> None:
-        """Until more of the base may be added."""
+        """Wait until more of the base may be added."""
         ...
 
     def drop(self) -> None: ...
@@ -142,7 +146,7 @@ class MemoryLog:
         self._offsets: list[LogOffset] = []
         self._json: list[bytes] = []
         self._shown = 0
-        """Items that readers see; those behind are staged."""
+        """Number of visible items; later ones are staged."""
         self._log_bytes = 0
         self._base_bytes = 0
 
@@ -167,14 +171,15 @@ class MemoryLog:
         return self._log_bytes > self._limits.log_bytes
 
     def add_base(self, rows: Sequence[bytes]) -> None:
-        """Raises InvalidError when the base outgrows its limit, Full when all shapes together do."""
+        """Add rows to the base. Raises InvalidError if it exceeds its limit, OverBudgetError if all shapes together
+        do."""
         if self._dropped:
             return
         if self._sealed:
             raise RuntimeError("base is sealed")
         size = sum(map(len, rows)) + len(SEPARATOR) * len(rows)
         self.budget.take(size)
-        if self._dropped:  # room was made of this very shape
+        if self._dropped:  # the budget evicted this very shape to make room
             self.budget.give(size)
             return
         self._base_bytes += size
@@ -199,14 +204,14 @@ class MemoryLog:
         self._sealed = True
 
     def stage(self, item: LogItem) -> None:
-        """Raises RuntimeError when the item does not come after all before it (L1)."""
+        """Append an item. Raises RuntimeError if its offset is not larger than all earlier ones."""
         if self._dropped:
             return
         last = self._offsets[-1] if self._offsets else BASE_END
         if item.offset <= last:
             raise RuntimeError(f"log offsets must grow: last={last} next={item.offset}")
         self.budget.take(item.size_bytes)
-        if self._dropped:  # room was made of this very shape
+        if self._dropped:  # the budget evicted this very shape to make room
             self.budget.give(item.size_bytes)
             return
         self._log_bytes += item.size_bytes
@@ -231,16 +236,16 @@ class MemoryLog:
         return self.read(after)
 
     async def room(self) -> None:
-        """There is, or adding raises Full."""
+        """Return immediately: memory is always writable, or adding raises OverBudgetError."""
 
     def read(self, after: LogOffset) -> Chunk:
-        """The next chunk behind `after`. The base is read chunk by chunk, -1 → 0_0 → 0_1 → …; behind it comes 0_inf."""
+        """Return the next chunk after `after`. The base is read chunk by chunk, -1 → 0_0 → 0_1 → …; 0_inf follows."""
         if after < BASE_END:
             index = 0 if after == BEFORE_ALL else after.op + 1
             if index < len(self._base):
                 joined = self._base[index]
                 return Chunk((joined,) if joined else (), LogOffset(0, index), False)
-            after = BASE_END  # a reader that names the last chunk has all of it
+            after = BASE_END  # the offset of the last chunk means the whole base
         start = bisect_right(self._offsets, after.read, hi=self._shown)
         stop, size = start, 0
         while stop < self._shown and size < self._limits.chunk_bytes:

@@ -4,10 +4,10 @@
     0_n       after chunk n of the base   (tx 0, op n)
     0_inf     after the whole base        (tx 0, op ∞)
     tx_op     after that item of the log  (tx = commit LSN, or time in ms for a shard)
-    tx_0      after the whole transaction: an item's op is FIRST_OP or more, and a client of server-sent events comes
-              again with the LSN of its last up-to-date item and op 0, having seen that transaction to its end
+    tx_0      after the whole transaction: the op of an item is at least FIRST_OP. A client of server-sent events
+              resumes with the LSN of its last up-to-date item and op 0, and has seen that transaction completely
 
-The order is the tuple order. Real transactions are far above 0, so the base sorts before the log.
+Offsets compare as tuples. Real transactions are far above 0, so the base sorts before the log.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import msgspec
 from tidemill.base.errors import InvalidError
 
 OP_INFINITY = (1 << 63) - 1
-"""No larger number is an LSN, a time or a place, nor can it be looked for on disk."""
+"""Largest LSN, time or op. SQLite cannot store a larger integer."""
 FIRST_OP = 1
 DIGITS = 20
-"""No number on the wire is longer: LSNs, times and places have 64 bits. (Python refuses to read very long ones.)"""
+"""Longest number on the wire: LSNs, times and ops have 64 bits. (Python rejects very long ones.)"""
 
 
 def number(text: str) -> int | None:
-    """A non-negative number as clients write it; None when it is not one."""
+    """Parse a non-negative decimal number; return None if the text is not one."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= DIGITS else None
 
 
@@ -41,12 +41,12 @@ class LogOffset(msgspec.Struct, frozen=True, order=True, gc=False):
 
     @property
     def read(self) -> LogOffset:
-        """What a reader at this place has read of the log: with `tx_0` all of that transaction."""
+        """The last log position that a reader here has read: with `tx_0`, the whole transaction."""
         return self if self.op or self.tx <= 0 else LogOffset(self.tx, OP_INFINITY)
 
     @classmethod
     def parse(cls, text: str) -> LogOffset:
-        """Read the wire form. Raises InvalidError; `now` is no position and is handled by the caller."""
+        """Parse the wire form. `now` is not an offset and is handled by the caller. Raises InvalidError."""
         if text == "-1":
             return BEFORE_ALL
         tx_text, separator, op_text = text.partition("_")
@@ -55,7 +55,7 @@ class LogOffset(msgspec.Struct, frozen=True, order=True, gc=False):
         if separator and tx is not None and op is not None and max(tx, op) <= OP_INFINITY:
             return cls(tx, op)
         raise InvalidError(
-            f"not an offset: offset={text!r}.", fix="Send -1, now, or the electric-offset of a response."
+            f"invalid offset: offset={text!r}.", fix="Send -1, now, or the electric-offset of a response."
         )
 
 

@@ -1,4 +1,4 @@
-"""From rows to log items: which columns a shape shows, how an update is cut, what the headers say. Pure."""
+"""Turns rows into log items: selects the columns, reduces an update to what changed, and writes the headers. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RowWriter:
     """Renders the rows of one shape.
 
     columns      names shown, in table order
-    key_columns  names of the primary key, () = every column of the row is the key
+    key_columns  names of the primary key, () = every column of the row is part of the key
     booleans     names whose text is `t`/`f`
     marks        further headers of the rows of a snapshot
     """
@@ -36,7 +36,7 @@ class RowWriter:
         self._key_columns = tuple(key_columns)
         self._booleans = tuple(booleans)
         self.full = replica == "full"
-        """Updates and deletes show all of a row, and updates what it was before."""
+        """True if updates and deletes show the whole row, and updates also the old values."""
         self._keys = KeyWriter(schema, table, key_columns)
         self._base_headers: Headers = {"operation": "insert", "relation": self._relation, **(marks or {})}
 
@@ -48,7 +48,7 @@ class RowWriter:
         return self._keys.key(row)
 
     def shows(self, columns: Collection[str]) -> bool:
-        """Any of these is shown."""
+        """Return whether any of these columns is shown."""
         return not set(columns).isdisjoint(self._columns)
 
     def _shown(self, row: Row, columns: tuple[str, ...]) -> Row:
@@ -71,8 +71,11 @@ class RowWriter:
         return self._item(offset, "delete", self.key(row), self._shown(row, columns), headers)
 
     def update(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers) -> LogItem | None:
-        """None when nothing that is shown has changed. Without the old row, or where it has no such column, one counts
-        as changed; what `new` lacks is not shown: it is as it was."""
+        """Return the item of an update, or None if no shown column has changed.
+
+        Without the old row, or if it lacks a column, the column counts as changed. Columns that `new` lacks are not
+        shown: their values are unchanged.
+        """
         if old is None:
             return self._item(offset, "update", self.key(new), self._shown(new, self._columns), headers)
         changed = [column for column in self._columns if column not in old or old[column] != new.get(column)]

@@ -1,6 +1,6 @@
-"""What a store keeps of a shape besides its log: enough to find out whether it can go on, and to follow on.
+"""The record that is stored with a shape's log: enough to decide whether the shape can continue, and to continue it.
 
-Encoded as msgpack maps, so that a field may be added; one that cannot be read ends the shape.
+Records are msgpack maps, so that fields can be added. A shape whose record cannot be decoded ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class SavedDefinition(msgspec.Struct, frozen=True):
-    """`relation`: as of its newest change."""
+    """The record of a shape over a table. `relation`: the relation when the record was written."""
 
     request: ShapeRequest
     definition: ShapeDefinition
@@ -31,13 +31,16 @@ class SavedDefinition(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, record: bytes) -> SavedDefinition:
-        """Raises CorruptError."""
+        """Decode a record. Raises CorruptError."""
         return _decoded(_DECODER, record)
 
 
 class KeptShard(msgspec.Struct, frozen=True):
-    """Of a shape over a shard. `cluster` and `shard_id`: which shard that is; `version`: of its schema; `seen_ms`:
-    every change up to this time that is the shape's is in the log."""
+    """The record of a shape over a shard.
+
+    `cluster` and `shard_id` identify the shard; `version` is that of its schema; `seen_ms`: all changes of the shape up
+    to this time are in the log.
+    """
 
     request: ShapeRequest
     definition: ShapeDefinition
@@ -53,7 +56,7 @@ class KeptShard(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, record: bytes) -> KeptShard:
-        """Raises CorruptError."""
+        """Decode a record. Raises CorruptError."""
         return _decoded(_SHARD_DECODER, record)
 
 

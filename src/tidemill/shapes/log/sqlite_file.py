@@ -1,19 +1,22 @@
-"""The file of one captured database's shape logs. Synchronous; whoever calls it does so on a thread.
+"""The file of one captured database's shape logs. Synchronous; callers use it on a thread.
 
-    owner   one row: the layout, and the name under which the capture's row knows this file
-    shapes  id · handle · record (opaque to this room) · snapshot that the base was read in ·
-            chunks of the base · newest item's place · sizes
+    owner   one row: the layout version, and the name of this file in the capture's row
+    shapes  id · handle · record (opaque here) · snapshot that the base was read in ·
+            chunks of the base · position of the newest item · sizes
     base    id · chunk → JSON objects, joined
     items   id · tx · op → JSON object
-    crc     in each row of the three: CRC32C of its record or JSON and of its place, for SQLite has no checksums
+    crc     column of shapes, base and items: CRC32C of the record or JSON and of its key, as SQLite has no checksums
 
-D1  A flush is one transaction, and durable when it returns: new shapes with their base, items, ends, the owner's name.
-D2  A shape is there when its row is. Rows of `base` and `items` without it are leftovers: nobody reads them, ids are
-    not given twice while there are any, and `clear` takes them away a little at a time.
-D3  A file that cannot be read, or is of another layout, is thrown away: what it held can be fetched again.
-D5  What was damaged is never read as something else: a shape whose record is ends when it is restored, one whose rows
-    are ends with the first read of them (Corrupt).
-D4  One process at a time: the lock beside the file goes with its process.
+- Invariant (atomic flush): a flush is one transaction, and durable when it returns: new shapes with their base, items,
+  ended shapes, and the owner's name.
+- Invariant (row decides): a shape exists if its row exists. Rows of `base` and `items` without it are leftovers: they
+  are never read, their ids are not reused while they exist, and `clear` deletes them a few at a time.
+- Invariant (disposable): a file that cannot be read, or has another layout, is deleted: its content can be fetched
+  again.
+- Invariant (no silent damage): damaged data is never read as something else. A shape whose record is damaged ends when
+  it is restored; a shape whose rows are damaged ends at their first read (CorruptError).
+- Invariant (one process): only one process at a time uses the file. The lock file next to it is released with the
+  process.
 """
 
 from __future__ import annotations
@@ -50,18 +53,18 @@ SELECT id FROM seen WHERE id < ? AND NOT EXISTS (SELECT 1 FROM shapes WHERE shap
 NO_ID = (1 << 63) - 1
 
 CLEARED_ROWS = 2_000
-"""Taken away in one transaction, so that a flush never waits for long."""
+"""Rows deleted in one transaction, so that a flush never waits for long."""
 
 VACUUM_PAGES = 256
-"""Given back to the file system after each of these."""
+"""Pages returned to the file system after each such transaction."""
 
 DAMAGED = b""
-"""In place of a record that is not what was written: no record reads like that."""
+"""Replacement for a record with a wrong checksum: it cannot be decoded."""
 
 BUSY_MS = 5_000
 
 SYNCHRONOUS = "FULL"
-"""A flush that returned is durable, whatever happens to the machine."""
+"""SQLite's `synchronous` setting: a flush that returned is durable even if the machine fails."""
 
 
 class Item(msgspec.Struct, frozen=True, gc=False):
@@ -71,7 +74,7 @@ class Item(msgspec.Struct, frozen=True, gc=False):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """A shape as the file holds it. `end`: tx and op of its newest item, (0, 0) without one."""
+    """A shape as the file stores it. `end`: tx and op of its newest item, (0, 0) if it has none."""
 
     id: int
     handle: str
@@ -84,7 +87,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What one flush writes of one shape. `saved`: its row, when it is new; before that it has a base only."""
+    """The part of a flush that belongs to one shape. `saved`: its row, if it is new; before that it has a base only."""
 
     id: int
     base: Sequence[tuple[int, bytes]]
@@ -94,7 +97,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class Flush(msgspec.Struct, frozen=True):
-    """`anew`: nothing that the file held before is there any more."""
+    """One transaction of the file, which may first delete all shapes that it has."""
 
     owner: str
     anew: bool
@@ -103,8 +106,8 @@ class Flush(msgspec.Struct, frozen=True):
 
 
 class ShapeFile:
-    """Raises UnavailableError from every method but `close` when the disk or SQLite does not do it; a flush that raised
-    may have happened, and does no harm when it is made again."""
+    """The database file. Every method but `close` raises UnavailableError if the disk or SQLite fails. A flush that
+    raised may have happened; repeating it does no harm."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,26 +115,29 @@ class ShapeFile:
         self._readers: list[apsw.Connection] = []
         self._writer: apsw.Connection | None = None
         self.holds_shapes = False
-        """When it was opened."""
+        """True if the file had shapes when it was opened."""
         self.next_id = 1
-        """Above every id that anything in the file had then (D2)."""
+        """Smallest id above all ids that were in any table of the file when it was opened."""
         try:
             make_private_directory(path.parent)
             self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise UnavailableError(f"shapes cannot be kept: path={path} error={error.strerror!r}.") from error
+            raise UnavailableError(
+                f"the directory of shape logs cannot be used: path={path} error={error.strerror!r}."
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
             raise UnavailableError(
-                f"another process keeps its shapes here: path={path}.", fix="Give each node a name of its own."
+                f"another process uses this file of shape logs: path={path}.", fix="Give each node its own name."
             ) from error
 
     # -- opening -----------------------------------------------------------------------------------------------
 
     def open(self) -> str:
-        """The owner's name; "" of a new file. What cannot be read goes (D3)."""
+        """Open the file and return its owner's name, "" if it is new. A file that cannot be read is replaced by an
+        empty one."""
         try:
             return self._open()
         except (apsw.CorruptError, apsw.NotADBError, _OtherLayout):
@@ -144,13 +150,13 @@ class ShapeFile:
             raise self._failed(error) from error
 
     def known_as(self) -> str:
-        """The owner's name of a file that is not open; "" of one that holds nothing, or cannot be read (D3)."""
+        """Return the owner's name without opening the file; "" if it is empty or cannot be read."""
         if not self.path.exists():
             return ""
         connection: apsw.Connection | None = None
         try:
             connection = self._connect()
-            connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)  # it may be much, and for nothing
+            connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)  # no checkpoint: it may be long
             return "".join(str(name) for (name,) in connection.execute("SELECT name FROM owner"))
         except (apsw.CorruptError, apsw.NotADBError, apsw.SQLError):
             return ""
@@ -200,7 +206,7 @@ class ShapeFile:
     # -- writing -----------------------------------------------------------------------------------------------
 
     def flush(self, flush: Flush) -> None:
-        """D1."""
+        """Write one flush in one transaction; it is durable when the call returns."""
         writer = self._writing()
         try:
             writer.execute("BEGIN IMMEDIATE")
@@ -219,7 +225,7 @@ class ShapeFile:
 
     @staticmethod
     def _write(writer: apsw.Connection, written: Sequence[Written]) -> None:
-        """Of all of them together: a statement for each would cost more than the rows."""
+        """Write the parts of all shapes together: a statement per shape would cost more than the rows."""
         bases = [(each.id, n, json, _crc(json, each.id, n)) for each in written for n, json in each.base]
         writer.executemany("INSERT OR REPLACE INTO base VALUES (?, ?, ?, ?)", bases)
         items = [
@@ -239,8 +245,8 @@ class ShapeFile:
         writer.executemany("UPDATE shapes SET tx = ?, op = ?, log_bytes = ? WHERE id = ?", ends)
 
     def leftovers(self, before: int = NO_ID) -> list[int]:
-        """Ids below `before` that have something in `base` or `items`, and no row (D2); one step of an index for each
-        id that is there."""
+        """Return the ids below `before` that have rows in `base` or `items` but none in `shapes`. Takes one index step
+        per id."""
         writer = self._writing()
         found: set[int] = set()
         try:
@@ -251,7 +257,7 @@ class ShapeFile:
         return sorted(found)
 
     def clear(self, key: int) -> bool:
-        """Take away some of what is left of a shape that is over. Whether there is more."""
+        """Delete some leftovers of an ended shape. Return whether there may be more."""
         writer = self._writing()
         try:
             for table, order, rows in (("items", "tx, op", CLEARED_ROWS), ("base", "chunk", 1)):
@@ -267,7 +273,7 @@ class ShapeFile:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def base(self, key: int, chunk: int) -> bytes:
-        """b"" when it is gone: its shape is over. Raises CorruptError as well."""
+        """Return a chunk of the base; b"" if it is deleted because its shape has ended. Raises CorruptError as well."""
         found = self._run("SELECT json, crc FROM base WHERE id = ? AND chunk = ?", (key, chunk))
         if not found:
             return b""
@@ -277,8 +283,11 @@ class ShapeFile:
         return bytes(json)
 
     def items(self, key: int, after: tuple[int, int], upto: tuple[int, int], size_bytes: int) -> list[Item]:
-        """In order, later than `after` and not later than `upto`, until they are `size_bytes`; at least one, if any.
-        Raises CorruptError as well."""
+        """Return items in order, after `after` and up to `upto`, until they have `size_bytes`; at least one, if any
+        exists.
+
+        Raises CorruptError as well.
+        """
         connection, found, size = self._reading(), list[Item](), 0
         try:
             rows = connection.execute(
@@ -301,21 +310,21 @@ class ShapeFile:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Idempotent. No call is under way."""
+        """Close all connections. Idempotent. No call may be in progress."""
         for connection in [*self._readers, *([self._writer] if self._writer is not None else [])]:
             with suppress(apsw.Error):
                 connection.close(True)
         self._readers, self._writer, self._local = [], None, threading.local()
 
     def release(self) -> None:
-        """Close, and let another process have the file."""
+        """Close the file and release its lock, so that another process can open it."""
         self.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def remove(self, aside: Path | None = None) -> None:
-        """Close it and throw it away; or put it `aside`, where that would take long."""
+        """Close and delete the file, or rename it to `aside` if deleting would take long."""
         self.close()
         try:
             if aside is not None:
@@ -323,10 +332,12 @@ class ShapeFile:
             for end in ("", "-wal", "-shm"):
                 Path(f"{self.path}{end}").unlink(missing_ok=True)
         except OSError as error:
-            raise UnavailableError(f"shapes cannot be kept: path={self.path} error={error.strerror!r}.") from error
+            raise UnavailableError(
+                f"the file of shape logs cannot be removed: path={self.path} error={error.strerror!r}."
+            ) from error
 
     def size_bytes(self) -> int:
-        """Of the file and its write-ahead log."""
+        """Return the size of the file and its write-ahead log."""
         total = 0
         for end in ("", "-wal"):
             with suppress(FileNotFoundError):
@@ -340,10 +351,10 @@ class ShapeFile:
         return self._writer
 
     def _reading(self) -> apsw.Connection:
-        """This thread's own connection."""
+        """Return this thread's own connection."""
         connection: apsw.Connection | None = getattr(self._local, "connection", None)
         if self._lock < 0:
-            raise UnavailableError("the shapes' file was let go of.")
+            raise UnavailableError("the file of shape logs is closed.")
         if connection is None:
             try:
                 connection = self._connect()
@@ -366,7 +377,8 @@ class ShapeFile:
 
     def _failed(self, error: Exception) -> UnavailableError:
         return UnavailableError(
-            f"the shapes' file failed: path={self.path} error={error}.", fix="Check the space and health of its disk."
+            f"the file of shape logs failed: path={self.path} error={error}.",
+            fix="Check the space and health of its disk.",
         )
 
 

@@ -1,13 +1,14 @@
-"""Files of shape logs that nobody can follow on any more: taken away.
+"""Removes files of shape logs that no capture can continue.
 
-A capture that moved to another node leaves its file behind. Whoever follows on writes its own names into the capture's
-row, so what the file holds is over, whoever captures next.
+A capture that moves to another node leaves its file behind. The node that continues the stream writes the names of its
+own files into the capture's row, so the content of the old file is obsolete, whichever node captures next.
 
-LF1  A file goes when the capture's row does not have its name, or is gone. While the row has it the file stays: this
-     node may be the next one to capture.
-LF2  A file that is open has its lock taken, and is left alone. There is no await from the lock until the file is out of
-     the way: whoever opens it next finds none, and makes a new one.
-LF3  It is renamed first; its space is given back on a thread. What a crash left renamed goes the next time.
+- Invariant (unreferenced only): a file is removed only if the capture's row does not have its name, or does not exist.
+  While the row has the name, the file stays: this node may be the next one to capture.
+- Invariant (not in use): an open file is locked, and is left alone. There is no await between taking the lock and
+  renaming the file, so that a process that opens it next finds none and creates a new one.
+- Invariant (crash-safe): the file is renamed first; its space is freed on a thread. A renamed file that a crash left
+  behind is removed in the next round.
 """
 
 from __future__ import annotations
@@ -28,22 +29,23 @@ LOOK_S = 300.0
 OVER = ".over"
 
 Names = Callable[[str], Awaitable[Collection[str]]]
-"""capture → what its row names; none of a capture that has no row"""
+"""capture → the file names in its row; empty if the capture has no row"""
 
 
 async def watch(directory: Path, names: Names) -> None:
-    """For ever. Raises what `names` raises."""
+    """Remove stale files periodically, forever. Raises what `names` raises."""
     while True:
         await take_away(directory, names)
         await asyncio.sleep(LOOK_S)
 
 
 async def take_away(directory: Path, names: Names) -> None:
-    """Of a database that is served here, or may be restored, nothing goes. Raises what `names` raises."""
+    """Remove the files of captures that cannot be continued. Files in use, or that may be restored, stay. Raises what
+    `names` raises."""
     for path in await asyncio.to_thread(_found, directory, ".db"):
         capture = unquote(path.stem)
         if _set_aside(path, await names(capture)):
-            log.info("shape logs that another node followed on are taken away", database=capture, path=str(path))
+            log.info("removed stale shape logs: another node continues the capture", database=capture, path=str(path))
     for path in await asyncio.to_thread(_found, directory, OVER):
         await asyncio.to_thread(path.unlink, missing_ok=True)
 
@@ -53,7 +55,7 @@ def _found(directory: Path, suffix: str) -> list[Path]:
 
 
 def _set_aside(path: Path, names: Collection[str]) -> bool:
-    """LF2. What the disk does not do now is done the next time."""
+    """Rename the file if its name is not in `names`; return whether it was. A failure is retried in the next round."""
     try:
         file = ShapeFile(path)
     except UnavailableError:
@@ -64,7 +66,7 @@ def _set_aside(path: Path, names: Collection[str]) -> bool:
         file.remove(path.with_suffix(OVER))
         return True
     except UnavailableError as error:
-        log.warning("shape logs of an earlier owner stay", path=str(path), error=str(error))
+        log.warning("cannot remove stale shape logs", path=str(path), error=str(error))
         return False
     finally:
         file.release()

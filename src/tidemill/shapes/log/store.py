@@ -1,18 +1,24 @@
-"""Which logs of a captured database have something to write, when it is written, and what is told then.
+"""Schedules the flushes of the shape logs of one captured database, and reports the positions that are durable.
 
     changed ─┐                       ┌── thread ──┐
     recorded ─┼► due ─ FLUSH_S or    │  one       │   logs: cool, was_saved
     ended ───┘        FLUSH_BYTES ──►│ transaction│──► durable(position)
                                      └────────────┘
 
-T1  `position()` is asked in the same moment in which it is decided which logs a flush takes: what is at or below it is
-    in the flush, or was in an earlier one, or had no effect. `durable(position)` is called when the whole flush is.
-    It is put together and written FLUSH_LOGS logs at a time, each of them as it is then.
-T2  Only what has a row is there after a restart, and its row is written with all that its readers were shown.
-T3  A file whose name the capture's row has is complete, but for what the stream brings again. So one that cannot be
-    written for PATIENCE_S is given up before anything is confirmed without it: `name` writes a name into the row that
-    no file has. What is in memory is served on. The file gets a name of its own again with a flush that holds all
-    there is, made while it is waited for, and the row gets that name after it.
+The store owns the file and the sets of logs that have something to write, were ended, or can release memory. Evaluation
+of changes belongs to the tap, which provides `position` and receives `durable`.
+
+- Invariant (consistent position): `position()` is read in the same step in which the logs of a flush are selected.
+  Every change at or below it is in this flush or in an earlier one, or had no effect. `durable(position)` is called
+  after the whole flush. A flush is written in parts of FLUSH_LOGS logs; each part has the state of its logs at that
+  time.
+- Invariant (row with its items): only a shape with a row exists after a restart, and its row is written together with
+  everything that its readers were shown.
+- Invariant (named files are complete): a file whose name is in the capture's row is complete, except for what the
+  stream repeats. So a file that cannot be written for PATIENCE_S is abandoned before anything is confirmed without it:
+  `name` writes a name into the row that no file has. Shapes are still served from memory. When the disk works again,
+  the file gets a new name with a flush that contains everything, while commits wait for it again, and the row gets that
+  name afterwards.
 """
 
 from __future__ import annotations
@@ -43,29 +49,29 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 FLUSH_S = 1.0
-"""What is shown is durable after so long."""
+"""Longest delay until a visible change is durable."""
 
 FLUSH_BYTES = 1 << 20
-"""… or at once, when so much waits."""
+"""A flush starts immediately if this much waits for it."""
 
 FLUSH_LOGS = 500
-"""In one transaction, so that the loop does not stand still for logs that changed by the thousand."""
+"""Logs in one transaction, so that thousands of changed logs do not block the event loop."""
 
 ORDERED_LOGS = 16 * FLUSH_LOGS
-"""As many are written in the order of their ids, which is the file's: rows side by side share its pages. To order them
-takes the loop two milliseconds."""
+"""Logs that are sorted by id together. Ids are the order of the file, so neighbours share its pages. Sorting this many
+takes the event loop two milliseconds."""
 
 LENT_OF_MEMORY = 4
-"""What is read for readers who are slow to take it may hold so small a part of the memory."""
+"""Divisor: data read from disk for slow readers may use this fraction of the memory."""
 
 RETRY_S = 1.0
 PATIENCE_S = 10.0
-"""For so long a capture's WAL waits for a disk that fails."""
+"""Time for which a failing disk may hold back a capture's WAL."""
 
 
 class _Taken:
-    """What a flush takes; put back when it fails, but for what was durable then. What failed may have happened, and is
-    written over."""
+    """Logs that a flush has taken over. If the flush fails, those not yet durable are put back. A failed part may have
+    been written, and is overwritten."""
 
     def __init__(self, changed: dict[DiskLog, None], records: dict[DiskLog, Saved]) -> None:
         self.changed = changed
@@ -84,7 +90,8 @@ class _Taken:
 
 
 class ShapeStore:
-    """`run` in a task, `aclose` at the end. `position` and `durable` belong to the sink of the database's changes."""
+    """Flushes logs: `run` in a task, `aclose` at the end. `position` and `durable` are set by the tap of the
+    database."""
 
     def __init__(
         self,
@@ -99,22 +106,26 @@ class ShapeStore:
         memory: Budget,
         disk: Budget,
     ) -> None:
-        """Opens the file: raises UnavailableError. `writer`: one thread, this store's own. `mark`: under which a disk
-        that fails is told."""
+        """Open the file. Raises UnavailableError.
+
+        `writer`: one thread, used by this store only. `mark`: the stage status that reports a failing disk.
+        """
         self.file = file
         self.owner = file.open()
         self.position: Callable[[], int] = lambda: 0
         self.taken: Callable[[], int] = lambda: 0
         self._era = 0
-        """How often positions became those of another history: what a flush says of one is void in the next."""
+        """Number of times that positions became those of another history; a flush's position is void after such a
+        change."""
         self.durable: Callable[[int], None] = lambda _: None
         self.name: Callable[[str], Awaitable[None]] | None = None
         self.waited_for = True
-        """False: nothing is held back for this file (T3)."""
+        """False while commits do not wait for this file, because its disk fails."""
         self._unnamed = False
-        """The file's name is not in the row yet."""
+        """True while the file's name is not in the capture's row."""
         self._named_from = 0
-        """It will be, once all that came while nothing waited for the file is evaluated, and in it."""
+        """Position that must be evaluated and durable before the name is written: the newest one that arrived while
+        commits did not wait for the file."""
         self._readers = readers
         self._writer = writer
         self._clock = clock
@@ -125,10 +136,10 @@ class ShapeStore:
         self._memory = memory
         self.lent = Budget(memory.limit_bytes // LENT_OF_MEMORY, whose="all that is read from disk for readers")
         self._bases: WeakValueDictionary[tuple[int, int], ReadLease] = WeakValueDictionary()
-        """(log, chunk of its base) → what some reader has of it"""
+        """(log, chunk of its base) → the copy that some reader has"""
         self._disk = disk
         self.holds_shapes = file.holds_shapes
-        """From an earlier life."""
+        """True if the file has shapes of an earlier run."""
         self._first_key = self._next_key = file.next_id
         self._known: dict[int, DiskLog] = {}
         self._changed: dict[DiskLog, None] = {}
@@ -137,9 +148,9 @@ class ShapeStore:
         self._anew = False
         self._leftovers: dict[int, None] = {}
         self._unswept = file.next_id > 1
-        """There may be leftovers of earlier lives that are not among these."""
+        """True while leftovers of earlier runs may be missing in `_leftovers`."""
         self._warm: dict[DiskLog, None] = {}
-        """They have something in memory that is durable since the last flush."""
+        """Logs with data in memory that is durable since the last flush."""
         self._waiting_bytes = 0
         self._flushing = False
         self._forgotten: set[int] = set()
@@ -150,11 +161,14 @@ class ShapeStore:
         if self._unswept:
             self._due.set()
 
-    # -- whose it is -------------------------------------------------------------------------------------------
+    # -- the name of the file ----------------------------------------------------------------------------------
 
     def claim(self, last: Collection[str]) -> bool:
-        """`last`: the files that have all that the stream brought before it begins now. False: this one is not among
-        them, so that all it holds is over, and it has another name."""
+        """Return whether the file can be continued.
+
+        `last`: names of the files that have everything that the stream delivered before its current start. A file that
+        is not among them is obsolete: its shapes are deleted, and it gets a new name.
+        """
         if self.owner in last:
             return True
         self.owner = self._new_name()
@@ -164,13 +178,13 @@ class ShapeStore:
         return False
 
     def went_back(self) -> None:
-        """Positions are those of another history from here on."""
+        """Invalidate all positions: from now on they belong to another history."""
         self._named_from = 0
         self._era += 1
 
     def start_over(self) -> None:
-        """Nothing that the file holds is there any more. The row has its name until it gets this one's, and finds no
-        shape under it: that is written with the next flush."""
+        """Discard all shapes of the file under a new name. Until the row has that name it has the old one, and no file
+        matches it. The name is written with the next flush."""
         self.claim(())
         self._unnamed = True
 
@@ -178,11 +192,11 @@ class ShapeStore:
         return f"{self._rand.below(1 << 64):016x}"
 
     async def saved(self) -> list[Saved]:
-        """What the file holds; nothing of a file that has another name now."""
+        """Return the shapes that the file has; none if it got a new name."""
         return [] if self._anew else await self._on_thread(self._readers, self.file.saved)
 
     def forget(self, saved: Saved) -> None:
-        """A shape that cannot go on is not there any more, as soon as that is durable."""
+        """Delete a shape that cannot continue; effective with the next flush."""
         self._forgotten.add(saved.id)
         self._ended.add(saved.id)
         self._due.set()
@@ -197,7 +211,7 @@ class ShapeStore:
         return self._keep(DiskLog(key, self, self._limits, self._memory, self._disk))
 
     def old_log(self, saved: Saved) -> DiskLog:
-        """Raises Full."""
+        """Return the log of a stored shape. Raises OverBudgetError."""
         return self._keep(DiskLog(saved.id, self, self._limits, self._memory, self._disk, saved))
 
     def _keep(self, made: DiskLog) -> DiskLog:
@@ -205,13 +219,13 @@ class ShapeStore:
         return made
 
     def record(self, log: DiskLog, handle: str, record: bytes, snapshot: str) -> None:
-        """From the next flush on it is there after a restart (T2)."""
+        """Store a shape's record with the next flush; from then on the shape exists after a restart."""
         if log.key in self._known:
             self._records[log] = Saved(log.key, handle, record, snapshot, log.chunks, (0, 0), log.base_bytes, 0)
             self.changed(log, 0)
 
     def end(self, log: DiskLog) -> None:
-        """It is not there after a restart, as soon as that is durable. Idempotent."""
+        """Delete a log with the next flush. Idempotent."""
         if self._known.pop(log.key, None) is not None:
             self._changed.pop(log, None)
             self._records.pop(log, None)
@@ -221,12 +235,12 @@ class ShapeStore:
 
     @property
     def logs(self) -> Container[int]:
-        """Ids of those that live."""
+        """Ids of the live logs."""
         return self._known
 
     @property
     def clean(self) -> bool:
-        """The file holds all there is to hold."""
+        """True if the file contains everything."""
         return not (self._flushing or self._changed or self._ended or self._anew)
 
     def changed(self, log: DiskLog, size_bytes: int) -> None:
@@ -239,21 +253,21 @@ class ShapeStore:
             self._much.set()
 
     async def room(self, log: DiskLog) -> None:
-        """Until the base that is being read into this log is not too far ahead of the file."""
+        """Wait until the base that is loaded into this log is not too far ahead of the file."""
         while log.crowded and self._failing_s is None:
             self._room.clear()
             self._much.set()
             await self._room.wait()
 
-    # -- Pieces ------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------------
 
     async def base(self, key: int, chunk: int) -> Sequence[bytes]:
-        """() when it is gone. Raises UnavailableError, Full."""
+        """Return a chunk of the base, () if it is deleted. Raises UnavailableError, OverBudgetError."""
         place = (key, chunk)
         lent = self._bases.get(place)
         if lent is None:
             read = await self._on_thread(self._readers, lambda: self.file.base(key, chunk))
-            lent = self._bases.get(place)  # another reader may have been first
+            lent = self._bases.get(place)  # another reader may have been faster
             if lent is None and read:
                 lent = self._bases[place] = self.lend([read])
         return lent if lent is not None else ()
@@ -263,7 +277,7 @@ class ShapeStore:
         return await self._on_thread(self._readers, lambda: self.file.items(key, *places, size_bytes))
 
     def lend(self, items: Sequence[bytes]) -> ReadLease:
-        """Raises Full."""
+        """Count items as read from disk until their last reader releases them. Raises OverBudgetError."""
         size = sum(map(len, items))
         take_of_all(size, self.lent, self._memory)
         lent = ReadLease(items)
@@ -277,14 +291,14 @@ class ShapeStore:
     # -- the flush ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """For ever. What the disk refuses is told and tried again; anything else is raised."""
+        """Flush forever. A failure of the disk is reported and retried; other errors are raised."""
         while True:
             await self._due.wait()
             with suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_S):
                     await self._much.wait()
             self._due.clear()
-            self._much.clear()  # also where nothing is flushed: a wait that never waits would keep the loop
+            self._much.clear()  # also if nothing is flushed: a set event would turn this into a busy loop
             try:
                 if not self.waited_for:
                     await self._take_up_again()
@@ -304,7 +318,8 @@ class ShapeStore:
                     self._tracker.heal(self._mark)
 
     async def flush(self) -> None:
-        """Raises UnavailableError; whatever is not known to be durable is written again then."""
+        """Write all changes. Raises UnavailableError; what is not known to be durable is written again by the next
+        flush."""
         self._much.clear()
         self._waiting_bytes = 0
         position, era = self.position(), self._era
@@ -340,7 +355,7 @@ class ShapeStore:
             self.durable(position)
 
     def _saved(self, written: Iterable[Written], warm: dict[DiskLog, None]) -> None:
-        """These are durable; of the same logs what was durable a flush ago leaves memory."""
+        """Note that these are durable; release from memory what was durable a flush ago in the same logs."""
         for each in written:
             log = self._known.get(each.id)
             if log is not None:
@@ -350,7 +365,7 @@ class ShapeStore:
                 self._warm[log] = None
 
     async def _cool(self, warm: dict[DiskLog, None]) -> None:
-        """Those that did not change since."""
+        """Release memory of the logs that did not change since."""
         for number, log in enumerate(list(warm)):
             log.cool()
             self._warm.pop(log, None)
@@ -363,7 +378,7 @@ class ShapeStore:
         made = [Item(item.offset.tx, item.offset.op, item.json) for item in items]
         row = taken.records.get(log)
         if row is not None:
-            # Items that were shown before its row was due are in an earlier flush.
+            # Items that were visible before the row was due are in an earlier flush.
             end = (log.end.tx, log.end.op) if log.end.tx else (0, 0)
             row = Saved(
                 row.id, row.handle, row.record, row.snapshot, row.chunks, end, row.base_bytes, log.log_bytes,
@@ -376,7 +391,7 @@ class ShapeStore:
         self._records = {**{log: row for log, row in taken.records.items() if log.key in known}, **self._records}
 
     async def _clear_away(self) -> None:
-        """What is left of shapes that are over, for as long as nothing is to be written."""
+        """Delete leftovers of ended shapes, for as long as there is nothing to write."""
         if self._unswept and self.clean:
             self._unswept = False
             try:
@@ -403,18 +418,20 @@ class ShapeStore:
         self._much.set()
 
     async def _give_up(self, cause: UnavailableError) -> None:
-        """T3."""
+        """Stop waiting for a failing disk, after the row has a name that no file has (invariant: named files are
+        complete)."""
         try:
             await self._write_name(self._new_name())
         except UnavailableError as error:
-            log.warning("shapes' file cannot be given up", mark=self._mark, error=str(error))
-            self._unnamed = True  # what the row names is not known
+            log.warning("cannot abandon the file of shape logs", mark=self._mark, error=str(error))
+            self._unnamed = True  # the name in the row is unknown
             return
-        log.error("shapes are not kept over a restart: their disk fails", mark=self._mark, error=str(cause))
+        log.error("shapes are in memory only: the disk of their logs fails", mark=self._mark, error=str(cause))
         self._let_go()
 
     async def _take_up_again(self) -> None:
-        """T3: a flush of unknown outcome must not leave a name that the row may get. Raises UnavailableError."""
+        """Start to use the file again, under a new name: a flush with unknown outcome must not leave a name that the
+        row may get. Raises UnavailableError."""
         self.owner = self._new_name()
         self.waited_for = True
         self._named_from = self.taken()
@@ -430,31 +447,31 @@ class ShapeStore:
         self.durable(self.position())
 
     async def _write_name(self, name: str) -> None:
-        """Raises UnavailableError; it may be written all the same."""
+        """Write a name into the capture's row. Raises UnavailableError; the name may have been written even then."""
         if self.name is None:
             raise UnavailableError("the capture does not stream.")
         try:
             await self.name(name)
         except TidemillError as error:
-            raise UnavailableError(f"the capture's row is not changed: error={sentence(error)}.") from error
+            raise UnavailableError(f"the capture's row was not changed: error={sentence(error)}.") from error
 
     async def aclose(self) -> None:
-        """Write what is not written yet, and let go of the file. `run` is over."""
+        """Write everything that is not written yet, and release the file. `run` has ended."""
         try:
             if not self.clean:
                 await self.flush()
         except UnavailableError as error:
-            log.warning("some of the shapes' changes are read again", mark=self._mark, error=str(error))
+            log.warning("the last changes of shapes were not written", mark=self._mark, error=str(error))
         finally:
-            self._known, self._ended = {}, set()  # whoever drops a log from now on does not mean what the file holds
+            self._known, self._ended = {}, set()  # drops from now on must not delete what the file has
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, self._writer.shutdown)
             await loop.run_in_executor(None, self.file.release)
 
     async def _on_thread(self, threads: Executor, work: Callable[[], T]) -> T:
-        """Raises UnavailableError also when there is no thread to be had."""
+        """Run `work` on a thread. Raises UnavailableError also if no thread is available."""
         try:
             running = asyncio.get_running_loop().run_in_executor(threads, work)
         except RuntimeError as error:
-            raise UnavailableError(f"no thread for the shapes' file: error={error}.") from error
+            raise UnavailableError(f"no thread for the file of shape logs: error={error}.") from error
         return await running
