@@ -1,12 +1,12 @@
-"""From our errors to Kafka's codes, in one table, so that every handler answers alike.
+"""Mapping from internal errors to Kafka error codes, in one table, so that every handler answers alike.
 
-What decides each line is what clients do with the code on a Produce, as measured by answering librdkafka 2.16
-with each of them once:
+The reaction of clients to the code of a Produce decides each line, as measured by answering librdkafka 2.16 with each
+code once:
 
-    it did not happen           NOT_LEADER_OR_FOLLOWER, KAFKA_STORAGE_ERROR: retried, nothing lost
-    it may have happened        REQUEST_TIMED_OUT: retried with the same sequence, the window removes the twin
-    a true gap                  OUT_OF_ORDER_SEQUENCE_NUMBER: fatal to librdkafka, so never answered for less
-    anything unknown to it      the message is lost to the application: no code of our own, never 89
+    not executed                NOT_LEADER_OR_FOLLOWER, KAFKA_STORAGE_ERROR: retried, nothing is lost
+    possibly executed           REQUEST_TIMED_OUT: retried with the same sequence, deduplication removes the duplicate
+    a real gap                  OUT_OF_ORDER_SEQUENCE_NUMBER: fatal to librdkafka, so never returned for less
+    a code unknown to a client  the application loses the message: return no code of our own, and never 89
 
 Codes: https://kafka.apache.org/protocol#protocol_error_codes
 """
@@ -118,12 +118,12 @@ _NAMES: Final = {value: name for name, value in list(globals().items()) if name.
 
 
 def text(code: int) -> str:
-    """The text of a refusal that has no other: the name of its code in words."""
+    """Return the text of a rejection without another text: the name of its code in words."""
     return f"{_NAMES.get(code, f'error_code_{code}').replace('_', ' ').capitalize()}."
 
 
 _CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
-    # Subclasses first: the first line that matches wins.
+    # Subclasses come first: the first line that matches wins.
     (NotLeaderError, NOT_LEADER_OR_FOLLOWER),
     (OutOfOrderSequenceError, OUT_OF_ORDER_SEQUENCE_NUMBER),
     (InvalidProducerEpochError, INVALID_PRODUCER_EPOCH),
@@ -147,10 +147,10 @@ _CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
 
 
 def code_of(error: BaseException) -> int:
-    """The Kafka error code of a failed Produce, Fetch or ListOffsets partition.
+    """Return the Kafka error code of a failed Produce, Fetch or ListOffsets partition.
 
-    An error outside the table is a fault of ours whose outcome nobody knows: REQUEST_TIMED_OUT, so that
-    the client tries again with the same sequence. Callers log it.
+    An error outside the table is an internal fault with an unknown outcome: it becomes REQUEST_TIMED_OUT, so that the
+    client retries with the same sequence. Callers log it.
     """
     for kind, code in _CODES:
         if isinstance(error, kind):

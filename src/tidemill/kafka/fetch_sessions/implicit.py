@@ -1,11 +1,13 @@
-"""Clients without sessions (librdkafka, aiokafka) ask for everything each time: what of such a request is as it was the
-last time is not read again, and what of its answer is, not written again.
+"""Implicit sessions for clients without fetch sessions (librdkafka, aiokafka), which name everything in each request.
 
-    request   the same partitions, in any order ─► those whose offsets are others alone are put (`request_diff`)
-    answer    an entry a partition, at a fixed place while it has no records ─► those told anew alone are written
+The parts of a request that equal the last one are not decoded again, and the unchanged parts of its answer are not
+encoded again.
 
-RP1  One is kept for a connection at most, counted and bounded as a session; while it answers, the connection's next
-     request is read from the beginning.
+    request   the same partitions in any order ─► only those with changed entries are updated (`request_diff`)
+    answer    one entry per partition, at a fixed place while it has no records ─► only changed entries are written
+
+Invariant: a connection has at most one implicit session, counted and bounded like a fetch session. While it serves a
+request, the connection's next request is decoded from scratch.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from tidemill.kafka.fetch_sessions.sessions import FetchSession, FetchSessions
 from tidemill.kafka.schema.fetch import Blank, FetchRequest, FetchTopic, PartitionRecords
 
 PARTITIONS_MIN: Final = 64
-"""Fewer are read and written in less than a millisecond."""
+"""Smallest number of partitions with an implicit session: fewer are decoded and encoded in less than a millisecond."""
 
 
 class Repeated:
-    """What a connection asked for last, and the answer to it without records."""
+    """The last request of a connection, and the answer to it without records."""
 
     def __init__(self, fetch: FetchRequest, session: FetchSession, asked: Asked, blank: Blank) -> None:
         self.session = session
@@ -42,14 +44,17 @@ class Repeated:
 
 
 class Repeats:
-    """By connection."""
+    """Implicit sessions by connection."""
 
     def __init__(self, sessions: FetchSessions) -> None:
         self._sessions = sessions
         self._kept: dict[int, Repeated] = {}
 
     def take(self, request: Request) -> tuple[Repeated, list[FetchTopic]] | None:
-        """What this request repeats, and what it changes; the caller keeps it again, or closes it (RP1)."""
+        """Return the session that this request repeats, and the partitions that it changes.
+
+        The session is removed: the caller must return it by `keep` or `close` it.
+        """
         kept = self._kept.pop(request.sender, None)
         if kept is None or kept.session.closed:
             return None
@@ -62,8 +67,10 @@ class Repeats:
     async def begin(
         self, request: Request, fetch: FetchRequest, interest: Interest, found: dict[Key, PartitionRecords]
     ) -> Reply | None:
-        """The answer that tells `found`, where the request is worth to be kept: the interest is no longer its caller's
-        then."""
+        """Return the answer that contains `found` and create an implicit session, which then owns the interest.
+
+        Return None, without a session, if the request is too small, another session exists or there is no room.
+        """
         if len(interest) < PARTITIONS_MIN or request.sender in self._kept:
             return None
         prepared = await asyncio.to_thread(_prepare, _body(request), request.version, fetch, found)
@@ -87,7 +94,7 @@ class Repeats:
         self._sessions.close(repeated.session)
 
     def forget(self, sender: int) -> None:
-        """The connection has ended."""
+        """Close the session of a connection that has ended."""
         kept = self._kept.pop(sender, None)
         if kept is not None:
             self._sessions.close(kept.session)

@@ -1,8 +1,10 @@
-"""The partitions that one reader asks for, as Fetch names them, and what each is answered.
+"""Partitions that one reader fetches, as Fetch names them, and the answer for each.
 
-I1  Nothing is read for a client that may not read it: what it may is asked when a partition is named, and of all of
-    them anew when the rules have changed since.
-I2  What cannot be read (no such partition, not allowed) is looked up again at every fetch, and told at every one.
+Invariant (authorized reads): nothing is read that the client may not read. Authorization is checked when a partition is
+named, and for all partitions again when the rules have changed.
+
+Invariant (errors are rechecked): a partition that cannot be read (missing or not allowed) is resolved again at every
+fetch and reported in every answer.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _FOR_GOOD: Final = (
 )
 
 Key = tuple[str, int]
-"""(topic name or id, as the client says it; partition)"""
+"""Topic name or id, as the client names it, and partition."""
 
 
 class Interest:
@@ -43,7 +45,7 @@ class Interest:
         self._committed = False
         self._following = context.topics.follow()
         self._refused: dict[Key, tuple[FetchPartition, int]] = {}
-        """Those without a row that may be read, each with its code."""
+        """Partitions that cannot be read, each with its error code."""
         self._rules = self._context.access.rules
 
     def __len__(self) -> int:
@@ -68,8 +70,10 @@ class Interest:
         await self._settle()
 
     async def _settle(self) -> None:
-        """Topics and partitions that are missing here are looked for before a client hears of them: the right answer to
-        its first request is UNKNOWN_TOPIC_ID or UNKNOWN_TOPIC_OR_PARTITION, or records (KIP-516)."""
+        """Look for missing topics and partitions before the client receives an error.
+
+        The correct answer to its first request is UNKNOWN_TOPIC_ID or UNKNOWN_TOPIC_OR_PARTITION, or records (KIP-516).
+        """
         for _ in range(SETTLE_ROUNDS):
             if not (missing := self._missing()):
                 return
@@ -94,8 +98,7 @@ class Interest:
                     await pace.rest()
 
     async def look_again(self) -> None:
-        """Before it is asked again: what was refused may be there by now, and what may be read has changed with the
-        rules."""
+        """Resolve refused partitions again before a fetch, and all partitions if the access rules have changed."""
         rules = self._context.access.rules
         again = [(key, asked) for key, (asked, _) in self._refused.items()]
         if rules is not self._rules:
@@ -113,9 +116,12 @@ class Interest:
                 await self._context.pace.rest()
 
     async def fetch(self, fetch: FetchRequest) -> dict[Key, PartitionRecords]:
-        """What is to be told. A partition that fails ends the wait, but for what is refused for good: a client that
-        keeps asking for it beside others would ask without a pause. No wait is longer than a connection may be idle:
-        who is gone without a word keeps no request for ever."""
+        """Return the answers of the partitions that have something to report.
+
+        A partition that fails ends the wait, except for a permanent refusal: a client that keeps naming such a
+        partition among others would fetch without a pause. No wait exceeds the idle timeout of a connection, so that a
+        vanished client does not leave a request forever.
+        """
         committed = fetch.isolation_level == READ_COMMITTED
         if committed != self._committed:
             self._committed = committed
@@ -180,7 +186,7 @@ class Interest:
             aborted = got.aborted if self._committed else None
             return PartitionRecords(key[1], 0, *offsets, got.batches, got.last_stable, aborted)
         if isinstance(got.error, MissingError):
-            # As in Produce: the row was stale.
+            # The row was stale, as in Produce.
             self._gone(key)
             return PartitionRecords(key[1], error_codes.NOT_LEADER_OR_FOLLOWER)
         if not error_codes.is_expected(got.error):

@@ -1,13 +1,13 @@
-"""What a Fetch request asks for, compared as bytes with the one before: Python looks at what differs, and no more.
+"""Comparison of a Fetch request with the previous one as bytes, so that Python decodes only the entries that differ.
 
     body   head (times, limits, isolation, session) · count · topic groups · tail (forgotten, rack, tags)
     group  topic · count · entries of one size each · tags
 
-librdkafka begins each request at another partition than the last, so the groups are those of the last one in another
-order, and a topic's entries may come in two groups.
+librdkafka begins each request at another partition than the last one, so the groups are those of the last request in
+another order, and the entries of a topic may be in two groups.
 
-A1  Whatever differs from the last request but the order, and the fields of entries, is another request; so is one whose
-    entries or groups have tagged fields, or that names a partition twice.
+Invariant (same request): two requests are comparable only if they differ in nothing but the order and the fields of
+entries. A request whose entries or groups have tagged fields, or that names a partition twice, is never comparable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PREFIX_BYTES = 64
 
 
 class _Groups(NamedTuple):
-    """(topic's bytes, its entries' bytes) of each; where each starts; where all end."""
+    """Topic groups of a body: bytes of the topic and of its entries, starts of the groups, and the common end."""
 
     found: list[tuple[bytes, bytes]]
     starts: array[int]
@@ -32,7 +32,7 @@ class _Groups(NamedTuple):
 
 
 class _Topic:
-    """The last entries of one topic. `known` and `of` are made when another order is met first."""
+    """Last entries of one topic. `known` and `of` are filled when another order occurs first."""
 
     __slots__ = ("blob", "known", "name", "of")
 
@@ -55,7 +55,9 @@ class Asked:
 
     @staticmethod
     def of(body: bytes, version: int, topics: list[FetchTopic]) -> Asked | None:
-        """`topics` are what the body was read as. None: it cannot be told what of the next one differs (A1)."""
+        """Return the diff base of a body that was decoded as `topics`, or None if later requests are not comparable
+        with it.
+        """
         groups = _walk(body, version)
         if groups is None or len(groups.found) != len(topics):
             return None
@@ -71,8 +73,10 @@ class Asked:
         return Asked(body, version, groups, made) if len(named) == count else None
 
     def changes(self, body: bytes, version: int) -> list[FetchTopic] | None:
-        """What differs in this request, which then is the last one. None: it is another (A1), and this one is of no use
-        any more."""
+        """Return the entries that this request changes; the request then becomes the last one.
+
+        Return None if it is not comparable; this object must not be used any more then.
+        """
         head = len(self._head)
         if version != self._version or body[:head] != self._head:
             return None
@@ -104,7 +108,7 @@ class Asked:
         return found
 
     def _compare(self, topic: _Topic, entries: list[bytes]) -> list[FetchPartition] | None:
-        """Those of the topic's entries that are not as they were; None: they are not of the same partitions."""
+        """Return the entries of the topic that differ from the last ones, or None if they name other partitions."""
         if len(entries) * self._size != len(topic.blob):
             return None
         if topic.known is None:
@@ -124,7 +128,7 @@ class Asked:
         return changed if given == topic.known else None
 
     def _is_turned(self, body: bytes) -> bool:
-        """The same groups from another one on."""
+        """Return whether the body has the same groups, rotated."""
         head, region = len(self._head), self._region
         if len(body) != head + len(region) + len(self._tail) or not body.endswith(self._tail):
             return False

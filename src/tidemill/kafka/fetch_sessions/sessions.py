@@ -1,19 +1,24 @@
-"""Fetch sessions (KIP-227): what a client asked for stays known here, and it says, and is told, only what changes.
+"""Fetch sessions (KIP-227): the server remembers the partitions of a client, and both sides send only changes.
 
     request   session id · epoch                      answer
-    0 · 0     everything; begin a session             everything, and the session's id, or 0: no room
+    0 · 0     everything; creates a session           everything, and the session's id, or 0 if there is no room
     0 · −1    everything; without a session           everything
     id · 0    as above, and the session `id` ends     (−1 likewise)
-    id · n    what changed, and what is forgotten     what changed; n is one more than the last, after 2³¹−1 comes 1
+    id · n    changes, and forgotten partitions       changes; n is one more than the last, after 2³¹−1 comes 1
 
-FS1  A session is of one principal at one host, with topics by name or by id, not both; to others it does not exist.
-FS2  There are at most `count_max` sessions, and what they hold stays within `bytes_max`, counted at what a session and
-     a partition of one take. For a new one make room, in this order, those that nobody used for EVICT_AFTER_S, longest
-     unused first, then those that are that old and smaller than it, smallest first. Where that is not enough the
-     client goes on without a session; where one outgrows its room, it ends.
-FS3  While a request of it is under way, another one of a session is out of turn: INVALID_FETCH_SESSION_EPOCH. Its
-     client has given the first one up, and begins anew.
-FS4  What follows an ended session's id is FETCH_SESSION_ID_NOT_FOUND; its client begins anew, with everything.
+Invariant (owner): a session belongs to one principal at one host, with topics by name or by id, not both. For other
+clients it does not exist.
+
+Invariant (bounded): there are at most `count_max` sessions, and their memory, estimated per session and partition, is
+at most `bytes_max`. A new session evicts sessions in this order: those unused for EVICT_AFTER_S, longest unused first,
+then those that were created that long ago and are smaller than it, smallest first. If that is not enough, the client
+continues without a session. A session that outgrows its room ends.
+
+Invariant (one request at a time): another request of a session whose request is still running gets
+INVALID_FETCH_SESSION_EPOCH. Its client has abandoned the first request and creates a new session.
+
+Invariant (ended id): a request with the id of an ended session gets FETCH_SESSION_ID_NOT_FOUND. Its client creates a
+new session, with everything.
 """
 
 from __future__ import annotations
@@ -33,20 +38,20 @@ INITIAL: Final = 0
 FINAL: Final = -1
 EPOCH_MAX: Final = 0x7FFFFFFF
 EVICT_AFTER_S: Final = 120.0
-"""Kafka's min.incremental.fetch.session.eviction.ms."""
+"""Value of Kafka's min.incremental.fetch.session.eviction.ms."""
 
 SESSION_BYTES: Final = 4_096
 PARTITION_BYTES: Final = 1_024
-"""What one more takes, rounded up: 520 to be followed (a test measures it), as much where its request is kept whole."""
+"""Memory per partition, rounded up: 520 bytes to follow it (a test measures it), and as much for its stored request."""
 
-_OPEN = Gauge("tidemill_kafka_fetch_sessions", "Fetch sessions that are kept")
-_PARTITIONS = Gauge("tidemill_kafka_fetch_session_partitions", "Partitions of the fetch sessions that are kept")
-_ENDED = Counter("tidemill_kafka_fetch_sessions_ended", "Fetch sessions that ended without their client", ("reason",))
+_OPEN = Gauge("tidemill_kafka_fetch_sessions", "Open fetch sessions")
+_PARTITIONS = Gauge("tidemill_kafka_fetch_session_partitions", "Partitions of the open fetch sessions")
+_ENDED = Counter("tidemill_kafka_fetch_sessions_ended", "Fetch sessions that the server ended", ("reason",))
 _DECLINED = Counter("tidemill_kafka_fetch_sessions_declined", "Fetch sessions for which there was no room")
 
 
 class FetchSession:
-    """`epoch`: the one that its client's next request has."""
+    """One fetch session. `epoch` is the epoch of its client's next request."""
 
     def __init__(self, session_id: int, interest: Interest, now_s: float) -> None:
         self.id = session_id
@@ -56,7 +61,7 @@ class FetchSession:
         self.closed = False
         self.began_s = self.used_s = now_s
         self.counted = 0
-        """Partitions that were counted against the limit."""
+        """Number of partitions that are counted against the limit."""
 
     @property
     def size_bytes(self) -> int:
@@ -70,14 +75,17 @@ class FetchSessions:
         self._count_max = settings.fetch_sessions_max
         self.bytes_max = settings.fetch_sessions_bytes_max
         self._sessions: OrderedDict[int, FetchSession] = OrderedDict()
-        """Longest unused first."""
+        """Sessions, longest unused first."""
         self.used_bytes = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def open(self, interest: Interest, *, own: bool = False) -> FetchSession | None:
-        """None: there is no room for it. `own`: kept here for ourselves; no client can name it."""
+        """Create a session; None if there is no room for it.
+
+        `own` marks an internal session, whose id no client can name.
+        """
         now_s = self._clock.monotonic_s()
         size_bytes = SESSION_BYTES + PARTITION_BYTES * len(interest)
         if not self._make_room(size_bytes, 1, now_s, None):
@@ -93,7 +101,7 @@ class FetchSessions:
         return session
 
     def find(self, session_id: int, epoch: int, *, principal: str, host: str, by_id: bool) -> FetchSession | int:
-        """The session, with its epoch gone on, or Kafka's code."""
+        """Return the session, with its epoch advanced, or a Kafka error code."""
         session = self._of(session_id, principal, host)
         if session is None:
             return error_codes.FETCH_SESSION_ID_NOT_FOUND
@@ -111,13 +119,13 @@ class FetchSessions:
             self._sessions.move_to_end(session.id)
 
     def close_of(self, session_id: int, *, principal: str, host: str) -> None:
-        """Its client wants no more of it, if it is its client."""
+        """Close a session at the request of its client. Ignores the sessions of other clients."""
         session = self._of(session_id, principal, host)
         if session is not None:
             self.close(session)
 
     def close(self, session: FetchSession) -> None:
-        """Idempotent."""
+        """Close a session. Idempotent."""
         if session.closed:
             return
         session.closed = True
@@ -127,7 +135,7 @@ class FetchSessions:
         self._tell()
 
     def grown(self, session: FetchSession) -> bool:
-        """Count what it holds now. False: there is no room for that, and it has ended."""
+        """Count the partitions that the session has now. Return False if there is no room and the session has ended."""
         if session.closed:
             return False
         delta = len(session.interest) - session.counted
@@ -146,7 +154,7 @@ class FetchSessions:
         return session if mine else None
 
     def _make_room(self, size_bytes: int, count: int, now_s: float, beside: FetchSession | None) -> bool:
-        """All that it takes ends, or nothing does (FS2)."""
+        """Evict sessions until there is room. Either all necessary sessions end or none does."""
         over_bytes = self.used_bytes + size_bytes - self.bytes_max
         over_count = len(self._sessions) + count - self._count_max
         if over_bytes <= 0 and over_count <= 0:

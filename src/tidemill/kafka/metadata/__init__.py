@@ -1,1 +1,1 @@
-"""Topic rows in memory, and partitions as Metadata responses encode them."""
+"""Cache of topic rows, and partitions as Metadata responses encode them."""

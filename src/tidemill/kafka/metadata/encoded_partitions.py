@@ -1,7 +1,7 @@
-"""Partitions as Metadata tells them, encoded once for each choice of leaders.
+"""Cache of partitions as Metadata responses encode them, one entry for each tuple of leaders.
 
-What is kept depends on nothing but its key, so it is never stale, and nobody's rules are in it: which topics a client
-sees is decided for each answer. Topics with equal leaders share it, as all of one partition do on one node.
+An entry depends on nothing but its key, so it is never stale. It contains no authorization: each answer decides which
+topics its client sees. Topics with equal leaders share an entry, as all topics of one partition on one node do.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tidemill.kafka import error_codes
 from tidemill.kafka.schema.codec_compiler import encode_field
 
 KEPT_BYTES: Final = 8 * MIB
-"""Some 60 a partition."""
+"""Maximum size of the cache; one partition takes some 60 bytes."""
 LARGE_PARTITIONS: Final = 1_000
-"""Some 5 ms of writing: more is done in a thread."""
+"""Number of partitions from which encoding runs in a thread: some 5 ms of work."""
 NO_LEADER: Final = -1
 
 Leaders = tuple[int, ...]
-"""The node id of each partition's leader, or NO_LEADER."""
+"""Node id of each partition's leader, or NO_LEADER."""
 
 
 class Layouts:
@@ -31,14 +31,14 @@ class Layouts:
         self.used_bytes = 0
 
     def kept(self, version: int, leaders: Leaders) -> bytes | None:
-        """The field `partitions` of a topic in a Metadata answer, if it is kept."""
+        """Return the cached field `partitions` of a topic in a Metadata answer, or None."""
         found = self._kept.get((version, leaders))
         if found is not None:
             self._kept.move_to_end((version, leaders))
         return found
 
     async def partitions(self, version: int, leaders: Leaders) -> bytes:
-        """The same, made where it is not kept."""
+        """Return the field `partitions` of a topic in a Metadata answer, and encode it if it is not cached."""
         key, found = (version, leaders), self.kept(version, leaders)
         if found is not None:
             return found

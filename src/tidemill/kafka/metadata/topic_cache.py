@@ -1,12 +1,13 @@
-"""Topic rows by name and by id, readable in a plain call: Produce must resolve its topics before any await.
+"""Cache of topic rows by name and by id, readable without await: Produce must resolve its topics before any await.
 
-Filled at start, by every Metadata answer and by a refresh every few seconds; a miss asks for a refresh.
+The cache is filled at start, by every Metadata answer and by a refresh every few seconds. A miss triggers a refresh.
 
-C1  A name, or a partition of it, is called unknown only after a refresh that began after it was missed: the topic may
-    have been created, or grown, through another node a moment ago. A request that can wait waits for that refresh
-    (`settle`), so its first answer is the right one, however rarely the client asks.
-C2  Refreshes are shared and take a fraction of the time: what clients ask for that does not exist, or for all topics
-    again and again, never costs a reading of the catalogue each.
+Invariant (no premature unknown): a topic, or a partition of it, is reported as unknown only after a refresh that began
+after the miss, because it may have been created or added through another node a moment ago. A request that can wait
+waits for that refresh (`settle`), so its first answer is correct even if the client asks rarely.
+
+Invariant (bounded reading): refreshes are shared and use a bounded fraction of the time. Requests for topics that do
+not exist, or repeated requests for all topics, do not each read the catalogue.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import Catalogue, TopicRow
 
 SETTLE_S = 5.0
-"""The longest wait of a request for a refresh: well below the 30 s after which clients give a request up."""
+"""Longest wait of a request for a refresh: well below the 30 s after which clients abandon a request."""
 
 SETTLE_ROUNDS = 2
-"""The first refresh may bring a topic, the second one a partition of it that was added since."""
+"""Number of refreshes to wait for: the first may bring a topic, the second a partition that was added to it since."""
 
 _ABSENT_FOR_S = 0.5
 _ABSENT_COUNT_MAX = 10_000
 _RETRY_PAUSE_S = 0.5
 _REST_FACTOR = 3
-"""After a refresh on demand, rest for so many times as long as it took."""
+"""Length of the rest after a refresh on demand, in multiples of the duration of the refresh."""
 
 log = structlog.get_logger()
 
@@ -47,11 +48,11 @@ class TopicCache:
         self._by_id: dict[str, TopicRow] = {}
         self._partitions = 0
         self.creating = 0
-        """Partitions of topics that are being made just now, by whichever listener."""
+        """Partitions of topics that any listener is creating now."""
         self.version = 0
-        """Another one after every change of what is known here."""
+        """Number that changes with every change of the cached rows."""
         self._read_last: Sequence[TopicRow] | None = None
-        """What the catalogue gave, while nothing was learnt or forgotten since."""
+        """Rows from the catalogue's last answer, if no row was added or removed since."""
         self._missed: set[str] = set()
         self._absent: dict[str, float] = {}
         self._looking: list[asyncio.Future[None]] = []
@@ -62,7 +63,7 @@ class TopicCache:
 
     @property
     def partitions(self) -> int:
-        """Of all topics that are known here."""
+        """Return the number of partitions of all cached topics."""
         return self._partitions
 
     @property
@@ -79,7 +80,7 @@ class TopicCache:
         return self._by_id.get(topic_id)
 
     def find(self, topic: str, *, is_id: bool) -> TopicRow | int | None:
-        """The row of a name or id; the Kafka error code if there is none; None if nobody has looked yet (C1)."""
+        """Return the row of a name or id, the Kafka error code if it does not exist, or None if unknown so far."""
         row = self._by_id.get(topic) if is_id else self._by_name.get(topic)
         if row is not None:
             return row
@@ -92,8 +93,10 @@ class TopicCache:
         return None
 
     def grown(self, row: TopicRow) -> TopicRow | None:
-        """Where somebody names a partition that `row` does not have: the row, if the topic has no more; None if nobody
-        has looked yet (C1)."""
+        """Check for partitions that `row` does not have.
+
+        Return `row` if a refresh found no more partitions, or None if no refresh has looked for them yet.
+        """
         key = f"{row.topic_id}/{row.partitions}"
         since = self._absent.get(key)
         if since is not None and self._clock.monotonic_s() - since < _ABSENT_FOR_S:
@@ -104,20 +107,23 @@ class TopicCache:
         return None
 
     def no_partition(self, row: TopicRow, partition: int) -> int:
-        """The code for a partition that `row` does not have: as `resolve`, retriable while it may be a new one."""
+        """Return the code for a partition that `row` does not have: retriable while it may be a new one, as in
+        `resolve`.
+        """
         looked = partition < 0 or self.grown(row) is not None
         return error_codes.UNKNOWN_TOPIC_OR_PARTITION if looked else error_codes.NOT_LEADER_OR_FOLLOWER
 
     def resolve(self, topic: str, *, is_id: bool) -> TopicRow | int:
-        """As `find`, with NOT_LEADER_OR_FOLLOWER for what nobody has looked for: clients ask Metadata and retry."""
+        """Return what `find` returns, but NOT_LEADER_OR_FOLLOWER for None: clients then request Metadata and retry."""
         row = self.find(topic, is_id=is_id)
         return error_codes.NOT_LEADER_OR_FOLLOWER if row is None else row
 
     async def with_row(self, name: str, partition: int, work: Callable[[TopicRow], Awaitable[T]]) -> T | int:
-        """The result of `work` for the topic's row, or the error code where there is no such topic or partition.
+        """Return the result of `work` for the topic's row, or the error code if there is no such topic or partition.
 
-        A row can be stale: its topic was deleted through another node, and perhaps created again under its name. Then
-        `work` raises MissingError, and is called again with the row of the next refresh. Raises what `work` raises."""
+        A row can be stale: its topic was deleted through another node, and perhaps re-created. Then `work` raises
+        MissingError and is called again with the row of the next refresh. Raises what `work` raises.
+        """
         row = self._row_of(name, partition)
         if isinstance(row, int):
             return row
@@ -137,15 +143,17 @@ class TopicCache:
         return self.no_partition(row, partition)
 
     def looked(self) -> asyncio.Future[None]:
-        """Ends with the next successful refresh that begins after this call."""
+        """Return a future that ends with the next successful refresh that begins after this call."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._looking.append(future)
         self._wake.set()
         return future
 
     async def settle(self, asked: Iterable[tuple[str, int]], *, is_id: bool) -> None:
-        """Before a request resolves topics, each given with the highest partition that it names: wait for one shared
-        refresh if any of them is missing here and was not looked for (C1)."""
+        """Wait for a shared refresh before a request resolves topics, if one of them is missing and not yet looked for.
+
+        Each topic is given with the highest partition that the request names.
+        """
         places = list(asked)
         for _ in range(SETTLE_ROUNDS):
             if not any([self._is_missed(topic, partition, is_id=is_id) for topic, partition in places]):
@@ -159,12 +167,15 @@ class TopicCache:
         return row is None
 
     async def settled(self) -> None:
-        """Wait for the next refresh, at most SETTLE_S: without a catalogue nothing is called unknown."""
+        """Wait for the next refresh, at most SETTLE_S.
+
+        If the catalogue is unavailable, no topic is reported as unknown.
+        """
         future = self.looked()
         try:
             await asyncio.wait([future], timeout=SETTLE_S)
         finally:
-            future.cancel()  # the refresh under way may have taken it from the list
+            future.cancel()  # the running refresh may have removed it from the list
 
     def learn(self, row: TopicRow) -> None:
         old = self._by_name.get(row.name)
@@ -189,8 +200,10 @@ class TopicCache:
             self._by_id.pop(row.topic_id, None)
 
     async def refresh(self) -> None:
-        """Read all rows, or share a reading that begins after this call (C2). Raises what the catalogue raises; the
-        cache is then as it was."""
+        """Read all rows, or share a read that begins after this call.
+
+        Raises what the catalogue raises; the cache is then unchanged.
+        """
         wanted = self._begun + 1
         async with self._one:
             number, error = self._ended
@@ -230,7 +243,7 @@ class TopicCache:
         self._read_last = rows
 
     def _miss(self, missed: Iterable[str]) -> None:
-        """A refresh that began after these were missed has ended."""
+        """Record the topics that a completed refresh, which began after they were missed, did not find."""
         now = self._clock.monotonic_s()
         self._absent = {
             **{topic: since for topic, since in self._absent.items() if now - since < _ABSENT_FOR_S},
@@ -238,7 +251,7 @@ class TopicCache:
         }
 
     async def run(self, interval_s: float) -> None:
-        """Refresh for ever: every interval, and at once after a miss. A failing catalogue is logged and retried."""
+        """Refresh forever, at every interval and immediately after a miss. Log and retry a failing catalogue."""
         while True:
             try:
                 async with asyncio.timeout(interval_s):

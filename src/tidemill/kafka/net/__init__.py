@@ -1,6 +1,6 @@
-"""The network side of the endpoint: listeners, connections, TLS, frames, memory.
+"""Network side of the endpoint: listeners, connections, TLS, frames and memory.
 
     socket ─► listeners ─► connection_limits ─► listener_security ─► connection (or tls_socket) ─► framing ─► server
 
-Owns sockets and bytes. Does not know requests.
+This package owns sockets and bytes. It does not know requests.
 """

@@ -1,11 +1,13 @@
-"""Receive buffers, used again: the first touch of fresh memory costs more than all handling of a request.
+"""Pool of receive buffers: the first touch of fresh memory costs more than all handling of a request.
 
-P1  A buffer is in use by one frame or in the pool, never both.
-P2  The pool keeps at most `keep_bytes`; what comes back beyond that is left to the garbage collector.
+Invariant (single use): a buffer is in use by one frame or is in the pool, never both.
 
-Buffers come in powers of two from 32 KiB to 4 MiB. Smaller frames are plain copies out of the scratch
-buffer, which is one of these itself; larger ones are never pooled. A frame's buffer grows as its bytes arrive,
-so a length alone allocates little.
+Invariant (bounded pool): the pool retains at most `keep_bytes`; buffers that are returned beyond that go to the garbage
+collector.
+
+Buffers have powers of two as sizes, from 32 KiB to 4 MiB. Smaller frames are plain copies out of the scratch buffer,
+which is a pool buffer too. Larger frames are never pooled. The buffer of a frame grows as its bytes arrive, so an
+announced length alone allocates little.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ class BufferPool:
         self._kept_bytes = 0
         self._free: dict[int, list[bytearray]] = {}
         self.scratch = bytearray(SCRATCH_BYTES)
-        """Shared by all connections: it holds nothing between two calls of a FrameReader."""
+        """Shared by all connections: it holds no data between two calls of a FrameReader."""
 
     def take_scratch(self) -> bytearray:
-        """The scratch buffer, for the frame that it was filled with; from now on there is another one."""
+        """Hand out the scratch buffer to the frame that was received into it, and replace it by another one."""
         taken, self.scratch = self.scratch, self.take(SCRATCH_BYTES)
         return taken
 
     def take(self, size_bytes: int) -> bytearray:
-        """A buffer of at least size_bytes (contents undefined); above LARGEST_BYTES of LARGEST_BYTES, to be grown."""
+        """Return a buffer of at least `size_bytes`, contents undefined; of LARGEST_BYTES, to be grown, if more is
+        wanted.
+        """
         wanted = max(SMALLEST_BYTES, 1 << (min(size_bytes, LARGEST_BYTES) - 1).bit_length())
         free = self._free.get(wanted)
         if free:

@@ -1,11 +1,12 @@
-"""One socket, non-blocking, on the event loop's readiness callbacks.
+"""Non-blocking connection over one socket, on the event loop's readiness callbacks.
 
-Why not asyncio's transports: on Python 3.11 `writelines` joins its buffers and a slow peer costs a move of the
-whole backlog at every send. Here requests land in buffers of their own size (`framing`), and responses leave by
-`sendmsg` from the very buffers `topics` returned. Under TLS the socket is a `tls_socket.TlsSocket`.
+asyncio's transports do not fit: on Python 3.11 `writelines` joins its buffers, and a slow peer costs a move of the
+whole backlog at every send. Here requests are received into buffers of their own size (`framing`), and responses are
+sent by `sendmsg` from the very buffers that `topics` returned. Under TLS the socket is a `tls_socket.TlsSocket`.
 
-N1  `on_frames` and `on_lost` are called from the event loop, `on_lost` exactly once.
-N2  While paused the socket is not read, and not one byte is taken from it.
+Invariant (callbacks): `on_frames` and `on_lost` are called from the event loop, `on_lost` exactly once.
+
+Invariant (pause): the socket of a paused connection is not read, not even by one byte.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tidemill.objects.store import Buffer
 _READS_PER_TURN = 8
 """Receives before other connections get their turn."""
 _GATHER_MAX = 512
-"""Buffers per sendmsg; Linux takes at most 1024."""
+"""Buffers per sendmsg; Linux accepts at most 1024."""
 
 
 class Connection:
@@ -50,7 +51,7 @@ class Connection:
         self.sent_bytes = 0
         self.on_drained: Callable[[], None] | None = None
         self.on_growth: Callable[[], None] | None = None
-        """Called before a frame takes more memory; it may pause."""
+        """Called before a frame allocates more memory; it may pause the connection."""
 
     @property
     def closed(self) -> bool:
@@ -66,13 +67,13 @@ class Connection:
             self._loop.remove_reader(self._sock.fileno())
 
     def resume(self) -> None:
-        """Also starts a new connection."""
+        """Start to read the socket: of a new connection, or after `pause`."""
         if self._paused and not self._closed:
             self._paused = False
             self._loop.add_reader(self._sock.fileno(), self._readable)
 
     def send(self, buffers: Sequence[Buffer]) -> None:
-        """Send now as far as the socket takes it, queue the rest. The buffers must not change until sent."""
+        """Send as much as the socket accepts now and queue the rest. The buffers must not change until sent."""
         if self._closed:
             return
         was_idle = not self._out
@@ -87,7 +88,7 @@ class Connection:
                 self._loop.add_writer(self._sock.fileno(), self._writable)
 
     def close(self, error: Exception | None = None) -> None:
-        """Idempotent. What is unsent is dropped."""
+        """Close the connection and drop unsent data. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -104,7 +105,7 @@ class Connection:
     def _readable(self) -> None:
         for _ in range(_READS_PER_TURN):
             if self._pace.due:
-                return  # what is still there makes the socket readable in the next turn
+                return  # the remaining data makes the socket readable again in the next turn
             if self.on_growth is not None and self._reader.growth_bytes:
                 self.on_growth()
                 if self._paused:

@@ -1,8 +1,9 @@
-"""Who may come in: connections in all, and from one address. Pure but for the limit of files, which it reads once.
+"""Limits on connections, in total and per address. Pure except that it reads the limit of open files once.
 
-D1  A refused connection is accepted and closed at once: left in the backlog it would only hold the next one up.
-D2  Clients of Kafka have a share of the files this process may open (`base.descriptors`): the sequencer, the bucket and
-    HTTP need theirs.
+A rejected connection is accepted and closed immediately: in the backlog it would only delay the next one.
+
+Kafka clients may use only a share of the files that this process may open (`base.descriptors`), because the sequencer,
+the bucket and HTTP need theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tidemill.kafka.settings import KafkaSettings
 log = structlog.get_logger()
 
 TELL_EVERY_S = 10.0
-"""A flood is one line of log in so long; the metric counts each."""
+"""Interval at which a flood of rejections writes one log line; the metric counts each rejection."""
 
 _OPEN = Gauge("tidemill_kafka_connections", "Open connections of Kafka clients")
 _REFUSED = Count("tidemill_kafka_connections_refused", "Connections refused at a limit", ("reason",))
@@ -39,7 +40,7 @@ class ConnectionQuotas:
         return self._addresses.total()
 
     def enter(self, address: str, now_s: float) -> bool:
-        """May a connection of `address` come in? If so, `leave` must follow."""
+        """Return whether a connection from `address` is admitted. The caller must call `leave` for an admitted one."""
         reason = ""
         if self.open >= self.connections_max:
             reason = "all"

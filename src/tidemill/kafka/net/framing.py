@@ -1,15 +1,17 @@
-"""Cuts one connection's byte stream into frames. Pure: no socket, no clock.
+"""Splitting of one connection's byte stream into frames. Pure: no socket, no clock.
 
     frame   size int32 (> 0, at most the limit) · size bytes
 
-R1  Between calls no byte lives in the shared scratch buffer: it belongs to a finished frame, to the
-    partial frame's own buffer, or to the carry of fewer than four bytes. What is received into it and begins with a
-    large frame is not copied out: the buffer becomes the frame's, and another one the scratch buffer.
-R2  Every byte received is in exactly one frame, in order.
-R3  Memory follows the bytes received, not the announced size: at most FIRST_BYTES, or what the connection's last frame
-    had, or three times as much again, ahead of them, and where there is no room for that none, until there is; and
-    every byte of it is counted by `hold` while the frame is unfinished. So of thousands of unfinished frames most hold
-    what came with their size alone.
+Invariant (scratch is free): between calls no byte is in the shared scratch buffer. Each byte is in a finished frame, in
+the partial frame's own buffer, or in the carry of fewer than four bytes. Data in the scratch buffer that begins with a
+large frame is not copied out: the buffer becomes the frame's, and a new one becomes the scratch buffer.
+
+Invariant (no loss): every received byte is in exactly one frame, in order.
+
+Invariant (memory follows data): a buffer grows with the bytes received, not with the announced size. It is ahead of
+them by at most FIRST_BYTES, or the size of the connection's last frame, or three times the received bytes, and by none
+while there is no room. `hold` counts every byte of it while the frame is unfinished. So of thousands of unfinished
+frames, most hold only the bytes that arrived with their size.
 """
 
 from __future__ import annotations
@@ -23,18 +25,22 @@ from tidemill.kafka.schema.primitives import I32, MalformedFrameError
 _PREFIX: Final = 4
 
 FIRST_BYTES: Final = SCRATCH_BYTES
-"""The first buffer of a frame, however large it says it will be: batches of 64 KiB, a usual size, need no second."""
+"""Size of the first buffer of a frame, however large its announced size: batches of 64 KiB, a common size, need no
+second.
+"""
 
 HEAD_BYTES: Final = 16 << 10
-"""Where there is no room so much is received at once: what a connection can hold that only began a frame."""
+"""Bytes received in one call while there is no room: the most that a connection with only a begun frame can hold."""
 
 _KEEPS_FROM: Final = SCRATCH_BYTES * 3 // 8
-"""A frame of more keeps the buffer that it was received into; what holds a smaller one is as small. Batches of 64 KiB
-are larger."""
+"""Size above which a frame stays in the buffer that received it.
+
+Smaller frames are copied into buffers of their own size. Batches of 64 KiB are larger.
+"""
 
 
 class Frame:
-    """One request's bytes, without the size prefix. `release` once no one will read `view` again."""
+    """Bytes of one request, without the size prefix. Call `release` when `view` is not read any more."""
 
     __slots__ = ("_buffer", "_pool", "view")
 
@@ -44,15 +50,18 @@ class Frame:
         self._pool = pool
 
     def release(self) -> None:
-        """Idempotent."""
+        """Return the buffer to the pool. Idempotent."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None and self._pool is not None:
             self._pool.give(buffer)
 
 
 class FrameReader:
-    """`hold(delta)` hears of every change of the unfinished frame's buffer; −its size when there is none any more.
-    `roomy(size)`: is there room for a first buffer of so many bytes?"""
+    """Reader that turns received bytes into frames.
+
+    `hold(delta)` is called at every change of the unfinished frame's buffer, with the negative size when the buffer is
+    released. `roomy(size)` is true if there is room for a first buffer of `size` bytes.
+    """
 
     def __init__(
         self,
@@ -69,33 +78,36 @@ class FrameReader:
         self._carry = b""
         self._buffer: bytearray | None = None
         self._at = 0
-        """Where the frame begins in the buffer."""
+        """Position of the frame in the buffer."""
         self._size = 0
         self._filled = 0
         self._held = 0
         self._usual_bytes = 0
-        """The size of the last frame that had a buffer."""
+        """Size of the last frame that had a buffer."""
 
     @property
     def partial(self) -> bool:
-        """A frame has begun and is not complete."""
+        """True if a frame has begun and is not complete."""
         return self._buffer is not None or bool(self._carry)
 
     @property
     def growth_bytes(self) -> int:
-        """What the next `buffer` will take in addition: ask whether there is room before."""
+        """Bytes that the next call of `buffer` will allocate: check first that there is room for them."""
         if self._buffer is None or self._at + self._filled < len(self._buffer):
             return 0
         return max(self._larger(len(self._buffer)) - len(self._buffer), 0)
 
     def _larger(self, size: int) -> int:
-        """A full buffer grows to FIRST_BYTES, then to four times its size, beyond LARGEST_BYTES to twice."""
+        """Return the next size of a full buffer: FIRST_BYTES, then four times its size, beyond LARGEST_BYTES twice its
+        size.
+        """
         return min(self._size, max(FIRST_BYTES, (4 if size < LARGEST_BYTES else 2) * size))
 
     def buffer(self) -> memoryview:
-        """Where to receive next: the rest of a partial frame, or of what there is room for; else the scratch buffer.
+        """Return the memory to receive into: the allocated rest of the partial frame, or the scratch
+        buffer.
 
-        The view must be released before this is called again.
+        The view must be released before the next call.
         """
         if self._buffer is not None:
             if self._at + self._filled == len(self._buffer):
@@ -107,8 +119,10 @@ class FrameReader:
         return scratch[carried : None if self._roomy(SCRATCH_BYTES) else HEAD_BYTES]
 
     def received(self, count: int) -> list[Frame]:
-        """Account for `count` bytes put into `buffer()`; the frames they complete. Raises MalformedFrameError on a bad
-        size."""
+        """Account for `count` bytes written to `buffer()` and return the frames that they complete.
+
+        Raises MalformedFrameError if a size is out of bounds.
+        """
         if self._buffer is not None:
             self._filled += count
             if self._filled < self._size:
@@ -144,14 +158,14 @@ class FrameReader:
         return frames
 
     def drop(self) -> None:
-        """Give the unfinished frame up: its connection has ended."""
+        """Release the unfinished frame, because its connection has ended."""
         buffer, self._buffer, self._carry = self._buffer, None, b""
         if buffer is not None:
             self._pool.give(buffer)
             self._hold(-self._held)
 
     def _begin(self, size: int, head: memoryview, *, first: bool) -> None:
-        """`first`: it is the first in the scratch buffer."""
+        """Begin a partial frame. `first` is true if the frame is the first one in the scratch buffer."""
         self._at = 0
         wanted = min(size, max(FIRST_BYTES, self._usual_bytes), LARGEST_BYTES)
         if not self._roomy(wanted):
@@ -169,7 +183,10 @@ class FrameReader:
         self._hold(self._held)
 
     def _grow(self, buffer: bytearray) -> None:
-        """What `buffer` returned must be released by now: a large buffer grows in place, without a second copy."""
+        """Enlarge the buffer of the partial frame.
+
+        The view that `buffer` returned must be released before: a large buffer grows in place, without a second copy.
+        """
         size = self._larger(len(buffer))
         if size <= LARGEST_BYTES:
             grown = self._pool.take(size)

@@ -1,12 +1,14 @@
-"""How a listener lets connections in, and who came in through it.
+"""Security of a listener, and the identity of a client that connects through it.
 
-    plaintext        everybody, as User:ANONYMOUS
-    ssl              who completes TLS; with a certificate as what `tls.principal_rules` make of its subject
-    sasl_plaintext   who proves it by one of the listener's mechanisms
-    sasl_ssl         the same within TLS; the mechanism's principal counts, not the certificate's
+    plaintext        every client, as User:ANONYMOUS
+    ssl              clients that complete TLS; with a certificate, as the principal that `tls.principal_rules` derive
+    sasl_plaintext   clients that authenticate by one of the listener's mechanisms
+    sasl_ssl         the same within TLS; the principal is the mechanism's, not the certificate's
 
-G1  Until a connection is known, its frames are small, its time is short, and it asks for OPEN_APIS only.
-G2  Who proves anew (KIP-368) must be whom the connection was before, by the same mechanism.
+Invariant (little before authentication): until a connection is authenticated, its frames are small, its time is short,
+and it may only call OPEN_APIS.
+
+Invariant (stable principal): re-authentication (KIP-368) must yield the same principal, by the same mechanism.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ API_VERSIONS: Final = 18
 SASL_AUTHENTICATE: Final = 36
 OPEN_APIS: Final = frozenset({SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE})
 UNKNOWN_REQUEST_BYTES: Final = 128 << 10
-"""Of a request before its connection is known."""
+"""Largest request of a connection that is not authenticated yet."""
 
 
 class ConnectionRejectedError(ConnectionError):
-    """A connection that is not to be: closed, and told in one line."""
+    """A connection that must not continue: it is closed, with one log line."""
 
 
 class ListenerSecurity:
-    """One listener's. `tls` None = in clear text; without `mechanisms` nothing is asked by SASL.
+    """Security of one listener. `tls` None means clear text; without `mechanisms` no SASL is required.
 
-    session_lifetime_s   how long a proof by SASL holds; 0 = as long as the connection, or as the token
+    session_lifetime_s   how long a SASL authentication is valid; 0 = as long as the connection, or as the token
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class ListenerSecurity:
 
     @property
     def protocol(self) -> str:
-        """As Kafka names it."""
+        """Name of the security protocol in Kafka's terms."""
         within = "SSL" if self.tls is not None else "PLAINTEXT"
         return f"SASL_{within}" if self.mechanisms else within
 
@@ -64,7 +66,10 @@ class ListenerSecurity:
         return ClientIdentity(self, host, known=self.tls is None and not self.mechanisms)
 
     def secured(self, visitor: ClientIdentity, sock: TlsSocket) -> None:
-        """The handshake of `visitor` has ended. Raises ConnectionRejectedError for a certificate that no rule names."""
+        """Set the principal after the TLS handshake of `visitor`.
+
+        Raises ConnectionRejectedError if no rule names the certificate's subject.
+        """
         certificate = sock.certificate()
         if certificate is not None and not self.mechanisms:
             name = subject_of(certificate)
@@ -78,13 +83,13 @@ class ListenerSecurity:
 
 
 class ClientIdentity:
-    """Who is at the other end of one connection. `known`: it may ask for anything that exists.
+    """Identity of the client of one connection. `known`: it is authenticated and may call every API.
 
-    mechanism   what SaslHandshake chose last; `proved_by` what it was known by
-    exchange    under way, if any
-    raw         after SaslHandshake version 0 messages come in frames of their own, without a header (KIP-152)
-    expires_s   by the monotonic clock, when its proof ends; 0 = never
-    rejected    why it is to be closed once its answer is sent; "" = that is told already; None = it is not
+    mechanism   chosen by the last SaslHandshake; `proved_by` is the mechanism that authenticated the client
+    exchange    the running SASL exchange, if any
+    raw         after SaslHandshake version 0 each message is a frame without a header (KIP-152)
+    expires_s   monotonic time at which the authentication expires; 0 = never
+    rejected    why to close the connection after its answer is sent; "" = already logged; None = do not close
     """
 
     __slots__ = (
@@ -113,11 +118,11 @@ class ClientIdentity:
         self.rejected: str | None = None
 
     def forbids(self, key: int, now_s: float) -> str:
-        """Why a request of this API is not even looked at now, or ""."""
+        """Return why a request of this API must not be read now, or ""."""
         if key in OPEN_APIS:
             return ""
         if not self.known:
-            return f"a request before authentication: key={key}."
+            return f"request before authentication: key={key}."
         if self.expires_s and now_s >= self.expires_s:
-            return "a request after the proof of who this is has expired."
+            return "request after the authentication expired."
         return ""

@@ -1,7 +1,8 @@
-"""Where the endpoint listens: sockets by name, each with its own gate and with what its clients are told (KIP-103).
+"""Listening sockets by name, each with its own security and its own advertised address (KIP-103).
 
-LI1  A client that came by a listener is told of every node the address of the listener of that name. A node without
-     one is none to it: what that node leads has no leader that this client could reach.
+Invariant: a client that connected through a listener sees, for every node, the address of that node's listener of the
+same name. A node without such a listener is invisible to the client: the partitions that this node leads have no leader
+that the client could reach.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from tidemill.base.errors import InvalidError
 from tidemill.kafka.net.listener_security import ListenerSecurity
 
 DEFAULT: Final = "default"
-"""The listener of node.kafka, which every node has."""
+"""Name of the listener of node.kafka, which every node has."""
 
 _BACKLOG = 512
 
 
 class Listener(msgspec.Struct, frozen=True):
-    """advertised_host and advertised_port: what clients are told; "" and 0 are the bound ones. `key`: where the
-    configuration sets its address."""
+    """Configuration of one listener.
+
+    `advertised_host` and `advertised_port` are sent to clients; "" and 0 mean the bound address. `key` is the
+    configuration key of the address.
+    """
 
     name: str
     host: str
@@ -35,7 +39,10 @@ class Listener(msgspec.Struct, frozen=True):
     key: str = "node.kafka"
 
     def bind(self) -> socket.socket:
-        """Raises InvalidError, with the key to change."""
+        """Return a bound, listening socket.
+
+        Raises InvalidError, with the configuration key, if the address cannot be bound.
+        """
         bound = Address(self.host, self.port)
         found = socket.socket(bound.family, socket.SOCK_STREAM)
         try:
@@ -46,16 +53,16 @@ class Listener(msgspec.Struct, frozen=True):
         except OSError as error:
             found.close()
             taken = error.errno == errno.EADDRINUSE
-            what = "Kafka port is taken" if taken else "Kafka address cannot be bound"
+            what = "Kafka port is in use" if taken else "Kafka address cannot be bound"
             raise InvalidError(
                 f"{what}: host={self.host} port={self.port} error={error.strerror}.",
-                fix=f"Set {self.key} to a free host:port in tidemill.toml, or stop the process that holds it.",
+                fix=f"Set {self.key} to a free host:port in tidemill.toml, or stop the process that uses it.",
             ) from error
         return found
 
 
 class Advertised(msgspec.Struct, frozen=True):
-    """A listener of this node as DescribeConfigs shows it; `security` as Kafka names protocols."""
+    """Listener of this node as DescribeConfigs reports it; `security` is a Kafka protocol name."""
 
     name: str
     bound: str

@@ -1,12 +1,16 @@
-"""Memory that clients make this process hold: requests on their way in, answers on their way out.
+"""Bounds on the memory that clients make this process hold: incoming requests and outgoing answers.
 
-B1  A request counts from the first byte of its frame that has a buffer: what is half received is held as well. Each
-    of the two has a half of the limit, so frames that never become whole leave room for those that do.
-B2  While too much is half received no frame grows but one, the oldest: frames that wait for each other's room would
-    all wait until their deadline. So at most one frame more than the limit is held, and of each connection beyond it
-    what came with the size of its frame, at most 16 KiB.
-B3  Answers that nobody fetches are let go with their connection, the one that has taken nothing for longest first:
-    waiting for room instead would let a few that do not read stop everybody's Fetch.
+Invariant (half each): a request counts from the first byte of its frame that has a buffer, because half-received frames
+use memory too. Complete requests and half-received frames each have one half of the limit, so frames that are never
+completed leave room for those that are.
+
+Invariant (progress): while half-received frames exceed their half, only the oldest one grows, because frames that wait
+for each other's room would all wait until their deadline. So the excess is at most one frame, plus, for each further
+connection, the bytes that arrived with the size of its frame, at most 16 KiB.
+
+Invariant (slow readers lose): answers that clients do not read are dropped together with their connection, the one that
+has read nothing for longest first. Waiting for room instead would let a few clients that do not read stop the Fetch of
+all others.
 """
 
 from __future__ import annotations
@@ -15,12 +19,12 @@ from typing import Protocol
 
 from prometheus_client import Gauge
 
-_REQUESTS = Gauge("tidemill_kafka_request_bytes", "Requests under way and half-received frames, bytes")
-_ANSWERS = Gauge("tidemill_kafka_answer_bytes", "Answers that clients have not taken yet, bytes")
+_REQUESTS = Gauge("tidemill_kafka_request_bytes", "Running requests and half-received frames, bytes")
+_ANSWERS = Gauge("tidemill_kafka_answer_bytes", "Answers that clients have not read yet, bytes")
 
 
 class Holder(Protocol):
-    """A session."""
+    """Owner of counted memory: a session."""
 
     def consider_reading(self) -> None: ...
 
@@ -28,7 +32,7 @@ class Holder(Protocol):
 
     @property
     def took_s(self) -> float:
-        """When its client last took a byte of its answers."""
+        """Monotonic time at which the client last read a byte of its answers."""
         ...
 
 
@@ -52,7 +56,10 @@ class Budget:
         return self._begun_bytes + self._receiving_bytes
 
     def may_read(self, session: Holder, more: int) -> bool:
-        """B2: is there room for `more` bytes of its unfinished frame? When not, the session is called when there is."""
+        """Return whether the unfinished frame may grow by `more` bytes.
+
+        If not, the session's `consider_reading` is called when there is room.
+        """
         grows = not more or self._receiving_bytes + more <= self._half or next(iter(self._receiving), None) is session
         if grows and self._begun_bytes <= self._half:
             self._waiting.pop(session, None)
@@ -61,16 +68,16 @@ class Budget:
         return False
 
     def roomy(self, size: int) -> bool:
-        """Is there room for the first buffer of another unfinished frame?"""
+        """Return whether there is room for the first buffer of another unfinished frame."""
         return self._receiving_bytes + size <= self._half and self._begun_bytes <= self._half
 
     def receiving(self, session: Holder, delta: int) -> None:
-        """The buffer of its unfinished frame grew, by `delta` bytes."""
+        """Count `delta` more bytes for the buffer of the session's unfinished frame."""
         self._receiving.setdefault(session)
         self._receiving_bytes += delta
 
     def received(self, session: Holder, size: int) -> None:
-        """The frame is whole, or given up: its buffer of `size` bytes counts no more as such."""
+        """Stop counting the buffer of `size` bytes, because its frame is complete or dropped."""
         self._receiving.pop(session, None)
         self._receiving_bytes -= size
         oldest = next(iter(self._receiving), None)
@@ -79,7 +86,7 @@ class Budget:
         self._call()
 
     def take(self, size: int) -> None:
-        """A whole request, from its arrival until its end."""
+        """Count a complete request, from its arrival until its end."""
         self._begun_bytes += size
 
     def give(self, size: int) -> None:
@@ -87,7 +94,7 @@ class Budget:
         self._call()
 
     def _call(self) -> None:
-        """Whoever waits, once there is room for a while: at half of the limit."""
+        """Call the waiting sessions once half of their limit is free."""
         if self._waiting and max(self._begun_bytes, self._receiving_bytes) <= self._half // 2:
             waiting, self._waiting = self._waiting, {}
             for session in waiting:
@@ -95,7 +102,7 @@ class Budget:
 
     # answers --------------------------------------------------------------------------------------
     def answers(self, session: Holder, size: int) -> None:
-        """What the session holds for its client now. Beyond the limit the slowest connection ends (B3)."""
+        """Set the bytes of unsent answers of a session. Beyond the limit, close the slowest connections."""
         self.answer_bytes += size - self._answers.get(session, 0)
         if size:
             self._answers[session] = size
@@ -104,7 +111,7 @@ class Budget:
         while self.answer_bytes > self.answers_max and len(self._answers) > 1:
             slowest = min(self._answers, key=lambda each: each.took_s)
             self.answer_bytes -= self._answers.pop(slowest)
-            slowest.close(TimeoutError("too many answers wait for clients, and this one takes none"))
+            slowest.close(TimeoutError("too many answers wait for clients, and this client reads none"))
 
     def forget(self, session: Holder) -> None:
         self._waiting.pop(session, None)

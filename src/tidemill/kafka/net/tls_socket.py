@@ -1,8 +1,10 @@
-"""A socket under TLS with the four methods that `Connection` uses, and the connection over it.
+"""TLS socket with the four methods that `Connection` uses, and the connection over it.
 
-W1  OpenSSL must be asked again with the very bytes that it could not send: the piece under way is kept until it is
-    taken, whatever else is queued meanwhile.
-W2  Bytes that are decrypted and not read make no socket readable: who stops reading early is called again.
+Invariant (same bytes again): OpenSSL must be called again with the very bytes that it could not send, so the current
+piece is retained until it is sent, even if more data is queued in the meantime.
+
+Invariant (no hidden data): decrypted bytes that are not read yet do not make the socket readable, so a connection that
+stops reading early schedules another read.
 """
 
 from __future__ import annotations
@@ -15,11 +17,17 @@ from typing import Any, Final
 from tidemill.kafka.net.connection import Connection
 
 _PIECE_BYTES: Final = 64 << 10
-"""Sent at once: four records of TLS. Smaller buffers are joined up to this, for each would be a record of its own."""
+"""Bytes per send: four TLS records.
+
+Smaller buffers are joined up to this size, because each would become a separate record.
+"""
 
 
 class TlsSocket:
-    """`on_secured` is called once, when the handshake has ended and before the first byte is returned."""
+    """TLS side of a socket.
+
+    `on_secured` is called once, when the handshake has ended and before the first byte is returned.
+    """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, on_secured: Callable[[TlsSocket], None]) -> None:
         self._tls = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -35,11 +43,11 @@ class TlsSocket:
         return self._tls.pending() if self.secured else 0
 
     def certificate(self) -> bytes | None:
-        """The client's, DER; None if it sent none. It was checked during the handshake."""
+        """Return the client's certificate as DER, or None if it sent none. The handshake has verified it."""
         return self._tls.getpeercert(binary_form=True)
 
     def recv_into(self, room: memoryview) -> int:
-        """Raises BlockingIOError, OSError."""
+        """Receive decrypted bytes, after the handshake. Raises BlockingIOError, OSError."""
         self.wants_write = False
         try:
             if not self.secured:
@@ -54,7 +62,7 @@ class TlsSocket:
             raise BlockingIOError from error
 
     def sendmsg(self, pieces: Sequence[memoryview]) -> int:
-        """Raises BlockingIOError, OSError."""
+        """Send the current piece. Raises BlockingIOError, OSError."""
         if self._piece is None:
             self._piece = _first(pieces)
         try:
@@ -65,7 +73,7 @@ class TlsSocket:
         return sent
 
     def close(self) -> None:
-        """Without a farewell: whoever waits for one of a client that is gone waits long."""
+        """Close the socket without a TLS close notification, which a dead peer would delay."""
         self._tls.close()
 
 
@@ -102,7 +110,7 @@ class TlsConnection(Connection):
             self._readable()
 
     def _look_again(self) -> None:
-        """W2."""
+        """Schedule a read if decrypted bytes are pending, because they do not make the socket readable."""
         if not self._called and not self.closed and not self.paused and self._tls.pending():
             self._called = True
             self._loop.call_soon(self._go_on)

@@ -1,11 +1,11 @@
-"""Codecs of the cold APIs, compiled once per (key, version) by walking kio's generated dataclasses.
+"""Codecs of the rarely used APIs, compiled once per (key, version) by walking kio's generated dataclasses.
 
-kio gives the schemas (names, types, nullability, tags of every version); the code that reads and writes is
-ours: unknown tagged fields are skipped (kio raises), values are plain dicts, integers and strings, and one
-handler serves every version, because
+kio provides the schemas (names, types, nullability and tags of every version). The code that reads and writes is ours:
+unknown tagged fields are skipped (kio raises), and values are plain dicts, integers and strings. One handler serves
+every version, because
 
-    reading   fills fields that a version lacks from nothing: handlers use `.get(name, default)`
-    writing   takes the fields this version has and ignores the rest; a field without a default must be there
+    reading   leaves out fields that a version lacks: handlers use `.get(name, default)`
+    writing   uses the fields that the version has and ignores the rest; a field without a default is required
 
 Field names are kio's (`throttle_time`, not `throttle_time_ms`); times are integers in milliseconds, UUIDs are
 strings with dashes, error codes are integers.
@@ -62,10 +62,13 @@ _FIXED = {
 }
 _MISSING = object()
 _BY_HAND = {0: produce.FIRST_FLEXIBLE, 1: fetch.FIRST_FLEXIBLE}
-"""First flexible version of the APIs that have codecs of their own: kio's schemas of them are never loaded."""
+"""First flexible version of the APIs that have hand-written codecs; their kio schemas are never loaded."""
 _LATEST = {18: 4}
-"""The newest version that kio knows, where a newer one is served: ApiVersions 5 adds fields to the end of the request,
-which its handler reads, and has the response of version 4 (KIP-1242)."""
+"""Newest version that kio knows, for APIs that serve a newer one.
+
+ApiVersions 5 adds fields to the end of the request, which its handler reads, and has the response of version 4
+(KIP-1242).
+"""
 
 
 def _request_schema(key: int, version: int) -> Any:
@@ -77,10 +80,10 @@ def _response_schema(key: int, version: int) -> Any:
 
 
 def decode_request(key: int, version: int, view: memoryview, position: int) -> Body:
-    """The body of a request. Raises MalformedFrameError.
+    """Decode the body of a request. Raises MalformedFrameError.
 
-    Bytes after it are ignored, as Kafka does: librdkafka 2.16 leaves three of them when it asks for all topics
-    (Metadata 9 and later, an array count of four bytes where one is meant).
+    Bytes after the body are ignored, as Kafka does: librdkafka 2.16 sends three of them when it requests all topics
+    (Metadata 9 and later, an array count of four bytes instead of a varint).
     """
     body, _ = _request_reader(key, version)(view, position)
     assert isinstance(body, dict)
@@ -94,15 +97,19 @@ def encode_response(key: int, version: int, body: Body) -> bytearray:
 
 
 def encode_field(key: int, version: int, path: tuple[str, ...], value: Any) -> bytes:
-    """One array of structs in a response, named through the arrays around it. In the response it may stand for its
-    value."""
+    """Encode one array of structs of a response, named by the path of arrays around it.
+
+    The bytes can replace the array's value in the response.
+    """
     out = bytearray()
     _writer_of(key, version, path)(out, value)
     return bytes(out)
 
 
 def compile_codecs(key: int, version: int) -> None:
-    """Ahead of the first request, which would load kio's module and compile it on the loop: 3 to 10 ms each."""
+    """Compile the codecs ahead of the first request, which would load kio's module and compile on the loop: 3 to 10 ms
+    each.
+    """
     if key not in _BY_HAND:
         is_flexible(key, version)
         _request_reader(key, version)
@@ -132,7 +139,7 @@ def _writer_of(key: int, version: int, path: tuple[str, ...]) -> Write:
 
 @cache
 def is_flexible(key: int, version: int) -> bool:
-    """True when the request carries header v2 (tagged fields)."""
+    """Return whether the request has header v2 (tagged fields)."""
     if key in _BY_HAND:
         return version >= _BY_HAND[key]
     return bool(_request_schema(key, version).__flexible__)
@@ -140,7 +147,7 @@ def is_flexible(key: int, version: int) -> bool:
 
 @cache
 def throttle_at(key: int, version: int) -> int:
-    """Where a response has `throttle_time_ms`, in bytes; −1 where it has none, or not at a fixed place."""
+    """Return the byte position of `throttle_time_ms` in a response; −1 if it is absent or has no fixed position."""
     at = 0
     for field in dataclasses.fields(_response_schema(key, version)):
         if field.name == "throttle_time":
@@ -153,7 +160,7 @@ def throttle_at(key: int, version: int) -> int:
 
 
 def response_fields(key: int, version: int) -> dict[str, Any]:
-    """Names of a response's fields as a tree, for the test that no handler misspells one."""
+    """Return the names of a response's fields as a tree, for the test that no handler misspells one."""
     return _names(_response_schema(key, version))
 
 
@@ -229,14 +236,14 @@ def _not_null(name: str, reader: Read) -> Read:
     def read(view: memoryview, position: int) -> tuple[Any, int]:
         value, end = reader(view, position)
         if value is None:
-            raise MalformedFrameError(f"null where the schema has none: field={name}.")
+            raise MalformedFrameError(f"null in a field that is not nullable: field={name}.")
         return value, end
 
     return read
 
 
 def _nullable_struct_reader(element: Read) -> Read:
-    """KIP-893: one byte before a nullable struct, negative for null."""
+    """Read a nullable struct: one byte before it, negative for null (KIP-893)."""
 
     def read(view: memoryview, position: int) -> tuple[Any, int]:
         if position >= len(view):
@@ -310,7 +317,7 @@ def _struct_writer(schema: Any) -> Write:
 
     def write(out: bytearray, body: Body) -> None:
         if refuses and body.get("error_code") and body.get("error_message") is None:
-            # librdkafka 2.x dereferences the message of some refusals, which Kafka never leaves null.
+            # librdkafka 2.x dereferences the message of some rejections, which Kafka never leaves null.
             body = {**body, "error_message": text(body["error_code"])}
         for name, default, writer in plain:
             value = body.get(name, default)
@@ -362,7 +369,7 @@ def _field_writer(field: Any, flexible: bool) -> Write:
 
 
 def _encoded_or(write: Write) -> Write:
-    """An array of structs may be given as its bytes (`encode_field`)."""
+    """Accept an array of structs also as its encoded bytes (`encode_field`)."""
 
     def write_either(out: bytearray, value: Any) -> None:
         if type(value) is bytes:

@@ -1,4 +1,4 @@
-"""Fetch (key 1), versions 4 to 17, by hand: record batches go out as they are, in a gather list.
+"""Hand-written codec of Fetch (key 1), versions 4 to 17: record batches are sent unchanged, in a gather list.
 
 request   replica id int32 (≤ v14) · max wait int32 ms · min bytes int32 · max bytes int32 · isolation int8
           session id int32 · session epoch int32 (v7)
@@ -48,7 +48,9 @@ _ABORTED = struct.Struct(">qq")
 
 
 def _asked(version: int) -> struct.Struct:
-    """(partition, offset, max bytes, and where it is flexible the count of its tagged fields)"""
+    """Return the layout of one requested partition: partition, offset, max bytes, and if flexible its count of tagged
+    fields.
+    """
     epochs, flexible = ("4x" if version >= 9 else ""), version >= FIRST_FLEXIBLE
     start = "8x" if version >= 5 else ""
     return struct.Struct(f">i{epochs}q{'4x' if flexible else ''}{start}i{'B' if flexible else ''}")
@@ -58,8 +60,11 @@ _ASKED = {version: _asked(version) for version in range(4, 19)}
 
 
 def _nothing(version: int) -> tuple[struct.Struct, tuple[int, ...], tuple[int, ...]]:
-    """An answer without records, and what follows its offsets where uncommitted records are read, or committed ones:
-    no aborted transactions (null, or none), no preferred replica, no bytes, no tagged fields."""
+    """Return the layout of a partition answer without records, and the values after its offsets.
+
+    The values are given for a reader of uncommitted and of committed records: no aborted transactions (null, or an
+    empty array), no preferred replica, no bytes, no tagged fields.
+    """
     flexible = version >= FIRST_FLEXIBLE
     length, replica = ("B", "i") if flexible else ("i", "i" if version >= 11 else "")
     packed = struct.Struct(f">ihqq{'q' if version >= 5 else ''}{length}{replica}{length}{'B' if flexible else ''}")
@@ -77,7 +82,7 @@ class FetchPartition(NamedTuple):
 
 
 class FetchTopic(NamedTuple):
-    """topic: a name up to v12, a topic id from v13."""
+    """Partitions of one topic in a request. `topic` is a name up to v12, a topic id from v13."""
 
     topic: str
     partitions: list[FetchPartition]
@@ -92,11 +97,14 @@ class FetchRequest(NamedTuple):
     session_epoch: int
     topics: list[FetchTopic]
     forgotten: list[tuple[str, list[int]]]
-    """(name or id, partitions)"""
+    """Tuples of (name or id, partitions)."""
 
 
 class PartitionRecords(NamedTuple):
-    """`aborted`: (producer id, first offset) of each, None where uncommitted records are read."""
+    """Answer for one partition.
+
+    `aborted` has the (producer id, first offset) of each aborted transaction; None if uncommitted records are read.
+    """
 
     partition: int
     error_code: int
@@ -108,7 +116,7 @@ class PartitionRecords(NamedTuple):
 
 
 def decode(view: memoryview, position: int, version: int) -> FetchRequest:
-    """Raises MalformedFrameError."""
+    """Decode a request body. Raises MalformedFrameError."""
     flexible = version >= FIRST_FLEXIBLE
     session_id, session_epoch = 0, -1
     if version <= 14:
@@ -164,8 +172,11 @@ def decode(view: memoryview, position: int, version: int) -> FetchRequest:
 def _read_untagged(
     view: memoryview, position: int, version: int, count: int
 ) -> tuple[list[FetchPartition] | None, int]:
-    """All partitions of a topic at once, and where they end; None where one has tagged fields, or is cut off: they lie
-    at fixed distances only up to there."""
+    """Read all partitions of a topic in one step, and return them with their end.
+
+    Return None for the partitions if the entries exceed the frame or if one has tagged fields, because then they are
+    not at fixed distances.
+    """
     packed = _ASKED[version]
     end = position + max(count, 0) * packed.size
     if end > len(view):
@@ -177,12 +188,12 @@ def _read_untagged(
 
 
 def asked_bytes(version: int) -> int:
-    """Of one partition in a request, without tagged fields."""
+    """Return the size of one partition in a request, without tagged fields."""
     return _ASKED[version].size
 
 
 def asked_at(entry: bytes, version: int) -> FetchPartition | None:
-    """Of one partition; None where it has tagged fields."""
+    """Decode one partition of a request; None if it has tagged fields."""
     row = _ASKED[version].unpack(entry)
     return None if version >= FIRST_FLEXIBLE and row[-1] else FetchPartition(*row[:3])
 
@@ -216,7 +227,7 @@ def _read_forgotten(view: memoryview, position: int, version: int) -> tuple[list
 
 
 def set_throttle(reply: list[Buffer], throttle_ms: int, at: int = 0) -> None:
-    """Into an encoded response: a Fetch has it as its first field."""
+    """Write the throttle time into an encoded response; it is the first field of a Fetch response."""
     first = reply[0]
     assert isinstance(first, bytearray)
     I32.pack_into(first, at, throttle_ms)
@@ -225,7 +236,7 @@ def set_throttle(reply: list[Buffer], throttle_ms: int, at: int = 0) -> None:
 def encode(
     topics: list[tuple[str, list[PartitionRecords]]], version: int, *, error_code: int = 0, session_id: int = 0
 ) -> list[Buffer]:
-    """The response body as buffers to be written back to back; record batches are not copied."""
+    """Encode the response body as buffers to be sent back to back; record batches are not copied."""
     flexible = version >= FIRST_FLEXIBLE
     gathered: list[Buffer] = []
     out = bytearray(I32.pack(0))
@@ -254,8 +265,11 @@ def encode(
 
 
 class Blank:
-    """An answer about the same partitions again and again: `filled` writes those that are told anew over what was told
-    of them before. It begins with nothing known of any; no partition is there twice."""
+    """Reusable answer about a fixed set of partitions.
+
+    `filled` overwrites the entries of the partitions that changed. Each entry begins empty, and no partition occurs
+    twice.
+    """
 
     def __init__(self, topics: Iterable[tuple[str, Sequence[int]]], version: int) -> None:
         self._version = version
@@ -279,7 +293,7 @@ class Blank:
         self._out = out
 
     def filled(self, found: Iterable[tuple[tuple[str, int], PartitionRecords]]) -> list[Buffer]:
-        """As `encode` of all of them. What it returned before does not change."""
+        """Return what `encode` would return for all partitions. Buffers that were returned before do not change."""
         out, size, version = self._out, self._size, self._version
         whole: list[tuple[int, PartitionRecords]] = []
         for key, answer in found:
@@ -318,7 +332,7 @@ def _has_nothing(answer: PartitionRecords) -> bool:
 
 
 def _packed(answer: PartitionRecords, version: int) -> bytes:
-    """Of one partition whole, without its records: always as many bytes."""
+    """Encode one partition without records, always in the same number of bytes."""
     nothing, uncommitted, committed = _NOTHING[version]
     start = (answer.log_start_offset,) if version >= 5 else ()
     rest = uncommitted if answer.aborted is None else committed
@@ -327,7 +341,7 @@ def _packed(answer: PartitionRecords, version: int) -> bytes:
 
 
 def _write_partition(out: bytearray, answer: PartitionRecords, version: int) -> None:
-    """Up to its record batches."""
+    """Encode one partition up to its record batches."""
     flexible = version >= FIRST_FLEXIBLE
     head = (answer.partition, answer.error_code, answer.high_watermark, answer.last_stable)
     out += _V5.pack(*head, answer.log_start_offset) if version >= 5 else _V4.pack(*head)

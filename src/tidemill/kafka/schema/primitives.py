@@ -8,8 +8,8 @@ Protocol guide: https://kafka.apache.org/protocol (primitive types); KIP-482 (co
     compact …       unsigned varint of length + 1 (0 = null) · the same
     tagged fields   unsigned varint count · (unsigned varint tag · unsigned varint size · size bytes)*
 
-Readers return (value, next position) and raise MalformedFrameError, never IndexError or struct.error: a length that
-passes the end of the frame is refused before anything is allocated for it.
+Readers return (value, next position) and raise MalformedFrameError, never IndexError or struct.error. A length beyond
+the end of the frame is rejected before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ I64 = struct.Struct(">q")
 
 
 ELEMENTS_MAX: Final = 20_000
-"""Elements of all arrays and tagged fields of one request: some 20 ms of decoding. A consumer of 10,000 partitions, or
-a producer to as many, names fewer; what a 100 MB frame could name would hold the loop for a minute."""
+"""Maximum number of elements of all arrays and tagged fields of one request: some 20 ms of decoding.
+
+A consumer of 10,000 partitions, or a producer to as many, sends fewer. The elements that fit in a 100 MB frame would
+block the loop for a minute.
+"""
 
 
 class _Elements(threading.local):
@@ -38,7 +41,7 @@ _elements = _Elements()
 
 
 class MalformedFrameError(InvalidError):
-    """The client's bytes are not the request they claim to be: the connection is closed."""
+    """Request bytes that do not follow the schema. The connection is closed."""
 
 
 def short(what: str, position: int) -> MalformedFrameError:
@@ -46,22 +49,24 @@ def short(what: str, position: int) -> MalformedFrameError:
 
 
 def begin_request() -> None:
-    """Before the first byte of a request is read: its elements are counted from here."""
+    """Reset the element count. Call it before the first byte of a request is read."""
     _elements.left = ELEMENTS_MAX
 
 
 def spend(count: int) -> None:
-    """Account for the elements of an array before they are read. Raises MalformedFrameError when the request has too
-    many."""
+    """Account for the elements of an array before they are read.
+
+    Raises MalformedFrameError if the request has too many.
+    """
     _elements.left -= max(count, 0)
     if _elements.left < 0:
         raise MalformedFrameError(
-            f"a request names too many things: limit={ELEMENTS_MAX}.", fix="Ask in several requests."
+            f"request has too many array elements: limit={ELEMENTS_MAX}.", fix="Split it into several requests."
         )
 
 
 def read_uvarint(view: memoryview, position: int) -> tuple[int, int]:
-    """At most five bytes (32 bits)."""
+    """Read an unsigned varint of at most five bytes (32 bits)."""
     value = shift = 0
     end = len(view)
     while True:
@@ -103,7 +108,7 @@ def read_i64(view: memoryview, position: int) -> tuple[int, int]:
 
 
 def read_length(view: memoryview, position: int, *, compact: bool, wide: bool) -> tuple[int, int]:
-    """A length or count, −1 for null. Raises MalformedFrameError when it exceeds the bytes that are left."""
+    """Read a length or count, −1 for null. Raises MalformedFrameError if it exceeds the bytes that are left."""
     if compact:
         value, position = read_uvarint(view, position)
         value -= 1
@@ -127,7 +132,7 @@ def read_string(view: memoryview, position: int, *, compact: bool) -> tuple[str 
 
 
 def read_bytes(view: memoryview, position: int, *, compact: bool) -> tuple[memoryview | None, int]:
-    """A view into the frame, not a copy."""
+    """Read bytes as a view into the frame, not a copy."""
     length, position = read_length(view, position, compact=compact, wide=True)
     if length < 0:
         return None, position
@@ -135,7 +140,7 @@ def read_bytes(view: memoryview, position: int, *, compact: bool) -> tuple[memor
 
 
 def read_uuid(view: memoryview, position: int) -> tuple[str, int]:
-    """UUID in hex with dashes, as our topic ids are written; all zeros for none."""
+    """Read a UUID as hex with dashes, the form of our topic ids; all zeros for none."""
     if position + 16 > len(view):
         raise short("uuid", position)
     text = view[position : position + 16].hex()
@@ -143,7 +148,7 @@ def read_uuid(view: memoryview, position: int) -> tuple[str, int]:
 
 
 def skip_tags(view: memoryview, position: int) -> int:
-    """KIP-482: unknown tagged fields are skipped, never an error."""
+    """Skip tagged fields: unknown ones are never an error (KIP-482)."""
     count, position = read_uvarint(view, position)
     if count:
         spend(count)
@@ -176,5 +181,5 @@ ZERO_UUID = "00000000-0000-0000-0000-000000000000"
 
 
 def uuid_bytes(value: str | None) -> bytes:
-    """`value` as `read_uuid` gives it."""
+    """Return the 16 bytes of a UUID in the form of `read_uuid`."""
     return bytes.fromhex(value.replace("-", "")) if value else bytes(16)

@@ -1,7 +1,7 @@
-"""Produce (key 0), versions 3 to 13, by hand: record batches stay views into the frame.
+"""Hand-written codec of Produce (key 0), versions 3 to 13: record batches stay views into the frame.
 
 request   transactional_id  nullable string
-          acks              int16      0 = no response at all, 1, −1 = all
+          acks              int16      0 = no response, 1, −1 = all
           timeout           int32      ms
           topics            [ name string (≤ v12) | topic id uuid (v13)
                               [ index int32 · records nullable bytes ] ]
@@ -51,7 +51,7 @@ class PartitionData(NamedTuple):
 
 
 class TopicData(NamedTuple):
-    """topic: a name up to v12, a topic id from v13."""
+    """Partitions of one topic in a request. `topic` is a name up to v12, a topic id from v13."""
 
     topic: str
     partitions: list[PartitionData]
@@ -75,7 +75,7 @@ class PartitionAnswer(NamedTuple):
 
 
 def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
-    """Raises MalformedFrameError."""
+    """Decode a request body. Raises MalformedFrameError."""
     flexible = version >= FIRST_FLEXIBLE
     transactional_id, position = read_string(view, position, compact=flexible)
     acks, position = read_i16(view, position)
@@ -109,7 +109,7 @@ def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
 
 
 def set_throttle(reply: list[Buffer], version: int, throttle_ms: int) -> None:
-    """Into an encoded response: its last field, before the tags."""
+    """Write the throttle time into an encoded response: its last field, before the tags."""
     [body] = reply
     assert isinstance(body, bytearray)
     I32.pack_into(body, len(body) - (5 if version >= FIRST_FLEXIBLE else 4), throttle_ms)
@@ -167,7 +167,7 @@ def _named(topic: str, version: int) -> bytes:
 
 @cache
 def _said_nothing(version: int) -> bytes:
-    """What follows the numbers of a partition without errors: none of a record, no message, no tags."""
+    """Return the bytes after the numbers of a partition without errors: no record errors, no message, no tags."""
     out = bytearray()
     if version >= 8:
         write_length(out, 0, compact=version >= FIRST_FLEXIBLE, wide=True)
