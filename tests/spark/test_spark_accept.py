@@ -199,7 +199,7 @@ def test_f470_of_a_table_that_is_gone_nobody_is_told_to_accept_it_and_its_pipeli
     call(s.catalogue.change_table("shop", "public.t", lambda _: gone))
     with pipeline(harbour, tmp_path / "1", text) as runner:
         runner.session_ready.set()
-        until(lambda: "captured no more (DROP TABLE)" in error_of(harbour, "shard:t"))
+        until(lambda: "no longer captured (DROP TABLE)" in error_of(harbour, "shard:t"))
         assert "capture accept" not in error_of(harbour, "shard:t")
         shard, whole = mark(harbour, "shard:t"), until(lambda: mark(harbour, "pipeline:p"))
         assert shard is not None and shard.parked and whole.held_by == "shard:t" and whole.position < whole.target

@@ -1,4 +1,4 @@
-"""From bound records to tables.
+"""ingest: from bound records to tables.
 
     sources ─► feed ─► table_schedule ─► step_planner ─► offset_ranges ─► prefetch ─► fetch_decode
            └─► streaming_query                                              └─► feed_sink ─► table_writer ─► shard

@@ -1,4 +1,4 @@
-"""Whether the newest records of a table are all dead letters: it is at its target, and holds none of them. Pure."""
+"""Run of dead letters: whether the newest records of a table, which is at its target, are all dead letters. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.spark.upsert.commands import ORDER, PARTITION, Commands
 
 RECORDS = 10
-"""So many in a row, without a good one among them, are no accident; of a table that holds nothing one is enough."""
+"""A run of this many dead letters without a good record is no accident; for a table that holds nothing, one
+suffices."""
 DEAD = "its newest records are all dead letters"
 _SHIFT = 20
 
 
 class Buried:
-    """The dead letters of one step, which may come in any number of pieces: none of them is held."""
+    """Count of the dead letters of one step, which may arrive in any number of pieces; none of the pieces is
+    retained."""
 
     def __init__(self) -> None:
         self.records = 0
         self.last = ""
-        """Where the newest of them is, and why."""
+        """Position and reason of the newest of them."""
         self._newest: tuple[int, int] | None = None
 
     def add(self, letters: pa.Table) -> None:
@@ -34,21 +36,22 @@ class Buried:
 
 
 class DeadRun:
-    """`count`: dead letters behind the newest good record; `last`: where the newest of them is, and why."""
+    """Run of dead letters of a table. `count`: dead letters after the newest good record; `last`: position and reason
+    of the newest of them."""
 
     def __init__(self) -> None:
         self.count = 0
         self.last = ""
 
     def of_many(self, records: int, buried: Buried) -> None:
-        """A step whose commands were elsewhere: with fewer letters than records there was a good one."""
+        """Add a step whose commands were not seen here: if it has fewer letters than records, one of them was good."""
         if buried.records < records:
             self.count = 0
         elif buried.records:
             self.count, self.last = self.count + buried.records, buried.last
 
     def passed(self, commands: Commands | None, letters: pa.Table) -> None:
-        """What one step came to, in order of time; `commands` None: no record of it was good."""
+        """Add the result of one step, in order of time; `commands` None: no record of it was good."""
         if not letters.num_rows:
             self.count = 0 if commands else self.count
             return
@@ -64,14 +67,14 @@ class DeadRun:
             _, self.last = _newest_of(letters)
 
     def sentence(self, empty: bool) -> str:
-        """ "" while there is nothing to say. `empty`: the table holds no row."""
+        """Return the error text, or "" if there is no run. `empty`: the table holds no row."""
         if not self.count or (self.count < RECORDS and not empty):
             return ""
         return f"{DEAD}: count={self.count} {self.last}"
 
 
 def _newest_of(letters: pa.Table) -> tuple[tuple[int, int], str]:
-    """((time, last offset) of the newest letter, where it is and why)."""
+    """Return ((time, last offset) of the newest letter, its position and reason)."""
     times, lasts = int64s(letters, TIME), int64s(letters, "last_offset")
     at = int(np.lexsort((lasts, times))[-1])
     row = letters.slice(at, 1).select(["topic", "partition", "offset", "reason"]).to_pylist()[0]
@@ -80,7 +83,8 @@ def _newest_of(letters: pa.Table) -> tuple[tuple[int, int], str]:
 
 
 def _newest_good(commands: Commands, letters: pa.Table) -> tuple[int, int] | None:
-    """(time, order) of the newest record that is no dead letter. A captured row that is one leaves a deletion."""
+    """Return (time, order) of the newest record that is not a dead letter. A captured row that is one leaves a
+    deletion."""
     found = [(truncate.time_ms, truncate.order) for truncate in commands.truncates]
     rows = commands.rows
     if rows.num_rows:

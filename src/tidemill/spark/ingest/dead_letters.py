@@ -1,11 +1,13 @@
-"""The dead-letter shard of a pipeline: every record of its topics that could not be read, once.
+"""Dead-letter shard of a pipeline: every record of its topics that could not be decoded, exactly once.
 
-D1  A letter is there before the table passes its record: letters of an interval are appended first, then the table.
-    A crash in between decodes the interval again and finds them there, by position. So does a driver that lost.
-D2  An append names the shard's upper, and every letter below it was looked at: two writers never add the same one.
+Invariant (letters first): a letter is stored before the table passes its record: the letters of an interval are
+appended first, then the table's updates. After a crash in between, the interval is decoded again, and the letters are
+recognized by their positions. The same holds for a driver that loses a race.
+Invariant (no duplicates): an append names the shard's upper, and its writer has read every letter below that upper, so
+two writers never add the same letter.
 
-So the letters need no time of their own to agree on, no table waits for another, and what has no letters costs
-nothing. The letters of a process are added by whatever thread found them, one at a time.
+So letters need no agreed time, no table waits for another, and an interval without letters costs nothing. Any thread
+may add letters, one at a time.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ _Place = tuple[str, int]
 
 
 class DeadLetters:
-    """`opened` gives the shard, creating it where it is absent; called at the first need and retried by the caller."""
+    """Writer of dead letters. `opened` returns the shard and creates it if absent; it is called on first use, and the
+    caller retries it."""
 
     def __init__(self, portal: BlockingPortal, opened: Callable[[], LogShard], rand: Rand) -> None:
         self.total = 0
-        """Letters that this process added."""
+        """Number of letters that this process added."""
         self._portal = portal
         self._opened = opened
         self._rand = rand
@@ -45,12 +48,15 @@ class DeadLetters:
         self._one_at_a_time = threading.Lock()
 
     def open(self) -> None:
-        """So that the shard exists for whoever looks for it. Raises as opening a shard does."""
+        """Create the shard, so that readers find it. Raises as opening a shard."""
         with self._one_at_a_time:
             self._opened_shard()
 
     def put(self, letters: pa.Table) -> None:
-        """Add those of these letters that are not there yet. Raises Unavailable, Unknown: call again with the same."""
+        """Add those of these letters that are not stored yet.
+
+        Raises UnavailableError, UnknownOutcomeError: call again with the same letters.
+        """
         if letters.num_rows == 0:
             return
         with self._one_at_a_time:
@@ -58,7 +64,7 @@ class DeadLetters:
                 pass
 
     def _added(self, shard: LogShard, letters: pa.Table) -> bool:
-        """False: a peer was first, or gave the shard more columns. Look again."""
+        """Add the new letters; False if a peer was first, or evolved the shard: try again."""
         try:
             self._follow(shard)
             new = letters.filter(pa.array(self._is_new(letters)))
@@ -88,13 +94,13 @@ class DeadLetters:
         try:
             self._portal.call(run())
         except ConflictError:
-            return False  # a peer's letters: look at them first (D2)
+            return False  # a peer added letters: read them before the next attempt
         self._upper = at + 1
         self._learn(rows)
         return True
 
     def _follow(self, shard: LogShard) -> None:
-        """Learn the positions of every letter below the shard's upper."""
+        """Learn the positions of all letters below the shard's upper."""
         _, upper = self._portal.call(shard.frontiers())
         if upper <= self._upper:
             return
@@ -116,7 +122,8 @@ class DeadLetters:
             self._known[place] = np.unique(offsets) if known is None else np.union1d(known, offsets)
 
     def _is_new(self, letters: pa.Table) -> npt.NDArray[np.bool_]:
-        """Of several letters of one position the first is: two tables may find the same record unreadable."""
+        """Return a mask of the new letters. Two tables may fail on one record: of its letters only the first counts as
+        new."""
         new = np.zeros(letters.num_rows, dtype=bool)
         for place, offsets, at in _by_place(letters):
             _, first = np.unique(offsets, return_index=True)
@@ -127,7 +134,7 @@ class DeadLetters:
 
 
 def _by_place(rows: pa.Table) -> list[tuple[_Place, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """(topic and partition, offsets, row numbers) of each partition that has rows."""
+    """Return (topic and partition, offsets, row numbers) of each partition that has rows."""
     topics = rows.column("topic").to_pylist()
     partitions = rows.column("partition").to_pylist()
     offsets = int64s(rows, "offset")

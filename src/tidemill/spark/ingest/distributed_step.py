@@ -1,4 +1,4 @@
-"""Bigger steps by Spark tasks: pieces are decoded, ranges resolved (shuffle.py); the driver appends."""
+"""Larger steps as Spark tasks: tasks decode pieces and resolve ranges (shuffle.py); the driver appends."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 RANGES_MAX = 8
-"""Hash ranges of one table's step. As many for every step: an executor's process keeps the mirrors of its ranges."""
+"""Hash ranges of one table's step. The number is constant because an executor's process caches mirrors of its
+ranges."""
 PIECE_BYTES = 1 << 20
-"""Of stored record batches: a task reads at least so much."""
+"""Minimum size of the stored record batches that a task reads."""
 
 
 class Results(msgspec.Struct):
-    """Of one table. `inline`: the tasks could not decide it, do it on the driver."""
+    """Results of one table's tasks. `inline`: the tasks could not compute the step, the driver must."""
 
     parts: list[Part]
     runs: list[Path]
@@ -52,7 +53,10 @@ class ByTasks:
         self._stores = stores
 
     def run(self, work: Sequence[tuple[TableWriter, Step]]) -> dict[str, Results]:
-        """By table. A table whose task fails for good is to be done inline, which names what is wrong with it alone."""
+        """Run the steps and return the results by table.
+
+        If the job fails, all its tables are computed inline, which attributes the error to the table that has it.
+        """
         slots = max(1, self._context.defaultParallelism)
         plans: list[Plan] = []
         payloads: list[bytes] = []
@@ -66,12 +70,12 @@ class ByTasks:
             told = msgspec.msgpack.encode(plans)
             ranges = plans[-1].first + plans[-1].ranges
             read_once = self._context.parallelize(payloads, len(payloads)).flatMap(partial(read, told))
-            exchanged = read_once.partitionBy(ranges, int)  # the key is the place
+            exchanged = read_once.partitionBy(ranges, int)  # the key is the partition number
             answers = exchanged.mapPartitionsWithIndex(partial(resolve_range, told)).collect()
             found = [msgspec.msgpack.decode(answer, type=RangeResult) for answer in answers]
-        except Exception as error:  # of one table, its mirror's disk or Spark: inline tells which
+        except Exception as error:  # the cause may be one table, its mirror's disk or Spark: inline finds out
             tables = sorted(table.name for table, _ in work)
-            log.warning("a step by tasks failed, the driver computes it", tables=tables, error=sentence(error)[:500])
+            log.warning("Spark tasks failed; the driver computes the step", tables=tables, error=sentence(error)[:500])
             return {table.name: Results([], [], 0, no_dead_letters(), True) for table, _ in work}
         return {table.name: _joined_results(table, [r for r in found if r.table == table.name]) for table, _ in work}
 
@@ -98,7 +102,7 @@ class ByTasks:
             if won and len(found.runs) == len(found.parts):
                 opened = [open_run(table.schema, path) for path in found.runs]
                 table.took(_joined(table, opened), step.lower, step.upper, found.rows)
-            else:  # lost, or the runs are on another machine: what the shard holds says it all
+            else:  # lost, or the runs are on another machine: read the changes from the shard
                 table.follow()
         finally:
             for path in found.runs:
@@ -106,7 +110,7 @@ class ByTasks:
 
 
 def _packed(step: Step, most_bytes: int) -> Iterator[tuple[Descriptor, ...]]:
-    """The step's batches in as many shares as tasks read at once: a task costs more than a few batches do."""
+    """Yield the step's batches in shares of at most `most_bytes`: a task costs more than a few batches."""
     share: list[Descriptor] = []
     size = 0
     for descriptor in pieces(step.descriptors, most_bytes):
@@ -121,7 +125,8 @@ def _packed(step: Step, most_bytes: int) -> Iterator[tuple[Descriptor, ...]]:
 
 
 def sweep_pending(mirror_dir: Path) -> None:
-    """Runs that tasks left whose results never came: a task that was killed, or an attempt that another one beat."""
+    """Delete runs of tasks whose results never arrived: of a killed task, or of an attempt that another attempt
+    beat."""
     for path in mirror_dir.glob(PENDING.format("*", "*")):
         path.unlink(missing_ok=True)
 
@@ -130,7 +135,7 @@ def _joined_results(table: TableWriter, found: Sequence[RangeResult]) -> Results
     ordered = sorted(found, key=lambda r: r.number)
     asides = [aside for r in ordered for aside in r.asides]
     dead = [aside.dead for aside in asides] + [r.dead for r in ordered]
-    # A truncation needs every live key at once, and a stop shortens the interval.
+    # A truncation needs every live key at the same time, and a stop shortens the interval.
     empty = table.operator.mirror.empty
     inline = any(
         aside.stop is not None or any(t.order != BEFORE_ALL or not empty for t in aside.truncates) for aside in asides
@@ -145,7 +150,7 @@ def _joined_results(table: TableWriter, found: Sequence[RangeResult]) -> Results
 
 
 def _joined(table: TableWriter, runs: Sequence[Run]) -> KeyChanges:
-    """Runs of ascending hash ranges as one."""
+    """Return runs of ascending hash ranges as the changes of one run."""
     if not runs:
         return no_changes(table.schema)
     rows = pa.concat_tables([run.rows for run in runs])

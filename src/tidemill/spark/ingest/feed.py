@@ -1,9 +1,9 @@
-"""One feed's life: a sink for the tables of one source, brought forward as soon as a time is bound.
+"""Life cycle of one feed: a sink for the tables of one source, advanced as soon as a time is bound.
 
-Neither the JVM nor the pipeline's streaming query (streaming_query.py) is waited for: rows appear, and go on after a
-crash, while Spark starts or has lost a worker. A micro-batch costs the JVM and its planner more than the rows of a
-moment do, so under load those come a few times a second and mostly find the work done. The tables are units of their
-own (table_unit.py).
+It does not wait for the JVM or for the pipeline's streaming query (streaming_query.py): rows appear, also after a
+crash, while Spark starts or has lost a worker. A micro-batch costs the JVM and its planner more than processing the
+rows of a moment, so under load micro-batches run a few times a second and mostly find the work done. Each table is a
+unit of failure (table_unit.py).
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tidemill.spark.ingest.sources import TopicFeed, captured_feed, stream_feed
 from tidemill.spark.ingest.table_unit import TableUnit
 
 WARM_ROUND_S = 0.15
-"""Two rounds begin at least this far apart while the JVM starts, which needs the processor more."""
+"""Minimum interval between the starts of two rounds while the JVM starts, which needs the processor more."""
 WATCH_S = 0.2
-"""Between two rounds where storage is away: it is not asked more often."""
+"""Pause between two rounds while storage is unavailable, which limits the requests to it."""
 ROUND_S = 0.04
-"""Two rounds begin at least this far apart: one for every binding would cost more than it brings."""
+"""Minimum interval between the starts of two rounds: one round per binding would cost more than it gains."""
 FOLLOW_S = 5.0
-"""For so long one wait for a binding may outlive the pipeline."""
+"""Limit of one wait for a binding, and so of the time that it may outlive the pipeline."""
 
 log = structlog.get_logger()
 
 
 class Feed:
-    """One source: its sink, once it is open, and its tables."""
+    """One source: its sink, once it is open, and its table units."""
 
     def __init__(self, source: str, tables: dict[str, Input], host: PipelineContext, dead_letters: DeadLetters) -> None:
         self.source = source
@@ -75,14 +75,14 @@ class Feed:
         return grown
 
     def wake(self) -> None:
-        """The pipeline ends."""
+        """Wake all waits, because the pipeline ends."""
         if self.sink is not None:
             self.sink.seats.changed.set()
         for unit in self.units:
             unit.wake()
 
     def run(self) -> None:
-        """Until the pipeline ends. What goes wrong is told and tried again."""
+        """Run until the pipeline ends. Failures are reported and retried."""
         host = self._host
         threads = [threading.Thread(target=unit.run, name=f"table-{unit.name}", daemon=True) for unit in self.units]
         for thread in threads:
@@ -98,7 +98,7 @@ class Feed:
             if not uses_spark and host.session_ready.is_set() and host.spark is not None:
                 sink.use(host.spark.sparkContext)
                 uses_spark = True
-            if sink.due_in_s == 0:  # a time was bound, or a table waited or came late
+            if sink.due_in_s == 0:  # a time was bound, or a table's pause ended, or a table joined
                 began_s = clock.monotonic_s()
                 sink.forward()
                 round_s = ROUND_S if host.session_ready.is_set() else WARM_ROUND_S
@@ -123,7 +123,7 @@ class Feed:
         )
 
     def _follow(self, sink: FeedSink) -> None:
-        """Wake the feed with every time that is bound, until the pipeline ends."""
+        """Wake the feed for every time that is bound, until the pipeline ends."""
         host = self._host
 
         def follow() -> None:
@@ -132,8 +132,8 @@ class Feed:
                     host.portal.call(sink.arrival(FOLLOW_S))
                 except (ClosedError, CancelledError):
                     return  # the process ends
-                except TidemillError as error:  # the report reads bindings too, and says so
-                    log.debug("bindings cannot be followed", source=self.source, error=sentence(error))
+                except TidemillError as error:  # the status report reads bindings too, and reports the error
+                    log.debug("cannot follow bindings", source=self.source, error=sentence(error))
                     host.ending.wait(WATCH_S)
 
         if not self._follows:

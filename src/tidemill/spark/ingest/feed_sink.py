@@ -1,15 +1,15 @@
-"""Every table of one feed, from its own upper to the newest binding or the end of a micro-batch, in steps.
+"""Sink of one feed: advance every table from its own upper to the newest binding or the end of a micro-batch, in steps.
 
     p = the table's upper → a step [p, e) by the bindings → decode → dead letters → drain → one part → one append
 
-Spark's batch says only "time has come to `end`". What is read follows from the shard's upper and remap, so
-a replay after a crash (p ≥ end) does nothing, a hole or a foreign checkpoint (p < start) is simply read, and
-a batch id never identifies anything (U5). Small steps are computed here; bigger ones by Spark tasks through
-the same functions, with the append still here. While a step is resolved and written, the one after it is read
-and decoded (prefetch.py). A lost race is recomputed from the peer's upper, never trimmed.
+A Spark batch only means "time has reached `end`". The shard's upper and the remap shard determine what is read.
+Invariant (scratch checkpoint): so a replay after a crash (p ≥ end) does nothing, a gap or a foreign checkpoint
+(p < start) is simply read, and a batch id never identifies anything.
 
-Tables share a round, so that a hundred small ones cost one round trip, and nothing else (table_schedule.py). Time
-that is too large for a step is taken aside, in a thread of its own.
+Small steps are computed here, larger ones by Spark tasks through the same functions, with the append still here. While
+a step is resolved and written, the next one is fetched and decoded (prefetch.py). A lost race is recomputed from the
+peer's upper, never trimmed. Tables share only a round, so that a hundred small ones cost one round trip; they fail
+independently (table_schedule.py). A time that is too large for a step is processed in a separate thread.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
 
 INLINE_ROWS = 20_000
-"""Beside executors of a cluster a step of at most this many records is computed on the driver. On one machine every
-step is: tasks cost three times as much and more at every size that a step may have (docs/benchmarks.md, upsert)."""
+"""Largest step, in records, that the driver computes if the cluster has executors. On a single machine
+the driver computes every step: tasks cost three times as much and more at every possible step size (docs/benchmarks.md,
+upsert)."""
 
 
 class TableStopsError(InvalidError):
-    """The table is brought to the last time before what it cannot carry, and no further."""
+    """The table is advanced to the last time before a record that it cannot represent, and no further."""
 
 
 class _Work(msgspec.Struct):
-    """One table's share of a round. `upper` shrinks where the table stops."""
+    """Work of one table in a round. `upper` shrinks if the table stops."""
 
     seat: ScheduledTable
     step: Step
@@ -67,7 +68,7 @@ class _Work(msgspec.Struct):
     pending: Any = None
     commands: Commands | None = None
     dead: Any = None
-    """What was read and what could not be, until the step is in the table."""
+    """Decoded records and dead letters, until the step is in the table."""
 
     @property
     def table(self) -> TableWriter:
@@ -75,7 +76,8 @@ class _Work(msgspec.Struct):
 
 
 class FeedSink:
-    """`process` may be called by any thread and lets one in at a time; so may `stop`, and `seats` be taken and left."""
+    """Sink of one feed. Any thread may call `process`, which runs one call at a time, and `stop`, and attach or detach
+    `seats`."""
 
     def __init__(
         self,
@@ -95,9 +97,9 @@ class FeedSink:
         self.source = source
         self.remap = remap
         self.target = 0
-        """One past the newest binding that this sink has seen."""
+        """End of the newest binding that this sink has seen (exclusive)."""
         self.error = ""
-        """Why nothing of the whole feed goes on."""
+        """Reason why no table of the feed advances."""
         self._round_bytes = 0
         self._portal = portal
         self._stores = stores
@@ -113,40 +115,41 @@ class FeedSink:
         self._stopping = threading.Event()
         self._one_at_a_time = threading.Lock()
         self.idle = threading.Event()
-        """Set while no batch is under way."""
+        """Set while no batch is being processed."""
         self.idle.set()
         for table in tables:
             self.seats.attach(table)
 
     @property
     def taken_bytes(self) -> int:
-        """Stored bytes of the round under way and of what is read ahead; at most three steps' worth."""
+        """Stored bytes of the current round and of the prefetched step; at most three steps' worth."""
         return self._round_bytes + self._ahead.bytes
 
     @property
     def resting(self) -> list[TableWriter]:
-        """Tables that nobody works on, so that their mirrors may be saved: half of a change would be trusted later."""
+        """Tables that no thread is changing, so their mirrors may be saved: a half-applied change would be trusted
+        later."""
         return self.seats.at_rest if self.idle.is_set() else []
 
     def use(self, context: SparkContext) -> None:
-        """From now on bigger steps may run as Spark tasks; until then everything is computed here."""
+        """Allow Spark tasks for larger steps from now on; until then every step is computed here."""
         local = str(context.master).startswith("local")
         wanted = self._inline_rows if self._inline_rows is not None else STEP_RECORDS if local else INLINE_ROWS
         self._by_tasks, self._most_inline = ByTasks(context, self._stores), wanted
 
     def stop(self) -> None:
-        """The batch under way ends as soon as it may; nothing new begins."""
+        """End the current batch as soon as possible, and start no other."""
         self._stopping.set()
 
     def forward(self, end: int | None = None) -> None:
-        """As `process`, to the newest binding unless an end is given; storage that is away is told in `error`."""
+        """Process to `end`, or else to the newest binding; if storage is unavailable, set `error`."""
         try:
             self.process(self.latest() if end is None else end)
         except (UnavailableError, UnknownOutcomeError) as error:
             self.error = sentence(error)
 
     def time_comes(self, end: int) -> None:
-        """A micro-batch ends here. A round that is under way is not waited for: its thread goes on to this end."""
+        """Advance to the end of a micro-batch. If a round is running, return: its thread continues to this end."""
         if end > self.target:
             self.target = end
             self.seats.changed.set()
@@ -154,11 +157,11 @@ class FeedSink:
             self.forward(end)
 
     def latest(self) -> int:
-        """One past the newest binding: how far this feed's tables could be."""
+        """Return the end of the newest binding: the target of this feed's tables."""
         return self._portal.call(self.newest())
 
     async def newest(self) -> int:
-        """As `latest`, on the portal's loop."""
+        """Return the same as `latest`, on the portal's loop."""
         newest = await self.remap.latest()
         end = newest.time_ms + 1 if newest is not None else 0
         if end > self.target:
@@ -167,27 +170,28 @@ class FeedSink:
         return self.target
 
     async def arrival(self, timeout_s: float) -> None:
-        """Return once there is a newer binding than the newest seen, which is seen then, or after so long."""
+        """Return once there is a binding newer than the newest seen, and update `target`, or after the timeout."""
         if await self.remap.wait(self.target - 1, timeout_s):
             await self.newest()
 
     @property
     def due_in_s(self) -> float | None:
-        """How long until a call of `process` would bring a table forward; None until `seats.changed` says more."""
+        """Time until a call of `process` would advance a table; None if only `seats.changed` can tell."""
         return self.seats.due_in_s(self.target) if self.idle.is_set() else None
 
     def process(self, end: int) -> None:
-        """Bring every table to `end` that can come there now; one that fails, waits or is aside is left behind."""
+        """Advance every table that can to `end`. Tables that fail, wait or are processed separately stay behind."""
         self.target = max(self.target, end)
         with self._one_at_a_time:
             if self._stopping.is_set():
-                return  # once it rests then, it rests for good: its mirrors may be saved
+                return  # once idle after a stop, it stays idle: its mirrors may be saved
             self.idle.clear()
             try:
                 while not self._stopping.is_set():
                     for seat in [seat for seat in self.seats.due(end) if seat.table.outgrown]:
                         self.seats.fault(
-                            seat, SourceSchemaGrewError(f"the source has described the table anew: shard={seat.name}.")
+                            seat,
+                            SourceSchemaGrewError(f"the source has a new description of the table: shard={seat.name}."),
                         )
                     due = self.seats.due(end)
                     if not due:
@@ -202,7 +206,7 @@ class FeedSink:
 
     # one round ----------------------------------------------------------------------------------------
     def _round(self, due: Sequence[ScheduledTable], end: int) -> None:
-        """One step of every table that fits into the round's share of memory; of one at least."""
+        """Process one step of every table that fits into the round's share of memory; at least one."""
         self._planner.begin()
         ahead = next((s for s in due if self._ahead.is_for(s.name, _feed(s), s.table.upper)), None)
         prepared = self._ahead.take() if ahead is not None else None
@@ -228,14 +232,15 @@ class FeedSink:
             self._in_spark(big)
 
     def _read_ahead(self, small: Sequence[_Work], work: Sequence[_Work], end: int) -> None:
-        """Begin with the step that comes next for certain: of the table that will be furthest behind then."""
+        """Prefetch the step that is certainly needed next: of the table that will then be furthest behind."""
         after = [((w.upper if w in work else w.step.lower), w.seat.name, w.seat) for w in small]
         lower, _, seat = min(after, key=lambda one: one[:2], default=(end, "", None))
         if lower < end and seat is not None:
             self._ahead.begin(seat.name, _feed(seat), lower, end, self._most_inline)
 
     def _gather(self, calls: Sequence[tuple[ScheduledTable, Any]]) -> list[tuple[ScheduledTable, Any]]:
-        """All at once on the portal's loop; those that fail are told, the others returned."""
+        """Await all calls concurrently on the portal's loop. Failures are reported to their tables, results
+        returned."""
 
         async def run() -> list[Any]:
             return list(await asyncio.gather(*(call for _, call in calls), return_exceptions=True))
@@ -249,7 +254,7 @@ class FeedSink:
         return out
 
     def _inline(self, work: Sequence[_Work]) -> None:
-        """Decode and resolve on this thread; then all parts and appends of all tables at once."""
+        """Decode and resolve on this thread; then write the parts and appends of all tables concurrently."""
         by_seat = {w.seat.name: w for w in work}
         self._fetch([w for w in work if w.decoded is None])
         self.seats.came_to("decoded", (w.step for w in work if w.decoded is not None))
@@ -260,7 +265,7 @@ class FeedSink:
             self.seats.alone(seat, partial(self._settle, item, won))
 
     def _fetch(self, work: Sequence[_Work]) -> None:
-        """Fetch for all at once, then decode; one that cannot be read is told."""
+        """Fetch for all tables concurrently, then decode; an unreadable table gets the error."""
         fetched = self._portal.call(fetch(self._stores.objects, [w.step.descriptors for w in work]))
         for item, batches in zip(work, fetched, strict=True):
             if isinstance(batches, TidemillError):
@@ -274,7 +279,7 @@ class FeedSink:
     def _drain(self, item: _Work) -> None:
         table, decoded = item.table, item.decoded
         assert decoded is not None
-        item.decoded = None  # the operator has it from here on
+        item.decoded = None  # the operator owns it from here on
         item.commands, item.dead = decoded.commands, decoded.dead
         if decoded.stop is not None:
             item.upper = _before(decoded.stop, item.step.lower)
@@ -302,7 +307,7 @@ class FeedSink:
         self.seats.went_on(item.seat, item.step, item.step.records)
 
     def _in_spark(self, work: Sequence[_Work]) -> None:
-        """The same through Spark: tasks by table and hash range write parts, the driver appends."""
+        """Compute the steps in Spark: tasks by table and hash range write parts, the driver appends."""
         assert self._by_tasks is not None
         results = self._by_tasks.run([(w.table, w.step) for w in work])
         self.seats.came_to("written", (w.step for w in work if not results[w.seat.name].inline))
@@ -369,7 +374,7 @@ def _feed(seat: ScheduledTable) -> Any:
 
 
 def _share(work: Sequence[_Work]) -> list[_Work]:
-    """Small steps first, as many as a step's worth of memory; and the table that is furthest behind in any case."""
+    """Choose small steps first, up to one step's worth of memory, but always the table that is furthest behind."""
     if not work:
         return []
     chosen = [min(work, key=lambda w: (w.step.lower, w.seat.name))]
@@ -384,8 +389,11 @@ def _share(work: Sequence[_Work]) -> list[_Work]:
 
 
 def _before(stop: Stop, lower: int) -> int:
-    """How far a table comes that stops. Raises TableStopsError where it is there already, SourceSchemaGrewError where
-    it goes on anew."""
+    """Return the time up to which a table that stops may advance.
+
+    Raises TableStopsError if the table is there already, SourceSchemaGrewError if it then continues under a new schema
+    version.
+    """
     if stop.time_ms <= lower and stop.grown:
         raise SourceSchemaGrewError(stop.reason, fix=stop.fix)
     if stop.time_ms <= lower:

@@ -1,4 +1,5 @@
-"""Fetching and decoding: inline on the driver, or in a Spark task (shuffle.py), by the same functions."""
+"""Fetching and decoding of record batches: inline on the driver or in a Spark task (shuffle.py), by the same
+functions."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ U = TypeVar("U")
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """Commands of some descriptors, and updates of the dead-letter shard; of a table that stops, those before it."""
+    """Commands of some descriptors, and updates of the dead-letter shard; if the table stops, only those before the
+    stop."""
 
     commands: Commands
     dead: pa.Table
@@ -49,18 +51,18 @@ def _decoder(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
 
 
 DECODERS = 2
-"""Threads that a driver's `decode` is helped by. Half of a block's time is in native code, beside which another one's
-runs."""
+"""Threads that help a driver's `decode`. Half of a block's time is native code, during which another thread can run."""
 BESIDE = 2 * DECODERS
-"""Blocks that are under way at once."""
+"""Blocks that are decoded concurrently."""
 BESIDE_RECORDS = 5_000
-"""So few records are decoded by who asks: handing them over would take as long."""
+"""Below this many records the calling thread decodes: handing them to a helper would take as long."""
 
 
 def decode(
     feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches, helpers: Executor | None = None
 ) -> Decoded:
-    """`batches[i]` are the record batches of `descriptors[i]`. What cannot be read is in the result, never raised."""
+    """Decode `batches[i]`, the record batches of `descriptors[i]`. Undecodable records are in the result, never
+    raised."""
     parts = list(decode_blocks(feed, descriptors, batches, helpers))
     stop = min((part.stop for part in parts if part.stop is not None), default=None)
     commands = join(feed.schema, [part.commands for part in parts])
@@ -74,9 +76,10 @@ def decode(
 def decode_blocks(
     feed: TopicFeed, descriptors: Sequence[Descriptor], batches: Batches, helpers: Executor | None = None
 ) -> Iterator[Decoded]:
-    """The same block by block, in order: what a block was made from is gone when the next one comes, or BESIDE later.
+    """Decode block by block, in order, as `decode`. The input of a block is released when the next block is taken, or
+    with helpers BESIDE blocks later.
 
-    Records are cut out of their batches here, and read by `helpers`.
+    This thread cuts records out of their batches; `helpers` read them.
     """
     read = partial(decode_block, feed)
     blocks = (
@@ -86,18 +89,18 @@ def decode_blocks(
     )
     few = record_count([d.slice for d in descriptors]) < BESIDE_RECORDS
     yield from map(read, blocks) if helpers is None or few else _beside(helpers, read, blocks)
-    # The table was started over on this topic, a new copy from its database or a stream that was deleted and created
-    # again: what is not in it is gone. All partitions at one time, whichever of them this interval has records of:
-    # equal results, however it was cut (U5).
+    # The table restarts on this topic: a re-snapshot of a captured table, or a stream that was deleted and created
+    # again. Rows that are not in the new topic are deleted. All partitions are truncated at one time, even those
+    # without records in this interval, so the result does not depend on how intervals are cut.
     begins = {d.slice.begins_ms for d in descriptors if d.slice.begins_ms >= 0}
     if begins:
-        count = max(feed.partitions, *(d.slice.partition + 1 for d in descriptors))  # it may have grown since
+        count = max(feed.partitions, *(d.slice.partition + 1 for d in descriptors))  # partitions may have been added
         gone = tuple(Truncate(time_ms, p, BEFORE_ALL) for time_ms in begins for p in range(count))
         yield Decoded(Commands(no_commands(feed.schema).rows, gone), no_dead_letters())
 
 
 def _beside(helpers: Executor, call: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
-    """As `map`, with some of them under way at once."""
+    """Map `call` over items in order, with several calls running concurrently."""
     under_way: deque[Future[U]] = deque()
     for item in items:
         under_way.append(helpers.submit(call, item))
@@ -116,15 +119,15 @@ def decode_block(feed: TopicFeed, records: Records) -> Decoded:
 
 
 Batches = Sequence[Sequence[Buffer]]
-"""The record batches of some descriptors, of each those of its slice."""
+"""Record batches by descriptor: for each, those of its slice."""
 
 
 async def fetch(
     objects: ObjectStore, tables: Sequence[Sequence[Descriptor]]
 ) -> list[list[list[Buffer]] | TidemillError]:
-    """The record batches of each table's descriptors, from the bucket alone; of one that cannot be read, the error.
+    """Fetch the record batches of each table's descriptors from the bucket alone; an unreadable table yields the error.
 
-    An object holds what came together, of many tables: it is read once for all of them.
+    An object holds batches of many tables that were received together, so it is read once for all of them.
     """
     found = iter(await read_batches(objects, [d.refs for descriptors in tables for d in descriptors]))
     out: list[list[list[Buffer]] | TidemillError] = []
@@ -136,7 +139,7 @@ async def fetch(
 
 
 def fetch_here(portal: BlockingPortal, objects: ObjectStore, descriptors: Sequence[Descriptor]) -> Batches:
-    """Of one table. Raises what reading raises."""
+    """Fetch the record batches of one table. Raises as reading them."""
     (found,) = portal.call(fetch(objects, [descriptors]))
     if isinstance(found, TidemillError):
         raise found
@@ -163,7 +166,7 @@ def from_ipc(data: bytes, empty: pa.Table) -> pa.Table:
 
 
 def boot_id() -> str:
-    """Names this boot of this machine: files that were never synced are trusted within it only."""
+    """Return the id of this boot of this machine: files that were not synced are trusted only within one boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -171,6 +174,6 @@ def boot_id() -> str:
 
 
 def saved_under(life: str) -> str:
-    """What a mirror on disk is saved under, and trusted by: this boot of this machine, and this life of consensus. What
-    another one accepted may not be a continuation of what the mirror holds."""
+    """Return the identity under which a mirror on disk is saved and trusted: this boot, and this life of consensus.
+    After a restore, consensus may accept appends that do not continue the mirror's contents."""
     return f"{boot_id()} {life}".strip()

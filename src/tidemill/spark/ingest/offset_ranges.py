@@ -1,4 +1,4 @@
-"""From an interval of time to what must be read: bindings, slices, and where their record batches lie."""
+"""Map an interval of time to the data to read: bindings, slices, and the positions of their record batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLANS_AT_ONCE = 32
 
 
 async def locate(topics: PartitionReader, slices: Sequence[Slice]) -> list[Descriptor]:
-    """Each slice with its record batches. Raises OffsetOutOfRange, Missing, Unavailable."""
+    """Return each slice with its record batches. Raises OffsetOutOfRangeError, MissingError, UnavailableError."""
     turns = asyncio.Semaphore(PLANS_AT_ONCE)
 
     async def one(s: Slice) -> Sequence[BatchRef]:
@@ -27,13 +27,13 @@ async def locate(topics: PartitionReader, slices: Sequence[Slice]) -> list[Descr
 async def plan(
     topics: PartitionReader, remap: Remap, names: Sequence[tuple[str, str]], start: int, end: int
 ) -> list[Descriptor]:
-    """Where the records of [start, end) lie, by topic and partition; `names` are (topic, topic id)."""
+    """Locate the records of [start, end), by topic and partition; `names` are (topic, topic id)."""
     base, bindings = await _bound(remap, start, end)
     return await locate(topics, [piece for name, topic_id in names for piece in cut(base, bindings, name, topic_id)])
 
 
 async def _bound(remap: Remap, start: int, end: int) -> tuple[Binding | None, list[Binding]]:
-    """The binding in force before `start`, and every one with start ≤ time < end, oldest first."""
+    """Return the binding in force before `start`, and every binding with start ≤ time < end, oldest first."""
     page = await remap.page(start)
     base, out = page.base, list(page.bindings)
     while page.bindings and out[-1].time_ms < end - 1:

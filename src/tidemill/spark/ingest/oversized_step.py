@@ -1,9 +1,11 @@
-"""One time with more records than a step may hold: read in pieces, resolved by hash range, shown by one append.
+"""Oversized step: a single time with more records than a step may hold, read in pieces, resolved by hash range, and
+published by one append.
 
-    pieces of STEP_BYTES → blocks → a file a hash range (scratch) → each range by itself: resolve, write its part
+    pieces of STEP_BYTES → blocks → a file per hash range (scratch) → each range separately: resolve, write its part
 
-Memory holds one piece, then one range; the scratch directory holds what was decoded, the mirror's what changed. The
-result is that of the whole interval at once: a key is in one range, and ranges share nothing.
+Memory holds one piece, then one range. The scratch directory holds the decoded commands, the mirror's directory the
+changes. The result equals that of the whole interval computed in one piece: a key is in one range, and ranges share
+nothing.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ from tidemill.spark.upsert.sorted_runs import Run
 
 RANGE_RECORDS = 250_000
 RANGE_BYTES = 64 << 20
-"""Of stored record batches; decoded they are some times that."""
+"""Size of stored record batches; decoded they take several times as much."""
 
 
 class LargeStep:
-    """`run` leaves parts and changes; the caller appends. `progressed(records)` hears of every block."""
+    """Computation of an oversized step. `run` produces parts and changes; the caller appends. `progressed(records)` is
+    called after every block."""
 
     def __init__(
         self, stores: Stores, table: TableWriter, step: Step, scratch: Path, progressed: Callable[[int], None]
@@ -61,7 +64,7 @@ class LargeStep:
         self._ranges = max(1 + step.records // RANGE_RECORDS, 1 + step.bytes // RANGE_BYTES)
         self._truncates: list[Truncate] = []
         self._crcs: list[int] = []
-        """Of the files of ranges, once they are written."""
+        """Checksums of the files of ranges, once they are written."""
         self.stop: Stop | None = None
         self.upper = step.upper
         self.parts: list[Part] = []
@@ -69,7 +72,8 @@ class LargeStep:
         self.rows = 0
 
     def run(self, bury: Callable[[pa.Table], None], stopping: Callable[[], bool]) -> bool:
-        """False when it was told to stop on the way. `bury` takes dead letters, before any append (D1)."""
+        """Compute the step; False if it was stopped on the way. `bury` stores dead letters, always before the
+        append."""
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         try:
@@ -117,7 +121,7 @@ class LargeStep:
                 writer.write_table(mine)
 
     def _resolve(self, bury: Callable[[pa.Table], None]) -> None:
-        # Ranges ascend, so their changes are one run.
+        # Ranges ascend, so their changes form one run.
         run = self._table.operator.mirror.store(self._resolved(bury))
         self.changes = KeyChanges(run.rows, run.hashes, run.live, run.path)
 
@@ -146,7 +150,7 @@ class LargeStep:
 
 
 class _RangeOf:
-    """The keys of a mirror that lie in one range, for truncations; a lookup asks for keys of the range anyway."""
+    """View of a mirror restricted to one range, for truncations; lookups only ask for keys of the range anyway."""
 
     def __init__(self, mirror: Mirror, key: tuple[str, ...], number: int, ranges: int) -> None:
         self._mirror, self._key, self._number, self._ranges = mirror, key, number, ranges

@@ -1,4 +1,4 @@
-"""What the parts of one pipeline's process share: settings, stores, the session, the sign that it ends."""
+"""Context that the parts of one pipeline's process share: settings, stores, the session, and the end of the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 MIRRORS = "mirrors"
-"""The directory of mirrors in a pipeline's scratch directory."""
+"""Name of the directory of mirrors in a pipeline's scratch directory."""
 LOCK_ATTEMPTS = 50
 STORAGE_RETRY_S = 1.0
 
@@ -40,28 +40,30 @@ T = TypeVar("T")
 
 
 class PipelineContext:
-    """`stores` is set before any part starts; `spark` once the JVM is up, with `session_ready` after it."""
+    """Shared context. `stores` is set before any part starts; `spark` once the JVM runs, followed by
+    `session_ready`."""
 
     def __init__(self, settings: DriverSettings, claims: TableOwnership) -> None:
         self.settings = settings
         self.claims = claims
         self.stages: dict[str, Stages] = {}
-        """Of each source that tables are fed from: how long its commits take to get where."""
+        """Latency of commits by stage, for each source that feeds tables."""
         self.portal = BlockingPortal(f"pipeline-{settings.name}")
         self.stores: Stores
         self.spark: SparkSession | None = None
         self.spark_local: Path | None = None
-        """Where the session that this process has opened keeps its blocks."""
+        """Directory in which the session that this process opened stores its blocks."""
         self.session_ready = threading.Event()
         self.ending = threading.Event()
         self.tracker = StatusTracker(settings.budget_ms)
-        """Marks of the pipeline and its units; their supervision tells failures here."""
+        """Stage statuses of the pipeline and its units; their supervision reports failures here."""
 
     def session_is_lost(self) -> bool:
-        """Has the JVM that a session was opened on ended, or its cluster given the application up? Or has somebody
-        deleted its directory, which Spark makes once: every shuffle fails from then on.
+        """Return whether this process's session is unusable: its JVM has exited, its cluster has removed the
+        application, or its local directory was deleted. Spark creates that directory once, so every shuffle fails from
+        then on.
 
-        A session of somebody else's JVM is not ours to judge.
+        The session of a JVM that another process started is never judged.
         """
         from pyspark import SparkContext
 
@@ -79,18 +81,21 @@ class PipelineContext:
             try:
                 return call()
             except (UnavailableError, UnknownOutcomeError) as error:
-                log.warning("storage is away, waiting", error=str(error))
+                log.warning("storage is unavailable, waiting", error=str(error))
                 if self.ending.wait(STORAGE_RETRY_S):
                     raise
 
     def writer(self, name: str, schema: ShardSchema, feed: TopicFeed | None = None) -> TableWriter:
-        """The shard, created when absent and evolved when `schema` has more, with a hydrated mirror. The feed decodes
-        what the shard holds. Raises InvalidError when it cannot become `schema`, and what storage raises."""
+        """Open the shard, created if absent and evolved if `schema` has more, with a hydrated mirror.
+
+        The feed then decodes to the shard's columns. Raises InvalidError if the shard cannot evolve to `schema`, and as
+        storage.
+        """
         if feed is not None and feed.captured:
             asked, feed = feed, self.portal.call(held(self.stores, name, feed))
             if feed.known or feed.accepted:
                 self.portal.call(grow(self.stores, name, feed))
-                feed = self.portal.call(held(self.stores, name, asked))  # one that goes leaves no types behind
+                feed = self.portal.call(held(self.stores, name, asked))  # it may have been dropped
             schema = feed.schema
         try:
             shard = self.portal.call(self.stores.shard(name, schema))
@@ -98,15 +103,15 @@ class PipelineContext:
             if feed is None or not feed.captured:
                 raise
             fix = (
-                f"The table is captured no more ({feed.gone}): leave it out of the pipeline's file, or have the shard"
-                f" made anew from what was captured: tidemill shard drop {name}"
+                f"The table is no longer captured ({feed.gone}): remove it from the pipeline's file, or re-create the"
+                f" shard from the captured records: tidemill shard drop {name}"
                 if feed.gone
-                else f"Run tidemill capture accept '{feed.table}': it shows what becomes of the shard, and does it once"
-                f" you agree. Or have it made anew: tidemill shard drop {name}"
+                else f"Run tidemill capture accept '{feed.table}': it shows the effect on the shard, and applies it"
+                f" once you agree. Or re-create the shard: tidemill shard drop {name}"
             )
             raise InvalidError(error.message, fix=fix) from error
         if feed is not None:
-            # What the source has no more is in no record, whatever version it was written under.
+            # Columns that the source has dropped are in no record, in any version.
             gone = any(column.retired for column in shard.schema.columns)
             feed = replace(feed, schema=shard.schema, known=feed.known or ((schema.columns,) if gone else ()))
         table = TableWriter(self.portal, self.stores, shard, self.mirror_dir(name), feed)
@@ -114,7 +119,8 @@ class PipelineContext:
         return table
 
     def refusal(self, table: str) -> str:
-        """The mark of a table that this pipeline may not keep: the shard's own is told by who keeps it."""
+        """Return the name of the status of a table that this pipeline may not maintain; the owner reports the shard's
+        own."""
         return f"pipeline:{self.settings.name}{REFUSED}{table}"
 
     def mirror_dir(self, name: str) -> Path:
@@ -122,26 +128,26 @@ class PipelineContext:
 
 
 def feed_mark(pipeline: str, source: str) -> str:
-    """The mark of what brings all tables of a source forward."""
+    """Return the name of the stage status of a feed, which advances all tables of a source."""
     return f"pipeline:{pipeline}:{source}"
 
 
 def _given_up(spark: SparkSession) -> bool:
-    """Spark stops a context whose master removed it, and never starts it again."""
+    """Return whether Spark has stopped the context, as it does when the master removed it; it never restarts one."""
     try:
         return bool(spark.sparkContext._jsc.sc().isStopped())
     except (OSError, AttributeError):
-        return True  # the way to the JVM is gone
-    except Exception as error:  # py4j raises what it likes
-        log.warning("Spark does not say whether it runs", error=str(error).splitlines()[0][:200])
+        return True  # the connection to the JVM is broken
+    except Exception as error:  # py4j raises exceptions of any type
+        log.warning("cannot determine whether Spark runs", error=str(error).splitlines()[0][:200])
         return True
 
 
 @contextmanager
 def own_directory(scratch: Path) -> Iterator[None]:
-    """Keep the scratch directory to this process: two that wrote mirrors into one would read each other's files.
+    """Lock the scratch directory for this process: two processes that share one would read each other's mirror files.
 
-    Raises InvalidError when it is taken or cannot be written. A predecessor that is just ending is waited for.
+    Waits for a predecessor that is exiting. Raises InvalidError if the directory is in use or cannot be written.
     """
     try:
         make_private_directory(scratch)
@@ -159,7 +165,7 @@ def own_directory(scratch: Path) -> Iterator[None]:
                 if attempt == LOCK_ATTEMPTS - 1:
                     raise InvalidError(
                         f"scratch directory is in use by another process: scratch={scratch}.",
-                        fix="A driver of this name runs here already. Give a second one a name of its own: tidemill"
+                        fix="A driver of this name already runs here. Start a second one under another name: tidemill"
                         " pipeline run NAME --label TEXT.",
                     ) from error
                 threading.Event().wait(0.1)

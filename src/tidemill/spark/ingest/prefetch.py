@@ -1,7 +1,7 @@
-"""The step after the one under way, fetched and decoded while that one is resolved, written and appended.
+"""Prefetch of the next step: fetch and decode it while the current step is resolved, written and appended.
 
-What a step holds follows from bindings and topic alone, so it may be read before the table stands there. Whether it is
-the table's next one is seen when its turn comes; else it is thrown away. One step at a time: memory holds two.
+Bindings and the topic alone determine a step, so it can be read before the table has reached it. When its turn comes,
+the caller checks whether it is the table's next step, and discards it otherwise. One step at a time: memory holds two.
 """
 
 from __future__ import annotations
@@ -25,49 +25,50 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class Prefetcher:
-    """Of one feed. Called by one thread at a time."""
+    """Prefetcher of one feed. Called by one thread at a time."""
 
     def __init__(self, portal: BlockingPortal, stores: Stores, remap: Remap, helpers: Executor | None = None) -> None:
         self._portal = portal
         self._helpers = helpers
         self._stores = stores
-        # Its own: a planner's round is one caller's.
+        # A separate planner, because a planner's round belongs to one caller.
         self._planner = Planner(stores, remap)
         self._of: tuple[str, TopicFeed, int] | None = None
         self._under_way: Future[Prepared | None] | None = None
         self.bytes = 0
-        """Stored bytes of the step that is read ahead."""
+        """Stored bytes of the prefetched step."""
 
     def begin(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> None:
-        """Read the table's step from `lower` on, at most to `end`; not one of more records."""
+        """Start to read the table's step from `lower`, at most to `end`; a step of more than `most_records` is not
+        read."""
         self.drop()
         if self._under_way is not None:
-            return  # what was thrown away is not at its end yet
+            return  # the discarded prefetch has not ended yet
         self._of = (table, feed, lower)
         self._under_way = under_way = Future[Prepared | None]()
 
         def run() -> None:
             try:
                 under_way.set_result(self._read(table, feed, lower, end, most_records))
-            except BaseException as error:  # of whatever type: `take` says what becomes of it
+            except BaseException as error:  # of any type: `take` handles it
                 under_way.set_exception(error)
 
-        # A daemon, for it may wait for storage when the process ends.
+        # A daemon thread, because it may wait for storage when the process ends.
         threading.Thread(target=run, name="ahead", daemon=True).start()
 
     def is_for(self, table: str, feed: TopicFeed, lower: int) -> bool:
         return self._of == (table, feed, lower)
 
     def take(self) -> Prepared | None:
-        """The step, once it is read; None when it is too large to be read ahead, or could not be read: whoever needs it
-        reads it himself then, and names what is wrong."""
+        """Wait for the step and return it; None if it is too large or could not be read: then the caller reads it
+        itself, and reports the error."""
         under_way, self._of = self._under_way, None
         error = under_way.exception() if under_way is not None else None
         self._under_way, self.bytes = None, 0
         return under_way.result() if under_way is not None and error is None else None
 
     def drop(self) -> None:
-        """Nobody will ask for it."""
+        """Discard the step."""
         self._of = None
         if self._under_way is not None and self._under_way.done():
             self._under_way = None

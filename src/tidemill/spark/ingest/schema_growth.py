@@ -1,9 +1,10 @@
-"""A captured table whose description changed while its pipeline ran: its shard follows, and its unit opens it anew.
+"""Growth of a captured table's schema while its pipeline runs: its shard evolves, and its unit reopens it.
 
-records of a version that the reader does not know  →  the table comes to the time before them, and is opened again
-the catalogue has a newer version, and no record    →  seen every LOOK_S seconds, and opened again
-a copy that the shard would lose something by       →  refused with the difference, until somebody accepts it for this
-                                                       very shard: then columns are retired, or the shard is made anew
+a record has a version unknown to the reader       →  the table advances to the time before it, and is reopened
+the catalogue has a newer version, without records →  noticed within LOOK_S seconds, and the table is reopened
+a re-snapshot would lose something of the shard    →  rejected with the difference, until an operator accepts it for
+                                                      this very shard: then columns are retired, or the shard is
+                                                      re-created
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ log = structlog.get_logger()
 
 
 class SourceSchemaGrewError(SchemaEvolvedError):
-    """The source has a newer version of the table's description than it was opened with."""
+    """The source has a newer version of the table's description than the one it was opened with."""
 
 
 async def held(stores: Stores, name: str, feed: TopicFeed) -> TopicFeed:
-    """The feed with the types that columns of the shard have already, if it is there: see `as_held`.
+    """Return the feed with the types that columns of an existing shard already have: see `as_held`.
 
-    Raises Unavailable, Unknown, Closed.
+    Raises UnavailableError, UnknownOutcomeError, ClosedError.
     """
     if all(column.type != "timestamp_ntz" for column in feed.schema.columns):
         return feed
@@ -47,14 +48,15 @@ async def held(stores: Stores, name: str, feed: TopicFeed) -> TopicFeed:
     if columns == feed.schema.columns:
         return feed
     kept = [new.name for old, new in zip(feed.schema.columns, columns, strict=True) if old != new]
-    log.warning("timestamps without a zone are read as UTC, as the shard has them", shard=name, columns=kept)
+    log.warning("timestamps without a zone are read as UTC, as in the shard", shard=name, columns=kept)
     known = tuple(as_held(version, have) for version in feed.known)
     return replace(feed, schema=replace(feed.schema, columns=columns), known=known)
 
 
 async def grow(stores: Stores, name: str, feed: TopicFeed) -> None:
-    """Give a shard that exists the columns it lacks, with what the source's older rows hold in them, and do what was
-    accepted for it. What it cannot become is refused by who opens it. Raises Unavailable, Unknown, Closed."""
+    """Add the columns that an existing shard lacks, with the defaults of the source's older rows, and apply accepted
+    changes. Changes that the shard cannot make are rejected later, when it is opened. Raises UnavailableError,
+    UnknownOutcomeError, ClosedError."""
     found = await registered(stores.consensus, name)
     if found is None or not isinstance(found[0], Create):
         return
@@ -62,13 +64,13 @@ async def grow(stores: Stores, name: str, feed: TopicFeed) -> None:
     accepted = next((a for a in feed.accepted if a.shard_id == created.shard_id), Accepted(created.shard_id))
     if await _follows(stores, name, feed, accepted):
         return
-    # This very shard, for which it was accepted: a peer may have made it anew already, under the same name.
-    log.warning("a shard is made anew, as was accepted", shard=name, shard_id=created.shard_id, table=feed.table)
+    # Only this very shard, for which it was accepted: a peer may already have re-created it under the same name.
+    log.warning("re-creating a shard, as accepted", shard=name, shard_id=created.shard_id, table=feed.table)
     await drop_created(stores.consensus, stores.objects, stores.clock, stores.rand, created)
 
 
 async def _follows(stores: Stores, name: str, feed: TopicFeed, accepted: Accepted) -> bool:
-    """False: it cannot, and is to be dropped for it; so does one whose drop was cut off."""
+    """Evolve the shard; False if it cannot and must be dropped, also if an earlier drop was interrupted."""
     try:
         shard = await stores.shard(name)
     except MissingError:
@@ -88,6 +90,6 @@ async def _follows(stores: Stores, name: str, feed: TopicFeed, accepted: Accepte
 
 
 async def has_grown(catalogue: Catalogue, capture: str, table: str, feed: TopicFeed) -> bool:
-    """Whether the table's description has more versions than `feed` knows of; may be a little late."""
+    """Return whether the table's description has more versions than `feed` knows; may lag a little."""
     row = await catalogue.table(capture, table, fresh=False)
     return row is not None and row.version > max(1, len(feed.known))

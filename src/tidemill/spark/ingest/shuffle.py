@@ -1,9 +1,9 @@
-"""Bigger steps on executors: record batches are decoded once, exchanged by hash range, and resolved range by range.
+"""Larger steps on executors: record batches are decoded once, exchanged by hash range, and resolved range by range.
 
-    Piece ─► read ─► a message a range (Arrow IPC) ─► Spark's shuffle ─► resolve ─► a part, a run beside the mirror
+    Piece ─► read ─► one message per range (Arrow IPC) ─► Spark's shuffle ─► resolve ─► a part, a run next to the mirror
 
-The same functions as inline, in tasks. They need the bucket; consensus only where no mirror as of the right upper is
-found (range_mirror.py). Parts are named per attempt; only those that are returned are ever referenced.
+Tasks run the same functions as inline steps. They need the bucket; they need consensus only if no mirror as of the
+right upper is found (range_mirror.py). Parts are named per attempt; only those that are returned are ever referenced.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tidemill.spark.upsert.resolve import Resolved, resolve
 from tidemill.spark.upsert.sorted_runs import Run, write_run
 
 PENDING = "pending-{}-{}.arrow"
-"""A task's run beside the mirror, by range and attempt: the driver takes it in or removes it."""
+"""Name of a task's run next to the mirror, by range and attempt: the driver adopts or deletes it."""
 
 Message = tuple[int, tuple[bytes, bytes]]
-"""(the job's partition, (rows of a range, Aside)), of which one is empty."""
+"""(partition of the job, (rows of a range, SideOutput)), of which one is empty."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One table's step [lower, upper). Its ranges are partitions `first` to `first + ranges` of the job."""
+    """Step [lower, upper) of one table. Its ranges are partitions `first` to `first + ranges` of the job."""
 
     table: str
     shard_id: str
@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True):
     ranges: int
     urls: Urls
     mirror: str
-    """Directory of the driver's saved mirror, useful where it is on this machine too."""
+    """Directory of the driver's saved mirror, used if it is on this machine too."""
     boot: str
 
 
@@ -63,7 +63,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class SideOutput(msgspec.Struct, frozen=True):
-    """What a piece has besides rows: dead letters, and what only a whole step can be told of."""
+    """Output of a piece other than rows: dead letters, and the stop and truncations, which concern the whole step."""
 
     dead: bytes = b""
     stop: Stop | None = None
@@ -71,7 +71,8 @@ class SideOutput(msgspec.Struct, frozen=True):
 
 
 class RangeResult(msgspec.Struct, frozen=True):
-    """`run`: file of the pending run beside the mirror, or "". The first range of a table brings the asides."""
+    """Result of one range. `run`: file of the pending run next to the mirror, or "". The first range of a table carries
+    the side outputs."""
 
     table: str
     number: int
@@ -80,7 +81,7 @@ class RangeResult(msgspec.Struct, frozen=True):
     run: str
     asides: tuple[SideOutput, ...]
     dead: bytes = b""
-    """Letters of commands that were lost there."""
+    """Dead letters of commands that were lost in this range."""
 
 
 _PLANS = msgspec.msgpack.Decoder(list[Plan])
@@ -89,7 +90,7 @@ _ASIDE = msgspec.msgpack.Decoder(SideOutput)
 
 
 def read(plans: bytes, payload: bytes) -> Iterator[Message]:
-    """A task: the commands of a piece by range, and what it has besides."""
+    """Task: yield the commands of a piece by range, and its side output."""
     piece = _PIECE.decode(payload)
     plan = _PLANS.decode(plans)[piece.plan]
     decoded = decode_here(plan.urls.objects, plan.feed, piece.descriptors)
@@ -102,7 +103,8 @@ def read(plans: bytes, payload: bytes) -> Iterator[Message]:
 
 
 def resolve_range(plans: bytes, index: int, messages: Iterable[Message]) -> Iterator[bytes]:
-    """A task: the commands of one range against its mirror, and their part. Truncations and stops are the driver's."""
+    """Task: resolve the commands of one range against its mirror and store their part. The driver handles truncations
+    and stops."""
     plan = next(p for p in _PLANS.decode(plans) if p.first <= index < p.first + p.ranges)
     part = HashRange(index - plan.first, plan.ranges)
     empty = command_schema(plan.schema).empty_table()
@@ -130,7 +132,8 @@ def resolve_range(plans: bytes, index: int, messages: Iterable[Message]) -> Iter
 
 
 def _store(plan: Plan, part: HashRange, resolved: Resolved, rand: Rand) -> tuple[Part, str]:
-    """The part, and its run as a file beside the mirror if that directory is on this machine; else it is read back."""
+    """Store the part, and its run as a file next to the mirror if that directory is on this machine; otherwise the
+    driver reads the part back."""
     portal, objects = shared_objects(plan.urls.objects)
     stored = portal.call(
         store_part(

@@ -1,4 +1,5 @@
-"""What feeds tables: a captured database or a stream topic, each with one remap that gives its records their time.
+"""Sources of tables: a captured database or a stream topic, each with one remap shard that assigns times to its
+records.
 
 capture/<name>   every table of a captured database; bindings at transaction boundaries
 topic/<name>     one stream topic; bindings by tick
@@ -19,8 +20,8 @@ from tidemill.spark.decode.avro import AvroVersion
 
 
 class SourceNotReadyError(Exception):
-    """The feed does not exist yet, or its snapshot is not done: wait. `held_by` is the mark to look at; where it
-    `tells`, it exists and says itself whether it moves."""
+    """The feed does not exist yet, or its snapshot is not complete: wait. `held_by` names the stage status of the
+    blocker; if `tells`, that status exists and itself reports whether it moves."""
 
     def __init__(self, held_by: str, reason: str, *, tells: bool = False) -> None:
         super().__init__(reason)
@@ -30,9 +31,12 @@ class SourceNotReadyError(Exception):
 
 
 class TopicFeed(msgspec.Struct, frozen=True):
-    """One topic as a table's input. `captured`: written by capture, else JSON of strangers. `table`: schema.table.
-    `known`: the columns of each version of a captured table's description; none = it has one, the schema's.
-    `forms`: of its columns, where its records are events; None = they are rows."""
+    """One topic as a table's input.
+
+    `captured`: written by capture, else JSON from other producers. `table`: schema.table. `known`: the columns of each
+    version of a captured table's description; empty = one version, the schema's. `forms`: of its columns, if its
+    records are events; None = they are rows.
+    """
 
     topic: str
     topic_id: str
@@ -42,29 +46,30 @@ class TopicFeed(msgspec.Struct, frozen=True):
     table: str = ""
     known: tuple[tuple[Column, ...], ...] = ()
     accepted: tuple[Accepted, ...] = ()
-    """What shards of the table may lose, or be made anew for (capture accept)."""
+    """Shards of the table that may lose columns or be re-created (capture accept)."""
     forms: tuple[tuple[str, str], ...] | None = None
     avro: tuple[AvroVersion, ...] = ()
-    """Of each version of the description, where events are Avro."""
+    """Avro schemas of each version of the description, if events are Avro."""
     gone: str = ""
-    """Why the table is captured no more; "" = it is."""
+    """Reason why the table is no longer captured; "" = it is captured."""
 
 
 async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> TopicFeed:
-    """The topic of a captured table. Raises SourceNotReadyError, InvalidError (the capture has no such table)."""
+    """Return the topic of a captured table. Raises SourceNotReadyError, InvalidError (the capture has no such
+    table)."""
     row = await catalogue.get(CaptureRow, capture)
     mark = f"capture:{capture}"
     if row is None:
         raise SourceNotReadyError(mark, f"capture {capture} has not started")
     if not row.snapshot_done:
         raise SourceNotReadyError(mark, f"capture {capture} is still taking its snapshot", tells=True)
-    # As of now: whoever has met records of a newer version comes back for it.
+    # A fresh read: the caller may have seen records of a newer version.
     found = await catalogue.table(capture, table)
     if found is None:
         captured = sorted(t.table for t in await catalogue.tables(capture, fresh=False))
         raise InvalidError(
             f"captured database has no such table: capture={capture} table={table}.",
-            fix=f"Captured are: {', '.join(captured) or 'none'}.",
+            fix=f"Use one of the captured tables: {', '.join(captured) or 'none'}.",
         )
     if not found.columns:
         raise SourceNotReadyError(
@@ -81,14 +86,14 @@ async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> Topic
 
 
 def forms_of(row: CaptureTableRow) -> tuple[tuple[str, str], ...] | None:
-    """How its events have each column: no version changes that. None where its records are rows."""
+    """Return the form of each column in the table's events, equal in all versions; None if its records are rows."""
     if row.envelope == "row":
         return None
     return tuple((c.name, form_of(c.type_oid, c.type_mod)) for c in row.columns)
 
 
 def avro_of(row: CaptureTableRow) -> tuple[AvroVersion, ...]:
-    """How records under each version are read; none where they are no Avro."""
+    """Return how to read the records of each version; empty if they are not Avro."""
     described = [_described(row.columns, version) for version in range(1, len(row.schemas) + 1)]
     return tuple(
         AvroVersion(*ids, key_of(columns), layout_of(columns))
@@ -97,7 +102,8 @@ def avro_of(row: CaptureTableRow) -> tuple[AvroVersion, ...]:
 
 
 def known_versions(row: CaptureTableRow) -> tuple[tuple[Column, ...], ...]:
-    """Columns of each version of its description, with what rows of before a column hold; none while there is one."""
+    """Return the columns of each version of its description, with the values of older rows as defaults; empty if there
+    is only one version."""
     return tuple(
         tuple(msgspec.structs.replace(column_for(c.name, c.type_name), default=c.default) for c in columns)
         for columns in (_described(row.columns, version) for version in range(1, row.version + 1))
@@ -106,7 +112,7 @@ def known_versions(row: CaptureTableRow) -> tuple[tuple[Column, ...], ...]:
 
 
 def _described(columns: tuple[CapturedColumn, ...], version: int) -> list[CapturedColumn]:
-    """The columns as of a version of their description."""
+    """Return the columns as of a version of their description."""
     out = []
     for c in columns:
         former = next((f for f in c.was if version <= f.version), None)
@@ -119,7 +125,7 @@ def _described(columns: tuple[CapturedColumn, ...], version: int) -> list[Captur
 
 
 def captured_schema(row: CaptureTableRow) -> ShardSchema:
-    """The shard of a captured table. Raises InvalidError (no key)."""
+    """Return the shard schema of a captured table. Raises InvalidError (no key)."""
     described = row.columns
     key = sorted((c for c in described if c.key_index >= 0), key=lambda c: c.key_index)
     if not key:
@@ -129,7 +135,7 @@ def captured_schema(row: CaptureTableRow) -> ShardSchema:
 
 
 async def stream_feed(catalogue: Catalogue, topic: str, schema: ShardSchema) -> TopicFeed:
-    """A stream topic. Raises SourceNotReadyError."""
+    """Return a stream topic. Raises SourceNotReadyError."""
     row = await catalogue.get(TopicRow, topic)
     if row is None:
         raise SourceNotReadyError(f"topic:{topic}", f"topic {topic} does not exist yet")

@@ -1,9 +1,9 @@
-"""How much a table takes at once: an interval of time with a bounded number of records and bytes behind it.
+"""Planner of steps: choose an interval of time with a bounded number of records and bytes.
 
     [upper, end) → the bindings of one page → the last of them within STEP_RECORDS → the last within STEP_BYTES
 
-A step is whole times. One time alone may hold more than a step may: such a step is `large`, and is read in pieces
-(oversized_step.py), for an append shows a time whole or not at all.
+A step consists of whole times, because an append publishes a time whole or not at all. A single time may exceed the
+limits: such a step is `large`, and is read in pieces (oversized_step.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tidemill.topics.api import BatchRef
 
 STEP_RECORDS = 100_000
 STEP_BYTES = 32 << 20
-"""Of stored record batches. What a step holds in memory is a small multiple of it, and each step shows progress."""
+"""Size of stored record batches. Memory of a step is a small multiple of it, and each step shows progress."""
 
 BINDINGS_PAGE = 2_000
-"""Bindings that are looked at at once: a minute and a half of a capture that binds every 50 ms."""
+"""Bindings read in one page: a minute and a half of a capture that binds every 50 ms."""
 
 
 class Step(msgspec.Struct, frozen=True):
-    """[lower, upper) of one table: what must be read for it. `to_go`: records beyond it, as far as bindings say."""
+    """Interval [lower, upper) of one table and its records. `to_go`: records after it, as far as bindings are known."""
 
     lower: int
     upper: int
@@ -49,11 +49,11 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class TopicReplacedError(TidemillError):
-    """The table has a new topic under its old name: reopen it on that one."""
+    """The table has a new topic under its old name: reopen the table on that topic."""
 
 
 class Planner:
-    """Of one feed; remembers which topics it has seen. Raises what reading bindings and logs raises."""
+    """Planner of one feed; remembers the topics it has seen. Raises as reading bindings and logs."""
 
     def __init__(self, stores: Stores, remap: Remap) -> None:
         self._stores = stores
@@ -63,11 +63,11 @@ class Planner:
         self._asking: dict[int, asyncio.Lock] = {}
 
     def begin(self) -> None:
-        """A new round: until the next one the bindings are read once, for most tables stand at one time."""
+        """Start a round. Within a round bindings are read once, because most tables are at the same time."""
         self._asked, self._asking = {}, {}
 
     async def next(self, name: str, feed: TopicFeed, lower: int, end: int) -> Step:
-        """The next step of a table whose upper is `lower`, at most to `end`. Raises TopicReplacedError besides."""
+        """Return the next step of a table whose upper is `lower`, at most to `end`. Also raises TopicReplacedError."""
         page = await self._page(lower)
         bindings = [b for b in page.bindings if b.time_ms < end]
         if len(bindings) == BINDINGS_PAGE:
@@ -100,23 +100,26 @@ class Planner:
         )
 
     async def _page(self, lower: int) -> BindingsPage:
-        """One read for all tables of a round, who are planned at once; where it fails each asks for itself."""
+        """Read a page once for all tables of a round, which are planned concurrently; after a failure each table
+        retries."""
         async with self._asking.setdefault(lower, asyncio.Lock()):
             if lower not in self._asked:
                 self._asked[lower] = await self._remap.page(lower, BINDINGS_PAGE)
             return self._asked[lower]
 
     async def _check_topic(self, name: str, feed: TopicFeed, bindings: Sequence[Binding]) -> None:
-        """A binding with a topic never seen may be where the table was started over, on a new topic under the old name:
-        a captured one that was copied again, or a stream's that was deleted and created. Nothing may be appended past
-        it from the old one."""
+        """Raise TopicReplacedError if the table restarts on a new topic of the same name.
+
+        A binding with an unknown topic may mean a re-snapshot of a captured table, or a stream that was deleted and
+        created. Nothing of the old topic may be appended after such a binding.
+        """
         found = {topic_id for binding in bindings for topic_id in binding.offsets}
         seen = self._seen.setdefault(name, set())
         if found <= seen:
             return
         row = await self._stores.catalogue.get(TopicRow, feed.topic)
         if row is not None and row.topic_id != feed.topic_id:
-            raise TopicReplacedError(f"the table was started over, on a new topic: shard={name} topic={feed.topic}.")
+            raise TopicReplacedError(f"the table starts over on a new topic: shard={name} topic={feed.topic}.")
         seen |= found
 
 
@@ -125,7 +128,7 @@ def _records(binding: Binding | None, topic_id: str) -> int:
 
 
 def _within(base: Binding | None, bindings: Sequence[Binding], topic_id: str) -> list[Binding]:
-    """The leading bindings that hold at most STEP_RECORDS records of the topic; one at least."""
+    """Return the leading bindings that hold at most STEP_RECORDS records of the topic; at least one."""
     before = _records(base, topic_id)
     count = 0
     for binding in bindings:
@@ -136,7 +139,8 @@ def _within(base: Binding | None, bindings: Sequence[Binding], topic_id: str) ->
 
 
 def _sizes(bindings: Sequence[Binding], descriptors: Sequence[Descriptor]) -> list[int]:
-    """Stored bytes up to the end of each binding. A batch counts for the first binding that reaches into it."""
+    """Return the stored bytes up to the end of each binding. A batch counts for the first binding that reaches into
+    it."""
     times = np.array([b.time_ms for b in bindings], dtype=np.int64)
     out = np.zeros(len(bindings), dtype=np.int64)
     for descriptor in descriptors:
@@ -149,7 +153,7 @@ def _sizes(bindings: Sequence[Binding], descriptors: Sequence[Descriptor]) -> li
 
 
 def pieces(descriptors: Sequence[Descriptor], most_bytes: int) -> Iterator[Descriptor]:
-    """Each descriptor's batches some at a time; where its topic begins is said once."""
+    """Split each descriptor's batches into pieces; only the first piece carries the time at which its topic begins."""
     for descriptor in descriptors:
         piece, begins_ms = descriptor.slice, descriptor.slice.begins_ms
         groups: list[list[BatchRef]] = [[]]

@@ -1,16 +1,19 @@
-"""Which of its tables a pipeline may keep: a shard has one source, whoever writes it.
+"""Ownership of tables: decide which of its tables a pipeline may maintain. A shard has one source, independent of its
+writers.
 
-Two writers of one shard are one writer as long as they are fed by the same (any number of identical drivers). Fed by
-different things, each passes over what the other has written. So a table is refused, and told, where
+Writers of one shard act as one writer if the same source feeds them (any number of identical drivers). If different
+sources feed them, each skips what the other has written. So a table is refused, and the refusal is reported, if
 
-    another pipeline's row in the catalogue keeps the shard from something else
-    this pipeline's own row says that the shard, which is there, was fed by something else: the file was changed
+    another pipeline's row in the catalogue maintains the shard from another source, or
+    this pipeline's own row names another source for the shard, which exists: the file was changed.
 
-and is looked at again: it is free when the other pipeline's row goes or changes, or the shard is dropped.
+Refused tables are checked again: a table is free when the other pipeline's row is deleted or changed, or the shard is
+dropped.
 
-CL1  A row names no table that was refused, but what its shard was fed by before.
-CL2  Before a table begins, its row was put and the others were read after it: of two that begin at once, whoever put
-     its row last sees the other's and leaves the table to it; both may, and then one is first the next time.
+Invariant (no refused table in a row): a row names no refused table, except with the former source of its shard.
+Invariant (put, then read): before a pipeline maintains a table, it has put its row and read the others' rows
+afterwards. Of two that start at the same time, the one that put its row last sees the other's and yields; if both
+yield, one is first at the next check.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ DERIVED = "derived"
 
 
 class TableOwnership:
-    """`refused`: {table: a sentence}; of none before `looked`. `look` is called by one thread, `may_keep` by any."""
+    """Ownership check of one pipeline. `refused`: {table: a sentence}; empty before `looked` is set. One thread calls
+    `look`, any may call `may_keep`."""
 
     def __init__(self, wanted: PipelineRow) -> None:
         self.wanted = wanted
@@ -37,14 +41,14 @@ class TableOwnership:
         self.looked = threading.Event()
 
     def may_keep(self, table: str, ending: threading.Event, pause_s: float = 0.2) -> bool:
-        """Wait until the table is this pipeline's; False when the end came first."""
+        """Wait until the pipeline may maintain the table; False if the pipeline ends first."""
         while not self.looked.is_set() or table in self.refused:
             if ending.wait(pause_s):
                 return False
         return True
 
     def look(self, portal: BlockingPortal, stores: Stores) -> None:
-        """Put this pipeline's row where it is not there, and say what is refused. Raises as storage does."""
+        """Put this pipeline's row if it is missing, and update `refused`. Raises as storage."""
         catalogue = stores.catalogue
         if self.looked.is_set() and not self.refused:
             if portal.call(catalogue.get(PipelineRow, self.wanted.name)) is None:
@@ -56,7 +60,7 @@ class TableOwnership:
         changed = sorted(self.wanted.tables.items() - own.tables.items()) if own is not None else []
         shards = {table for table, _ in changed if portal.call(is_created(stores.consensus, table))}
         found = refused(self.wanted, own, rows, shards, begun)
-        portal.call(catalogue.put(granted(self.wanted, own, found, shards)))  # an equal row is left alone
+        portal.call(catalogue.put(granted(self.wanted, own, found, shards)))  # put does not rewrite an equal row
         rows = portal.call(catalogue.list(PipelineRow))
         late = refused(self.wanted, None, rows, shards, begun)
         if late.keys() - found.keys():
@@ -73,23 +77,26 @@ def refused(
     shards: Collection[str],
     begun: Collection[str] = (),
 ) -> dict[str, str]:
-    """{table: why it may not be kept}. `own`: the row that an earlier life of this pipeline left; `shards`: those that
-    are there, of tables that it says otherwise; `begun`: tables that this process keeps already."""
+    """Return {table: why it may not be maintained}.
+
+    `own`: the row that an earlier process of this pipeline put; `shards`: existing shards of tables for which that row
+    names another source; `begun`: tables that this process maintains already.
+    """
     out = {}
     for table in wanted.tables.keys() - begun:
         other = next((row for row in rows if row.name != wanted.name and _differs(wanted, row, table)), None)
         before = own.tables.get(table) if own is not None else None
         if other is not None:
             out[table] = (
-                f"another pipeline keeps this table from something else: table={table} pipeline={other.name}"
-                f" from={other.tables[table]} here={wanted.tables[table]}. Name it otherwise; or take it out of the"
-                f" file of {other.name} and restart that: tidemill pipeline restart {other.name}; if it was stopped"
-                f" for good: tidemill pipeline delete {other.name}."
+                f"another pipeline maintains this table from another source: table={table} pipeline={other.name}"
+                f" from={other.tables[table]} here={wanted.tables[table]}. Rename the table; or remove it from the"
+                f" file of {other.name} and restart that pipeline: tidemill pipeline restart {other.name}; or, if it is"
+                f" no longer needed: tidemill pipeline delete {other.name}."
             )
         elif before is not None and table in shards and wanted.tables[table] not in (before, DERIVED):
             out[table] = (
-                f"the table was made from something else: table={table} before={before} now={wanted.tables[table]}."
-                f" Name it otherwise, or have it made anew: tidemill shard drop {table}."
+                f"the table had another source before: table={table} before={before} now={wanted.tables[table]}."
+                f" Rename the table, or re-create the shard: tidemill shard drop {table}."
             )
     return out
 
@@ -97,7 +104,7 @@ def refused(
 def granted(
     wanted: PipelineRow, own: PipelineRow | None, refused: Mapping[str, str], shards: Collection[str]
 ) -> PipelineRow:
-    """The row of a pipeline that may not keep what is refused (CL1)."""
+    """Return the row of a pipeline without the refused tables, which keep at most their former source."""
     tables = {}
     for table, fed_by in wanted.tables.items():
         before = own.tables.get(table, fed_by) if own is not None and table in shards else fed_by
@@ -110,7 +117,8 @@ def granted(
 
 
 def _differs(wanted: PipelineRow, other: PipelineRow, table: str) -> bool:
-    """Is the table kept there too, from something else? Of derived ones what their inputs are tells."""
+    """Return whether the other pipeline maintains the table from another source; derived tables compare by their
+    inputs."""
     if table not in other.tables:
         return False
     if wanted.tables[table] != other.tables[table]:

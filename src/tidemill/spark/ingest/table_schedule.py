@@ -1,7 +1,7 @@
-"""The tables of one feed while they take part: which are due, what becomes of one that fails, how far each has come.
+"""Schedule of the tables of one feed: which are due, what happens to a table that fails, how far each has advanced.
 
-What one of them raises, of whatever type, is that table's own. It leaves its seat and its owner hears of it
-(table_unit.py); storage that is away is waited for in the seat.
+An exception of any type concerns only the table that raised it. That table leaves the schedule, and its owner is
+informed (table_unit.py); while storage is unavailable, a table stays scheduled and waits.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from tidemill.spark.ingest.step_planner import Step
 from tidemill.spark.ingest.table_writer import TableWriter
 
 IDLE_MOVE_S = 1.0
-"""A table that got nothing moves its upper this often at most: a hundred idle tables beside a busy one would else
-cost a hundred appends for every binding. Whoever reads them at one time with the busy one waits that long."""
+"""Minimum interval at which a table without records moves its upper: otherwise a hundred idle tables would cost a
+hundred appends for every binding of a busy one. A reader of both at one time waits that long."""
 RETRY_S = 0.2
 SLOWEST_RETRY_S = 5.0
 
 Told = Callable[[BaseException, bool], None]
-"""(what a table failed with, whether it left its seat). Called from the thread that brings tables forward."""
+"""(the failure of a table, whether it left the schedule). Called from the thread that advances tables."""
 
 log = structlog.get_logger()
 
 
 class ScheduledTable:
-    """One table while it takes part."""
+    """One table while it is scheduled."""
 
     def __init__(self, table: TableWriter, told: Told | None) -> None:
         self.table = table
         self.told = told
         self.aside = False
-        """A thread of its own works on it."""
+        """True while a separate thread works on it."""
         self.due_s = 0.0
         self.moved_s = float("-inf")
         self.nothing_until = 0
-        """Up to this time there was nothing for the table when it was last looked at."""
+        """Time up to which there was nothing for the table when it was last planned."""
         self.pauses = Backoff(RETRY_S, SLOWEST_RETRY_S)
 
     @property
@@ -50,17 +50,17 @@ class ScheduledTable:
 
 
 class TableSchedule:
-    """Any thread may attach and detach; the one that brings tables forward does the rest.
+    """Schedule of one feed. Any thread may attach and detach; the thread that advances tables does the rest.
 
-    What reads the seats reads one dict, which nobody changes; `_changing` keeps two who replace it from losing the
-    seat that the other gave or took.
+    Readers use one dict that is replaced and never modified; `_changing` serializes the threads that replace it, so
+    that none loses the change of another.
     """
 
     def __init__(self, clock: Clock, stages: Stages, idle_move_s: float) -> None:
         self.failed: dict[str, BaseException] = {}
-        """What tables left their seats with."""
+        """Failures with which tables left the schedule."""
         self.changed = threading.Event()
-        """Set when somebody may be due who was not: a seat was taken, a round ended, there is more to come to."""
+        """Set when another table may be due: one was attached, a round ended, or the target moved."""
         self._clock = clock
         self._stages = stages
         self._idle_move_s = idle_move_s
@@ -73,11 +73,11 @@ class TableSchedule:
 
     @property
     def at_rest(self) -> list[TableWriter]:
-        """All but those that a thread of their own works on."""
+        """All tables except those that a separate thread works on."""
         return [seat.table for seat in self._seats.values() if not seat.aside]
 
     def attach(self, table: TableWriter, told: Told | None = None) -> None:
-        """From the next round on."""
+        """Schedule the table from the next round on."""
         self.failed.pop(table.name, None)
         seat = ScheduledTable(table, told)
         with self._changing:
@@ -93,7 +93,7 @@ class TableSchedule:
         return [s for s in self._seats.values() if (at_s := self._due_at_s(s, end)) is not None and at_s <= now_s]
 
     def due_in_s(self, end: int) -> float | None:
-        """How long until some table is due, 0 where one is; None while none is to come."""
+        """Return the time until some table is due, 0 if one is; None if none is expected."""
         at_s = [at_s for s in self._seats.values() if (at_s := self._due_at_s(s, end)) is not None]
         return max(0.0, min(at_s) - self._clock.monotonic_s()) if at_s else None
 
@@ -106,7 +106,7 @@ class TableSchedule:
         return seat.moved_s + self._idle_move_s > self._clock.monotonic_s()
 
     def alone(self, seat: ScheduledTable, call: Callable[[], None]) -> bool:
-        """Run one table's share: what it raises is that table's own."""
+        """Run one table's share of a round; attribute any exception to that table. Return whether it succeeded."""
         try:
             call()
         except BaseException as error:
@@ -117,11 +117,11 @@ class TableSchedule:
         return True
 
     def fault(self, seat: ScheduledTable, error: BaseException) -> None:
-        """Storage that is away is waited for where the table sits; anything else makes it leave."""
+        """Pause the table if storage is unavailable; remove it from the schedule for any other failure."""
         leaves = not isinstance(error, UnavailableError | UnknownOutcomeError)
         if leaves:
             self.failed[seat.name] = error
-            with self._changing:  # only its own: the table may have been given another seat
+            with self._changing:  # only this entry: the table may have been attached again
                 self._seats = {n: other for n, other in self._seats.items() if other is not seat}
         else:
             pause_s = seat.pauses.pause_s(0.0)
@@ -138,8 +138,8 @@ class TableSchedule:
         self.came_to("appended", [step])
 
     def came_to(self, stage: str, steps: Iterable[Step]) -> None:
-        """Once for every binding that brought a table something: commit at the source → stage. For `appended` also
-        binding → stage, which is our own share of it."""
+        """Record the latency of every binding that brought a table records: from the commit at the source to the stage.
+        For `appended` also from the binding, which is the pipeline's own share."""
         now_ms = self._clock.now_ms()
         for step in steps:
             times = {t for s in step.slices for t in s.times}

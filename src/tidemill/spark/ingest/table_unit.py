@@ -1,10 +1,10 @@
-"""One table of a feed as a unit of failure: wait for its input, open and hydrate it, take a seat in the feed's sink.
+"""Unit of failure: one table of a feed. Wait for its input, open and hydrate it, attach it to the feed's sink.
 
-    waiting → opening → seated ──► failed: told under shard:NAME, and after a pause from the beginning
-                          └─────► waits in its seat while storage is away, told the same way
+    waiting → opening → attached ──► failed: reported under shard:NAME, and restarted after a pause
+                            └─────► storage unavailable: waits while attached, reported the same way
 
-Whatever it raises ends this unit and nothing larger (U1). It is healed when its position passes the place, or when
-it is at its target again (status_report.py).
+An exception ends this unit and nothing larger. Its failure is cleared when its position passes the place, or when it is
+at its target again (status_report.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LOOK_S = 0.2
 
 
 class TableUnit:
-    """`run` is its thread's body. `upstream`: the mark of what feeds this table alone. `waits_for` and `reason` say why
-    there is no seat yet."""
+    """One table of a feed; `run` is the body of its thread. `upstream`: the stage status of this table's own input.
+    `waits_for` and `reason` explain why it is not attached yet."""
 
     def __init__(
         self,
@@ -52,38 +52,39 @@ class TableUnit:
         self.waits_for = source.replace("/", ":", 1)
         self.reason = "opening"
         self.waits = False
-        """For somebody else: its input does not exist, or is not ready."""
+        """True while it waits for something else: its input does not exist, or is not ready."""
         self.holder_tells = False
-        """Whom it waits for has a mark that says whether it moves."""
+        """True if the blocker has a stage status that reports whether it moves."""
         self.seated = False
         self._look_up = look_up
         self._grown = grown
         self._opened = ("", 0)
-        """Its input's topic, and the versions of its description, when it was opened last."""
+        """Topic of its input and the number of versions of its description, when it was last opened."""
         self._host = host
         self._seat_in = seat_in
         self._left = threading.Event()
         self._failure: BaseException | None = None
         self._dead_run: tuple[tuple[str, str, int], DeadRun] | None = None
-        """Of the seat before: (shard, topic, upper), and its dead letters. Where nobody wrote since, they still are the
-        newest records."""
+        """((shard, topic, upper), dead letters) when it was last detached. If no process wrote since, they are still
+        the newest records."""
 
     def run(self) -> None:
         host = self._host
         keep_thread(self.mark, self._live, tracker=host.tracker, clock=host.stores.clock, ending=host.ending)
 
     def wake(self) -> None:
-        """The pipeline ends."""
+        """End the wait, because the pipeline ends."""
         self._left.set()
 
     def _live(self) -> None:
-        """An input that was described anew, or copied again, is no failure: the table is opened on that at once."""
+        """Run the table. A new description or a re-snapshot of its input is no failure: the table is reopened
+        immediately."""
         before = self._opened
         while True:
             try:
                 return self._live_once()
             except (SourceSchemaGrewError, TopicReplacedError):
-                if self._opened == before:  # the catalogue does not know what records or bindings say
+                if self._opened == before:  # the catalogue does not have it yet
                     raise
                 before = self._opened
 
@@ -98,7 +99,7 @@ class TableUnit:
         try:
             writer = self._host.writer(self.name, feed.schema, feed)
         except CorruptError:
-            # The mirror is a cache of what the shard says: whatever is wrong with it, the shard is asked anew.
+            # The mirror is a cache of the shard: after any damage, rebuild it from the shard.
             shutil.rmtree(self._host.mirror_dir(self.name), ignore_errors=True)
             raise
         sink = self._sink()
@@ -115,17 +116,17 @@ class TableUnit:
         try:
             self._seated()
         except (SchemaEvolvedError, TopicReplacedError):
-            writer.save()  # the mirror goes on, under the new version or from the new topic
+            writer.save()  # the mirror stays valid, under the new version or with the new topic
             raise
         finally:
             self.seated = False
             self._dead_run = ((writer.shard.shard_id, feed.topic_id, writer.upper), writer.dead_run)
-            if not self._host.ending.is_set():  # at the end it keeps its seat: its mirror is still to be saved
+            if not self._host.ending.is_set():  # at the end it stays attached: its mirror is still to be saved
                 sink.seats.detach(self.name)
                 self._host.portal.call(writer.shard.aclose())
 
     def _seated(self) -> None:
-        """Until it left its seat, or the pipeline ends, which is said after `ending` is set."""
+        """Wait until the table leaves the schedule, or the pipeline ends (`ending` is set before `wake`)."""
         if not self._host.ending.is_set():
             while not self._left.wait(LOOK_GROWN_S):
                 self._look_whether_grown()
@@ -137,11 +138,12 @@ class TableUnit:
         raise failure
 
     def _look_whether_grown(self) -> None:
-        """Who brings the table forward lets it go then: nobody else knows when nothing of it is under way."""
+        """Mark an outgrown table. The thread that advances it detaches it: only that thread knows when nothing is in
+        progress."""
         writer = self.writer
         if writer is None or writer.feed is None or writer.outgrown:
             return
-        with suppress(TidemillError):  # asked again soon; who needs the catalogue says that it is away
+        with suppress(TidemillError):  # checked again soon; other calls report that the catalogue is unavailable
             writer.outgrown = self._grown(writer.feed)
 
     def _told(self, error: BaseException, left: bool) -> None:
@@ -152,7 +154,7 @@ class TableUnit:
             self._host.tracker.fail(self.mark, sentence(error), now_ms=self._host.stores.clock.now_ms())
 
     def _input(self) -> TopicFeed | None:
-        """Wait until the input exists. None = the end came first. Raises Invalid for what can never be."""
+        """Wait until the input exists; None if the pipeline ends first. Raises InvalidError if it can never exist."""
         pauses = Backoff(INPUT_POLL_S, SLOWEST_INPUT_POLL_S)
         while True:
             try:

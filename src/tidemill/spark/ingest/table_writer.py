@@ -1,7 +1,7 @@
-"""One output table of one writer: the shard, the operator on its mirror, and the append between them.
+"""Writer of one output table: the shard, the operator on its mirror, and the append between them.
 
-Called by one thread at a time (a query's). I/O goes through the portal's loop; computing stays on the
-caller's thread, so that marks and consensus are never kept waiting by a merge.
+Called by one thread at a time (a query's). I/O runs on the portal's loop; computing stays on the caller's thread, so
+that a merge never delays status updates and consensus.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tidemill.spark.upsert.operator import Fault, Upsert
 from tidemill.spark.upsert.resolve import KeyChanges, Resolved
 
 SAVE_EVERY = 500
-"""Appends between two saves of the mirror: what a restart after a crash has to read again is that much at most."""
+"""Appends between two saves of the mirror: the most that a restart after a crash has to read again."""
 
 START_ATTEMPTS = 5
 
 
 class TableWriter:
-    """`won` and `lost` count compare-and-appends; `feed` is None for derived tables."""
+    """Writer of one table. `won` and `lost` count compare-and-appends; `feed` is None for derived tables."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class TableWriter:
         self.shard = shard
         self.feed = feed
         self.outgrown = False
-        """Its input is described anew: it is to leave its seat and be opened again."""
+        """True if its input has a new description: it must be detached and opened again."""
         self.mirror_dir = mirror_dir
         self.won = 0
         self.lost = 0
@@ -73,32 +73,32 @@ class TableWriter:
 
     @property
     def upper(self) -> int:
-        """The upper this writer's mirror is at: at most the shard's."""
+        """Upper of this writer's mirror: at most the shard's."""
         return self.operator.upper
 
     # following --------------------------------------------------------------------------------------
     def hydrate(self) -> None:
-        """Bring the mirror to the shard's upper: from the cache on disk if there is one to trust, else anew.
+        """Bring the mirror to the shard's upper, from the cache on disk if it can be trusted, else from the shard.
 
-        Raises InvalidError for a table of records whose shard has keys in a spelling that no record has any more: each
-        would get a second row.
+        Raises InvalidError if a table of records has keys in the shard in a form that no record has any more: each such
+        key would get a second row.
         """
         saved = Mirror.load(self.mirror_dir, self.schema, self.shard.shard_id, saved_under(self.stores.life))
         if saved is not None:
             self.operator = Upsert(self.schema, saved, fault=self._fault)
-        self.operator.mirror.sweep()  # what an earlier life left: it may have been cut off again and again
+        self.operator.mirror.sweep()  # files of an earlier process: it may have been killed again and again
         self.follow()
         key, mirror = self.schema.key, self.operator.mirror
-        # The runs first: only one in doubt is worth to read every live row for.
+        # Runs first: only if one of them is in doubt is it worth reading every live row.
         doubtful = self.feed is not None and any(spelled_otherwise(run.rows, key) for run in mirror.runs)
         if doubtful and spelled_otherwise(mirror.live_rows(), key):
             raise InvalidError(
                 f"the shard has keys that an earlier release wrote, -0.0 or a NaN of other bits: shard={self.name}.",
-                fix=f"Drop it, and the pipeline makes it anew: tidemill shard drop {self.name}",
+                fix=f"Drop the shard; the pipeline re-creates it: tidemill shard drop {self.name}",
             )
 
     def follow(self) -> bool:
-        """Apply what the shard accepted since the mirror's upper, whoever wrote it; whether it had rows."""
+        """Apply what any writer appended since the mirror's upper; return whether it had rows."""
         _, upper = self.portal.call(self.shard.frontiers())
         at = self.operator.upper
         if upper == at:
@@ -106,10 +106,10 @@ class TableWriter:
         if upper < at:
             raise CorruptError(
                 f"the shard's upper went back: shard={self.name} mirror={at} upper={upper}.",
-                fix="The shard was recreated or restored: restart the pipeline with a fresh scratch directory.",
+                fix="Restart the pipeline with a fresh scratch directory: the shard was re-created or restored.",
             )
         try:
-            # An empty mirror is made from contents: its history is as long as the shard's.
+            # An empty mirror is built from the contents: following the history would read as much as the shard has.
             batches = self.portal.call(self.shard.batches(at)) if at else None
         except HistoryLostError:
             batches = None
@@ -127,31 +127,32 @@ class TableWriter:
                 self._forget_merged()
                 if rows.num_rows:
                     had_rows = True
-                    self.dead_run = DeadRun()  # a peer met good records, and tells what came after them
+                    self.dead_run = DeadRun()  # a peer had good records, and reports those after them
         except HistoryLostError:
             self._start_over()
             return True
         return had_rows
 
     def _start_over(self) -> None:
-        """A new mirror from the shard's contents: what changed since the old one can no longer be told."""
+        """Build a new mirror from the shard's contents, because the changes since the old one are no longer
+        available."""
         for _ in range(START_ATTEMPTS):
-            self.operator.mirror.sweep()  # what an attempt left that was cut off
+            self.operator.mirror.sweep()  # files of an attempt that was interrupted
             _, upper = self.portal.call(self.shard.frontiers())
             try:
                 mirror = self._read(upper)
                 break
             except HistoryLostError:
-                continue  # since passed the time in between: read at a newer one
+                continue  # since advanced past the time in the meantime: read at a newer one
         else:
-            raise UnavailableError(f"the shard's history is forgotten while it is read: shard={self.name}.")
+            raise UnavailableError(f"the shard's history expires while it is read: shard={self.name}.")
         kept = self.operator
         self.operator = Upsert(self.schema, mirror, fault=self._fault)
         self.operator.adopt(kept)
         mirror.sweep()
 
     def _read(self, upper: int) -> Mirror:
-        """A mirror of the contents at upper - 1, made on the caller's thread: a large one takes minutes."""
+        """Build a mirror of the contents at upper - 1 on the caller's thread: a large one takes minutes."""
         shard = self.shard
         with SyncContext(self.portal, shard.chosen_until(upper - 1)) as batches:
 
@@ -162,7 +163,7 @@ class TableWriter:
 
     # writing ----------------------------------------------------------------------------------------
     def token(self) -> str:
-        """Names one append for good: repeating it is harmless, and no two appends share it."""
+        """Return the permanent name of one append: repeating it is harmless, and no two appends share it."""
         self._tokens += 1
         return f"{self._prefix}-{self._tokens}"
 
@@ -170,11 +171,11 @@ class TableWriter:
         return (await self.shard.write_part(updates),) if updates.num_rows else ()
 
     async def append(self, lower: int, upper: int, parts: Sequence[Part]) -> bool:
-        """Our one compare-and-append; False when a peer was first.
+        """Append by one compare-and-append; False if a peer was first.
 
-        Raises UnavailableError, Unknown: to be computed again, where a peer or our own lost success then shows as lost.
-        Whoever wrote the interval, its content is the same. Parts that did not get in stay as orphans: nothing is
-        deleted (U4).
+        Raises UnavailableError, UnknownOutcomeError: compute again; an append by a peer, or our own success that we did
+        not learn of, then shows as lost. Its content is the same whichever writer appended it. Parts of a lost append
+        stay as orphans: nothing is deleted.
         """
         try:
             await self.shard.compare_and_append(lower, upper, parts, self.token())
@@ -192,17 +193,18 @@ class TableWriter:
         self._forget_merged()
 
     def took(self, changes: KeyChanges, lower: int, upper: int, rows: int) -> None:
-        """Our append [lower, upper) of what was computed elsewhere landed."""
+        """Apply changes that were computed elsewhere and whose append [lower, upper) landed."""
         self.operator.mirror.advance(changes, lower, upper)
         self.operator.advance(upper)
         self.rows += rows
         self._forget_merged()
 
     def _forget_merged(self) -> None:
-        """Files that were merged go once they weigh something: a save makes the manifest name what replaced them."""
+        """Save once merged files take much space, so that the manifest names their replacements and they are
+        deleted."""
         if self.operator.mirror.outdated:
             self.save()
 
     def save(self) -> None:
-        """Let other processes of this machine open the mirror."""
+        """Save the mirror, so that other processes of this machine can open it."""
         self.operator.mirror.save(self.shard.shard_id, saved_under(self.stores.life))

@@ -1,4 +1,4 @@
-"""Dead letters of commands that were lost: an update left columns as they were, and the row before is not there."""
+"""Dead letters of lost commands: an update left columns unchanged, and the previous row is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tidemill.spark.upsert.toast_fill import Lost
 
 
 def lost_letters(feed: TopicFeed, lost: Sequence[Lost]) -> pa.Table:
-    """As updates of the dead-letter shard. The record itself is not among them: it is at its position in the topic."""
+    """Return them as updates of the dead-letter shard, without the record itself: it is at its position in the
+    topic."""
     return letter_table(
         [
             Letter(
@@ -21,7 +22,7 @@ def lost_letters(feed: TopicFeed, lost: Sequence[Lost]) -> pa.Table:
                 each.order,
                 each.order,
                 each.time_ms,
-                f"table={feed.table} the row before it, which has {', '.join(each.columns)}, is not there",
+                f"table={feed.table} the previous row, which has the values of {', '.join(each.columns)}, is missing",
                 each.key,
                 feed.table,
                 each.key.decode("utf-8", "replace"),
