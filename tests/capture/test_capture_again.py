@@ -114,10 +114,10 @@ def test_f467_it_is_copied_once_a_pause_and_says_from_when_on(postgres_dsn: str)
             row = await world.parked("t", "'y'")
             now_ms = world.clock.now_ms()
             assert now_ms + 3_000_000 < row.again_ms <= now_ms + 3_600_000
-            assert "copied again by itself from" in row.fix
+            assert "re-snapshotted automatically from" in row.fix
             name = f"table:{world.name}/public.t"
             (mark,) = [m for m in world.tracker.report("p", now_ms).marks if m.name == name]
-            assert not mark.parked and "copied again by itself from" in mark.reason
+            assert not mark.parked and "re-snapshotted automatically from" in mark.reason
             assert derive(mark, "p", now_ms, now_ms).mark.held_by != "operator"
         async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
             row = await world.parked("t", "'y'")
@@ -141,7 +141,7 @@ def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_for_som
 
             async def told() -> bool:
                 row = await world.table("public.large")
-                return row is not None and "larger than is copied unasked" in row.fix
+                return row is not None and "exceeds copy_again_max_mb" in row.fix
 
             await until(told, "it is told")
             assert "tidemill capture recopy" in stuck(world, "large")
@@ -159,10 +159,10 @@ def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_for_som
 
             async def changed() -> bool:
                 row = await world.table("public.other")
-                return row is not None and "changed once more" in row.fix
+                return row is not None and "changed again since" in row.fix
 
             await until(changed, "a column is not lost to a copy that nobody asked for")
-            assert "changed once more" in stuck(world, "other")
+            assert "changed again since" in stuck(world, "other")
         async with world.capture(table_poll_s=0.1):
             await until(lambda: said(world, "off", "copy_again is off"), "it says that it is off")
 

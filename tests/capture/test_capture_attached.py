@@ -165,7 +165,7 @@ def test_a_partition_that_the_role_may_not_read_is_copied_and_doctor_grants_it(p
                 await world.sql(*new("p2", 100))
                 await until(lambda: known(world, 2), "an empty one flows on")
                 await world.transaction(*new("p3", 200, 201))
-                row = await world.parked("p", "nobody can say")
+                row = await world.parked("p", "it is unknown whether")
                 grant = f'GRANT SELECT ON "public"."p3" TO "{role}"'
                 assert "the role may not read it" in row.reason and f"Run {grant};" in row.fix
                 assert grant in await missing(world)

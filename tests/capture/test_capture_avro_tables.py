@@ -287,7 +287,7 @@ def test_a_registry_that_does_not_answer_keeps_a_new_table_out_and_ends_no_sessi
         registered.register = register_later  # type: ignore[method-assign]
         async with world.capture(envelope="debezium-avro", schemas=registered, table_poll_s=0.1) as capture:
             session = capture._session
-            assert (await world.parked("first", "the registry is busy")).fix == "It is tried again by itself."
+            assert (await world.parked("first", "the registry is busy")).fix == "It is retried automatically."
             await world.sql("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)")
             assert (await world.parked("t", "the registry is busy")).state == "refused"
             await world.sql("INSERT INTO a VALUES (1)")

@@ -309,7 +309,7 @@ def test_f483_a_slot_that_somebody_moved_while_nothing_captured_has_the_tables_c
         async with world.capture():
             await world.caught_up()
             assert await select_is(world, "t")()
-            assert "made again or advanced" in (await world.row()).recopied
+            assert "re-created or advanced" in (await world.row()).recopied
 
     in_world(postgres_dsn, scenario)
 

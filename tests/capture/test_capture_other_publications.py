@@ -123,7 +123,7 @@ def test_f490_a_publication_that_comes_later_gives_the_application_its_statement
                 await world.sql(f"CREATE PUBLICATION other {holds}")
                 await works_again(world, table)
                 row = await objected(world, table, "other")
-                assert row.state == "parked" and "copied again by itself" in row.fix
+                assert row.state == "parked" and "re-snapshotted automatically" in row.fix
                 await world.sql(f"INSERT INTO {table} (id, v) SELECT max(id) + 1, 7 FROM {table}")
                 await world.sql("DROP PUBLICATION other")
                 await world.flowing(table)

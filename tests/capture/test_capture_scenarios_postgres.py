@@ -152,7 +152,7 @@ def test_slc11_rows_of_a_table_that_is_dropped_before_they_are_read_keep_their_k
         await world.sql("INSERT INTO a VALUES (1, 1)", "INSERT INTO a VALUES (2, 2)", "DELETE FROM a WHERE id = 1")
         await world.sql("DROP TABLE a", "INSERT INTO b VALUES (7)")
         async with world.capture():
-            row = await world.parked("a", "gone from the source")
+            row = await world.parked("a", "dropped from the database")
             assert row.state == "dropped"
             await world.caught_up()
             assert await world.folded("a") == {'{"id":2}': {"id": 2, "v": 2}}

@@ -253,4 +253,4 @@ def test_harbour_shop_comes_back_from_its_bucket_alone(shop: Shop) -> None:
     with shop.up():
         shop.verify()
         assert shop.answer("doctor", "--deep")["clean"]
-    assert "the slot is ahead of what was restored" in (shop.directory / "logs" / "node.log").read_text()
+    assert "the slot is ahead of the restored state" in (shop.directory / "logs" / "node.log").read_text()

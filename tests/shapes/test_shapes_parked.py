@@ -146,7 +146,7 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
             assert told.handle != client.handle
             await eventually(lambda: parks(world, "public.p"))
             assert (await holder(world, other)).status == 409
-            words = ("parked until it is copied", "a partition is gone", "public.p")
+            words = ("paused until it is copied", "a partition is gone", "public.p")
             for params in ({"offset": "-1"}, {"offset": "now"}, {"offset": "-1", "handle": told.handle}):
                 assert_heals(await world.get(table="p", **params), *words)
             assert_heals(await world.get(table="p", offset="now", subset__where="true"), *words)

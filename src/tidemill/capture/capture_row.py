@@ -1,10 +1,13 @@
-"""A capture's row in the catalogue, changed by the session that captures now and by no earlier one.
+"""The catalogue row of a capture, changed only by the current session and by no earlier one.
 
-N1  A session claims the row before it changes it: `epoch` grows. Each of its changes is a compare-and-set on that
-    epoch, so what a superseded one still writes (its process was frozen, its request was on its way) is refused, and
-    takes nothing back that its successor wrote: above all the names of those who saw what was confirmed (taps.py, X6).
-N2  The row is read, the connection that has the capture's lock answers once more, the row is claimed. A session that
-    got the lock in between has either claimed it first, and this claim is refused; or it reads the row after that.
+Invariant (fencing): a session claims the row before it changes it, which raises `epoch`. Each of its changes is a
+compare-and-set on that epoch. So a late write of a superseded session (its process was frozen, its request was in
+flight) is rejected and reverts nothing that its successor wrote, above all the names of the taps that have seen what
+was confirmed (taps.py).
+
+Invariant (claim under the lock): the row is read, then the connection that holds the capture's lock answers again, then
+the row is claimed. A session that got the lock in between has either claimed first, and this claim is rejected, or it
+reads the row after this claim.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ NO_ROW = -1
 
 
 class FencedCaptureRow:
-    """Raises from every method what the catalogue raises: after Unknown a change may have been made, and may be made
-    again."""
+    """The row, fenced by its epoch. Every method raises the errors of the catalogue. After an unknown outcome a change
+    may have been made, and may be retried.
+    """
 
     def __init__(self, catalogue: Catalogue, name: str) -> None:
         self._catalogue = catalogue
@@ -29,16 +33,16 @@ class FencedCaptureRow:
         self._epoch = NO_ROW
         self._row: CaptureRow | None = None
         self.session = ""
-        """Written with every change: whose connections a successor is to end (session_lock.py)."""
+        """Written with every change; a successor uses it to end the connections of this session (session_lock.py)."""
 
     @property
     def row(self) -> CaptureRow | None:
-        """As it was read, or written last."""
+        """The row as last read or written."""
         return self._row
 
     @property
     def now(self) -> CaptureRow:
-        """… of a capture that has one."""
+        """The row of a capture that has one."""
         assert self._row is not None
         return self._row
 
@@ -48,20 +52,21 @@ class FencedCaptureRow:
         return self._row
 
     async def claim(self) -> CaptureRow:
-        """Of a row that was read, and is there (N2). Raises UnavailableError when another session has claimed it
-        since."""
+        """Claim a row that was read and exists. Raises UnavailableError if another session has claimed it since."""
         row = await self.change(lambda found: replace(found, epoch=found.epoch + 1))
         self._epoch = row.epoch
         return row
 
     async def begin(self, row: CaptureRow) -> CaptureRow:
-        """In place of whatever it was. Raises as `claim`."""
+        """Replace the row, whether or not it exists. Raises UnavailableError as `claim` does."""
         row = await self._change(lambda found: replace(row, epoch=found.epoch if found is not None else 0))
         self._epoch = row.epoch
         return row
 
     async def change(self, change: Callable[[CaptureRow], CaptureRow]) -> CaptureRow:
-        """`change` may be called again. Raises UnavailableError when another session has claimed the row (N1)."""
+        """Apply `change`, which may be called more than once. Raises UnavailableError if another session has claimed
+        the row.
+        """
         return await self._change(change)  # type: ignore[arg-type]
 
     async def _change(self, change: Callable[[CaptureRow | None], CaptureRow]) -> CaptureRow:

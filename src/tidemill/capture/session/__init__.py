@@ -1,4 +1,4 @@
-"""One session of a capture: everything above, put together.
+"""Sessions of a capture: the rest of the package, assembled.
 
     capture (sessions with back-off) ─► session ─► bootstrap ─► continuity_check ─► stream_reader ─► collector
                                             └─► table_adder, relation_tracker, bad_rows, parked_streams

@@ -1,5 +1,7 @@
-"""A row of the stream that cannot be read or written: its table alone parks before that transaction, or, while it is
-copied, is set aside no further (side_topic.py, Z4). Both are durable before the transaction is handed on."""
+"""Handles a row of the stream that cannot be read or written. Only its table is paused, before that transaction; if the
+table is being copied, its side topic ends there instead (side_topic.py). Both are durable before the transaction is
+handed on.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tidemill.capture.topics.topic_writer import CapturedTable
 
 
 class BadRowPolicy:
-    """`keep_wal()`: a table is set aside no further."""
+    """Pauses the table of a bad row, or ends its side topic. `keep_wal()` is called when a side topic ends."""
 
     def __init__(
         self, desk: TableStates, converter: TransactionBuilder, taps: Taps, keep_wal: Callable[[], None]
@@ -30,8 +32,9 @@ class BadRowPolicy:
         self._keep_wal = keep_wal
 
     async def message(self, item: Framed, poisoned: UndecodableMessageError) -> None:
-        """One that cannot be read. Where it is about one table, that table parks, or it is nobody's (a table that
-        somebody else published); else the session ends with it."""
+        """Handle a message that cannot be read. If it concerns one table, that table is paused; nothing happens if the
+        capture does not have the table (another client published it). Otherwise the error ends the session.
+        """
         if not poisoned.table or poisoned.position is None:
             raise poisoned
         lsn, xid = poisoned.position.commit_lsn, self._converter.xid
@@ -39,7 +42,9 @@ class BadRowPolicy:
         self._converter.pass_over(item.payload)
 
     async def undecided(self, relation: Relation, fragment: Fragment, error: TidemillError) -> None:
-        """Which row holds a key of this relation cannot be told (deferrable_keys.py): a copy tells."""
+        """Handle a relation for which it cannot be determined which row holds a key (deferrable_keys.py). A copy
+        resolves that.
+        """
         said = InvalidError(f"the row that holds a deferrable key cannot be read: {error.message}")
         await self._leave_out(relation.oid, fragment.xid, fragment.commit_lsn, said, again=True)
 
@@ -51,12 +56,12 @@ class BadRowPolicy:
         elif row is not None:
             await self._desk.park(row.table, lsn, error.message, _way_out(error, row.table), again=again)
         else:
-            # No topic wants it, or has it already; whoever follows the stream alone lacks it.
+            # No topic needs it, or the topic has it already; only followers of the stream lack it.
             self._desk.following.end(oid)
             self._taps.lose(oid, error.message)
 
     async def row(self, table: CapturedTable, lsn: int, error: BaseException) -> None:
-        """The topic writer cannot write a row of this table (W3)."""
+        """Handle a row of this table that the topic writer cannot write."""
         reason, aside = f"a row cannot be written: {_message(error)}", self._desk.aside(table.oid)
         if aside is not None:
             await self._desk.set_aside_until(aside.table, lsn, reason)
@@ -70,5 +75,5 @@ def _way_out(error: BaseException, table: str) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """Without its fix, which is told apart."""
+    """Return the message of an error without its fix, which is reported separately."""
     return error.message if isinstance(error, TidemillError) else sentence(error)

@@ -1,21 +1,21 @@
-"""From a locked, checked database to something that can stream: publication, slot, topics, catalogue rows, snapshot.
+"""Prepares a locked and checked database for streaming: publication, slot, topics, catalogue rows, snapshot.
 
-At the first session all tables that can be taken are published, the slot is made, and they are copied before the
-stream begins. Later a fresh table is copied beside the stream (table_adder.py), so one table keeps no other waiting.
-The slot is kept as long as it and the publication are good, even while no table is copied.
+The first session publishes all tables that can be captured, creates the slot, and copies the tables before the stream
+begins. Later, a fresh table is copied concurrently with the stream (table_adder.py), so that it delays no other table.
+The slot is retained as long as it and the publication are valid, even while no table is copied.
 
-Every step is idempotent, and a table's row is written before what it no longer vouches for is touched:
+Every step is idempotent. The row of a table is written before anything that the old row vouched for is touched:
 
-    row without a snapshot  →  its topic deleted and created anew  →  copied  →  row with its snapshot
+    row without a snapshot  →  its topic deleted and re-created  →  copied  →  row with its snapshot
 
-so a process that dies anywhere in between starts that table over cleanly (generation + 1), and no binding was
-minted for its new topic. Where chunks of the copy were recorded (copier.py), the next session goes on with it, beside
-the stream.
+A process that dies in between therefore starts that table over cleanly (generation + 1), and no binding was minted for
+its new topic. If chunks of the copy were recorded (copier.py), the next session resumes the copy concurrently with the
+stream.
 
-A table whose snapshot is older than what the slot was confirmed to, and that no binding knows, starts over: changes
-between the two are in no topic. So do tables of which the database, the slot or the publication has moved since
-(continuity_check.py), and, where a restore wrote the capture's row, all of them when the slot is ahead of the restored
-bindings.
+A table starts over if its snapshot is older than the confirmed LSN of the slot and no binding covers it, because the
+changes between the two are in no topic. Tables also start over if the database, the slot or the publication has moved
+(continuity_check.py). If a restore wrote the capture's row and the slot is ahead of the restored bindings, all tables
+start over.
 """
 
 from __future__ import annotations
@@ -95,15 +95,19 @@ log = structlog.get_logger()
 
 FREE_POLL_S = 0.2
 FREE_ATTEMPTS = 400
-"""As a session that begins to stream waits (locking.SLOT_ATTEMPTS)."""
+"""The same wait as that of a session that starts to stream (session_lock.SLOT_ATTEMPTS)."""
 FIRST_ATTEMPTS = 3
-"""For the lock of one table while the whole capture waits; it is tried again beside the stream."""
+"""Attempts to lock one table while the whole capture waits. The lock is retried concurrently with the stream."""
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """`captured`: tables that the stream carries, at least up to where they are parked. `fresh`: of these, the ones
-    to be copied before it begins. `aside`: by name, those whose changes are set aside while their copy goes on.
-    `tables`: what the database says of all that were chosen. `attributes`: … of the columns of those that are known."""
+    """Result of the set-up.
+
+    `captured`: tables that the stream carries, at least up to the position at which they are paused. `fresh`: those of
+    them that are copied before the stream begins. `aside`: tables by name whose changes go to a side topic while their
+    copy runs. `tables`: the database's description of all chosen tables. `attributes`: the column attributes of the
+    known tables, by oid.
+    """
 
     slot: SlotState
     tables: tuple[TableInfo, ...]
@@ -127,10 +131,12 @@ async def prepare(
     clock: Clock,
     steps: Steps,
 ) -> Prepared:
-    """`wire` has the capture's lock. `own`: the capture's row, which is claimed here. `line`: of the server.
+    """Prepare a session: decide which tables continue, which start over, and which are new.
 
-    Raises InvalidError (nothing can be captured, rights), SlotLost, SqlError, UnavailableError. What is wrong with one
-    table is that table's, and told by `desk`.
+    `wire` holds the capture's lock. `own` is the capture's row, which is claimed here. `line` is the server's timeline.
+
+    Raises InvalidError (nothing can be captured, or a privilege is missing), SlotLost, SqlError, UnavailableError. A
+    failure of one table affects that table only and is reported through `desk`.
     """
     row = await own.read()
     if row is not None and row.system_id != facts.system_id:
@@ -139,38 +145,38 @@ async def prepare(
             f" recorded={row.system_id} found={facts.system_id}.",
             fix="Correct the DSN, or start the capture over.",
         )
-    steps.phase("publications are read")
+    steps.phase("reading publications")
     objected = await objections(wire, config)
     if row is not None:
-        # Before any lock is taken that would stand in the way (identity_withdrawal.py, W1).
+        # Before taking any lock that would block the withdrawal (identity_withdrawal.py).
         for one in await withheld(wire, config, await catalogue.tables(config.name), objected):
             await withdraw(wire, config, one)
-    steps.phase("tables are listed")
+    steps.phase("listing tables")
     found = await list_tables(wire)
     try:
         choice = resolve(config.tables, found, facts.version, whole=config.whole, objections=objected)
     except InvalidError:
-        # With a slot there is WAL to let go of, and tables may come again.
+        # An existing slot retains WAL that has to be released, and tables may appear later.
         if row is None:
             raise
         choice = Choice((), {})
-    if row is not None:  # `wire` answered since it was read (capture_row.py, N2)
+    if row is not None:  # `wire` answered after the row was read, so this session still had the lock (capture_row.py)
         row = await own.claim()
-    steps.phase("the catalogue's tables are read")
+    steps.phase("reading the catalogue's tables")
     row = await _split(catalogue, own)
     rows = {table.table: table for table in await catalogue.tables(config.name)}
-    steps.phase("the slot is read")
+    steps.phase("reading the slot")
     published = await published_tables(wire, config.publication, manual=config.manual)
     state = await slot_state(wire, config.slot)
     if row is not None and not row.history and state is not None and state.active_pid is not None:
-        state = await _once_free(wire, config)  # idle WAL that an older version told of last may be on its way
+        state = await _once_free(wire, config)  # its last status may be in flight
     latest = await remap.latest()
     continues = False
     if row is not None:
-        steps.phase("positions are compared")
+        steps.phase("comparing positions")
         moved = await compare(config, row, rows, line, state, latest, catalogue, topics)
         rows, reason = await _still_good(wire, config, catalogue, rows, choice, published, state, latest, moved)
-        # Even with no table copied: shapes may follow a table whose copy was given up, and a new slot would end them.
+        # Even with no table copied: shapes may follow a table whose copy was abandoned, and a new slot would end them.
         continues = bool(rows) and row.snapshot_done and not reason and published is not None and is_good(state)
         row, latest = await _recorded(own, remap, clock, line, state, latest, moved, reason)
         if reason or moved.fork_lsn is not None:
@@ -181,27 +187,31 @@ async def prepare(
             )
         if moved.fork_lsn is not None:
             desk.heal_capture()
-    steps.phase("topics of gone tables are deleted")
+    steps.phase("deleting topics of dropped tables")
     desk.know(rows)
     await sweep(catalogue, desk)
     if continues or any(table.snapshot is not None or table.copy is not None for table in rows.values()):
         assert row is not None
         slot = check_slot(config, await slot_state(wire, config.slot))
         if slot.active_pid is not None and any(row.aside is not None and row.aside.ends for row in rows.values()):
-            # What a predecessor told last may be on its way: where a table joins depends on it.
+            # The predecessor's last status may still be in flight, and the position at which a table joins depends on
+            # it.
             slot = await _once_free(wire, config)
-        steps.phase("ended copies are joined")
+        steps.phase("joining completed copies")
         await join_ended(config, catalogue, desk, topics, latest, slot, clock)
         return await _go_on(wire, config, catalogue, desk, own, choice, found, slot, steps)
     return await _begin(wire, config, facts, line, catalogue, desk, own, choice, published, steps)
 
 
 async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow]) -> None:
-    """The slot cannot be decoded. Where nothing of it was confirmed since the first copy, what was copied is all there
-    is: the publication is dropped, so that the next session makes both anew and copies again. Later it is the
-    operator's to decide: a table that was copied just now beside the stream is younger than what is confirmed.
+    """Start over with a slot that PostgreSQL cannot decode. If nothing was confirmed since the first copy, the copies
+    are the only content: the publication is dropped, so that the next session re-creates it and the slot and copies all
+    tables again. Otherwise an operator has to decide, because a table that was copied recently, concurrently with the
+    stream, is newer than the confirmed LSN.
 
-    Raises UnavailableError when all begins anew, InvalidError where it is the operator's to drop it (manual)."""
+    Raises UnavailableError if everything starts over, InvalidError if the capture is manual and an operator has to drop
+    the slot.
+    """
     slot = await slot_state(wire, config.slot)
     copied = [row.snapshot.lsn for row in rows if row.snapshot is not None]
     if slot is not None and copied and slot.confirmed_lsn > min(copied):
@@ -210,11 +220,11 @@ async def begin_anew(wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTa
         raise InvalidError(
             f"PostgreSQL cannot decode the replication slot: slot={config.slot}.", fix=start_over(config)
         )
-    log.warning("the slot cannot be decoded, all tables start over", capture=config.name)
+    log.warning("the slot cannot be decoded, so all tables start over", capture=config.name)
     await wire.query(f"DROP PUBLICATION IF EXISTS {identifier(config.publication)}")
     raise UnavailableError(
-        f"PostgreSQL cannot decode the replication slot that it made: slot={config.slot}.",
-        fix="Another one is made, and the tables are copied anew.",
+        f"PostgreSQL cannot decode its own replication slot: slot={config.slot}.",
+        fix="A new slot is created and the tables are copied again automatically.",
     )
 
 
@@ -230,7 +240,7 @@ async def _begin(
     published: dict[int, Entry] | None,
     steps: Steps,
 ) -> Prepared:
-    """Nothing is there yet: publish, make the slot, and let everything be copied before the stream begins."""
+    """Start from nothing: publish the tables, create the slot, and have every table copied before the stream begins."""
     row = own.row
     choice = await without_taken(config, catalogue, choice)
     if row is None and not choice.tables:
@@ -241,35 +251,35 @@ async def _begin(
         await create_publication(wire, config.publication)
     done = await publish(
         wire, config, choice.tables, published or {}, attempts=1, note=desk.note, settle=published or {},
-        asked=desk.asked, done=lambda number: steps.step("tables are published", number, len(choice.tables)),
+        asked=desk.asked, done=lambda number: steps.step("publishing tables", number, len(choice.tables)),
     )  # fmt: skip
     steps.end()
     refused = {n: e for n, e in done.failed.items() if isinstance(e, InvalidError)}
     if row is None and choice.tables and len(refused) == len(choice.tables):
         if not config.manual:
-            # Nothing half-made is left behind by a refusal.
+            # A refusal leaves nothing half-created behind.
             await wire.query(f"DROP PUBLICATION {identifier(config.publication)}")
         raise next(iter(refused.values()))
-    steps.phase("the slot is made")
+    steps.phase("creating the slot")
     slot = await create_slot(wire, config)
-    # The slot has waited for the transactions that were open: what they held may be free by now.
+    # Creating the slot waited for the open transactions, so the locks that they held may be free now.
     waiting = [t for t in choice.tables if isinstance(done.failed.get(t.name), UnavailableError)]
     again = await publish(
         wire, config, waiting, published or {}, attempts=FIRST_ATTEMPTS, note=desk.note, settle=published or {},
-        asked=desk.asked, done=lambda number: steps.step("tables are published", number, len(waiting)),
+        asked=desk.asked, done=lambda number: steps.step("publishing tables", number, len(waiting)),
     )  # fmt: skip
     failed = {**refused, **again.failed}
-    steps.phase("tables are described")
+    steps.phase("describing tables")
     relations = await describe(wire, [table.oid for table in choice.tables])
     taken = []
     for table in choice.tables:
         if table.name in failed:
             await desk.refuse(table.name, refusal_of(failed[table.name]), table.oid)
-        elif table.oid in relations:  # else it was dropped meanwhile
+        elif table.oid in relations:  # otherwise it was dropped in the meantime
             taken.append(table)
     await desk.refuse_all(choice.refused)
     generation = row.generation + 1 if row is not None else 1
-    # One that was dropped since is the maker's of the next one; "given" is never forgotten while it stands.
+    # A publication that was dropped since belongs to the creator of the next one. "given" is retained while it exists.
     given = config.manual or (row is not None and row.given_publication and published is not None)
     begun = CaptureRow(
         config.name, facts.system_id, config.slot, config.publication, generation, not taken, given_publication=given,
@@ -281,9 +291,9 @@ async def _begin(
     entries = await published_tables(wire, config.publication, manual=config.manual) or {}
     captured = []
     for number, table in enumerate(taken, 1):
-        steps.step("topics are made", number, len(taken))
+        steps.step("creating topics", number, len(taken))
         if table.oid not in entries:
-            unpublished = f"the table was unpublished just now: table={table.name}."
+            unpublished = f"the table was unpublished during the set-up: table={table.name}."
             await desk.refuse(table.name, refusal_of(UnavailableError(unpublished)), table.oid)
             continue
         topic = await start_table(config, catalogue, desk, table, relations[table.oid], entries[table.oid])
@@ -305,10 +315,10 @@ async def _go_on(
     slot: SlotState,
     steps: Steps,
 ) -> Prepared:
-    """Some tables are there: stream these. The others are taken in beside it."""
+    """Continue: stream the tables that are already captured. The others are added concurrently with the stream."""
     if not own.now.snapshot_done:
         await own.change(lambda found: replace(found, snapshot_done=True))
-    steps.phase("tables are described")
+    steps.phase("describing tables")
     wanted = {table.name: table for table in choice.tables}
     wal_end = Lsn.parse(await wire.value("SELECT pg_current_wal_insert_lsn()") or "0/0").value
     now = await describe(wire, [t.oid for t in found if t.name in desk.rows])
@@ -325,7 +335,7 @@ async def _go_on(
             difference = against_catalogue(table.columns, now[table.oid])
             found_as = attributes.get(table.oid)
             step = next_version(table, targets_of(found_as), found_as) if difference and found_as is not None else ""
-            if difference and isinstance(step, str):  # else the stream comes to it, or the watcher (schema_change.py)
+            if difference and isinstance(step, str):  # else the stream or the watcher handles it
                 said = f"{difference}; {step}" if step else difference
                 again = heals(table, found_as)
                 described = f"its description changed: {said}"
@@ -334,17 +344,17 @@ async def _go_on(
     await desk.refuse_all(choice.refused)
     captured, relations = [], {}
     for number, table in enumerate(desk.rows.values(), 1):
-        steps.step("topics are looked up", number, len(desk.rows))
+        steps.step("looking up topics", number, len(desk.rows))
         beyond = table.parked_lsn and table.parked_lsn <= slot.confirmed_lsn
         if table.snapshot is None or beyond or table.state not in ("captured", "parked", "dropped"):
             continue
         topic = await catalogue.get(TopicRow, table.topic)
         if topic is None:
-            await desk.park(table.table, slot.confirmed_lsn, f"its topic is gone: topic={table.topic}")
+            await desk.park(table.table, slot.confirmed_lsn, f"its topic is missing: topic={table.topic}")
             continue
         topic = await kept_so(config, catalogue, topic)
         if table.envelope != config.envelope:
-            log.info("a table keeps its envelope until it is copied again", table=table.table, has=table.envelope)
+            log.info("a table retains its envelope until it is re-snapshotted", table=table.table, has=table.envelope)
         item = CapturedTable(
             table.table, topic, producer_id(config), oid=table.oid, parked_lsn=table.parked_lsn or NEVER,
             source=source_of(config, table, wire.database),
@@ -371,12 +381,13 @@ async def _still_good(
     latest: Binding | None,
     moved: Moved,
 ) -> tuple[dict[str, CaptureTableRow], str]:
-    """The tables' rows, without the snapshots that vouch for nothing any more, written before anything is touched; and
-    why some are copied again, "" = none is."""
+    """Return the rows of the tables, without the snapshots that are no longer valid, and why some tables are copied
+    again ("" = none is). The rows are written before anything else is touched.
+    """
     oids = {table.name: table.oid for table in choice.tables}
     bound = set(latest.offsets) if latest is not None else set()
     missing = {oid for oid in oids.values() if published is not None and oid not in published}
-    # None of these was dropped since the tables were listed.
+    # None of these was dropped after the tables were listed.
     lacking = await unpublished(wire, config.publication, missing)
     reason = moved.reason
     kept: dict[str, CaptureTableRow] = {}
@@ -387,8 +398,9 @@ async def _still_good(
         why = moved.why(name)
         start_over = bool(why)
         if published is None:
-            # Decoding would fail for ever at WAL from before a new publication: slot and tables start over with it.
-            start_over, why = True, f"the publication is gone: publication={config.publication}."
+            # Decoding WAL from before a new publication would always fail, so slot and tables start over with the
+            # publication.
+            start_over, why = True, f"the publication is missing: publication={config.publication}."
         elif table.snapshot is not None and not start_over and not table.parked_lsn:
             topic = await catalogue.get(TopicRow, table.topic, fresh=False)
             unbound = topic is None or topic.topic_id not in bound
@@ -397,12 +409,12 @@ async def _still_good(
             missed = unbound and slot is not None and let_go(slot, table.snapshot.told_from_lsn)
             start_over = taken_out or altered or other or missed
             if taken_out or altered:
-                why = f"the publication of the table was altered meanwhile: publication={config.publication}."
+                why = f"the publication of the table was altered since its copy: publication={config.publication}."
         if why and table.snapshot is not None:
             reason = reason or why
-            log.warning("a table is copied again", capture=config.name, table=name, cause=why)
-        # A copy that was cut off is gone on with where the slot still has all since it began (Joining), or what it let
-        # go is set aside, up to where it ended (side_topic.py, Z1).
+            log.warning("a table is re-snapshotted", capture=config.name, table=name, cause=why)
+        # An interrupted copy is resumed if the slot still has all WAL since its start (table_adder.py), or if the side
+        # topic has what the slot released, up to where that topic ended (side_topic.py).
         aside = table.aside
         kept_aside = (
             aside is not None and slot is not None and aside.topic_id in bound
@@ -420,7 +432,7 @@ async def _still_good(
                 accepted=(), oid=oids.get(name, oid),
             )  # fmt: skip
         elif entry is not None and not table.publication:
-            wanted = replace(wanted, publication=entry.rows)  # of a row of an older version
+            wanted = replace(wanted, publication=entry.rows)  # the row of an older version
         if wanted != table:
             await catalogue.change_table(config.name, name, lambda _, wanted=wanted: wanted)  # type: ignore[misc]
         kept[name] = wanted
@@ -437,7 +449,7 @@ async def _recorded(
     moved: Moved,
     reason: str,
 ) -> tuple[CaptureRow, Binding | None]:
-    """The capture's row and its newest binding, as of this session's history (continuity_check.py, M2)."""
+    """Return the capture's row and its newest binding, both of this session's history (continuity_check.py)."""
     row = own.now
     wanted = replace(row, restored=False, history=line.history)
     if moved.fork_lsn is not None:
@@ -464,8 +476,9 @@ async def _recorded(
 
 
 async def _once_free(wire: Wire, config: CaptureConfig) -> SlotState:
-    """The slot, once nobody streams from it. A walsender whose client is gone notices that at its next write. Raises
-    UnavailableError when it is not soon."""
+    """Return the slot once no connection streams from it. A walsender whose client is gone notices that at its next
+    write. Raises UnavailableError if the slot stays active for too long.
+    """
     for _ in range(FREE_ATTEMPTS):
         slot = check_slot(config, await slot_state(wire, config.slot))
         if slot.active_pid is None:
@@ -475,7 +488,7 @@ async def _once_free(wire: Wire, config: CaptureConfig) -> SlotState:
 
 
 async def _split(catalogue: Catalogue, own: FencedCaptureRow) -> CaptureRow | None:
-    """Give each table of an older version's row a row of its own, then empty its maps."""
+    """Give each table of an older version's row its own row, then empty the maps of that row."""
     row = own.row
     if row is None or not row.topics:
         return row
@@ -487,4 +500,4 @@ async def _split(catalogue: Catalogue, own: FencedCaptureRow) -> CaptureRow | No
 def _refuse_all(refused: Iterable[Refusal]) -> None:
     for why in refused:
         raise NoTablesError(why.reason, fix=why.fix)
-    raise NoTablesError("the capture's patterns leave no table.", fix="Correct `tables` of this capture.")
+    raise NoTablesError("no table matches the capture's patterns.", fix="Correct `tables` of this capture.")

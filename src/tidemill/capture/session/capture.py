@@ -1,8 +1,9 @@
-"""Capture: sessions, one after another, with back-off between them, and what the world may see of them.
+"""Runs the sessions of a capture one after another, with back-off between them, and publishes the capture's status.
 
-The one boundary of the unit is `base.tasks.keep` in `run`: whatever a session ends with, of whatever type, is told as
-a failure of `capture:<name>` and the next session begins after a pause. Nothing here lists kinds of errors. The age of
-a failure survives restarts at the same LSN, so a session that dies again and again at one place is stuck, not starting.
+All errors of a session are handled in one place, `base.runtime.tasks.keep` in `run`: an error of any type that ends a
+session is reported as a failure of `capture:<name>`, and the next session begins after a pause. No kinds of errors are
+listed here. The age of a failure survives restarts at the same LSN, so a capture whose sessions repeatedly die at one
+place is stuck, not starting.
 """
 
 from __future__ import annotations
@@ -39,21 +40,23 @@ from tidemill.topics.api import TopicLog
 MARK_INTERVAL_S = 0.5
 STALL_GRACE_MS = 60_000
 HISTORY_TOLD_MS = 60_000
-"""The time for which a failover is reported."""
+"""Time for which a failover is reported."""
 SOUGHT_POLL_S = 0.05
 PATIENT_S = 20.0
-"""A session that has lasted so long, and is owed no answer, waits for somebody in a database that this node reaches."""
+"""A session that has lasted this long without an overdue answer waits for another session of a database that this node
+reaches.
+"""
 
 
 log = structlog.get_logger()
 
 
 class Capture:
-    """One captured database. `add_tap` works before and during `run`; `sinks`: besides the topic writer; `schemas`:
-    where those of Avro records are registered.
+    """One captured database. `add_tap` works before and during `run`. `sinks` receive fragments in addition to the
+    topic writer. `schemas` registers the schemas of Avro records.
 
-    Marks: `capture:<name>` (position: confirmed LSN, 0 before any; target: the server's WAL end, unit lsn) and
-    `capture:<name>/topics` (position: LSN of the newest binding, target: newest commit received).
+    Stages: `capture:<name>` (position: confirmed LSN, 0 before any; target: the server's WAL end; unit: lsn) and
+    `capture:<name>/topics` (position: LSN of the newest binding; target: newest commit received).
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Capture:
         self._sinks = tuple(sinks)
         self._desk = TableStates(config, catalogue, clock, self._tracker, schemas=schemas)
         self.stages = Stages()
-        """How long commits take to be received, durable and bound."""
+        """Time that commits take to be received, durable and bound."""
         self._session: Session | None = None
         self._began_s = clock.monotonic_s()
         self._relations: tuple[Relation, ...] = ()
@@ -89,7 +92,7 @@ class Capture:
         self._closed = False
         self._settled = False
         self._none_s = float("-inf")
-        """When the last session began that found no table to capture."""
+        """Start of the last session that found no table to capture."""
         self._told = ""
 
     # what others may ask --------------------------------------------------------------------------
@@ -98,8 +101,9 @@ class Capture:
         return self.config.dsn
 
     def relations(self) -> tuple[Relation, ...]:
-        """The captured tables as the stream describes them now; empty until the first session is set up. The same tuple
-        until that changes."""
+        """Return the captured tables as the stream describes them now; empty until the first session is set up. The
+        same tuple is returned until it changes.
+        """
         if self._session is not None and self._session.described:
             self._relations = self._session.relations
         return self._relations
@@ -108,25 +112,30 @@ class Capture:
         return next((r for r in self.relations() if (r.schema, r.table) == (schema, table)), None)
 
     def look(self) -> None:
-        """Somebody found a captured table to be another one, or gone: look now, not only at the next poll."""
+        """Check the tables now instead of at the next poll, because a client found that a captured table was replaced
+        or dropped.
+        """
         if self._session is not None and self._session.joining is not None:
             self._session.joining.look()
 
     def standing(self, schema: str, table: str) -> Standing | None:
-        """Why a table that is not among `relations()` will be again; None where the desk says nothing of the kind."""
+        """Return why a table is missing from `relations()` although it is captured or paused; None if its state gives
+        no reason.
+        """
         return standing_of(self._desk.rows.get(table_name(schema, table)), self._clock.now_ms())
 
     @property
     def settled(self) -> bool:
-        """It is known which tables there are, be it none: a session has streamed, or found nothing to capture."""
+        """True once the set of tables is known, even an empty one: a session has streamed, or found no table."""
         if self._session is not None and self._session.joining is not None:
             self._settled = True
         return self._settled
 
     async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
-        """Somebody asks for a table that is not among `relations()`: True once it is, or is parked (`standing`). False:
-        there is none, or it is not to be captured, or cannot be. Raises UnavailableError when none of these is known in
-        time: it is copied, or held."""
+        """Wait for a table that is not among `relations()`. Returns True once it is, or is paused (`standing`), and
+        False if it does not exist, is not selected, or cannot be captured. Raises UnavailableError if none of these is
+        known within `timeout_s`, because the table is being copied or blocked.
+        """
         name, asked_s = table_name(schema, table), self._clock.monotonic_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -141,7 +150,7 @@ class Capture:
                         return self.relation(schema, table) is not None
                     await asyncio.sleep(SOUGHT_POLL_S)
         except TimeoutError as error:
-            raise UnavailableError(f"the table is being taken in: capture={self.config.name} table={name}.") from error
+            raise UnavailableError(f"the table is being added: capture={self.config.name} table={name}.") from error
         return True
 
     @property
@@ -149,14 +158,15 @@ class Capture:
         return self._session is not None and self._session.streaming
 
     def follows(self, history: History) -> bool:
-        """It streams from a server of this history."""
+        """Return whether the capture streams from a server with this history."""
         session = self._session
         line = session.line if session is not None and session.streaming else None
         return line is not None and line.history == history
 
     def health(self) -> str | None:
-        """None while it streams or copies; else what its sessions fail with, or "" where nothing is known to fail: it
-        begins, or waits for somebody."""
+        """Return None while the capture streams or copies; otherwise the error of its sessions, or "" if no failure is
+        known because it starts, or waits for another session.
+        """
         session, failure = self._session, self._tracker.failure(self.config.mark)
         if session is not None and session.running:
             copy = session.progress
@@ -167,11 +177,11 @@ class Capture:
         return failure.error if failure is not None else ""
 
     def add_tap(self, tap: Tap) -> None:
-        """It receives every transaction that begins from now on (and replays after each restart)."""
+        """Add a tap, which receives every transaction that begins from now on (and replays after each restart)."""
         self._taps.add(tap)
 
     def facts(self) -> dict[str, object]:
-        """For reports: slot, snapshot, LSNs. Plain values only."""
+        """Return facts for reports: slot, snapshot, LSNs. Plain values only."""
         session = self._session
         if session is None:
             return {"phase": self._phase[0]}
@@ -217,7 +227,7 @@ class Capture:
         return facts
 
     def _set_aside(self) -> dict[str, object]:
-        """Of all tables whose changes are set aside while they are copied, and those for whose copy WAL is kept."""
+        """Return the totals of all side topics, and the tables for whose copy WAL is retained."""
         joining = self._session.joining if self._session is not None else None
         names = [row.table for row in self._desk.rows.values() if row.aside is not None]
         found = [sizes for name in names if joining is not None and (sizes := joining.keeping.sizes(name)) is not None]
@@ -231,9 +241,9 @@ class Capture:
 
     # running --------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Until `aclose`, whatever befalls the sessions. Raises only what keeps it from telling how it is."""
+        """Run sessions until `aclose`, whichever errors end them. Raises only failures to publish the status."""
         if self._closed:
-            raise ClosedError(f"the capture was closed: capture={self.config.name}.")
+            raise ClosedError(f"the capture is closed: capture={self.config.name}.")
         self._running = asyncio.current_task()
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -254,13 +264,14 @@ class Capture:
             self._running = None
 
     async def session(self) -> None:
-        """Sessions until one fails; raises what ended it. That tables were taken in is no failure: the next one begins
-        at once, with them."""
+        """Run sessions until one fails, and raise its error. A session that ends because tables were added is no
+        failure: the next one begins immediately.
+        """
         while True:
             try:
                 await self._one_session()
             except RestartSession as joined:
-                log.info("the session begins anew", capture=self.config.name, cause=joined.message)
+                log.info("the session restarts", capture=self.config.name, cause=joined.message)
 
     async def _one_session(self) -> None:
         self._began_s = self._clock.monotonic_s()
@@ -285,11 +296,11 @@ class Capture:
         finally:
             self._settled = self.settled
             if self._told or not self._phase[0]:
-                # Who held what while it streamed holds nothing now.
+                # A blocker that was reported while it streamed blocks nothing now.
                 self._set_phase("the session ended", f"postgres:{server(self.config.dsn)}" if self._told else "")
 
     async def aclose(self) -> None:
-        """End the session: both connections close, the lock and the slot are free. Idempotent."""
+        """End the session: both connections close, and the lock and the slot are free. Idempotent."""
         self._closed = True
         running = self._running
         if running is not None and running is not asyncio.current_task():
@@ -310,7 +321,9 @@ class Capture:
             await asyncio.sleep(MARK_INTERVAL_S)
 
     def _mark(self) -> None:
-        """M1: while something is pending, the holder is the consumer with the least flushed position."""
+        """Publish the stage statuses. While something is pending, the blocker is the consumer with the lowest flushed
+        position.
+        """
         session = self._session
         self._tell_silence(session)
         self._tell_history()
@@ -320,8 +333,9 @@ class Capture:
             self._mark_stream(session, session.collector)
 
     def _tell_silence(self, session: Session | None) -> None:
-        """A server that does not answer is a failure from the moment it was asked (control_connection.py, Q1), not only
-        when the session gives up: a connection that swallows packets would look idle until then."""
+        """Report a server that does not answer as a failure since the time of the request, not only when the session
+        ends: a connection that drops packets would look idle until then.
+        """
         overdue = session.answers.overdue() if session is not None else None
         mark = self.config.mark
         if overdue is not None and not self._told:
@@ -335,8 +349,9 @@ class Capture:
                 self._tracker.heal(mark)
 
     def _tell_history(self) -> None:
-        """A failover, or a return to an earlier state, is known only once the database works again, so it is a notice
-        for a while and no failure."""
+        """Report a failover, or a return to an earlier state, as a notice for a while. It is no failure, because it is
+        known only once the database works again.
+        """
         (said, at_ms), now_ms, name = self._desk.history, self._clock.now_ms(), f"{self.config.mark}/history"
         if said and now_ms - at_ms <= HISTORY_TOLD_MS:
             self._tracker.works(name, "", now_ms=now_ms, notice=said)
@@ -345,8 +360,10 @@ class Capture:
             self._tracker.remove(name)
 
     def _mark_set_up(self, session: Session | None) -> None:
-        """It stands where it, or the process before it, had come to (M5, M6): a slot made just now has come nowhere
-        yet, and its LSN is another one in each life. Rows that are copied are progress."""
+        """Publish the status of a set-up. Its position is the one that this or the previous process had reached: a slot
+        that was just created has no progress yet, and its LSN differs after each restart. Copied rows count as
+        progress.
+        """
         (reason, held_by), now_ms = self._phase, self._clock.now_ms()
         copy = session.progress if session is not None else None
         if copy is not None and (copy.rows or copy.blocked) and not copy.done:
@@ -363,8 +380,9 @@ class Capture:
         )  # fmt: skip
 
     def _mark_stream(self, session: Session, collector: Collector) -> None:
-        """An LSN stands for as long as its transaction takes, or a copy beside the stream; what is taken of it, made
-        durable, or copied is progress."""
+        """Publish the status of a stream. The LSN does not move during a transaction or a concurrent copy, so changes
+        that are received, made durable, or copied count as progress.
+        """
         name, now_ms, budget_ms = self.config.mark, self._clock.now_ms(), self.config.budget_ms
         reason, held_by = self._phase
         confirmed = collector.status.sent + 1
@@ -377,9 +395,9 @@ class Capture:
             kept_for = session.joining.keeping.tables
             if collector.status.told < collector.status.flushed and kept_for:
                 holder = self.config.table_mark(kept_for[0])
-                reason = reason or "nothing is confirmed beyond where the copy of a table began"
+                reason = reason or "the confirmed LSN stays at the start of a table's copy"
         if not reason and confirmed < wal_end and holder:
-            reason = f"waits until {holder} has flushed what it was sent"
+            reason = f"waits until {holder} has flushed the changes that it received"
         elif not reason and confirmed < wal_end:
             reason, holder = "waits for WAL that PostgreSQL has not sent", f"postgres:{server(self.config.dsn)}"
         landed_bytes = session.writer.landed_bytes if session.writer is not None else 0
@@ -393,6 +411,6 @@ class Capture:
             topic = session.writer.held_by
             self._tracker.set(
                 f"{name}/topics", bound, max(collector.last_commit_lsn, bound), now_ms=now_ms, held_by=topic,
-                reason="a topic does not take its records" if topic else "", budget_ms=budget_ms, unit="lsn",
+                reason="a topic does not accept its records" if topic else "", budget_ms=budget_ms, unit="lsn",
                 progress=progress,
             )  # fmt: skip

@@ -1,21 +1,26 @@
-"""Whether the database still stands behind what was captured of it, compared at the start of every session.
+"""Compares the database with what was captured of it, at the start of every session.
 
     what moved                               the sign                                       copied again
-    the database: failover to a standby      another history, or a WAL that ends below      tables with records or
-    that is behind, point-in-time recovery   the newest binding                             state beyond the fork
-    the slot: made again, or advanced        it is confirmed beyond the newest binding,     all tables
-                                             and a table goes on from that (M4)
+    the database: failover to a lagging      another history, or a WAL end below            tables with records or
+    standby, point-in-time recovery          the newest binding                             state beyond the fork
+    the slot: re-created, or advanced        it is confirmed beyond the newest binding,     all tables
+                                             and a table continues from that binding
     the publication of a table               other rows than at its copy (publication.py)   that table
 
-M1  The signs that are compared were durable before anything was built on them: history and publication are in the rows
-    of the capture and its tables before the stream or the copy begins, and a binding is before it is confirmed.
-M2  Tables that start over are written first, then the binding that begins the era, then the history. A session that is
-    cut off in between is repeated by the next one, with the same result.
-M3  A binding of the new era repeats the offsets of the newest one at the last LSN that is common to both histories. So
-    every position that is compared from then on is one of this history (docs/rfcs/0010-histories-that-fork.md).
-M4  The slot may be beyond the newest binding by this capture's own doing, while no table goes on from that binding: one
-    that begins anew makes its slot before it binds what it copies, and one whose tables are all parked confirms WAL and
-    binds nothing. Tables that no binding has are judged by their own copies (bootstrap.py).
+Invariant (signs are durable first): the compared values are durable before anything is built on them. History and
+publication are in the rows of the capture and its tables before the stream or the copy begins, and a binding is durable
+before its LSN is confirmed.
+
+Invariant (repeatable order): the rows of tables that start over are written first, then the binding that begins the
+era, then the history. If a session is interrupted in between, the next one repeats these steps with the same result.
+
+Invariant (one history): the first binding of a new era repeats the offsets of the newest binding at the last LSN that
+both histories share. From then on, every compared position belongs to this history
+(docs/rfcs/0010-histories-that-fork.md).
+
+The capture itself may move the slot beyond the newest binding while no table continues from that binding. A capture
+that starts over creates its slot before it binds its copies, and a capture whose tables are all paused confirms WAL
+without binding anything. Tables without a binding are judged by their own copies (bootstrap.py).
 """
 
 from __future__ import annotations
@@ -38,8 +43,11 @@ from tidemill.topics.api import TopicLog
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """`fork_lsn`: the history is another one from there on; None = it is the same. `reason`: one sentence, "" = nothing
-    is copied again. `everything`: all tables are, else `tables` by name."""
+    """Result of the comparison.
+
+    `fork_lsn`: the LSN from which on the history differs; None = same history. `reason`: one sentence, "" = nothing is
+    copied again. `everything`: True if all tables are copied again, otherwise only `tables`, by name.
+    """
 
     fork_lsn: int | None = None
     reason: str = ""
@@ -47,22 +55,24 @@ class Moved(msgspec.Struct, frozen=True):
     tables: frozenset[str] = frozenset()
 
     def why(self, table: str) -> str:
-        """Why this table is copied again; "" = it is not."""
+        """Return why this table is copied again; "" = it is not."""
         return self.reason if self.everything or table in self.tables else ""
 
 
 def beyond(slot: SlotState, bound_lsn: int) -> bool:
-    """The slot is confirmed beyond what is bound, which no session tells it that writes a table (M4). Pure."""
+    """Return whether the slot is confirmed beyond the newest binding, which a session that writes a table never does.
+    Pure.
+    """
     return slot.confirmed_lsn - 1 > bound_lsn
 
 
 def let_go(slot: SlotState, lsn: int) -> bool:
-    """Commits at or above `lsn` are confirmed already, so the stream may not tell them again."""
+    """Return whether commits at or above `lsn` may be confirmed already, so that the stream may not send them again."""
     return slot.confirmed_lsn > lsn
 
 
 def unaccounted(slot: SlotState | None, table: CapturedTable, latest: Binding | None) -> bool:
-    """WAL is confirmed that neither the newest binding nor the table's own copy accounts for. Pure."""
+    """Return whether WAL is confirmed that neither the newest binding nor the table's own copy covers. Pure."""
     if slot is None or table.snapshot is None:
         return slot is None
     if latest is not None and table.topic.topic_id in latest.offsets:
@@ -73,8 +83,9 @@ def unaccounted(slot: SlotState | None, table: CapturedTable, latest: Binding | 
 async def _ahead(
     slot: SlotState, rows: Iterable[CaptureTableRow], latest: Binding | None, catalogue: Catalogue
 ) -> bool:
-    """M4: what follows the newest binding was to come from the slot, for some table or what is set aside of it, and is
-    confirmed."""
+    """Return whether WAL after the newest binding is confirmed although some table, or its side topic, continues from
+    that binding and needs it.
+    """
     if latest is None or not beyond(slot, latest.lsn):
         return False
     for table in rows:
@@ -98,20 +109,21 @@ async def compare(
     catalogue: Catalogue,
     topics: TopicLog,
 ) -> Moved:
-    """`slot` was read before `latest`: what a predecessor confirmed until then is bound. Raises what the catalogue and
-    the topics raise."""
+    """Compare the server and its slot with the rows and the newest binding. `slot` was read before `latest`, so
+    everything that a predecessor confirmed until then is bound. Raises the errors of the catalogue and of the topics.
+    """
     bound_lsn = latest.lsn if latest is not None else -1
     fork_lsn = fork(row.history, line.history) if row.history else None
     if fork_lsn is None and line.wal_end <= bound_lsn:
-        fork_lsn = 0  # its files are an older copy: nothing says from where on they differ
+        fork_lsn = 0  # the files are an older copy: the LSN at which they diverge is unknown
     if fork_lsn is not None:
         return await _forked(config, rows, line, slot, latest, fork_lsn, catalogue, topics)
     if row.restored and (slot is None or beyond(slot, bound_lsn)):
-        reason = f"the slot is ahead of what was restored: slot={config.slot} bound={Lsn(max(0, bound_lsn))}."
+        reason = f"the slot is ahead of the restored state: slot={config.slot} bound={Lsn(max(0, bound_lsn))}."
         return Moved(None, reason, True)
     if row.history and slot is not None and await _ahead(slot, rows.values(), latest, catalogue):
         reason = (
-            f"the replication slot was made again or advanced by another client: slot={config.slot}"
+            f"the replication slot was re-created or advanced by another client: slot={config.slot}"
             f" confirmed={Lsn(slot.confirmed_lsn)} bound={Lsn(bound_lsn)}."
         )
         return Moved(None, reason, True)
@@ -151,7 +163,7 @@ async def _forked(
 
 
 def state_beyond(table: CaptureTableRow, fork_lsn: int) -> bool:
-    """Its row speaks of a position that is not in this history. Pure."""
+    """Return whether the row names a position that is not in this history. Pure."""
     snapshot = table.snapshot
     assert snapshot is not None
     joined_beyond = snapshot.joined_lsn >= fork_lsn or max(table.evolved, default=0) >= fork_lsn
@@ -161,15 +173,16 @@ def state_beyond(table: CaptureTableRow, fork_lsn: int) -> bool:
 async def _affected(
     table: CaptureTableRow, fork_lsn: int, latest: Binding | None, catalogue: Catalogue, topics: TopicLog
 ) -> bool:
-    """Its row or its topic has something from beyond the fork. Positions grow within a partition, so its last record
-    tells; where retention has removed that one, only a binding below the fork can."""
+    """Return whether the table's row or topic has something from beyond the fork. Positions grow within a partition, so
+    its last record decides. If retention has removed that record, only a binding below the fork can.
+    """
     if state_beyond(table, fork_lsn):
         return True
     if table.parked_lsn:
-        return False  # nothing from there on is in its topic for good
+        return False  # its topic has nothing from there on, and never will
     topic = await catalogue.get(TopicRow, table.topic)
     if topic is None:
-        return False  # parked for that in its turn
+        return False  # bootstrap pauses it for that reason
     bound = latest.offsets.get(topic.topic_id, ()) if latest is not None and latest.lsn < fork_lsn else ()
     for partition in range(topic.partitions):
         end = await high_watermark(topics, topic.topic_id, partition)
@@ -184,24 +197,28 @@ async def _affected(
 async def begin_era(
     remap: Remap, clock: Clock, era: int, latest: Binding | None, fork_lsn: int
 ) -> tuple[int, Binding | None]:
-    """M3: the era that begins, and its first binding; `era`: the last one that is recorded. Raises as Minter.mint."""
+    """Return the era that begins and its first binding. `era` is the last recorded one. Raises the errors of
+    Minter.mint.
+    """
     if latest is None:
         return era + 1, None
     lsn = max(1, min(latest.lsn, fork_lsn - 1))
     if latest.era > era and latest.lsn <= lsn:
-        return latest.era, latest  # by a session that was cut off before it recorded the history
+        return latest.era, latest  # begun by a session that was interrupted before it recorded the history
     era = max(era, latest.era) + 1
     return era, await _bind(remap, clock, lsn, era)
 
 
 async def bind_confirmed(remap: Remap, clock: Clock, slot: SlotState, latest: Binding) -> Binding | None:
-    """M1: of a version that recorded no history, and confirmed WAL without a change before it was bound. Once the
-    history is there a slot beyond the newest binding was moved. Raises as Minter.mint."""
+    """Bind the confirmed LSN for a capture of an older version, which recorded no history and confirmed WAL without
+    changes before binding it. Once the history is recorded, a slot beyond the newest binding was moved by another
+    client. Raises the errors of Minter.mint.
+    """
     return await _bind(remap, clock, slot.confirmed_lsn - 1, latest.era) if beyond(slot, latest.lsn) else latest
 
 
 async def _bind(remap: Remap, clock: Clock, lsn: int, era: int) -> Binding | None:
-    """The offsets of the newest binding once more."""
+    """Mint a binding that repeats the offsets of the newest one."""
     minter = Minter(remap, clock, interval_ms=0)
     await minter.open()
     await minter.mint(Binding(0, {}, lsn, era=era))

@@ -1,5 +1,6 @@
-"""Streams of parked tables that shapes still follow (unaffected_columns.py): the database's side of it, and the
-taps'."""
+"""Streams of paused tables that shapes still follow (unaffected_columns.py): queries to the database, and notice to the
+taps.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from tidemill.capture.setup.publication import published_tables
 from tidemill.capture.tables.table_states import TableStates
 
 AT_ONCE = 200
-"""Tables in a question."""
+"""Number of tables per query."""
 
 
 async def parked_streams(
     control: Control, config: CaptureConfig, desk: TableStates, prepared: Prepared
 ) -> dict[int, frozenset[str]]:
-    """As Following.begin, of the session that was prepared."""
+    """Return the unaffected columns of followed tables, as Following.begin does, for a prepared session."""
     following = desk.following
     rows = [*desk.rows.values()]
     published: dict[int, tuple[int, ...]] = {}
@@ -42,7 +43,9 @@ def carry_on(
     goes_on: dict[int, frozenset[str]],
     whole: Callable[[int], bool],
 ) -> None:
-    """Tell the taps which relations the session carries (X4), and for whom alone it carries those that are parked."""
+    """Report to the taps which relations the session carries, and which paused ones only for shapes of unaffected
+    columns.
+    """
     left_out = {*prepared.fresh, *prepared.aside}
     flowing = {t.oid for t in prepared.captured if t.name not in left_out and t.parked_lsn == NEVER}
     taps.carried(flowing | goes_on.keys())
@@ -60,7 +63,9 @@ def carry_on(
 
 
 async def describe_copied(control: Control, desk: TableStates, oids: Collection[int]) -> None:
-    """The first copy is done: what these tables are compared with once they change (unaffected_columns.py, FO3)."""
+    """Store the descriptions of tables whose first copy is complete. Later changes of these tables are compared with
+    them.
+    """
     rows = {row.oid: row for row in desk.rows.values()}
     known = [oid for oid in oids if oid in rows]
     for first in range(0, len(known), AT_ONCE):

@@ -1,4 +1,6 @@
-"""What a session's stream says of its tables: columns, version, and how much of a row before it tells."""
+"""Tracks how the stream of a session describes its tables: columns, version, and how much of the old row an UPDATE
+carries.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ log = structlog.get_logger()
 
 
 class RelationTracker:
-    """`parking`: while it is taken, nobody else changes what is carried of a table."""
+    """The relations as the stream describes them. While `parking` is locked, no other task changes what is carried of a
+    table.
+    """
 
     def __init__(
         self, config: CaptureConfig, desk: TableStates, converter: TransactionBuilder, parking: asyncio.Lock
@@ -35,16 +39,18 @@ class RelationTracker:
         self._converter = converter
         self._parking = parking
         self._keyless: dict[int, tuple[int, ...]] = {}
-        """Relations whose identity in the stream lacks the key, and those that they are partitions of."""
+        """Relations whose identity in the stream lacks the key, with the oids of their partition ancestors."""
         self.outdated: set[int] = set()
         """Oids of relations whose last description in the stream is older than their copy. Followers see its columns
-        until a row comes under the present description, or the watcher shows that (Coming.look)."""
+        until a row arrives under the present description, or the watcher shows that one (PendingSchema.look).
+        """
 
     async def learn(self, seen: RelationSeen, control: Control) -> tuple[tuple[int, int], ...]:
-        """The stream describes a table, at its first change and after every DDL on it. Where the table's shard cannot
-        take the next rows it is parked before this transaction; a NULL in their place would be a lie.
+        """Process the description of a table, which the stream sends before its first change and after every DDL on it.
+        If the table's shard cannot hold the next rows, the table is paused before this transaction; NULLs in their
+        place would be wrong data.
 
-        Columns come from the stream, the rest from the catalogue. What it gives are the schemas of the table's records
+        Columns come from the stream, the rest from the catalogue. Returns the schemas of the table's records
         (CaptureTableRow), () = none.
         """
         message = seen.message
@@ -64,7 +70,7 @@ class RelationTracker:
         was = (known.version, known.old_rows, known.deferrable) if known is not None else None
         if seen.changed or was != (version, described.old_rows, described.deferrable):
             self._converter.learn(described)
-            log.info("table described anew", capture=self._config.name, table=described.name)
+            log.info("table description changed", capture=self._config.name, table=described.name)
         row = self._desk.by_oid(message.oid, lsn)
         copied = row is not None and in_snapshot(xid, lsn, row.snapshot)
         if row is not None and copied and not version_of(row, message, NEVER):
@@ -74,7 +80,7 @@ class RelationTracker:
         return row.schemas if row is not None else ()
 
     async def _compare_aside(self, described: Relation, xid: int, lsn: int) -> None:
-        """Rows of another description than the copy's are not set aside (side_topic.py, Z4)."""
+        """End the side topic of a table whose rows now have another description than its copy (side_topic.py)."""
         row = self._desk.aside(described.oid)
         if row is None or in_snapshot(xid, lsn, first_snapshot(row, 0)):
             return
@@ -83,22 +89,25 @@ class RelationTracker:
                 await self._desk.set_aside_until(row.table, lsn, "its description changed")
 
     def grown(self, relation: Relation) -> None:
-        """What the watcher found, and no row of the stream came under yet."""
+        """Show a description that the watcher found, before any row of the stream arrives under it."""
         known = self._converter.relations.get(relation.oid)
         if known is not None:
             self._converter.learn(replace(relation, old_rows=known.old_rows))
 
     def whole(self, oid: int) -> bool:
-        """Events tell the row before, whatever is asked of other tables, for as long as the table's topic has them."""
+        """Return whether the stream must carry whole old rows of the table. Tables whose topic has Debezium events need
+        them, regardless of what the configuration asks of other tables.
+        """
         rows = self._desk.rows.values()
         return self._config.whole or any(row.oid == oid and row.envelope != "row" for row in rows)
 
     async def _as_is(self, message: RelationMessage, relation: Relation, control: Control) -> Relation:
-        """The relation with what the identity that it has from this transaction on says of old rows. Where that is not
-        even the key, its table is parked before it: an UPDATE of the key would look like one that keeps it.
+        """Return the relation with the old-row content that its current replica identity provides. If that lacks even
+        the key, the table is paused before this transaction: an UPDATE that changes the key would look like one that
+        does not.
 
-        Besides the root of a partitioned table the stream describes each partition, whose identity is what counts: as
-        long as one lacks the key nothing of the root is read, be it that this transaction is in the root's copy.
+        For a partitioned table the stream also describes each partition, whose identity is the one that counts. As long
+        as one partition lacks the key, no old row of the root is read, even if this transaction is in the root's copy.
         """
         if says_key(message, relation):
             self._keep_root(self._keyless.pop(message.oid, ()))
@@ -113,13 +122,13 @@ class RelationTracker:
             if row is not None:
                 async with self._parking:
                     await self._desk.park(
-                        row.table, lsn, f"the replica identity of {relation.name} does not say its primary key",
-                        f"Give it one that does (DEFAULT, FULL). {recopy(row.table)}",
+                        row.table, lsn, f"the replica identity of {relation.name} does not include its primary key",
+                        f"Set an identity that does (DEFAULT, FULL). {recopy(row.table)}",
                     )  # fmt: skip
         return replace(relation, old_rows="lacking")
 
     def _keep_root(self, oids: Sequence[int]) -> None:
-        """Read of these partitioned tables what all their partitions say."""
+        """Set what is read of these partitioned tables to what all of their partitions provide."""
         for oid in oids:
             root = self._converter.relations.get(oid)
             if root is not None and not self.whole(oid):

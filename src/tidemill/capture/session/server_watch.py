@@ -2,10 +2,11 @@
 
 A connection that drops packets looks like an idle one, so silence has to be tested.
 
-    Q3  A silent stream is sent a request for a keepalive. If it stays silent, the session ends. Time counts only while
-        the reader waits for the stream: under back-pressure of the collector the reader receives nothing either.
-    Q4  A walsender that decodes a transaction without published changes is silent, too. It is reported as busy until
-        the session's patience ends, not as a server that does not answer.
+A silent stream is sent a request for a keepalive. If it stays silent, the session ends. Time counts only while the
+reader waits for the stream, because under back-pressure of the collector the reader receives nothing either.
+
+A walsender that decodes a transaction without published changes is silent, too. It is reported as busy until the
+session's patience ends, not as a server that does not answer.
 """
 
 from __future__ import annotations
@@ -55,19 +56,20 @@ async def watch_set_up(
             wire = await connect()
             break
         except UnavailableError as error:
-            log.warning("nobody watches the set-up", cause=str(error))
+            log.warning("the blockers of the set-up are not watched", cause=str(error))
             await asyncio.sleep(RECONNECT_S)
     try:
         while True:
-            on_blockers(await answered(wire, answers, "who blocks the set-up", lambda w: blockers(w, capture)))
+            on_blockers(await answered(wire, answers, "the blockers of the set-up", lambda w: blockers(w, capture)))
             await asyncio.sleep(BLOCKER_POLL_S)
     finally:
         await wire.aclose()
 
 
 async def keep_beating(control: Control, config: CaptureConfig, last_commit_lsn: Callable[[], int]) -> None:
-    """One heartbeat at the start, so that the snapshot's LSN is crossed; then one whenever no commit came for
-    heartbeat_s."""
+    """Send one heartbeat at the start, so that the stream crosses the snapshot's LSN, and then one whenever no commit
+    has arrived for heartbeat_s.
+    """
     await control.ask(heartbeat)
     while True:
         before = last_commit_lsn()
@@ -82,7 +84,9 @@ async def watch_slot(
     on_state: Callable[[SlotState, Blocker | None], None],
     idle: Callable[[], bool],
 ) -> None:
-    """The server's side of the story: retained WAL and who pins it, WAL end. Raises SlotLost as soon as it is."""
+    """Report the slot periodically: retained WAL, the session that pins it, WAL end. Raises SlotLost as soon as the
+    slot is lost.
+    """
     while True:
         state = check_slot(config, await control.ask(lambda wire: slot_state(wire, config.slot)))
         pinned = state.pinned_bytes > PIN_BYTES
@@ -91,8 +95,9 @@ async def watch_slot(
 
 
 class StreamWatch:
-    """When the stream was last heard while somebody waited for it (Q3). `ask()` requests a keepalive, `busy()` looks
-    for a walsender at work, and `tell` has the one that was seen (None: it spoke, or is at work no more)."""
+    """Detects a silent stream while the reader waits for it. `ask()` requests a keepalive. `busy()` looks for a
+    walsender at work. `tell` receives that walsender (None: it spoke, or is no longer at work).
+    """
 
     def __init__(
         self,
@@ -116,10 +121,10 @@ class StreamWatch:
         self._deadline_s = self._patience_s if wal_sender_timeout_ms > 0 else float("inf")
         self._waiting_since_s: float | None = None
         self._asked_since_s: float | None = None
-        """Begin of the wait in which a keepalive was asked for last."""
+        """Start of the wait during which a keepalive was last requested."""
 
     def waiting(self) -> None:
-        """The reader begins to wait for the next bytes."""
+        """Note that the reader begins to wait for the next bytes."""
         self._waiting_since_s = self._clock.monotonic_s()
 
     def heard(self) -> None:
@@ -128,7 +133,7 @@ class StreamWatch:
         self._seen(None)
 
     async def run(self) -> None:
-        """For ever. Raises UnavailableError when the stream stays silent."""
+        """Run until cancelled. Raises UnavailableError when the stream stays silent."""
         while True:
             await asyncio.sleep(ASK_AFTER_S / 2)
             since_s = self._waiting_since_s
@@ -143,7 +148,7 @@ class StreamWatch:
             elif silent_s > ASK_AFTER_S:
                 busy = await self._busy() if silent_s <= self._patience_s else None
                 if self._waiting_since_s != since_s:
-                    continue  # it was heard meanwhile
+                    continue  # the stream was heard in the meantime
                 self._seen(busy)
                 self._answers.note("a keepalive of the stream", busy is None)
                 self._ask()

@@ -1,5 +1,7 @@
-"""One session: from connecting until anything fails. Every failure ends the session, and the next one starts from
-what is durable (slot, topics' tails, newest binding): there is one way to recover, and it is walked every time.
+"""One session of a capture: from the connection to the first failure.
+
+Every failure ends the session. The next session starts from durable state (the slot, the tails of the topics, the
+newest binding), so there is a single recovery path and every start takes it.
 
     reader ─► converter ─► collector ─► taps (shapes), topic writer       one task each: reader, collector,
     status  ◄─ tracker  ◄─┘                                               binder, status timer, heartbeat
@@ -68,14 +70,20 @@ log = structlog.get_logger()
 
 STATUS_MIN_INTERVAL_S = 0.02
 SETTLE_S = 1.0
-"""For one last binding while consensus answers; without it nobody waits."""
+"""Time limit for one last binding while the session closes. The session does not wait longer if consensus is
+unavailable.
+"""
 SETTING_UP = "setting up publication, slot and topics"
 
 
 class Session:
-    """`taps` outlive it; `sinks`: besides the topic writer. `on_phase(reason, held_by)`: what the session waits for.
-    `desk`: the tables, and which of them are parked; it outlives the session, too, as `stages` do: when commits were
-    received, durable and bound, once for a burst, a round and a binding."""
+    """Connections, tasks and state of one session.
+
+    `taps` outlive the session. `sinks` receive fragments in addition to the topic writer. `on_phase(reason, held_by)`
+    reports what the session waits for. `desk` has the states of the tables and outlives the session, and so do
+    `stages`: the times at which commits were received (measured once per burst), durable (once per send round) and
+    bound (once per binding).
+    """
 
     def __init__(
         self,
@@ -119,12 +127,12 @@ class Session:
         self.writer: TopicWriter | None = None
         self.binder: Binder | None = None
         self._copied: list[CapturedTable] = []
-        """Tables that it writes."""
+        """The tables that the session writes."""
         self.progress = SnapshotProgress(clock)
         self.slot: SlotState | None = None
         self.retained = Retained()
         self.pinned_by: Blocker | None = None
-        """Whose transaction keeps WAL that is confirmed, while that is much."""
+        """The session whose open transaction retains confirmed WAL; None while that WAL is small."""
         self._carried: tuple[Relation, ...] = ()
         self._carried_at = (-1, -1)
         self._seen_lsn = -1
@@ -135,19 +143,20 @@ class Session:
         self.generation = 0
         self._own = FencedCaptureRow(catalogue, config.name)
         self.seen_at_work = 0
-        """How often a walsender was silent because it worked: progress, for the capture's mark."""
+        """Number of times a silent walsender was found busy. It counts as progress of the capture's stage."""
         self.streaming = False
         self.running = False
 
     @property
     def described(self) -> bool:
-        """It is known what this session carries, be it nothing."""
+        """True once the session knows which relations it carries, even if it carries no relation."""
         return bool(self._converter.relations)
 
     @property
     def relations(self) -> tuple[Relation, ...]:
-        """What this session carries to its end. A table that is copied again is carried by the next one. The same
-        tuple for as long as it is so: every request for a shape looks at it."""
+        """Return the relations that this session carries to its end. A table that is being re-snapshotted is carried by
+        the next session. The same tuple is returned until it changes, because every shape request reads it.
+        """
         converter, changes = self._converter, (self._converter.changes, self.desk.changes)
         if changes != self._carried_at:
             served = self.desk.served()
@@ -163,13 +172,15 @@ class Session:
 
     @property
     def copy(self) -> SnapshotProgress:
-        """Of the copy that is under way, or was the last one: the first one, or one beside the stream."""
+        """Return the progress of the current or latest copy: the first one, or one that runs concurrently with the
+        stream.
+        """
         beside = self.joining is not None and (self.joining.copying or self.joining.progress.table)
         return self.joining.progress if self.joining is not None and beside else self.progress
 
     @property
     def recopied(self) -> tuple[str, int]:
-        """Why tables were copied again last though nobody had asked, and when (ms); "" = never."""
+        """Return why tables were last re-snapshotted automatically, and when (ms); "" = never."""
         row = self._own.row
         return (row.recopied, row.recopied_ms) if row is not None else ("", 0)
 
@@ -178,7 +189,7 @@ class Session:
         return f"{self._config.mark}/topics"
 
     async def run(self) -> None:
-        """Until something fails; raises it, translated. Closes everything it opened."""
+        """Run until something fails, and raise that error, translated. Closes everything that the session opened."""
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def fail(_: str, error: BaseException) -> None:
@@ -206,18 +217,20 @@ class Session:
                 failed.exception()
 
     async def _settle(self) -> None:
-        """An orderly end. What cannot be bound in time is told again to the next session, as after any other end."""
+        """End in an orderly way. PostgreSQL sends changes that cannot be bound in time to the next session again."""
         if self.binder is None or self.collector is None:
             return
         try:
             async with asyncio.timeout(SETTLE_S):
                 await self.binder.settle()
         except (TidemillError, TimeoutError) as error:
-            log.warning("the idle LSN is not bound", capture=self._config.name, cause=sentence(error))
+            log.warning("the idle LSN could not be bound", capture=self._config.name, cause=sentence(error))
 
     async def _start_over(self) -> None:
-        """Raises UnavailableError when all begins anew; else what failed stands."""
-        # Of a connection of its own: what asked on the other one was cut off in the middle.
+        """Recreate publication and slot. Raises UnavailableError if everything starts over; otherwise the original
+        failure remains.
+        """
+        # On a separate connection: the query on the other one was interrupted.
         wire = await self._connect("start over")
         try:
             await begin_anew(wire, self._config, self.desk.rows.values())
@@ -225,8 +238,9 @@ class Session:
             await wire.aclose()
 
     async def _close(self) -> None:
-        """Whatever interrupts it: a session that failed by itself may be cancelled while it ends, and a connection left
-        open then would hold the slot and the capture's lock until it is garbage."""
+        """Close everything even if interrupted. A failed session may be cancelled while it ends, and a connection left
+        open would hold the slot and the capture's lock until it is garbage-collected.
+        """
         try:
             if self.writer is not None:
                 await self.writer.aclose()
@@ -239,7 +253,7 @@ class Session:
     # set-up ---------------------------------------------------------------------------------------
     async def _start(self, tasks: Tasks) -> None:
         prepared, facts = await self._prepare(tasks)
-        # A long copy must not go on after its slot is lost.
+        # A long copy must end once its slot is lost.
         assert self._control is not None
         tasks.spawn(watch_slot(self._control, self._config, self._saw_slot, self._idle), name="capture slot")
         guarded = asyncio.Event()
@@ -248,7 +262,7 @@ class Session:
         )
         guard = tasks.spawn(mending.guard(guarded, HAZARD_POLL_S), name="capture identities")
         await self._open_writer(prepared)
-        # Not cancelled: the control connection answers nobody after a question that was cut off.
+        # Not cancelled: after an interrupted query the control connection does not answer any further ones.
         guarded.set()
         await asyncio.wait([guard])
         await self._start_stream(prepared, facts, tasks)
@@ -266,7 +280,7 @@ class Session:
         self._own.session = await self._control.ask(own_session)
         self._step(SETTING_UP)
         steps = self.progress.steps
-        steps.phase("the server's timeline is read")
+        steps.phase("reading the server's timeline")
         line = self.line = await identified(lambda: self._connect("identify", replication=True), self.answers)
         if line.system_id != facts.system_id:
             raise UnavailableError(f"the DSN leads to more than one server: server={self._server}.")
@@ -276,19 +290,20 @@ class Session:
             wire, config, facts, self._catalogue, self._own, self._remap, line, self.desk, self._topics, self._clock,
             steps,
         )  # fmt: skip
-        steps.phase("followers are recorded")
+        steps.phase("recording the taps")
         self.slot = prepared.slot
         self.generation = self._own.now.generation
         goes_on = await parked_streams(self._control, config, self.desk, prepared)
-        # No await from here until the relations are learned: who begins to follow one now follows this session's.
+        # No await from here until the converter has learned the relations: a shape that subscribes now follows this
+        # session.
         self._taps.claim(self._own.now.taps, self._own.now.era)
         carry_on(self._taps, self._converter, self.desk, prepared, goes_on, self._descriptions.whole)
-        # Before anything is confirmed that others who were named there have not seen (taps.py, X6).
+        # Before anything is confirmed that taps recorded earlier have not seen (taps.py).
         await self.name_taps()
         return prepared, facts
 
     async def _open_writer(self, prepared: Prepared) -> None:
-        """Tails, snapshot of what is fresh, and where the count of offsets starts."""
+        """Read the tails, copy fresh tables, and determine the offsets at which binding starts."""
         config = self._config
         binder = self.binder = Binder(
             self._remap,
@@ -300,7 +315,7 @@ class Session:
             on_stored=self._on_stored,
         )
         steps = self.progress.steps
-        steps.phase("bindings are read")
+        steps.phase("reading bindings")
         latest = await binder.open()
         steps.end()
         if prepared.fresh:
@@ -313,14 +328,14 @@ class Session:
         await writer.open(
             latest.offsets if latest else {},
             latest.lsn if latest else 0,
-            lambda number: steps.step("topics are opened", number, len(copied)),
+            lambda number: steps.step("opening topics", number, len(copied)),
         )
         steps.end()
         snapshots = {table.topic.topic_id: table.snapshot for table in copied if table.snapshot is not None}
         binder.start_at(*where_to_start(snapshots, latest))
 
     async def _copy(self, prepared: Prepared) -> None:
-        """The first snapshot: nothing streams before it is done. A table that fails is left out of the stream."""
+        """Take the first snapshot; the stream starts after it. A table that fails is left out of the stream."""
         config = self._config
         self._step(f"copying {len(prepared.fresh)} tables")
         log.info("snapshot begins", capture=config.name, tables=list(prepared.fresh))
@@ -355,7 +370,7 @@ class Session:
         await self._check_confirmed()
         status = Status(prepared.slot.confirmed_lsn - 1)
         self._hold_for(status)
-        if self._copied:  # without a table there is no binding, and nothing to lose (binder.py, B4)
+        if self._copied:  # Without a table there is no binding, and nothing can be lost.
             status.bound = max(status.flushed, self._latest.lsn if self._latest is not None else -1)
         collector = self.collector = Collector(
             [self.writer, *self._sinks],
@@ -403,16 +418,18 @@ class Session:
         return self.binder.latest if self.binder is not None else None
 
     async def _check_confirmed(self) -> None:
-        """The slot is this session's from here on. What a predecessor that was believed dead has moved it by since the
-        tables were looked at may be missing in one that no binding has. Raises UnavailableError."""
+        """Check that no other session moved the slot, which is exclusively this session's from here on. A predecessor
+        that was believed dead may have confirmed WAL since the tables were checked, and a table that no binding covers
+        may lack those changes. Raises UnavailableError.
+        """
         assert self._control is not None and self.binder is not None
         now = await self._control.ask(lambda wire: slot_state(wire, self._config.slot))
         if any(unaccounted(now, table, self._latest) for table in self._copied):
-            raise UnavailableError(f"another session confirmed WAL meanwhile: slot={self._config.slot}.")
+            raise UnavailableError(f"another session confirmed WAL during the set-up: slot={self._config.slot}.")
 
     # the stream -----------------------------------------------------------------------------------
     async def _learn(self, seen: RelationSeen) -> None:
-        """Take in the description of a relation; its rows follow."""
+        """Process the description of a relation, whose rows follow."""
         assert self._control is not None
         schemas = await self._descriptions.learn(seen, self._control)
         self._keep_wal()
@@ -424,7 +441,9 @@ class Session:
         return await rows_now(self._control, relation, rows)
 
     def _carry_no_more(self, oid: int, lsn: int, columns: frozenset[str]) -> bool:
-        """The desk parks a table: nothing that comes, nor what is under way, is carried at or above `lsn`."""
+        """Stop carrying the current and later transactions of a table at or above `lsn`, because it is being paused.
+        Returns whether shapes that use only unaffected `columns` still follow it.
+        """
         goes_on = self._taps.lose(oid, "its table is not carried any more", columns)
         if goes_on:
             self._converter.follow_on(oid)
@@ -435,13 +454,15 @@ class Session:
         return goes_on
 
     def _keep_wal(self) -> None:
-        """Of a table that is set aside no further (side_topic.py, Z4): in the turn in which that is durable, hence
-        before the transaction from which on it is so is handed on."""
+        """Stop advancing the confirmed LSN if the side topic of a table has ended (side_topic.py). Called in the same
+        event-loop turn in which that end becomes durable, hence before the transaction at which the side topic ends is
+        handed on.
+        """
         if self.collector is not None:
             self._hold_for(self.collector.status)
 
     def _hold_for(self, status: Status) -> None:
-        """wal_hold.py, J1."""
+        """Retain WAL from the flushed LSN on if the copy of a table needs it (wal_hold.py)."""
         if status.hold is None and kept_for(self.desk, self._copied, self._latest):
             status.hold = status.flushed
 
@@ -452,18 +473,18 @@ class Session:
                 status.hold = status.flushed
             elif not on and status.hold is not None:
                 status.hold = None
-                self._status_due.set()  # where nothing is written any more nothing else would have it told
+                self._status_due.set()  # on an idle server nothing else triggers a status
 
     def _saw_slot(self, state: SlotState, pinned_by: Blocker | None) -> None:
         self.slot = state
         self.retained.saw(self._clock.monotonic_s(), state.retained_bytes, state.headroom_bytes)
         self.copy.saw_wal(state.retained_bytes, state.headroom_bytes)
         if pinned_by is not None and (self.pinned_by is None or self.pinned_by.name != pinned_by.name):
-            log.warning("a transaction that is open keeps WAL", bytes=state.pinned_bytes, held_by=str(pinned_by))
+            log.warning("an open transaction retains WAL", bytes=state.pinned_bytes, held_by=str(pinned_by))
         self.pinned_by = pinned_by
 
     def _on_stored(self, lsn: int) -> None:
-        """binder.py, B4."""
+        """Raise the bound LSN that the status may confirm (binder.py)."""
         if self.collector is not None and self.collector.status.bound is not None:
             self.collector.status.bound = max(self.collector.status.bound, lsn)
             self._status_due.set()
@@ -477,14 +498,16 @@ class Session:
             self.collector.flushed(consumer, position)
 
     async def name_taps(self) -> None:
-        """Raises what the catalogue raises, and UnavailableError when the session is over, or the row is another's."""
+        """Store the names of the taps in the capture's row. Raises the catalogue's errors, and UnavailableError if the
+        session has ended or another session owns the row.
+        """
         if not self.running or self._own.row is None:
-            raise UnavailableError("the session is over.")
-        # Those of the moment in which it is written: an attempt that is made again brings no older ones back.
+            raise UnavailableError("the session has ended.")
+        # The names at the time of the write: a retried attempt must not restore older ones.
         await self._own.change(lambda found: replace(found, taps=self._taps.names))
 
     def _idle(self) -> bool:
-        """Streaming, nothing is copied, and nothing came since the slot was last looked at."""
+        """True while the session streams, copies nothing, and has received no commit since the slot was last polled."""
         seen = self.collector.last_commit_lsn if self.collector is not None else 0
         before, self._seen_lsn = self._seen_lsn, seen
         copying = self.joining is not None and (self.desk.copying or self.desk.cut_off)
@@ -508,7 +531,7 @@ class Session:
             self._on_phase(self._doing, "")
 
     def _step(self, doing: str) -> None:
-        """What the set-up does now, as far as it waits for nobody."""
+        """Report what the set-up does, unless it waits for another session."""
         self._doing = doing
         self._on_phase(doing, "")
 
@@ -525,7 +548,9 @@ class Session:
         self._status_due.set()
 
     async def _send_status(self, stream: ReplicationStream, status: Status, interval_s: float) -> None:
-        """Soon after something moved, and at the latest every `interval_s`, whatever else is stuck."""
+        """Send a status soon after something moved, and at least every `interval_s`, even while everything else is
+        stuck.
+        """
         while True:
             ask, self._ask_keepalive = self._ask_keepalive, False
             await stream.send_status(status.encode(self._clock.now_ms(), ask=ask))

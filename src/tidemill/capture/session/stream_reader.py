@@ -1,6 +1,7 @@
-"""The reader of a session: messages of the stream go through the converter to the collector, in commit order.
+"""The reader task of a session: passes the messages of the stream through the converter to the collector, in commit
+order.
 
-Back-pressure: nothing is read while the collector is full. Statuses have a task of their own.
+Back-pressure: nothing is read while the collector is full. A separate task sends the statuses.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from tidemill.capture.session.bad_rows import BadRowPolicy
 from tidemill.capture.session.server_watch import StreamWatch
 
 DENSE_FRAMES = 24
-"""So many at hand at once are a flow: what follows is gathered for GATHER_S, and encoded by columns."""
+"""N frames in one receive indicate a dense stream: the next ones are gathered for GATHER_S, and encoded by columns."""
 GATHER_S = 0.004
 
 
 class Reader:
-    """`run` is the task's body. `parking`: locked while a table is parked. `learn` writes what a relation is before its
-    rows are read; `hurry`: the server asks for a status."""
+    """Reader of the stream; `run` is the body of its task. `parking` is locked while a table is being paused. `learn`
+    stores the description of a relation before its rows are read. `hurry` is called when the server requests a status.
+    """
 
     def __init__(
         self,
@@ -61,11 +63,11 @@ class Reader:
         self._hurry = hurry
 
     async def run(self) -> None:
-        """Until the stream or anything behind it fails; raises that."""
+        """Read until the stream or anything downstream fails, and raise that error."""
         collector, dense = self._collector, False
         while True:
             if dense:
-                # The server sends row by row: who reads at once encodes row by row.
+                # The server sends row by row, and reading immediately would encode row by row.
                 await asyncio.sleep(GATHER_S)
             self._watch.waiting()
             frames = await self._stream.receive()
@@ -81,7 +83,9 @@ class Reader:
                 collector.received_time_ms = 0
 
     async def _read_rows(self, run: Run) -> None:
-        """Changes of rows that were found whole; a table among them may be parked between two fragments."""
+        """Process changes of rows that are complete in the buffer. A table among them may be paused between two
+        fragments.
+        """
         at = run.start
         while at < run.end:
             await self._may_go_on()
@@ -117,6 +121,6 @@ class Reader:
     async def _may_go_on(self) -> None:
         if self._pace.due:
             await self._pace.rest()  # one receive may bring thousands
-        if self._parking.locked():  # nothing beyond a park is handed on before it is durable (context.py, J3)
+        if self._parking.locked():  # nothing beyond a pause is handed on before it is durable
             async with self._parking:
                 pass

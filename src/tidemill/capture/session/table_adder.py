@@ -1,19 +1,21 @@
-"""Tables beside the stream: what is fresh is taken in, while all else flows.
+"""Adds fresh tables concurrently with the stream of all others.
 
-    every table_poll_s    the catalogue is compared with what is captured (catalog_watcher.py); sooner when somebody
-                          asks for a table that is not (`seeks`), or finds one to be another (`look`)
-    every HAZARD_POLL_S   what is published is mended (publication_repair.py)
+    every table_poll_s    the catalogue is compared with what is captured (catalog_watcher.py); sooner if a client
+                          requests a table that is not captured (`seeks`), or finds that a table changed (`look`)
+    every HAZARD_POLL_S   the publication is repaired (publication_repair.py)
 
-    new, made anew, asked for again (recopy), refused before    →  published  →  topic anew  →  copied  →  in the stream
-    parked for what a copy heals  →  copied again by itself (auto_recopy.py)
-    its copy was cut off          →  gone on with, set aside meanwhile (side_topic.py)  →  that is appended  →  in the
-                                  stream
+    new, re-created, recopy requested, refused before  →  published  →  topic re-created  →  copied  →  in the stream
+    paused for a reason that a copy repairs            →  re-snapshotted automatically (auto_recopy.py)
+    its copy was interrupted                           →  resumed, with a side topic (side_topic.py)  →  the side topic
+                                                          is appended  →  in the stream
 
-J2  A copy that fails is told under its table, and tried again after a pause that doubles; one that a lock kept out,
-    as soon as who was named for it holds the table no more. It is gone on with where it was cut off for no fault of
-    the table's, until it has not come further in so many tries (Desk); else it begins anew, and WAL is let go.
-J5  Tables that are set aside come first, one at a time: WAL is kept for what would be copied along with one. (J1, J4:
-    wal_hold.py; J3: context.py)
+Invariant (isolated failures): a copy that fails is reported for its table and retried after a pause that doubles. If a
+lock blocked it, it is retried as soon as the reported blocker no longer holds the table. An interrupted copy is resumed
+where it stopped unless the table itself was at fault. After FRUITLESS_TRIES attempts without progress (table_states.py)
+it starts over, and its WAL is released.
+
+Invariant (side topics first): tables with a side topic are copied first, one at a time, because a copy without one
+retains WAL for its whole duration (wal_hold.py).
 """
 
 from __future__ import annotations
@@ -65,25 +67,29 @@ log = structlog.get_logger()
 HAZARD_POLL_S = 1.0
 LONGEST_PAUSE_S = 300.0
 CLOSE_RECORDS = 2_000
-"""So few were set aside while the last ones were appended: the next session appends the rest."""
+"""Maximum number of records that the last append may leave for the next session to append."""
 APPEND_POLL_S = 0.1
 LOOK_S = 0.3
-"""Between two looks that somebody's asking brought about …"""
+"""Minimum pause between two checks that client requests triggered …"""
 
 LOOK_SHARE = 10
-"""… or so many times as long as such a look takes: whoever asks for tables that are not there keeps the database busy
-for a tenth of the time at most."""
+"""… or this multiple of the duration of a check, so that requests for missing tables use at most a tenth of the
+database's time.
+"""
 
 
 class RestartSession(UnavailableError):
-    """Tables were copied, or are to be set aside: the session begins anew, with them."""
+    """Ends the session so that the next one starts with tables that were copied, or that now need a side topic."""
 
 
 class TableAdder:
-    """`hold(True)`: from now on confirm nothing beyond what is confirmed; False: go on. `flushed()`: every
-    transaction at or below it is bound. `retire(oid)`: nothing is written for this relation any more, nor under way.
-    `parking`: while it is taken, the stream's reader stands. `descriptions`: what followers see.
-    `carried`, `aside`, `latest`: as of Keeping."""
+    """Task that adds tables.
+
+    `hold(True)` stops the confirmed LSN from advancing, `hold(False)` resumes it. Every transaction at or below
+    `flushed()` is bound. `retire(oid)` waits for the writes of this relation that are in flight and prevents further
+    ones. The stream's reader is paused while `parking` is locked. `descriptions` is what followers see. `carried`,
+    `aside` and `latest` are those of WalHold.
+    """
 
     def __init__(
         self,
@@ -121,28 +127,31 @@ class TableAdder:
         self.keeping = WalHold(self._beside, carried, aside, clock, hold=hold, retire=retire, latest=latest)
         self._again = AutoRecopy(config, control, desk, clock)
         self._pauses: dict[str, tuple[Backoff, float, int]] = {}
-        """By name: until when, and the oid of the table that failed. Another table of that name waits for nothing."""
+        """Pause by table name: back-off, its end, and the oid of the table that failed. Another table of the same name
+        does not wait.
+        """
         self._tried_aside = frozenset(desk.cut_off)
         self._waits_since_s: float | None = None
         self._wake = asyncio.Event()
         self._sought = asyncio.Event()
         self._next_look: asyncio.Future[frozenset[str] | None] | None = asyncio.get_running_loop().create_future()
-        """Of a look of `take_in` that has not begun yet; None: it is over."""
+        """Result of a check of `take_in` that has not begun yet; None = the task has ended."""
         self.progress = SnapshotProgress(clock)
 
     @property
     def copying(self) -> tuple[str, ...]:
-        """Tables that are taken in just now."""
+        """Tables that are being added."""
         return tuple(self._desk.copying)
 
     def look(self) -> None:
-        """Somebody found a captured table to be another one, or gone: look now."""
+        """Trigger a check now, because a client found that a captured table was replaced or dropped."""
         self._wake.set()
         self._sought.set()
 
     async def seeks(self, name: str) -> bool | None:
-        """Whether this table is taken in, now or as soon as it can be, as of a look that begins from here on: one for
-        all who ask meanwhile. None: this session is over."""
+        """Return whether this table is being added, now or as soon as possible, according to a check that begins after
+        this call. Concurrent callers share one check. None: this session has ended.
+        """
         look = self._next_look
         if look is None:
             return None
@@ -151,14 +160,14 @@ class TableAdder:
         return None if coming is None else name in coming
 
     def mark(self) -> None:
-        """Tell what is copied, and how far it is."""
+        """Publish the progress of the copy in its stage status."""
         for name in self.copying:
             self.progress.aside = self.keeping.sizes(name)
         self._desk.tell_copy(self.progress)
 
     # the two loops --------------------------------------------------------------------------------
     async def watch(self) -> None:
-        """For ever. Raises what breaks the control connection or the catalogue."""
+        """Run until cancelled. Raises errors of the control connection and of the catalogue."""
         while True:
             began_s = self._clock.monotonic_s()
             names = {table.name for table in await self.watching.compare()}
@@ -177,7 +186,7 @@ class TableAdder:
             self._wake.clear()
 
     async def take_in(self) -> None:
-        """Until something was taken in: then it raises RestartSession."""
+        """Run until a table was added, then raise RestartSession."""
         pause_s = self._config.table_poll_s
         try:
             while True:
@@ -192,7 +201,7 @@ class TableAdder:
                 _tell(asked, coming)
                 took_s = self._clock.monotonic_s() - began_s
                 if pending and await self._copied_all(pending):
-                    raise RestartSession(f"tables were taken in: capture={self._config.name}.")
+                    raise RestartSession(f"tables were added: capture={self._config.name}.")
                 self.keeping.copies(False)
                 self._let_go()
                 least_s = min(pause_s, max(LOOK_S, LOOK_SHARE * took_s))
@@ -205,8 +214,9 @@ class TableAdder:
             _tell(asked, None)
 
     def _let_go(self) -> None:
-        """A copy that this session has cut off waits to be gone on with, and WAL is kept for it: after a while that is
-        for a session that sets aside what changes (J1). Raises RestartSession."""
+        """Hand a copy that this session interrupted to a session with a side topic. While such a copy waits to be
+        resumed, WAL is retained for it, so after copy_aside_after_s the session restarts. Raises RestartSession.
+        """
         names = [
             row.table
             for row in self._desk.rows.values()
@@ -218,11 +228,11 @@ class TableAdder:
         elif self._waits_since_s is None:
             self._waits_since_s = now_s
         elif now_s - self._waits_since_s >= self._config.copy_aside_after_s:
-            raise RestartSession(f"what changes while a copy waits is set aside from now on: table={','.join(names)}.")
+            raise RestartSession(f"changes of a table whose copy waits go to a side topic: table={','.join(names)}.")
 
     # taking in ------------------------------------------------------------------------------------
     async def _pending(self, found: list[TableInfo]) -> tuple[frozenset[str], list[TableInfo]]:
-        """Names of the tables that are to be taken in, and those of them that can be now."""
+        """Return the names of the tables to be added, and those of them that can be added now."""
         asked = {t.table for t in await self._catalogue.tables(self._config.name, fresh=False) if t.recopy}
         asked |= await self._again.due()
         choice = await self._beside.choice(found)
@@ -240,14 +250,14 @@ class TableAdder:
                 coming.add(table.name)
                 if await self._due(table):
                     pending.append(table)
-        # A renamed table comes after what its old name still has in the stream: both go by one oid.
+        # A renamed table waits until the stream has no more changes under its old name: both names have the same oid.
         flushed = self._flushed()
         busy = {(r.oid, r.table) for r in rows.values() if r.flows or r.parked_lsn - 1 > flushed}
         free = [t for t in pending if not any(oid == t.oid and name != t.name for oid, name in busy)]
         return frozenset(coming), free
 
     async def _due(self, table: TableInfo) -> bool:
-        """J2."""
+        """Return whether the table's pause has ended, or the lock that blocked it is free."""
         _, until_s, oid = self._pauses.get(table.name, (None, 0.0, table.oid))
         if oid != table.oid or self._clock.monotonic_s() >= until_s:
             return True
@@ -258,9 +268,10 @@ class TableAdder:
         return holder is None or holder.name != held_by
 
     async def _copied_all(self, pending: list[TableInfo]) -> bool:
-        """Publish and copy these tables; True when at least one is complete. What fails, of whatever type, is these
-        tables' failure, not the session's (J2), but for what may be in the catalogue (Desk, D4): that ends it, and
-        nothing is confirmed before."""
+        """Publish and copy these tables; True if at least one is complete. A failure of any type is these
+        tables' failure and not the session's. The exception is TableStateUnknownError, which ends the session before
+        anything else is confirmed.
+        """
         done: list[str] = []
         aside = [table for table in pending if self._set_aside(table)]
         pending = aside[:1] or pending
@@ -277,8 +288,8 @@ class TableAdder:
         except BaseException as error:
             if not is_fault(error) or isinstance(error, TableStateUnknownError):
                 raise
-            log.warning("tables were not taken in", capture=self._config.name, cause=sentence(error))
-            why = Refusal("refused", f"the table is not copied yet: {sentence(error)}", "It is tried again by itself.")
+            log.warning("tables were not added", capture=self._config.name, cause=sentence(error))
+            why = Refusal("refused", f"the table is not copied yet: {sentence(error)}", "It is retried automatically.")
             for name, oid in [*self._desk.copying.items()]:
                 await self._desk.refuse(name, why, oid, going_on=may_pass(error))
         finally:
@@ -291,13 +302,14 @@ class TableAdder:
         return row is not None and row.aside is not None and row.oid == table.oid and not row.recopy
 
     def _ended(self, name: str) -> bool:
-        """It is copied whole, and lacks what was set aside."""
+        """Return whether the copy is complete and only the side topic is missing."""
         row = self._desk.rows.get(name)
         return row is not None and row.aside is not None and bool(row.aside.ends)
 
     async def _append(self, name: str) -> bool:
-        """Until little is left for the next session to append (aside.join_ended); False when the table's copy was
-        given up meanwhile."""
+        """Append the side topic until the next session can append the little that is left (side_topic.join_ended).
+        Returns False if the table's copy was abandoned in the meantime.
+        """
         row = self._desk.rows[name]
         topic = await self._catalogue.get(TopicRow, row.topic)
         if topic is None or row.copy is None or topic.topic_id != row.copy.topic_id:
@@ -305,7 +317,7 @@ class TableAdder:
             return False
         appending = appending_of(self._config, row, self._topics, self._clock)
         self.progress.append(name, f"topic:{row.topic}")
-        await self._control.ask(heartbeat)  # so that an idle stream is bound beyond the youngest snapshot
+        await self._control.ask(heartbeat)  # so that an idle stream is bound beyond the newest snapshot
         while True:
             now, latest = self._desk.rows.get(name), self._latest()
             if now is None or now.aside is None or now.copy != row.copy:
@@ -320,15 +332,15 @@ class TableAdder:
                 await asyncio.sleep(APPEND_POLL_S)
 
     async def _copy(self, pending: list[TableInfo]) -> list[str]:
-        """The tables that are complete. WAL is kept for those that are not set aside."""
-        log.info("tables are taken in", capture=self._config.name, tables=[t.name for t in pending])
+        """Return the names of the tables that are complete. WAL is retained for those without a side topic."""
+        log.info("adding tables", capture=self._config.name, tables=[t.name for t in pending])
         wire = await Wire.connect(self._config.dsn, purpose="join", capture=self._config.name)
         try:
-            # Not on the connection of the copy: see _unpublish_parked.
+            # Not on the copy's connection: see PublicationRepair._unpublish_parked.
             published = await self._beside.published()
             if published is None:
-                raise MissingError("the publication is gone.")
-            # One that was unpublished since is not gone on with: the stream lacks changes of it.
+                raise MissingError("the publication is missing.")
+            # A copy whose table was unpublished in the meantime is not resumed: the stream lacks some of its changes.
             cut_off = {
                 table.oid
                 for table in pending
@@ -341,19 +353,20 @@ class TableAdder:
             entries = await self._beside.ask_published(wire) or {}
             taken, captured = [], {}
             for number, table in enumerate(left, 1):
-                self.progress.steps.step("topics are made", number, len(left))
+                self.progress.steps.step("creating topics", number, len(left))
                 if table.oid not in relations or table.oid not in entries:
-                    # Dropped meanwhile: what its old copy has flows on, up to there.
+                    # Dropped in the meantime: the changes of its old copy are carried up to there.
                     continue
                 row = self._desk.rows.get(table.name)
                 if row is not None and row.flows:
-                    # Made anew, or asked for while it flows: the running session carries nothing more of the old one.
-                    await self._beside.park(table.name, "it is copied again")
+                    # Re-created, or recopy was requested while it flows: this session carries nothing more of the old
+                    # one.
+                    await self._beside.park(table.name, "it is being re-snapshotted")
                 place = (self._config, self._catalogue, self._desk, table, relations[table.oid])
                 topic = None
                 if table.oid in cut_off:
                     topic = await go_on_with(*place)
-                    if topic is None:  # it begins anew, so it is settled after all
+                    if topic is None:  # it starts over, so its identity and publication are set up after all
                         self.keeping.copies(True)
                         await self._desk.give_up(table.name)
                         if not await self._publish(wire, [table], published, settle=published):
@@ -374,11 +387,11 @@ class TableAdder:
     async def _publish(
         self, wire: Wire, tables: list[TableInfo], published: dict[int, Entry], *, settle: Container[int]
     ) -> list[TableInfo]:
-        """Those that are published now; the others are refused."""
+        """Publish these tables and return them without those that failed, which are refused."""
         done = await publish(
             wire, self._config, tables, published, attempts=LOCK_ATTEMPTS, note=self._desk.note, settle=settle,
             asked=self._desk.asked,
-            done=lambda number: self.progress.steps.step("tables are published", number, len(tables)),
+            done=lambda number: self.progress.steps.step("publishing tables", number, len(tables)),
         )  # fmt: skip
         for table in [table for table in tables if table.name in done.failed]:
             error = done.failed[table.name]
@@ -399,7 +412,7 @@ class TableAdder:
             return []
 
     def _wait_after(self, failed: Sequence[TableInfo]) -> None:
-        """J2."""
+        """Double the pause of the tables that failed."""
         for table in failed:
             restarts, _, oid = self._pauses.get(table.name, (None, 0.0, 0))
             if restarts is None or oid != table.oid:

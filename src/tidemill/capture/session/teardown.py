@@ -1,13 +1,16 @@
-"""`capture drop`: everything that a capture made or changed, in PostgreSQL and here, is taken back.
+"""Implements `capture drop`: reverts everything that a capture created or changed, in PostgreSQL and in the cluster.
 
-    slot             dropped first: PostgreSQL keeps no WAL for it any more
-    publication      dropped before any identity is altered: without it no statement needs one (publication.py, P1).
-                     One that was there when the capture began, as a manual one, or that its role may not drop, is left
-    identities       each table and partition has the one that was written down before it was given FULL (P5), unless
-                     another publication needs FULL, or the role may not alter it: then its statement is handed over
-    topics, rows     deleted, the capture's own row last: what dies in between is done again by the next `drop`
+    slot             dropped first: PostgreSQL retains no more WAL for it
+    publication      dropped before any identity is altered: without it no statement needs one (publication.py). It is
+                     left alone if it existed before the capture, if the capture is manual, or if the role may not
+                     drop it
+    identities       each table and partition gets back the identity that was recorded before it was set to FULL. If
+                     another publication needs FULL, or the role may not alter the table, the statement is reported
+                     for an administrator
+    topics, rows     deleted, the capture's own row last: after a crash the next `drop` does the rest
 
-Refused, and nothing changed: while a session captures (its advisory lock is held), and while a pipeline reads it.
+Rejected without any change while a session captures (its advisory lock is held), and while a pipeline reads the
+capture.
 """
 
 from __future__ import annotations
@@ -32,9 +35,12 @@ ENDED_POLL_S = 0.2
 
 
 class TakenBack(msgspec.Struct):
-    """`publication_left`: it is not the capture's. `identities`: relation → what it has again. `for_administrator`:
-    statement → why it is not the capture's to run. `left`: statement → why it could not be carried out; while there is
-    one, the capture's rows stay, and `drop` may be asked again."""
+    """Result of a drop.
+
+    `publication_left`: the publication does not belong to the capture. `identities`: relation → the restored identity.
+    `for_administrator`: statement → why the capture may not run it. `left`: statement → why it failed. While there is
+    such a failure, the capture's rows stay, and `drop` may be repeated.
+    """
 
     publication: bool = False
     publication_left: bool = False
@@ -46,17 +52,18 @@ class TakenBack(msgspec.Struct):
 
 
 async def readers(catalogue: Catalogue, capture: str) -> list[str]:
-    """The pipelines that read tables of the capture, by name."""
+    """Return the names of the pipelines that read tables of the capture."""
     source = f"capture:{capture}:"
     rows = await catalogue.list(PipelineRow)
     return sorted(row.name for row in rows if any(each.startswith(source) for each in row.tables.values()))
 
 
 async def take_back(config: CaptureConfig, catalogue: Catalogue, *, really: bool = False) -> TakenBack:
-    """See above. `really`: though pipelines read it, or its cluster is gone and this is another one.
+    """Drop the capture; see the module docstring. `really`: even if pipelines read it, or if its cluster is gone and
+    this is another one.
 
-    Raises MissingError for a capture that never was, ConflictError while it runs, InvalidError while it is read or at
-    another cluster, Unavailable.
+    Raises MissingError for an unknown capture, ConflictError while it runs, InvalidError while it is read or if the
+    cluster is another one, UnavailableError.
     """
     tables = await catalogue.tables(config.name)
     row = await catalogue.get(CaptureRow, config.name)
@@ -66,21 +73,22 @@ async def take_back(config: CaptureConfig, catalogue: Catalogue, *, really: bool
     if read_by and not really:
         raise InvalidError(
             f"the capture is in use: capture={config.name} by={','.join(read_by)}.",
-            fix="End those pipelines first; their shards keep what they have. To drop it all the same: --yes-really",
+            fix="End those pipelines first; their shards keep their rows. To drop it anyway: --yes-really",
         )
     wire = await Wire.connect(config.dsn, purpose="drop", capture=config.name)
     try:
         if not await _ended(lambda: try_lock(wire, config)):
             holder = await lock_holder(wire, ADVISORY_CLASS, lock_key(config))
             raise ConflictError(
-                f"the capture runs: capture={config.name} {holder or 'pid=gone'}.",
-                fix=f"Take [capture.{config.name}] out of tidemill.toml and start its node again, then drop it.",
+                f"the capture is running: capture={config.name} {holder or 'pid=gone'}.",
+                fix=f"Remove [capture.{config.name}] from tidemill.toml and restart its node, then drop it.",
             )
         await _check_cluster(wire, config, row, really)
         done = TakenBack()
         await _from_postgres(wire, config, tables, done, given=row is not None and row.given_publication)
         if not done.left:
-            # With the lock: a session that waits for it would make anew what is deleted here by its name.
+            # The lock is still held: a session that waits for it would re-create, under the same names, what is deleted
+            # here.
             await _from_here(catalogue, config, tables, done)
     finally:
         await wire.aclose()
@@ -88,7 +96,9 @@ async def take_back(config: CaptureConfig, catalogue: Catalogue, *, really: bool
 
 
 async def _ended(done: Callable[[], Awaitable[bool]]) -> bool:
-    """Whether it is done within ENDED_ATTEMPTS: PostgreSQL ends a session a moment after its client has closed it."""
+    """Return whether `done` succeeds within ENDED_ATTEMPTS. PostgreSQL ends a session a moment after its client has
+    closed it.
+    """
     for attempt in range(ENDED_ATTEMPTS):
         if attempt:
             await asyncio.sleep(ENDED_POLL_S)
@@ -102,7 +112,7 @@ async def _check_cluster(wire: Wire, config: CaptureConfig, row: CaptureRow | No
     if row is not None and row.system_id != found and not really:
         raise InvalidError(
             f"this is not the cluster that was captured: capture={config.name} recorded={row.system_id} found={found}.",
-            fix="Give the DSN of the one that was, whose slot keeps WAL; where it is gone for good: --yes-really",
+            fix="Use the DSN of the captured cluster, whose slot retains WAL. If it no longer exists: --yes-really",
         )
 
 
@@ -110,7 +120,7 @@ async def _from_postgres(
     wire: Wire, config: CaptureConfig, tables: Sequence[CaptureTableRow], done: TakenBack, *, given: bool
 ) -> None:
     if await slot_state(wire, config.slot) is not None:
-        await _ended(lambda: _inactive(wire, config))  # else PostgreSQL refuses, with the pid
+        await _ended(lambda: _inactive(wire, config))  # otherwise PostgreSQL rejects the drop and names the pid
         done.slot = await _try(wire, f"SELECT pg_drop_replication_slot({literal(config.slot)})", done)
     if await _publication_taken_back(wire, config, done, given):
         for table in tables:
@@ -125,7 +135,7 @@ async def _inactive(wire: Wire, config: CaptureConfig) -> bool:
 
 
 async def _publication_taken_back(wire: Wire, config: CaptureConfig, done: TakenBack, given: bool) -> bool:
-    """Whether it is dropped, or there to stay."""
+    """Return whether the publication was dropped, or is meant to stay."""
     statement = f"DROP PUBLICATION {identifier(config.publication)}"
     rows = await wire.query(
         "SELECT pg_has_role(pubowner, 'USAGE'), pg_get_userbyid(pubowner) FROM pg_publication"
@@ -146,7 +156,7 @@ async def _identity_given_back(wire: Wire, oid: int, relation: str, before: str,
     statement = f"ALTER TABLE {relation} REPLICA IDENTITY {before}"
     try:
         name = await give_back(wire, oid, before, attempts=LOCK_ATTEMPTS)
-    except InvalidError as error:  # Needed, no right to, an index that is gone: met again at every try
+    except InvalidError as error:  # required, no privilege, a missing index: every retry would fail
         done.for_administrator[statement] = error.message
     except TidemillError as error:
         done.left[statement] = error.message
@@ -156,7 +166,7 @@ async def _identity_given_back(wire: Wire, oid: int, relation: str, before: str,
 
 
 async def _tell_asked(wire: Wire, tables: Sequence[CaptureTableRow], done: TakenBack) -> None:
-    """Of identities that an administrator was asked to set, the way back."""
+    """Report how to revert identities that an administrator was asked to set."""
     asked = {oid: noted for table in tables for oid, noted in table.identities_asked.items()}
     if not asked:
         return
@@ -164,7 +174,7 @@ async def _tell_asked(wire: Wire, tables: Sequence[CaptureTableRow], done: Taken
     for (oid,) in await wire.query(f"SELECT oid FROM pg_class WHERE relreplident = 'f' AND oid IN ({oids}) ORDER BY 1"):
         relation, before = asked[int(oid or 0)]
         found = await failing(wire, [(int(oid or 0), before)])
-        why = f"an administrator gave it FULL for the capture: relation={relation}"
+        why = f"an administrator set it to FULL for the capture: relation={relation}"
         if found:
             why += f" needed_by={','.join(sorted({each.publication for each in found}))}"
         done.for_administrator[f"ALTER TABLE {relation} REPLICA IDENTITY {before}"] = why

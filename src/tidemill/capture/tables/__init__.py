@@ -1,6 +1,6 @@
 """The life of captured tables: added, described, paused, repaired, re-snapshotted.
 
-    catalog_watcher ─► schema_change ─► table_states (the one place that changes a table's state, durably)
+    catalog_watcher ─► schema_change ─► table_states (the only module that changes a table's state, durably)
     publication_repair, identity_withdrawal ─► replica identities
     auto_recopy, recopy_requests ─► snapshot
 

@@ -1,14 +1,17 @@
-"""Tables that are copied again by themselves: they are parked for what a copy makes good, and no reader loses a column.
+"""Re-snapshots paused tables automatically if a copy resolves the cause and no reader loses a column.
 
-    by itself     rows were written anew, moved with a partition, or came without the old ones they replace; columns
-                  were added and types widened besides
-    when asked    a column is gone, renamed, made anew under its name, narrowed, retyped; the key is another: that is
-                  for somebody to accept. A row that cannot be written, which a copy would only meet again
+    automatic     rows were rewritten, moved with a partition, or arrived without the old rows that they replace;
+                  columns were added and types widened as well
+    on request    a column was dropped, renamed, re-created under its name, narrowed, or retyped, or the key changed:
+                  an operator has to accept that. A row that cannot be written, which a copy would only meet again
 
-A1  That a table is, and from when on, is written together with its park: who dies in between copies it all the same.
-A2  It is looked at once more before the copy begins. What has happened since may be somebody's to accept, and the
-    table may have become too large to be copied unasked.
-A3  One table not more often than every copy_again_pause_s, from one beginning to the next.
+Invariant (durable schedule): the schedule of a re-snapshot is stored atomically with the pause, so a crash cannot lose
+it.
+
+Invariant (check before copying): a table is checked again before the copy begins. A later change may need an operator's
+acceptance, and the table may have become too large to be copied automatically.
+
+Invariant (rate): a table is re-snapshotted at most once per copy_again_pause_s, from one start to the next.
 """
 
 from __future__ import annotations
@@ -34,11 +37,11 @@ from tidemill.shards.parts.schema_evolution import changes_to, evolved
 
 log = structlog.get_logger()
 
-CHANGED = "its columns have changed once more since it was parked"
+CHANGED = "its columns have changed again since it was paused"
 
 
 def heals(row: CaptureTableRow, found: Attributes | None) -> bool:
-    """Whether a copy of the table, as the database has it now, is one that every shard of it takes over. Pure."""
+    """Return whether every shard of the table can take over a copy of the table as the database has it now. Pure."""
     if found is None or not row.columns or any(not c.attnum or not c.type_oid for c in row.columns):
         return False
     now = found.by_name
@@ -58,13 +61,15 @@ def heals(row: CaptureTableRow, found: Attributes | None) -> bool:
 
 
 def columns_found(found: Attributes) -> list[CapturedColumn]:
-    """What a copy made now would have as its columns."""
+    """Return the columns that a copy taken now would have."""
     keys = {c.name: c.key_index for c in found.columns}
     return [CapturedColumn(t.name, t.type_name, keys[t.name], t.type_oid, t.type_mod) for t in targets_of(found)]
 
 
 class AutoRecopy:
-    """Which parked tables are due. One that is not to be copied unasked any more is told to be so."""
+    """Selects the paused tables that are due. A table that must no longer be copied automatically is changed to one
+    that waits for an operator.
+    """
 
     def __init__(self, config: CaptureConfig, control: Control, desk: TableStates, clock: Clock) -> None:
         self._config = config
@@ -73,7 +78,9 @@ class AutoRecopy:
         self._clock = clock
 
     async def due(self) -> set[str]:
-        """A2, A3. Raises Unrecorded, and what the connection raises."""
+        """Return the names of the tables to copy now, after the check of each one. Raises TableStateUnknownError, and
+        the connection's errors.
+        """
         names = set()
         for row in [row for row in self._desk.rows.values() if row.again_ms and row.parked_lsn]:
             if self._config.copy_again and self._clock.now_ms() < row.again_ms:
@@ -86,12 +93,12 @@ class AutoRecopy:
         return names
 
     async def _why_not(self, row: CaptureTableRow) -> str | None:
-        """None = it may be copied; "" = that cannot be told just now."""
+        """Return why the table must not be copied; None = it may be, "" = not known now."""
         if not self._config.copy_again:
             return "copy_again is off for this capture"
         found = (await self._control.ask(lambda wire: attributes_of(wire, [row.oid]))).get(row.oid)
         if found is None:
-            return ""  # gone or renamed: who compares the tables says so
+            return ""  # dropped or renamed: the catalogue watcher reports that
         if not heals(row, found):
             return CHANGED
         try:
@@ -100,21 +107,21 @@ class AutoRecopy:
             log.warning("the size of a table is not known yet", table=row.table, cause=str(error))
             return ""
         if size_bytes > self._config.copy_again_max_mb * MIB:
-            return f"it is larger than is copied unasked: {size_bytes // MIB} of {self._config.copy_again_max_mb} MiB"
+            return f"it exceeds copy_again_max_mb: {size_bytes // MIB} of {self._config.copy_again_max_mb} MiB"
         return None
 
     async def _leave(self, row: CaptureTableRow, why: str, way: Callable[[str], str] = recopy) -> None:
         def left(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or not found.again_ms or found.parked_lsn != row.parked_lsn:
                 return found
-            return replace(found, again_ms=0, fix=f"It is not copied by itself: {why}. {way(row.table)}")
+            return replace(found, again_ms=0, fix=f"It is not re-snapshotted automatically: {why}. {way(row.table)}")
 
-        log.warning("a parked table is not copied by itself", table=row.table, cause=why)
+        log.warning("a paused table is not re-snapshotted automatically", table=row.table, cause=why)
         await self._desk.change(row.table, left)
 
 
 async def table_bytes(wire: Wire, oid: int) -> int:
-    """Of a table with its partitions, without indexes. Raises SqlError when a lock cannot be had just now."""
+    """Return the size of a table with its partitions, without indexes. Raises SqlError if a lock is not available now."""
     await wire.query("BEGIN")
     try:
         await wire.query(f"SET LOCAL lock_timeout = {LOOK_TIMEOUT_MS}")

@@ -1,8 +1,9 @@
-"""What changed in the database is noticed: tables that are gone, others, or described otherwise, while all else flows.
+"""Notices changes in the database while the stream continues: tables that were dropped, replaced, or described
+differently.
 
-gone, not wanted any more     →  `dropped` at the WAL's end; topic and row go once no pipeline reads it
-its description differs       →  what is carried: in force at the WAL's end, else parked there, if the stream did
-                                 not come to a row before (schema_change.py)
+dropped, no longer wanted     →  `dropped` at the WAL end; topic and row are deleted once no pipeline reads them
+its description differs       →  a change that can be carried takes effect at the WAL end, any other pauses the table
+                                 there, unless the stream met a row before (schema_change.py)
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 log = structlog.get_logger()
 
 LOOKS = 3
-"""Into a partition that is new. If none comes to an end its table is copied again."""
+"""Checks of a new partition for rows. If none of them completes, the table is re-snapshotted."""
 
 
 class Watching:
-    """`flushed()`: every transaction at or below it is bound."""
+    """Compares the catalogue with the rows. Every transaction at or below `flushed()` is bound."""
 
     def __init__(
         self, beside: SideLoopContext, mending: PublicationRepair, coming: PendingSchema, flushed: Callable[[], int]
@@ -50,12 +51,14 @@ class Watching:
         self._published = CachedQuery(beside.control, beside.ask_published)
         self._digests: dict[int, str] = {}
         self._looks: dict[int, dict[int, int]] = {}
-        """By table: partitions that are new and not looked into yet, and how often that was given up."""
+        """New partitions by table that were not checked yet, and the number of failed checks."""
         self._kept_identities: dict[int, str] = {}
-        """What kept an identity from being given back the last time: it is tried again each time, and told once."""
+        """Reason why an identity was not restored at the last attempt. It is retried each time, and logged once."""
 
     async def compare(self) -> list[TableInfo]:
-        """All tables that there are. Raises what breaks the control connection or the catalogue."""
+        """Compare the catalogue with the captured tables, and return all existing tables. Raises errors of the control
+        connection and of the catalogue.
+        """
         found = await self._beside.tables.now()
         choice = await self._beside.choice(found)
         wanted = {table.name: table for table in choice.tables}
@@ -84,10 +87,10 @@ class Watching:
             if row.flows and row.table in wanted and row.oid == wanted[row.table].oid and altered(row, published)
         ]
         missing = [row.oid for row in flowing if row.oid not in published]
-        lacking = await self._unpublished(missing)  # and not dropped since the tables were listed
+        lacking = await self._unpublished(missing)  # but not dropped since the tables were listed
         for row in flowing:
             if row.oid in published or row.oid in lacking:
-                # Changes are missing from some point on; the next session sees it, too, and has it copied again.
+                # Changes are missing from some point on. The next session finds the same, and re-snapshots the table.
                 raise UnavailableError(f"the publication of a captured table was altered: table={row.table}.")
         for row in [row for row in self._desk.rows.values() if row.aside is not None]:
             if row.table in wanted and altered(row, published):
@@ -100,7 +103,9 @@ class Watching:
         return found
 
     async def _look_at_followed(self, found: list[TableInfo], published: Mapping[int, Entry]) -> None:
-        """Tables that are parked, or copied again, and whose stream goes on for some (unaffected_columns.py)."""
+        """Check tables that are paused, or re-snapshotted, and whose stream continues for some shapes
+        (unaffected_columns.py).
+        """
         tables = {table.oid: table for table in found}
         for oid in self._desk.following.oids:
             followed, table, entry = self._desk.following.get(oid), tables.get(oid), published.get(oid)
@@ -123,7 +128,7 @@ class Watching:
         return await self._control.ask(lambda wire: unpublished(wire, self._config.publication, oids))
 
     def _forget_gone(self, found: list[TableInfo]) -> None:
-        """Nothing that this session remembers of a table outlives it."""
+        """Forget what this session remembers of tables that no longer exist."""
         oids = {table.oid for table in found}
         for oid in self._digests.keys() - oids:
             del self._digests[oid]
@@ -151,35 +156,37 @@ class Watching:
             self._digests[table.oid] = table.digest
 
     async def _same_partitions(self, name: str, table: TableInfo) -> bool:
-        """Rows that come with an attached partition, or go with a detached or dropped one, are in no message of the
-        stream. A partition that began empty brings all its rows through the stream. What changed in one while it was
-        detached is in none either: it may be back before anybody looks, and its attachment is another one."""
+        """Return whether the partitions are the same; otherwise pause the table. The rows that arrive with an attached
+        partition, or leave with a detached or dropped one, are in no message of the stream. A partition that was empty
+        when attached brings all its rows through the stream. Changes made in a partition while it was detached are in
+        no message either. It may be back before the next check, but its attachment is a different one.
+        """
         row = self._desk.rows[name]
         known, attached = row.partitions, dict(zip(row.partitions or (), row.attached, strict=False))
         now = await self._control.ask(lambda wire: list_partitions(wire, table.oid))
         said = first = ""
         before, later = self._looks.pop(table.oid, {}), dict[int, int]()
         if known is not None and set(known) - set(now):
-            said = "a partition is gone, and its rows with it, of which the stream says nothing"
+            said = "a partition is gone, and the removal of its rows is not in the stream"
         elif any(attached.get(oid, by) != by for oid, by in now.items()):
-            said = "a partition was detached and attached again: what changed in it meanwhile is not in the stream"
+            said = "a partition was detached and attached again: changes in between are not in the stream"
         for oid in sorted(set(now) - set(known)) if known is not None and not said else ():
             try:
                 full = await self._control.ask(lambda wire, oid=oid: came_with_rows(wire, oid))  # type: ignore[misc]
             except (SqlError, MissingError) as error:
-                # One that waits keeps nobody from looking into the others.
-                log.warning("a new partition is not looked into yet", table=name, partition=oid, cause=str(error))
+                # A partition whose check has to wait must not prevent the checks of the others.
+                log.warning("a new partition is not checked yet", table=name, partition=oid, cause=str(error))
                 later[oid] = before.get(oid, 0) + _gave_up(error)
                 if later[oid] == LOOKS:
-                    said = f"a partition was attached, and nobody can say whether with rows in it: {error.message}"
+                    said = f"a partition was attached, and it is unknown whether it had rows: {error.message}"
                     break
                 continue
             except InvalidError as error:
-                said = f"a partition was attached, and nobody can say whether with rows in it: {error.message}"
+                said = f"a partition was attached, and it is unknown whether it had rows: {error.message}"
                 first = error.fix
                 break
             if full:
-                said = f"a partition was attached with rows in it, of which the stream says nothing: partition={full}"
+                said = f"a partition was attached with rows that are not in the stream: partition={full}"
                 break
         if said:
             await self._beside.park(name, said, again=True, first=first)
@@ -192,7 +199,7 @@ class Watching:
         return not later
 
     async def _prune(self, wanted: dict[str, TableInfo], refused: dict[str, Refusal], found: list[TableInfo]) -> None:
-        """Rows and topics of tables that are gone go when no pipeline reads them; so do reasons nobody asks for."""
+        """Delete rows and topics of dropped tables that no pipeline reads, and reasons that are no longer needed."""
         exist = {table.name for table in found}
         old = [
             row
@@ -213,12 +220,13 @@ class Watching:
                 continue
             await delete_topics(self._catalogue, row.topic)
             await self._desk.change(row.table, lambda _: None)
-            log.info("a table that is gone is forgotten", capture=self._config.name, table=row.table)
+            log.info("a dropped table is deleted from the catalogue", capture=self._config.name, table=row.table)
 
     async def _given_back(self, row: CaptureTableRow, wanted: dict[str, TableInfo]) -> bool:
-        """A table that the capture leaves has the identity again that it came with; False = not yet. While it is
-        published it must have a whole one (publication.py, P1), and one that is taken in under another name keeps what
-        it is given for that."""
+        """Restore the original identity of a table that leaves the capture; False = not yet. While the table is
+        published it must have a full one (publication.py), and a table that is added under another name keeps the
+        identity that it got for that.
+        """
         if await self._desk.hand_over(row):
             return True
         if any(table.oid == row.oid for table in wanted.values()):
@@ -231,7 +239,7 @@ class Watching:
                 await self._control.ask(lambda wire, oid=oid, b=before: give_back(wire, oid, b, attempts=1))  # type: ignore[misc]
             except (SqlError, InvalidError) as error:
                 if self._kept_identities.get(oid) != str(error):
-                    log.warning("an identity is not given back yet", relation=relation, cause=str(error))
+                    log.warning("an identity is not restored yet", relation=relation, cause=str(error))
                 self._kept_identities[oid] = str(error)
                 return False
             self._kept_identities.pop(oid, None)
@@ -239,18 +247,21 @@ class Watching:
 
 
 def altered(row: CaptureTableRow, published: Mapping[int, Entry]) -> bool:
-    """Not the publication that the table was copied under (publication.py, P7), be it that it says the same again."""
+    """Return whether the table is no longer published by the rows under which it was copied (publication.py), even if
+    the definition is the same again.
+    """
     entry = published.get(row.oid)
     return entry is None or (bool(row.publication) and entry.rows != row.publication)
 
 
 def _gave_up(error: TidemillError) -> bool:
-    """Whether a look into a new partition took too long, as the next one does too. Who holds its lock lets go of it one
-    day, and what is gone is no partition any more."""
+    """Return whether a check of a new partition took too long, as the next one would. In contrast, a lock is released
+    eventually, and a dropped table is no longer a partition.
+    """
     return isinstance(error, SqlError) and error.sqlstate not in LOCKED
 
 
 def _divided(row: CaptureTableRow, partitions: Mapping[int, int], there: Collection[int]) -> CaptureTableRow:
-    """With these partitions; of those that are not `there` any more nothing is kept."""
+    """Return the row with these partitions, without identities of relations that are not `there` any more."""
     kept = {oid: noted for oid, noted in row.identities.items() if oid == row.oid or oid in there}
     return replace(row, partitions=tuple(partitions), attached=tuple(partitions.values()), identities=kept)

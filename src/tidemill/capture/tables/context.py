@@ -1,9 +1,10 @@
-"""What the loops beside the stream share: what is published, which tables are wanted, and parking at the WAL's end.
+"""Shared state of the loops that run concurrently with the stream: what is published, which tables are wanted, and
+pausing a table at the WAL end.
 
-J3  A table is parked at the WAL end as of after its difference was seen, and from before that is asked for until the
-    park is durable the stream's reader takes nothing more: no transaction at or above it is bound or confirmed by a
-    session whose successor would not know of the park. Rows that came under the new description before were found by
-    the reader (Session).
+Invariant (pause at the WAL end): a table is paused at the WAL end as of after its difference was seen. From before the
+query for that LSN until the pause is durable, the stream's reader processes nothing more. So no transaction at or above
+the position is bound or confirmed by a session whose successor would not know of the pause. Rows that arrived earlier
+under the new description were found by the reader (Session).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from tidemill.metastore.catalogue import Catalogue
 
 
 class SideLoopContext:
-    """`parking`: while it is taken, the stream's reader stands."""
+    """Connection, tables and publication, for the concurrent loops. While `parking` is locked, the stream's reader is
+    paused.
+    """
 
     def __init__(
         self, config: CaptureConfig, control: Control, desk: TableStates, catalogue: Catalogue, parking: asyncio.Lock
@@ -48,8 +51,9 @@ class SideLoopContext:
         return await published_tables(wire, self.config.publication, manual=self.config.manual)
 
     async def objections(self) -> Objections:
-        """What publications have against tables (foreign_publications.py): the very same object while it is the
-        same."""
+        """Return the objections of publications to tables (foreign_publications.py). An unchanged result is the
+        identical object.
+        """
         return await self._objections.now()
 
     async def _ask_objections(self, wire: Wire) -> Objections:
@@ -59,7 +63,7 @@ class SideLoopContext:
         return self._objected
 
     async def choice(self, found: list[TableInfo]) -> Choice:
-        """`found`: of `tables`."""
+        """Return the choice of tables among `found`, which is a result of `tables`."""
         objected = await self.objections()
         if self._resolved is None or self._resolved[0] is not found or self._resolved[1] is not objected:
             choice = await self.control.ask(lambda wire: _resolved(wire, self.config, found, objected))
@@ -83,17 +87,17 @@ class SideLoopContext:
         first: str = "",
         found: Attributes | None = None,
     ) -> None:
-        """J3."""
+        """Pause a table at the WAL end while the stream's reader is paused."""
         async with self.parking:
             lsn = await self.wal_end()
             await self.desk.park(name, lsn, reason, fix, state=state, again=again, first=first, found=found)
 
     async def park_refused(self, name: str, why: Refusal) -> None:
-        """A table that flows, and is not to be captured as it is now."""
+        """Pause a table that flows and must not be captured in its present form."""
         await self.park(name, why.reason, again=why.again, first=why.fix if why.again else "")
 
     async def wal_end(self) -> int:
-        """Nothing that was received by now is at or above it."""
+        """Return an LSN that is above everything received so far."""
         found = await self.control.ask(lambda wire: wire.value("SELECT pg_current_wal_insert_lsn()"))
         return Lsn.parse(found or "0/0").value
 

@@ -1,4 +1,4 @@
-"""How far a copy is, and what it costs meanwhile: rows, rate, what is left, and the WAL that its slot keeps."""
+"""Progress and cost of a copy: rows, rate, what is left, and the WAL that its slot retains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tidemill.metastore.catalogue import SetAside
 
 
 class Steps:
-    """The work of a set-up or a copy before its rows and behind them: how much is done, and what is done just now."""
+    """The work of a set-up or a copy before and after its rows: how much is done, and the current step."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -17,14 +17,14 @@ class Steps:
         self._furthest = ("", -1)
 
     def step(self, what: str, number: int, of: int) -> None:
-        """The `number`th of so many tables begins. A table that is tried again is no progress."""
+        """Begin the `number`th of `of` tables. A table that is retried is no progress."""
         if what != self._furthest[0] or number > self._furthest[1]:
             self._furthest = what, number
             self.count += 1
         self.doing = f"{what}: {number} of {of} tables"
 
     def phase(self, what: str) -> None:
-        """A piece of work begins that is not counted by tables."""
+        """Begin a step that is not counted by tables."""
         self._furthest = what, -1
         self.count += 1
         self.doing = what
@@ -34,10 +34,11 @@ class Steps:
 
 
 class SnapshotProgress:
-    """Rows copied so far, rows expected (the planner's estimate, or what the chunks that are done lead to), rows per
-    second since the start. `chunks_done` of `chunks`: of all its tables (chunks.py).
+    """Rows copied so far, rows expected (the planner's estimate, or an extrapolation of the completed chunks), and rows
+    per second since the start. `chunks_done` and `chunks` count the chunks of all tables of the copy (chunks.py).
 
-    `held_by`: whom the copy waits for just now, should it stand; `blocked`: the session whose lock is in its way."""
+    `held_by`: what the copy currently waits for, if it is stalled. `blocked`: the session whose lock blocks it.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -50,35 +51,39 @@ class SnapshotProgress:
         self.chunks_done = 0
         self.table = ""
         self.cause = ""
-        """Why tables are copied though they were captured before."""
+        """Reason for the copy of tables that were captured before."""
         self.held_by = ""
         self.blocked = ""
         self.done = False
         self.aside: SetAside | None = None
-        """Of the table that is copied."""
+        """The side topic of the table that is being copied."""
         self._appends = False
         self._earlier = 0
         self._retained_bytes = 0
         self._headroom_bytes: int | None = None
 
     def expect(self, rows: int, chunks: int, chunks_done: int) -> None:
-        """A table that is cut into chunks, of which so many, with `rows` rows, were copied by an earlier session."""
+        """Add a table that is cut into chunks, of which an earlier session copied `chunks_done` chunks with `rows`
+        rows.
+        """
         self.rows += rows
         self._earlier += rows
         self.chunks += chunks
         self.chunks_done += chunks_done
 
     def saw_wal(self, retained_bytes: int, headroom_bytes: int | None) -> None:
-        """Of the slot; None = no limit."""
+        """Note the WAL that the slot retains, and how much more it may retain; None = no limit."""
         self._retained_bytes, self._headroom_bytes = retained_bytes, headroom_bytes
 
     def append(self, table: str, held_by: str) -> None:
-        """It is copied whole, by now or by an earlier session: what was set aside of it follows."""
+        """Note that this or an earlier session has copied the table completely, and that its side topic is being
+        appended.
+        """
         self.table, self.held_by, self._appends = table, held_by, True
 
     @property
     def moved(self) -> int:
-        """What a mark moves with: rows, and records that are appended behind them."""
+        """Position of the stage status: rows, and records that are appended after them."""
         return self.rows + (self.aside.appended if self.aside is not None else 0)
 
     def finish(self) -> None:
@@ -100,7 +105,7 @@ class SnapshotProgress:
         left_s = self.left_s
         aside = self.aside
         if self._appends and aside is not None:
-            return f"appending what was set aside of {self.table}: {aside.appended} of {aside.records} records"
+            return f"appending the side topic of {self.table}: {aside.appended} of {aside.records} records"
         parts = [
             f"copying {self.table}: {self.rows} of about {self.expected} rows",
             f"{self.rows_per_s:.0f} rows/s",
@@ -108,12 +113,12 @@ class SnapshotProgress:
             f"{self.chunks_done} of {self.chunks} chunks",
         ]
         if aside is not None:
-            parts.append(f"{aside.records} changes ({aside.bytes // MIB} MiB) set aside")
+            parts.append(f"{aside.records} changes ({aside.bytes // MIB} MiB) in the side topic")
         if aside is not None and aside.until_lsn:
-            parts.append(f"WAL is kept since {Lsn(aside.until_lsn)}")
+            parts.append(f"WAL is retained since {Lsn(aside.until_lsn)}")
         if self._retained_bytes >= MIB:
-            limit = "" if self._headroom_bytes is None else f" and may keep {self._headroom_bytes // MIB} more"
-            parts.append(f"the slot keeps {self._retained_bytes // MIB} MiB of WAL{limit}")
+            limit = "" if self._headroom_bytes is None else f" and may retain {self._headroom_bytes // MIB} more"
+            parts.append(f"the slot retains {self._retained_bytes // MIB} MiB of WAL{limit}")
         return ", ".join(parts)
 
     @property
@@ -130,6 +135,6 @@ class SnapshotProgress:
 
     @property
     def left_s(self) -> int | None:
-        """None = it is done, or nothing tells."""
+        """Estimated seconds until the end; None = it is done, or there is no estimate."""
         left, rate = self.expected - self.rows, self.rows_per_s
         return int(left / rate) if not self.done and left > 0 and rate >= 1 else None

@@ -1,12 +1,13 @@
-"""REPLICA IDENTITY FULL is taken back where a publication of somebody else makes it a fault of the application.
+"""Withdraws REPLICA IDENTITY FULL from a table if another publication would make statements of the application fail
+with it.
 
-The other publication may be made, or altered, at any time, and from then on each UPDATE and DELETE of the table fails
-(foreign_publications.py). So the identity that the table had before (publication.py, P5) is given back at once,
-whatever the table's state is; where that one would not do either, the default. A table that flows is parked behind
-that, one that is copied is refused, and each is taken in again once nobody objects.
+The other publication may be created or altered at any time, and from then on each UPDATE and DELETE of the table fails
+(foreign_publications.py). So the identity that the table had before (publication.py) is restored immediately, in every
+state of the table; if that one fails too, the default. A table that flows is paused after that, a table that is
+being copied is refused, and both are added again once no publication objects.
 
-    W1  A copy reads under a lock that keeps the identity from being altered. It is refused and its session ended: the
-        next one gives the identity back before it takes any lock, and goes on with the other copies.
+A copy reads under a lock that prevents the identity from being altered. So such a copy is refused and its session ends.
+The next session restores the identity before it takes any lock, and resumes the other copies.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ log = structlog.get_logger()
 
 
 class Withheld(msgspec.Struct, frozen=True):
-    """A table or partition that has FULL by the capture, though it must not."""
+    """A table or partition that the capture set to FULL, although it must not be."""
 
     row: CaptureTableRow
     oid: int
@@ -39,7 +40,9 @@ class Withheld(msgspec.Struct, frozen=True):
 async def withheld(
     wire: Wire, config: CaptureConfig, rows: Iterable[CaptureTableRow], objections: Objections
 ) -> list[Withheld]:
-    """Of all that was noted (publication.py, P5); nothing of a capture that is manual."""
+    """Return the relations that are FULL although a publication objects, of all whose earlier identity was noted
+    (publication.py). Empty for a manual capture.
+    """
     must_not = {oid for each in objections.values() for oid in each.relations}
     noted = {
         oid: Withheld(row, oid, relation, before)
@@ -55,23 +58,26 @@ async def withheld(
 
 
 async def withdraw(wire: Wire, config: CaptureConfig, one: Withheld) -> bool:
-    """Give it the identity that it must have; False when its lock could not be had just now, or none would do."""
+    """Restore an identity that causes no failure. Returns False if the table's lock is not available now, or if no
+    identity works.
+    """
     why = ""
     for identity in dict.fromkeys((one.before, "DEFAULT")):
         try:
             try:
                 await give_back(wire, one.oid, identity, attempts=1)
             except IdentityRequiredError as needed:
-                # While only the capture's own publication asks for another one, the table goes out of that.
+                # While only the capture's own publication requires another identity, the table is removed from that
+                # publication.
                 if needed.publications != {config.publication} or not await _unpublished(wire, config, one.row):
                     raise
                 await give_back(wire, one.oid, identity, attempts=1)
         except (SqlError, InvalidError) as error:
             why = str(error)
             continue
-        log.warning("a whole identity is taken back", capture=config.name, relation=one.relation, has=identity)
+        log.warning("a full replica identity is withdrawn", capture=config.name, relation=one.relation, has=identity)
         return True
-    log.warning("a whole identity is not taken back yet", capture=config.name, relation=one.relation, cause=why)
+    log.warning("a full replica identity is not withdrawn yet", capture=config.name, relation=one.relation, cause=why)
     return False
 
 

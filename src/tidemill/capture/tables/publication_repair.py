@@ -1,8 +1,9 @@
-"""Statements of the application: none fails because a table is published, and no row comes without its old one.
+"""Repairs the publication: no statement of the application fails because a table is published, and no row arrives
+without its old one.
 
-Published tables whose statements would fail, or that lack old rows, are mended or taken out; by a capture that is
-manual they are parked, and told. What is parked is taken out of the publication. Where somebody else's publication
-makes them fail, the identity that the capture gave is taken back (identity_withdrawal.py).
+Published tables whose statements would fail, or that lack old rows, are repaired or removed from the publication. A
+manual capture pauses them and reports the statement to run. A paused table is removed from the publication. If another
+publication makes statements fail, the identity that the capture set is withdrawn (identity_withdrawal.py).
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ class PublicationRepair:
         self._desk = beside.desk
         self._hazards = CachedQuery(beside.control, self._ask_hazards)
         self._no_identity: dict[int, str] = {}
-        """What kept a table from its whole identity the last time: it is tried again each second, and told once."""
+        """Reason why a table did not get a full replica identity at the last attempt, which is repeated each second.
+        Logged once.
+        """
 
     def forget_but(self, oids: Container[int]) -> None:
         for oid in [oid for oid in self._no_identity if oid not in oids]:
             del self._no_identity[oid]
 
     async def mend(self) -> None:
-        """No statement of the application fails because a table is published, and no row comes without its old one."""
+        """Repair all published tables whose statements would fail, or whose rows lack the old one."""
         config = self._config
         objected = await self._beside.objections()
         await self.withdraw(objected)
@@ -51,15 +54,16 @@ class PublicationRepair:
             row = self._desk.by_oid(hazard.oid)
             objection = objected.get(hazard.oid)
             if objection is not None and objection.refuses and not (hazard.virtual or hazard.breaks):
-                continue  # it must not have a whole identity
+                continue  # it must not have a full replica identity
             if config.manual:
                 await self._tell_hazard(hazard, row)
                 continue
             if row is not None and not hazard.virtual and config.whole and objection is None:
-                # Noted before the connection is asked to alter it: what consensus takes is no silence of PostgreSQL's.
+                # Noted before the connection is asked to alter it: the time that consensus takes must not look like a
+                # silent server.
                 earlier = await self._control.ask(lambda wire, oid=hazard.oid: not_full(wire, oid))  # type: ignore[misc]
                 mended = False
-                # What cannot be noted is left as it is: the table is parked for the name that is not UTF-8
+                # An identity that cannot be noted is not altered: a table is paused for a name that is not UTF-8
                 # (table_discovery.py).
                 if not any(odd(name) for noted in earlier.values() for name in noted):
                     await self._desk.note(row.table, earlier)
@@ -68,12 +72,12 @@ class PublicationRepair:
                     continue
             if hazard.virtual or hazard.breaks:
                 await self._control.ask(lambda wire, name=hazard.name: unpublish(wire, self._config, name))  # type: ignore[misc]
-                self._desk.narrow(hazard.oid, None, "its table is not published any more")
+                self._desk.narrow(hazard.oid, None, "its table is no longer published")
             if row is not None and not (hazard.virtual or hazard.breaks):
-                said = "its replica identity does not say its primary key"
+                said = "its replica identity does not include its primary key"
                 await self._beside.park(row.table, said, _mend_by(hazard))
             elif row is not None:
-                what = "a virtual generated column" if hazard.virtual else "its replica identity, which was taken away,"
+                what = "a virtual generated column" if hazard.virtual else "its replica identity, which was removed,"
                 lacks = hazard.breaks and not hazard.virtual and not config.whole
                 await self._beside.park(
                     row.table, f"{what} would make its UPDATE and DELETE fail", _mend_by(hazard) if lacks else "",
@@ -83,7 +87,9 @@ class PublicationRepair:
             await self._unpublish_parked()
 
     async def guard(self, ended: asyncio.Event, every_s: float) -> None:
-        """Until the stream begins, whose watch does it then: no identity may make the application's statements fail."""
+        """Check identities until the stream begins, whose watch then takes over: no identity may make the application's
+        statements fail.
+        """
         while not ended.is_set():
             await self.withdraw(await self._beside.objections(), streams=False)
             with suppress(TimeoutError):
@@ -91,8 +97,10 @@ class PublicationRepair:
                     await ended.wait()
 
     async def withdraw(self, objected: Objections, *, streams: bool = True) -> None:
-        """`streams`: else nobody would know of a park, and the first row that lacks its old one brings it about. Raises
-        UnavailableError where a copy is in the way: the next session begins with it (identity_withdrawal.py, W1)."""
+        """Withdraw identities that publications object to, and pause or refuse their tables. `streams`: False while no
+        stream runs; then a table is not paused here but at the first row that lacks its old one. Raises
+        UnavailableError if a copy blocks the withdrawal: the next session begins with it (identity_withdrawal.py).
+        """
         if not objected:
             return
         rows, left = self._desk.rows, set()
@@ -106,16 +114,15 @@ class PublicationRepair:
             elif row.snapshot is None and row.state == "captured":
                 await self._desk.refuse(row.table, why, row.oid)
                 if row.table in left:
-                    raise UnavailableError(
-                        f"a copy stands in the way of the identity that a table must have: {why.reason}"
-                    )
+                    raise UnavailableError(f"a copy blocks the replica identity that a table must have: {why.reason}")
 
     async def _ask_hazards(self, wire: Wire) -> list[Hazard]:
         return await hazards(wire, self._config.publication, self._config.whole)
 
     async def _tell_hazard(self, hazard: Hazard, row: CaptureTableRow | None) -> None:
-        """Of a capture that alters nothing. A table whose old rows are to be whole flows until the stream comes to one
-        that is not."""
+        """Pause a table of a manual capture, which alters nothing. A table whose old rows must be whole flows until the
+        stream meets a row that is not.
+        """
         if row is None or not (hazard.virtual or hazard.breaks or hazard.lacking):
             return
         what = "a virtual generated column" if hazard.virtual else "its replica identity"
@@ -126,25 +133,29 @@ class PublicationRepair:
                 f"Run {drop}; {recopy(row.table)}",
             )  # fmt: skip
         else:
-            await self._beside.park(row.table, f"{what} does not say its primary key", _mend_by(hazard))
+            await self._beside.park(row.table, f"{what} does not include its primary key", _mend_by(hazard))
 
     async def _full(self, wire: Wire, table: TableInfo) -> bool:
-        """Give a published table, and its partitions, a whole identity again; False while others hold its lock."""
+        """Set a published table and its partitions to a full replica identity again. Returns False while others hold
+        its lock.
+        """
         done = await publish(wire, self._config, [table], {table.oid}, attempts=1, note=self._desk.note)
         for error in done.failed.values():
             if self._no_identity.get(table.oid) != str(error):
-                log.warning("a captured table has no whole identity yet", table=table.name, cause=str(error))
+                log.warning("a captured table has no full replica identity yet", table=table.name, cause=str(error))
             self._no_identity[table.oid] = str(error)
         if not done.failed:
             self._no_identity.pop(table.oid, None)
         return not done.failed
 
     async def _unpublish_parked(self) -> None:
-        """The stream carries nothing of them, so nothing need be decoded, or stand in the application's way. One that
-        somebody still follows is carried (unaffected_columns.py).
+        """Remove paused tables from the publication: the stream carries nothing of them, so PostgreSQL need not decode
+        them, and they must not block the application. A table that shapes still follow is carried
+        (unaffected_columns.py).
 
-        A copy may begin at any await, and takes tables whose rows still say parked: it publishes them after it has
-        asked on this connection, so what is looked at again while the connection is ours stays so."""
+        A copy may begin at any await, and may copy tables whose rows still say parked. It publishes them after it has
+        used this connection, so a check while this task has the connection remains valid.
+        """
 
         def parked() -> set[int]:
             rows = self._desk.rows.values()

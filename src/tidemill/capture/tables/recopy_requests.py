@@ -1,7 +1,8 @@
-"""What an operator may ask of a captured table, written into its row; the capture's process does it within seconds.
+"""Requests of an operator for a captured table, written into its row. The capture's process executes them within
+seconds.
 
-recopy    the table is copied again; its shards take that over where they lose nothing by it
-accept    they take it over though they do: what that means for each of them is shown first, and accepted
+recopy    the table is re-snapshotted; its shards take the copy over if they lose nothing by it
+accept    shards take the copy over even if they lose data: the effect on each of them is shown first, and accepted
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from tidemill.shards.state.state import ShardState
 
 
 class Becoming(msgspec.Struct, frozen=True):
-    """What becomes of one shard: `kept` as it is, `grown` or `anew` with what it was made of gone, by `changes`."""
+    """Effect on one shard: `kept` unchanged, `grown` by `changes`, or re-created without its former
+    content, because of `changes`.
+    """
 
     shard: str
     how: str
     changes: str = ""
     accepted: Accepted | None = None
-    """What has to be for that; None = nothing"""
+    """The acceptance that is required for this; None = none"""
     instants: tuple[str, ...] = ()
-    """Columns that the table has as clocks (timestamp without a zone), and the shard goes on holding as instants"""
+    """Columns that are clock times in the table (timestamp without a zone) and remain instants in the shard"""
 
 
 def becoming(state: ShardState, wanted: ShardSchema) -> Becoming:
-    """What a shard would be once it is fed by a table of `wanted`. Pure. A column keeps the type of timestamp that the
-    shard has (RFC 0007)."""
+    """Return the effect on a shard if a table with the schema `wanted` feeds it. Pure. A column keeps the timestamp
+    type that the shard has (RFC 0007).
+    """
     held = as_held(wanted.columns, state.schema)
     instants = tuple(c.name for c, other in zip(held, wanted.columns, strict=True) if c.type != other.type)
     wanted = replace(wanted, columns=held)
@@ -49,8 +53,9 @@ def becoming(state: ShardState, wanted: ShardSchema) -> Becoming:
 
 
 async def ask(catalogue: Catalogue, capture: str, table: str) -> CaptureTableRow:
-    """Have a table copied again, into a new generation of its topic. Raises MissingError, InvalidError for one that
-    never was."""
+    """Request another copy of a table, into a new generation of its topic. Raises MissingError for an unknown table,
+    InvalidError for a table that is not captured.
+    """
 
     def asked(found: CaptureTableRow) -> CaptureTableRow:
         return replace(found, recopy=True, accepted=())
@@ -61,7 +66,9 @@ async def ask(catalogue: Catalogue, capture: str, table: str) -> CaptureTableRow
 async def accept(
     catalogue: Catalogue, capture: str, table: str, shards: Sequence[Accepted], *, copied: bool
 ) -> CaptureTableRow:
-    """Let these shards become what the table is; `copied`: it is copied again for that. Raises as `ask`."""
+    """Accept that these shards change as the table did. `copied`: the table is re-snapshotted for that. Raises the
+    errors of `ask`.
+    """
 
     def asked(found: CaptureTableRow) -> CaptureTableRow:
         return replace(found, recopy=copied or found.recopy, accepted=tuple(shards))

@@ -1,12 +1,13 @@
-"""A table described anew: which version its next rows have, and how the next one comes into force, durably.
+"""Schema changes of a table: determines the version of its next rows, and puts the next version into force, durably.
 
-    stream      at each description of it, before the first row under it: at that transaction's commit LSN
-    catalogue   without a row: at the WAL's end as of after it was seen, once all below is bound (D5); who follows the
-                table is told then, as by a row
+    stream      at each description, before the first row under it: at that transaction's commit LSN
+    catalogue   without a row: at the WAL end after the change was seen, once everything below is bound; followers of
+                the table are informed then, as by a row
 
-D5  The watcher is ahead of the stream. It changes a description, and what is stored beside it to judge the next one
-    by, only after the stream has told all that was there when it looked: had there been a row under another
-    description, the stream would have come to it. So no transaction below has a description that is not known.
+Invariant (watcher behind stream): the watcher sees changes ahead of the stream. It changes a description, and the
+attributes stored with it to judge the next change, only after the stream has passed everything that was in the WAL when
+the watcher looked. If there had been a row under another description, the stream would have met it. So no transaction
+below has an unknown description.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 async def follow(
     desk: TableStates, control: Control, message: RelationMessage, now: Relation | None, xid: int, lsn: int
 ) -> int:
-    """The version that the next rows of the stream have. Where it is a new one the catalogue knows it by then; where
-    it cannot be carried the table is parked before this transaction. The caller keeps the watcher out.
+    """Return the version of the next rows of the stream. The catalogue has a new version before this returns. If the
+    new description cannot be carried, the table is paused before this transaction. The caller excludes the watcher.
 
-    `now`: the table once transaction `xid`, which commits at `lsn`, is visible. Raises Unrecorded.
+    `now`: the table once transaction `xid`, which commits at `lsn`, is visible. Raises TableStateUnknownError.
     """
     row = desk.followed(message.oid, xid, lsn)
     if row is None:
@@ -82,13 +83,14 @@ async def follow(
 
 
 def _past(row: CaptureTableRow, lsn: int) -> bool:
-    """A transaction of before the newest version, told again."""
+    """Return whether a transaction from before the newest version is sent again."""
     return bool(row.evolved) and lsn < row.evolved[-1]
 
 
 class PendingSchema:
-    """What the watcher has seen and the stream has not passed yet. `flushed()`: every transaction at or below it is
-    bound. `parking`: while it is taken, the stream's reader stands."""
+    """Changes that the watcher has seen and the stream has not passed yet. Every transaction at or below `flushed()` is
+    bound. The stream's reader is paused while `parking` is locked.
+    """
 
     def __init__(
         self,
@@ -99,8 +101,9 @@ class PendingSchema:
         learn: Callable[[Relation], None],
         outdated: set[int],
     ) -> None:
-        """`learn` shows this relation to the followers of the stream before a row comes under it. `outdated`: oids of
-        relations that followers see as of before the table's copy."""
+        """`learn` shows a relation to the followers of the stream before a row arrives under it. `outdated` has the
+        oids of relations that followers see as they were before the table's copy.
+        """
         self._desk = desk
         self._control = control
         self._flushed = flushed
@@ -118,8 +121,10 @@ class PendingSchema:
         self._seen.pop(name, None)
 
     async def look(self, name: str, difference: str) -> str | None:
-        """Judge what the catalogue says of a table that flows: why it cannot be carried, "" when it is as described,
-        and stored so, None while the stream is waited for. Raises Unrecorded, and what the connection raises."""
+        """Judge the catalogue's description of a table that flows. Returns why it cannot be carried, "" if it matches
+        the stored description, and None while the stream has not passed it. Raises TableStateUnknownError, and the
+        errors of the connection.
+        """
         row = self._desk.rows[name]
         found = (await self._control.ask(lambda wire: attributes_of(wire, [row.oid]))).get(row.oid)
         if found is None:
@@ -146,8 +151,8 @@ class PendingSchema:
                 except InvalidError as error:
                     return f"{difference}; {error.message} {error.fix}"
                 await self._show(row.oid, step.columns, version)
-                await self._control.ask(heartbeat)  # a binding, with which pipelines come to look
-                return None  # what is stored beside it follows at the next look
+                await self._control.ask(heartbeat)  # a binding, which makes pipelines check the table
+                return None  # the attributes are stored at the next check
             if row.oid in self.outdated:
                 await self._show(row.oid, row.columns, row.version)
                 return None
@@ -171,18 +176,20 @@ class PendingSchema:
             self.outdated.discard(oid)
 
     async def _passed(self, name: str, found: Attributes) -> bool:
-        """D5."""
+        """Return whether the stream has passed the WAL end at which this description was seen."""
         seen, end = self._seen.get(name, (None, 0))
         if seen != found:
             at = await self._control.ask(lambda wire: wire.value("SELECT pg_current_wal_insert_lsn()"))
             self._seen[name] = (found, Lsn.parse(at or "0/0").value)
-            await self._control.ask(heartbeat)  # so that an idle stream comes to pass it at once
+            await self._control.ask(heartbeat)  # so that an idle stream passes it immediately
             return False
         return self._flushed() >= end
 
 
 def _as_seen(row: CaptureTableRow, found: Attributes) -> CaptureTableRow:
-    """The row with what tells the next change of its table apart; of an older tidemill's with the numbers."""
+    """Return the row with the attributes that identify the next change of its table; rows of an older version get
+    column numbers too.
+    """
     columns, now = row.columns, found.by_name
     if all(not c.attnum for c in columns) and all(c.name in now for c in columns):
         columns = tuple(

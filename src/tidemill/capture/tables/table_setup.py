@@ -1,4 +1,4 @@
-"""One table's entry into a capture, and its end: its row and its topic, how it was described, why it is refused."""
+"""Adds one table to a capture and removes it: its row and its topic, its description, and why it is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tidemill.capture.topics.topic_writer import CapturedTable
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, Catalogue, TopicRow
 
 PRODUCER_ID_BASE = 1 << 62
-"""Producer ids of captures: far above those handed to Kafka producers, one per capture name, for ever."""
+"""Base of the producer ids of captures: far above those assigned to Kafka producers, a permanent one per capture name.
+"""
 
 
 MOST_EPOCHS = (1 << 15) - 1
@@ -32,13 +33,14 @@ def producer_id(config: CaptureConfig) -> int:
 
 
 def copy_producer_id(config: CaptureConfig) -> int:
-    """Another one: the stream's sequences are offsets, those of a copy begin anew with each epoch (partition_writer.py,
-    L3)."""
+    """Return the producer id for copies. It differs from the stream's, whose sequences are offsets, because the
+    sequences of a copy restart with each epoch (partition_writer.py).
+    """
     return producer_id(config) | 1 << 32
 
 
 async def without_taken(config: CaptureConfig, catalogue: Catalogue, choice: Choice) -> Choice:
-    """Before anything is altered: a table whose topic's name belongs to Kafka producers is refused."""
+    """Refuse, before anything is altered, each table whose topic name belongs to Kafka producers."""
     tables, refused = [], dict(choice.refused)
     for table in choice.tables:
         name = config.topic_of(table.schema, table.table)
@@ -66,16 +68,17 @@ async def start_table(
     relation: Relation,
     published: Entry,
 ) -> TopicRow | None:
-    """Its row without a snapshot, and a new topic (a new id: nothing of an earlier attempt is in it). None when it is
-    refused, which `desk` tells: also where the registry does not answer, for nothing of it was written then. Raises
-    Unrecorded, and what the catalogue raises."""
+    """Write the table's row without a snapshot, and create its topic under a new id, so that it contains nothing of an
+    earlier attempt. Returns None if the table is refused, which `desk` reports. That includes a registry that does not
+    answer, since nothing has been written then. Raises TableStateUnknownError, and the catalogue's errors.
+    """
 
     earlier, now_ms = desk.rows.get(table.name), desk.now_ms
     if earlier is not None and earlier.oid != table.oid:
         await desk.hand_over(earlier)
     columns = columns_of(relation)
     try:
-        # Before anything of an earlier copy is gone.
+        # Before anything of an earlier copy is deleted.
         topic_name = (earlier.topic if earlier is not None else "") or config.topic_of(table.schema, table.table)
         schemas = await desk.registered(config.envelope, topic_name, columns)
     except (InvalidError, UnavailableError, UnknownOutcomeError) as error:
@@ -111,15 +114,16 @@ async def start_table(
 
 
 def says_whole_rows(config: CaptureConfig, table: TableInfo) -> bool:
-    """Whether every UPDATE in the stream says all of its row."""
+    """Return whether every UPDATE in the stream carries the whole old row."""
     return config.whole or table.identity == "FULL"
 
 
 async def go_on_with(
     config: CaptureConfig, catalogue: Catalogue, desk: TableStates, table: TableInfo, relation: Relation
 ) -> TopicRow | None:
-    """The topic of a copy that was cut off, whose row has the epoch of a session that goes on with it
-    (partition_writer.py, L3). None = it begins anew. Raises Unrecorded."""
+    """Return the topic of an interrupted copy, after raising the copy's epoch in the row for the session that resumes
+    it (partition_writer.py). None = the copy starts over. Raises TableStateUnknownError.
+    """
     row = desk.rows.get(table.name)
     if row is None or row.copy is None or row.oid != table.oid or row.recopy or row.envelope != config.envelope:
         return None
@@ -141,12 +145,12 @@ async def go_on_with(
 
 
 def source_of(config: CaptureConfig, row: CaptureTableRow, database: str) -> Source | None:
-    """What the table's events say of where they come from; None where its records are rows."""
+    """Return the source block of the table's events; None if its records are plain rows."""
     return Source(config.name, database, row.schemas) if row.envelope != "row" else None
 
 
 async def kept_so(config: CaptureConfig, catalogue: Catalogue, topic: TopicRow) -> TopicRow:
-    """The topic of a table that goes on, with the configs that are wanted now."""
+    """Return the topic of a table that continues, with the configs set to the current ones."""
     if topic.config == config.topic_configs:
         return topic
     return await catalogue.change_topic(topic.name, lambda row: replace(row, config=config.topic_configs))
@@ -161,7 +165,7 @@ def columns_of(relation: Relation, found: Attributes | None = None) -> tuple[Cap
 
 
 def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
-    """The relation as of its newest version; what an older version did not store comes from the catalogue."""
+    """Return the relation as of its newest version. Values that an older version did not store come from the catalogue."""
     schema, name = split_name(table.table)
     known = {c.name: c for c in now.columns} if now is not None else {}
     columns = []
@@ -173,21 +177,21 @@ def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
 
 
 def refusal_of(error: TidemillError) -> Refusal:
-    fix = error.fix or f"{'It' if may_pass(error) else 'Mend it; it'} is tried again by itself."
+    fix = error.fix or f"{'It' if may_pass(error) else 'Repair it; it'} is retried automatically."
     return Refusal("refused", error.message, fix, error.held_by if isinstance(error, TableLockedError) else "")
 
 
 def gone(row: CaptureTableRow, found: Iterable[TableInfo]) -> tuple[str, str]:
-    """(reason, fix) of a table that is not captured any more."""
-    drop = "take it out of its pipeline and drop its shard"
+    """Return (reason, fix) for a table that is no longer captured."""
+    drop = "remove it from its pipeline and drop its shard"
     for table in found:
         if table.name == row.table:
-            return "the table is not captured any more", f"Name it in `tables` of this capture again, or {drop}."
+            return "the table is no longer captured", f"Add it to `tables` of this capture again, or {drop}."
         if table.oid == row.oid:
             return f"the table is now named {table.name}: its shard ends here", f"Rename it back, or {drop}."
     return (
-        "the table is gone from the source: its shard ends here",
-        f"Make it anew, and it is copied again; or {drop}.",
+        "the table was dropped from the database: its shard ends here",
+        f"Re-create it, and it is re-snapshotted; or {drop}.",
     )
 
 
@@ -198,13 +202,13 @@ async def delete_topic(catalogue: Catalogue, name: str) -> None:
 
 
 async def delete_topics(catalogue: Catalogue, name: str) -> None:
-    """A table's, and what was set aside for it."""
+    """Delete the topic of a table and its side topic."""
     if name:
         await delete_topic(catalogue, aside_name(name))
         await delete_topic(catalogue, name)
 
 
 def copy_target(config: CaptureConfig, row: CaptureTableRow, topic: TopicRow, source: Source | None) -> CapturedTable:
-    """A table's topic, for its copy."""
+    """Return the topic of a table as the target of its copy."""
     epoch = row.copy.epoch if row.copy is not None else 0
     return CapturedTable(row.table, topic, copy_producer_id(config), oid=row.oid, source=source, epoch=epoch)

@@ -1,14 +1,23 @@
-"""The tables of one session: which flow, which are parked and why. One place that changes a table's state, durably.
+"""States of the tables of one capture: which of them flow, which are paused, and why. This module is the only one that
+changes the state of a table, durably. `parked` is the stored name of the state "paused".
 
-D1  Parking is made durable before the transaction that made it necessary is handed on, so before it can be
-    confirmed: a table is parked at one position, in this life and the next. The lowest position counts.
-D2  What is parked stays so until it is copied again: changes at and above its position are in no topic.
-D3  A table's failure is told under `table:<capture>/<schema.table>`, parked, and never ends the capture.
-D4  A change that may not have been written ends the session (`TableStateUnknownError`): the next one begins from what
-    is durable, so no table flows by the catalogue and is carried by nobody, or the other way round.
-D6  A table that is to be parked before the stream has come to where its copy is exact (TableSnapshot.exact_lsn) shows
-    no state of the database there, and nothing of its topic is bound yet. So it is copied anew, by a session that
-    carries nothing of it (`RecopyRequiredError`).
+Invariant (durable pause): a pause is durable before the transaction that made it necessary is handed on, hence before
+that transaction can be confirmed. So a table is paused at the same position after a restart. The lowest position
+counts.
+
+Invariant (no gap): a paused table stays paused until it is re-snapshotted, because changes at and above its position
+are in no topic.
+
+Invariant (isolated failures): a table's failure is reported under `table:<capture>/<schema.table>`, pauses that table,
+and never ends the capture.
+
+Invariant (catalogue and stream agree): a change with an unknown outcome ends the session (`TableStateUnknownError`).
+The next session starts from durable state, so no table flows according to the catalogue without being carried by the
+stream, or the other way round.
+
+Invariant (exact copies): the topic of a table that would be paused before the position at which its copy is exact
+(TableSnapshot.exact_lsn) shows no state of the database there, and nothing of it is bound yet. So a session that
+carries nothing of the table copies it again (`RecopyRequiredError`).
 """
 
 from __future__ import annotations
@@ -41,47 +50,52 @@ from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
 log = structlog.get_logger()
 
 REASON_CHARS = 600
-"""Of a reason in a row and a mark: a table of 1,600 columns may differ in all of them."""
+"""Length limit of a reason in a row and a stage status: a table of 1,600 columns may differ in all of them."""
 
 
 def recopy(table: str) -> str:
-    return f"Run tidemill capture recopy '{table}': changes from here on are not carried, so it is copied again."
+    return f"Run tidemill capture recopy '{table}': later changes are not carried, so the table is re-snapshotted."
 
 
 def accept(table: str) -> str:
     return (
-        f"Run tidemill capture accept '{table}': it shows what becomes of its shards, and copies it again once you"
-        f" agree. tidemill capture recopy '{table}' copies it, and changes no shard that would lose something."
+        f"Run tidemill capture accept '{table}': it shows the effect on each shard, and re-snapshots the table once you"
+        f" agree. tidemill capture recopy '{table}' re-snapshots it without changing a shard that would lose data."
     )
 
 
 def by_itself(again_ms: int, waits: bool) -> str:
-    at = f" from {datetime.fromtimestamp(again_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC on" if waits else ""
-    return f"It is copied again by itself{at}, beside the stream of the others."
+    at = f" from {datetime.fromtimestamp(again_ms / 1000, UTC):%Y-%m-%d %H:%M:%S} UTC" if waits else ""
+    return f"It is re-snapshotted automatically{at}, concurrently with the stream."
 
 
 FRUITLESS_TRIES = 10
-"""Of a copy that was cut off: without one more chunk in so many, WAL is kept for it no longer."""
+"""Limit of attempts to resume an interrupted copy without completing another chunk. Then its WAL is released."""
 
 
 class TableStateUnknownError(UnknownOutcomeError):
-    """What the catalogue holds of a table is not known (D4)."""
+    """The catalogue's content for a table is unknown."""
 
 
 class RecopyRequiredError(UnavailableError):
-    """What was copied of a table is no state of it (D6)."""
+    """The copy of a table is not a state of the database."""
 
 
 def asked_of(row: CaptureTableRow, identities: Identities) -> CaptureTableRow:
-    """With what an administrator is asked to replace by FULL; what the capture was to give back anyhow stays that."""
+    """Return the row with the identities that an administrator is asked to replace by FULL. Identities that the capture
+    itself has to restore remain as they were noted.
+    """
     new = {oid: noted for oid, noted in identities.items() if oid not in row.identities}
     return replace(row, identities_asked={**row.identities_asked, **new})
 
 
 class TableStates:
-    """`on_park(oid, lsn, columns)`: nothing of this relation is carried at or above the LSN from now on, but for those
-    who follow these columns alone; whether there are any. `on_narrow(oid, reason, columns)`: of those who follow a
-    parked table only these are left, and whether there are any. Both are plain calls."""
+    """The states of a capture's tables; outlives its sessions.
+
+    `on_park(oid, lsn, columns)`: nothing of this relation is carried at or above the LSN from now on, except for shapes
+    of only these columns; returns whether there are any. `on_narrow(oid, reason, columns)`: of the shapes that follow a
+    paused table, only those of these columns remain; returns whether there are any. Both are synchronous.
+    """
 
     def __init__(
         self,
@@ -98,23 +112,27 @@ class TableStates:
         self._clock = clock
         self._tracker = tracker
         self.history = ("", 0)
-        """A failover, or a return to an earlier state, found by the newest session, and the time (ms); "" = none."""
+        """Description and time (ms) of a failover, or a return to an earlier state, that the newest session found; "" =
+        none.
+        """
         self._on_park = on_park
         self._on_narrow: Callable[[int, str, frozenset[str]], bool] = lambda *_: False
         self.following = Following()
         self._changing = asyncio.Lock()
         self.rows: dict[str, CaptureTableRow] = {}
         self.changes = 0
-        """Of `rows`, ever."""
+        """Version counter of `rows`."""
         self.copying: dict[str, int] = {}
-        """Tables that are copied beside the stream just now, and their oids. One that is refused is none of them: what
-        is told of it is not how the others move."""
+        """Tables that are being copied concurrently with the stream, and their oids. A refused table is not among them,
+        because its status does not show the progress of the copy.
+        """
         self._told: set[str] = set()
         self._refusals: dict[str, Refusal] = {}
-        """What the last try to take a table in ended with, until it is past that."""
+        """Result of the last attempt to add a table, until the table is past it."""
         self._fruitless: dict[str, tuple[str, int, int]] = {}
-        """Of a copy that was cut off: its topic, what was done then (chunks, and records that were appended behind
-        them), and how often it was since."""
+        """Progress of an interrupted copy: its topic, what was done at the last attempt (chunks, and records appended
+        after them), and the number of attempts since.
+        """
 
     def connect(
         self,
@@ -124,13 +142,15 @@ class TableStates:
         self._on_park, self._on_narrow = on_park, on_narrow
 
     def narrow(self, oid: int, found: Attributes | None, reason: str = "its table's definition changed") -> None:
-        """What the database says of a table that is followed while it is parked, None = the stream lacks changes."""
+        """Update the unaffected columns of a followed, paused table from the database's description; None = the stream
+        lacks changes.
+        """
         if self.following.get(oid) is not None:
             self.following.narrowed(oid, found)
             self.still_followed(oid, reason)
 
     def still_followed(self, oid: int, reason: str = "") -> None:
-        """A table that nobody follows any more is parked as any other."""
+        """Stop following a table that no shape follows any more, so that it is paused like any other."""
         if not self._on_narrow(oid, reason, self.following.columns(oid)):
             self.following.end(oid)
 
@@ -139,7 +159,7 @@ class TableStates:
         return self._clock.now_ms()
 
     def know(self, rows: dict[str, CaptureTableRow]) -> None:
-        """The rows as they are now; marks follow."""
+        """Replace the rows by the current ones; stage statuses follow."""
         self.rows = dict(rows)
         self.changes += 1
         for name in [*self._told]:
@@ -149,21 +169,22 @@ class TableStates:
             self._tell(row)
 
     def by_oid(self, oid: int, lsn: int = NEVER) -> CaptureTableRow | None:
-        """The table that is carried under this oid, as of a transaction at `lsn` (default: any to come)."""
+        """Return the table that is carried under this oid, as of a transaction at `lsn` (default: any future one)."""
         return next((row for row in self.rows.values() if row.oid == oid and _carried(row, lsn)), None)
 
     def followed(self, oid: int, xid: int, lsn: int) -> CaptureTableRow | None:
-        """The table that takes what this transaction of the stream does under this oid: none where its snapshot holds
-        the transaction. PostgreSQL may tell one again after a crash, with a description that was copied away since."""
+        """Return the table that receives this transaction's changes under this oid, or None if its snapshot contains
+        the transaction. PostgreSQL may send such a transaction again after a crash, with an outdated description.
+        """
         row = self.by_oid(oid, lsn)
         return None if row is None or in_snapshot(xid, lsn, row.snapshot) else row
 
     def served(self) -> set[int]:
-        """Oids of the relations whose followers may be told that they are captured."""
+        """Return the oids of the relations that followers may treat as captured."""
         return {row.oid for row in self.rows.values() if row.state == "captured" and row.aside is None}
 
     def held_by(self, name: str) -> str:
-        """Who kept the table out when it was to be taken in last, "" = nobody."""
+        """Return the blocker that prevented the last attempt to add the table, "" = none."""
         why = self._refusals.get(name)
         return why.held_by if why is not None else ""
 
@@ -180,10 +201,12 @@ class TableStates:
         first: str = "",
         found: Attributes | None = None,
     ) -> None:
-        """Carry no transaction of the table at or above `lsn` (D1). `again`: a copy makes it good (auto_recopy.py),
-        once somebody has done what `first` says, if it says anything. `found`: what the database says of its columns,
-        where it parks for nothing but these (unaffected_columns.py). Raises TableStateUnknownError,
-        RecopyRequiredError."""
+        """Pause a table durably: carry none of its transactions at or above `lsn`.
+
+        `again`: a copy resolves the cause (auto_recopy.py), after an operator has done what `first` says, if it is not
+        empty. `found`: the database's description of the columns, if they are the only cause (unaffected_columns.py).
+        Raises TableStateUnknownError, RecopyRequiredError.
+        """
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
@@ -199,10 +222,10 @@ class TableStates:
             since_ms = found.since_ms if found.state == state and found.since_ms else now_ms
             if void:
                 return replace(
-                    found, state="refused", reason=reason, fix="It is copied anew by itself.", since_ms=now_ms,
+                    found, state="refused", reason=reason, fix="It is re-snapshotted automatically.", since_ms=now_ms,
                     snapshot=None, copy=None, aside=None, again_ms=0,
                 )  # fmt: skip
-            # At most one pause from now: the clock may have gone wrong when it was begun last.
+            # At most one pause from now: the clock may have been wrong when the last pause began.
             from_ms = now_ms + max(0, min(pause_ms, found.again_last_ms + pause_ms - now_ms))
             again_ms = from_ms if again and self._config.copy_again else 0
             said = by_itself(again_ms, again_ms > now_ms) if again_ms else fix or recopy(name)
@@ -211,15 +234,16 @@ class TableStates:
                 found, state=state, reason=reason, fix=said, parked_lsn=lsn, since_ms=since_ms, again_ms=again_ms
             )
 
-        log.error("a table is parked", capture=self._config.name, table=name, reason=reason)
+        log.error("a table is paused", capture=self._config.name, table=name, reason=reason)
         self._refusals.pop(name, None)
         await self.change(name, parked)
         if void:
-            raise RecopyRequiredError(f"a copied table is no state of the database where it would park: table={name}.")
+            raise RecopyRequiredError(f"a table would be paused at a position before its copy is exact: table={name}.")
 
     async def gone(self, name: str, reason: str, fix: str) -> None:
-        """Record that a table without a stream was dropped or is no longer wanted. The shard of a parked table ends
-        where it was parked. The former reason and its fix are void."""
+        """Record that a table without a stream was dropped or is no longer wanted. The shard of a paused table ends
+        where it was paused. The former reason and its fix are void.
+        """
 
         def ended(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.flows or found.state == "dropped":
@@ -232,9 +256,10 @@ class TableStates:
         await self.change(name, ended)
 
     async def refuse(self, name: str, why: Refusal, oid: int = 0, *, going_on: bool = False) -> None:
-        """Say why a table is not captured. One that flows or is parked keeps its row; where it was to be copied again,
-        its mark says why it was not. `going_on`: for no fault of its own, so a copy that came part of the way is gone
-        on with, if it does not stand (FRUITLESS_TRIES)."""
+        """Record why a table is not captured. A table that flows or is paused keeps its row; if a re-snapshot of it
+        failed, its stage status says why. `going_on`: the table is not at fault, so a partial copy is resumed as long
+        as it makes progress (FRUITLESS_TRIES).
+        """
         known = self.rows.get(name)
         going_on = going_on and known is not None and self._comes_further(known)
 
@@ -261,12 +286,12 @@ class TableStates:
             self._tell(known)
 
     async def refuse_all(self, refused: Mapping[str, Refusal]) -> None:
-        """`refuse` each table of a choice, by its name."""
+        """Refuse each table of a choice, by name."""
         for name, why in refused.items():
             await self.refuse(name, why)
 
     def _comes_further(self, row: CaptureTableRow) -> bool:
-        """A try to go on with its copy ended: whether there is to be another one."""
+        """Count an attempt to resume the table's copy, and return whether another one is allowed."""
         if row.copy is None:
             return False
         topic_id, done, tries = self._fruitless.get(row.table, ("", 0, 0))
@@ -276,7 +301,9 @@ class TableStates:
         return tries < FRUITLESS_TRIES
 
     async def note(self, name: str, identities: Identities) -> None:
-        """What a table and its partitions had before they are given REPLICA IDENTITY FULL (publication.py, P5)."""
+        """Store the replica identities that a table and its partitions have before they are set to FULL
+        (publication.py).
+        """
 
         def noted(found: CaptureTableRow | None) -> CaptureTableRow:
             found = found or CaptureTableRow(self._config.name, name)
@@ -287,7 +314,9 @@ class TableStates:
             await self.change(name, noted)
 
     async def asked(self, name: str, identities: Identities) -> None:
-        """What a table and its partitions have before an administrator is asked to give them REPLICA IDENTITY FULL."""
+        """Store the replica identities that a table and its partitions have before an administrator is asked to set
+        them to FULL.
+        """
 
         def noted(found: CaptureTableRow | None) -> CaptureTableRow:
             return asked_of(found or CaptureTableRow(self._config.name, name), identities)
@@ -297,8 +326,8 @@ class TableStates:
             await self.change(name, noted)
 
     async def identified(self, table: TableInfo) -> None:
-        """What the database says of a table's REPLICA IDENTITY now, for whoever lists the tables."""
-        identity = readable(table.identity)  # a name of an index in it need not be UTF-8, and the catalogue's is
+        """Store the current REPLICA IDENTITY of a table, for listings of tables."""
+        identity = readable(table.identity)  # an index name in it need not be UTF-8, but a catalogue value must be
 
         def known(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.oid != table.oid:
@@ -310,23 +339,26 @@ class TableStates:
             await self.change(table.name, known)
 
     async def hand_over(self, row: CaptureTableRow) -> bool:
-        """What was noted of a table under an earlier name goes to the row of its present one; False = it has none."""
+        """Move the identities noted under an earlier name of a table to the row of its present name. Returns whether
+        there is such a row.
+        """
         others = [r for r in self.rows.values() if r.oid == row.oid and r.table != row.table]
-        heir = next(iter(others), None) if row.oid else None  # 0: it has not been taken in yet
+        heir = next(iter(others), None) if row.oid else None  # 0: it has not been added yet
         if heir is not None and row.identities:
             await self.note(heir.table, row.identities)
         return heir is not None
 
     async def evolve(self, name: str, step: Step, lsn: int) -> int:
-        """From the transaction that commits at `lsn` on the table has the description that `step` ends in; its version.
-        Before the first record under it is written this is in the catalogue. Raises TableStateUnknownError; Invalid
-        where its schema is refused, and nothing has changed then."""
+        """Give the table the description that `step` ends in, from the transaction that commits at `lsn` on; return the
+        new version. The catalogue has it before the first record under it is written. Raises TableStateUnknownError, or
+        InvalidError if its schema is rejected, in which case nothing has changed.
+        """
         row = self.rows[name]
         try:
             ids = await self.registered(row.envelope, row.topic, step.columns)
         except (UnavailableError, UnknownOutcomeError) as error:
             raise TableStateUnknownError(
-                f"a schema may not be registered: topic={row.topic} cause={error.message!r}."
+                f"a schema is possibly not registered: topic={row.topic} cause={error.message!r}."
             ) from error
 
         def evolved(found: CaptureTableRow | None) -> CaptureTableRow | None:
@@ -337,27 +369,28 @@ class TableStates:
                 storage=step.storage, schemas=(*found.schemas, *ids),
             )  # fmt: skip
 
-        log.info("a table's description grows", capture=self._config.name, table=name, by=str(step), at=str(Lsn(lsn)))
+        log.info("a table's description evolves", capture=self._config.name, table=name, by=str(step), at=str(Lsn(lsn)))
         now = await self.change(name, evolved)
         if now is None or now.columns != step.columns:
-            raise TableStateUnknownError(f"somebody else changes what is known of a table: table={name}.")
+            raise TableStateUnknownError(f"another process changed a table's description: table={name}.")
         return now.version
 
     async def registered(self, envelope: str, topic: str, columns: Sequence[Described]) -> tuple[tuple[int, int], ...]:
-        """The ids of the schemas that records of these columns have, none where they have none. Raises Invalid where
-        one is refused, UnavailableError or UnknownOutcomeError where the registry does not answer: asked again it gives
-        the same."""
+        """Return the ids of the schemas of records with these columns; empty if their envelope has no schemas. Raises
+        InvalidError if a schema is rejected, UnavailableError or UnknownOutcomeError if the registry does not answer.
+        Idempotent.
+        """
         return (await registered(self._schemas, topic, columns),) if envelope == AVRO else ()
 
     async def change(
         self, name: str, change: Callable[[CaptureTableRow | None], CaptureTableRow | None]
     ) -> CaptureTableRow | None:
-        """Durably. Raises TableStateUnknownError, and Invalid where nothing was written."""
+        """Change a table's row durably. Raises TableStateUnknownError, or InvalidError if nothing was written."""
         async with self._changing:
             try:
                 row = await self._catalogue.change_table(self._config.name, name, change)
             except (UnavailableError, UnknownOutcomeError) as error:
-                what = f"a table's state may not be written: table={name} cause={error.message!r}."
+                what = f"a table's state is possibly not written: table={name} cause={error.message!r}."
                 raise TableStateUnknownError(what) from error
         self.changes += 1
         old = self.rows.get(name)
@@ -366,7 +399,7 @@ class TableStates:
             self._heal(name)
         else:
             self.rows[name] = row
-            # A refused one that is tried again is not well yet; one that was parked is past that.
+            # A refused table that is retried has not recovered yet; a table that was paused has.
             if row.flows or (row.state == "captured" and old is not None and old.parked_lsn):
                 self._heal(name)
             self._tell(row)
@@ -374,15 +407,17 @@ class TableStates:
 
     @property
     def cut_off(self) -> dict[str, int]:
-        """Tables that wait for their copy to be gone on with, and how many chunks are done: WAL is kept for them."""
+        """Tables whose interrupted copy waits to be resumed, and their completed chunks. WAL is retained for them."""
         return {row.table: row.copy.done for row in self.rows.values() if row.copy is not None}
 
     def aside(self, oid: int) -> CaptureTableRow | None:
-        """The table whose changes under this oid are set aside."""
+        """Return the table whose changes under this oid go to a side topic."""
         return next((row for row in self.rows.values() if row.aside is not None and row.oid == oid), None)
 
     def keeps_wal(self) -> set[str]:
-        """Tables for whose copy WAL is kept, under way or cut off: they are not set aside, or not any further."""
+        """Return the tables for whose running or interrupted copy WAL is retained, because they have no side topic, or
+        theirs has ended.
+        """
         found = {name for name in self.copying if (row := self.rows.get(name)) is None or row.aside is None}
         for row in self.rows.values():
             if row.copy is not None and (row.aside is None or row.aside.until_lsn):
@@ -390,13 +425,14 @@ class TableStates:
         return found
 
     async def set_aside_until(self, name: str, lsn: int, reason: str) -> None:
-        """Set no transaction of the table aside at or above `lsn`, for this reason: its WAL is kept, and told again
-        once the table has joined the stream there. As durable as a park, and before what is (D1). Raises
-        TableStateUnknownError."""
+        """End the side topic of a table: add no transaction at or above `lsn` to it, for this reason. The WAL from
+        there on is retained, and sent again once the table has joined the stream there. As durable as a pause, and
+        durable before that transaction is handed on. Raises TableStateUnknownError.
+        """
         row = self.rows.get(name)
         if row is None or row.aside is None or 0 < row.aside.until_lsn <= lsn:
             return
-        log.warning("WAL is kept for a copy", capture=self._config.name, table=name, at=str(Lsn(lsn)), cause=reason)
+        log.warning("WAL is retained for a copy", capture=self._config.name, table=name, at=str(Lsn(lsn)), cause=reason)
         topic_id = row.aside.topic_id
         self._on_park(row.oid, lsn, self.following.columns(row.oid))
 
@@ -408,19 +444,20 @@ class TableStates:
         await self.change(name, ended)
 
     async def give_up(self, name: str) -> None:
-        """A copy that was cut off is not gone on with. Raises TableStateUnknownError."""
+        """Abandon an interrupted copy. Raises TableStateUnknownError."""
         await self.change(name, lambda found: replace(found, copy=None, aside=None) if found is not None else None)
 
     # marks ----------------------------------------------------------------------------------------
     def heal_capture(self) -> None:
-        """The capture's positions are of another history than those it failed at (base/status/status.py, M5)."""
+        """Clear the capture's failures: its positions belong to another history than those at which it failed."""
         for name in (self._config.mark, f"{self._config.mark}/topics"):
             self._tracker.heal(name)
             self._tracker.remove(name)
 
     def tell_copy(self, progress: SnapshotProgress) -> None:
-        """Tables that are copied beside the stream: they move with its rows. What one was refused for before is told
-        until they do (M5)."""
+        """Publish the statuses of the tables that are copied concurrently with the stream: they move with the copied
+        rows. The reason of an earlier refusal is reported until they move.
+        """
         for name in self.copying:
             self._tracker.set(
                 self._config.table_mark(name), progress.moved, max(progress.expected, progress.moved + 1),
@@ -435,7 +472,7 @@ class TableStates:
         return f"{progress.sentence}; {row.reason}" if row is not None and row.reason else progress.sentence
 
     def copied(self) -> None:
-        """The copy ended, however."""
+        """Clear the tables of a copy that ended, successfully or not."""
         names, self.copying = [*self.copying], {}
         for name in names:
             self._tracker.remove(self._config.table_mark(name))
@@ -456,7 +493,7 @@ class TableStates:
         self._tracker.set(mark, row.parked_lsn, row.parked_lsn + 1, now_ms=row.since_ms, unit="lsn",
             upstream=f"{self._config.mark}/topics")  # fmt: skip
         if failure is None or failure.error != text:
-            # What goes on by itself is nobody's to mend, unless it takes too long.
+            # No operator has to act on a table that resumes automatically, unless it takes too long.
             parked = not row.flows and not row.again_ms
             self._tracker.fail(mark, text, now_ms=row.since_ms or self._clock.now_ms(), parked=parked,
                 held_by=why.held_by if why is not None else "")  # fmt: skip
@@ -471,7 +508,7 @@ class TableStates:
         self._told.discard(name)
 
     def close(self) -> None:
-        """Nothing is told any more: another process may capture on."""
+        """Remove all stage statuses, because another process may continue the capture."""
         for name in [*self._told]:
             self._heal(name)
 

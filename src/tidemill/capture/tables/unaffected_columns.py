@@ -1,17 +1,23 @@
-"""Columns of a parked table that a schema change left alone: shapes of these columns continue from the stream. Pure.
+"""Columns of a paused table that a schema change left alone: shapes of these columns continue from the stream. Pure.
 
-A topic and a shard have all columns of a table, so a change of any column parks them. A shape of some columns needs the
-stream only, which carries the table's new rows whether the table is parked, copied again, or neither. The shape stays
-exact if each of its columns is the same column as before and its stored values did not change.
+A topic and a shard have all columns of a table, so a change of any column pauses them. A shape of some columns needs
+the stream only, which carries the table's new rows whether the table is paused, re-snapshotted, or neither. The shape
+stays exact if each of its columns is the same column as before and its stored values did not change.
 
-FO1 A column is as it was when its row in pg_attribute is (number, name, type, and the transaction that wrote that row
-    last), and the types that it is made of read as they did. Whatever renames a column, makes it anew or changes its
-    values by an ALTER TYPE … USING writes that row, be it reversed at once. Rows that are written anew for another
-    column leave it alone.
-FO2 The key has to be what it was, and so have the partitions: their rows come and go without a word in the stream.
-FO3 What it is compared with was read while the catalogue described the table as its row does.
-FO4 No change is missing: the table is published by the very rows it was parked under, and the slot is not confirmed
-    beyond what a session of this process has told PostgreSQL. In doubt the stream goes on for nobody.
+Invariant (unchanged column): a column is unchanged if its row in pg_attribute is (number, name, type, and the
+transaction that last wrote that row), and if the types that it consists of are read as before. Renaming a column,
+re-creating it, or changing its values by ALTER TYPE … USING writes that row, even if the change is reversed
+immediately. Rewriting rows because of another column does not.
+
+Invariant (key and partitions): the key and the partitions must be unchanged, because rows come and go with a partition
+without a message in the stream.
+
+Invariant (valid baseline): the description that a column is compared with was read while the catalogue described the
+table as its row does.
+
+Invariant (no missing change): the table is published by the same publication rows under which it was paused, and the
+slot is not confirmed beyond what a session of this process reported to PostgreSQL. In doubt the stream ends for all
+shapes.
 """
 
 from __future__ import annotations
@@ -28,7 +34,9 @@ from tidemill.metastore.catalogue import CaptureTableRow
 
 
 class Followed(msgspec.Struct, frozen=True):
-    """A table that is parked, or copied again since. `publication`: as of CaptureTableRow. `columns`: as they were."""
+    """A table that is paused, or was re-snapshotted since. `publication`: as in CaptureTableRow. `columns`: the
+    unchanged ones.
+    """
 
     table: str
     before: Attributes
@@ -37,7 +45,7 @@ class Followed(msgspec.Struct, frozen=True):
 
 
 def unaltered(before: Attributes, now: Attributes | None) -> frozenset[str]:
-    """Names of the columns that are as they were (FO1); none where FO2 does not hold."""
+    """Return the names of the unchanged columns; empty if the key or the partitions changed."""
     if now is None or now.leaves != before.leaves or now.key != before.key:
         return frozenset()
     found = now.by_name
@@ -63,7 +71,7 @@ def _types_alike(before: Attributes, now: Attributes, type_oid: int) -> bool:
 
 
 def described_by(row: CaptureTableRow, found: Attributes) -> bool:
-    """FO3."""
+    """Return whether the database describes the table as its row does, which makes `found` a valid baseline."""
     if anew(row, found) or reads_otherwise(row, found):
         return False
     key = [c.name for c in sorted((c for c in row.columns if c.key_index >= 0), key=lambda c: c.key_index)]
@@ -72,7 +80,7 @@ def described_by(row: CaptureTableRow, found: Attributes) -> bool:
 
 
 class Following:
-    """Of one capture, over all its sessions."""
+    """Paused tables of one capture that shapes follow, over all its sessions."""
 
     def __init__(self) -> None:
         self._described: dict[int, Attributes] = {}
@@ -87,31 +95,33 @@ class Following:
         return self._followed.get(oid)
 
     def columns(self, oid: int) -> frozenset[str]:
-        """For whom the stream goes on; none where the table is not followed."""
+        """Return the columns whose shapes continue; empty if the table is not followed."""
         followed = self._followed.get(oid)
         return followed.columns if followed is not None else frozenset()
 
     def describe(self, row: CaptureTableRow, found: Attributes) -> None:
-        """What the database says of a table that flows; FO3 is looked at."""
+        """Store the database's description of a table that flows, if it is a valid baseline."""
         if row.flows and described_by(row, found):
             self._described[row.oid] = found
 
     def parking(self, row: CaptureTableRow, found: Attributes | None) -> frozenset[str]:
-        """The columns for which the stream may go on, of a table that flows, or is parked at a lower position now."""
+        """Return the columns whose shapes may continue, for a table that flows, or that is now paused at a lower
+        position.
+        """
         if found is not None and row.oid in self._followed:
             return self.narrowed(row.oid, found)
         before = self._described.get(row.oid)
         return unaltered(before, found) if before is not None and row.flows else frozenset()
 
     def parked(self, row: CaptureTableRow, columns: frozenset[str], followed: bool) -> None:
-        """Whether somebody follows these columns alone."""
+        """Note whether shapes of only these columns follow the table."""
         if not followed or not columns:
             self.end(row.oid)
         elif row.oid not in self._followed:
             self._followed[row.oid] = Followed(row.table, self._described[row.oid], row.publication, columns)
 
     def narrowed(self, oid: int, found: Attributes | None) -> frozenset[str]:
-        """The columns of a followed table that are still as they were."""
+        """Reduce the columns of a followed table to those that are still unchanged, and return them."""
         followed = self._followed[oid]
         columns = followed.columns & unaltered(followed.before, found)
         self._followed[oid] = replace(followed, columns=columns)
@@ -121,13 +131,13 @@ class Following:
         self._followed.pop(oid, None)
 
     def forget_but(self, oids: Collection[int]) -> None:
-        """Of a table that is gone nothing is remembered, however long the session lasts."""
+        """Forget all other tables, so that dropped ones do not accumulate in a long session."""
         for oid in self._described.keys() - oids:
             del self._described[oid]
 
     # sessions -------------------------------------------------------------------------------------
     def told(self, lsn: int) -> None:
-        """A session ends, and has told PostgreSQL at most this LSN (inclusive)."""
+        """Note that a session ends and has confirmed at most this LSN (inclusive) to PostgreSQL."""
         self._told_lsn = max(self._told_lsn, lsn)
 
     def begin(
@@ -137,7 +147,9 @@ class Following:
         published: Mapping[int, tuple[int, ...]],
         confirmed_lsn: int,
     ) -> dict[int, frozenset[str]]:
-        """A session begins: for whom it goes on, by oid. A table that flows again is followed no more."""
+        """Begin a session and return the columns whose shapes continue, by oid. A table that flows again is no longer
+        followed.
+        """
         by_oid = {row.oid: row for row in rows if row.oid}
         goes_on: dict[int, frozenset[str]] = {}
         for oid, followed in list(self._followed.items()):
