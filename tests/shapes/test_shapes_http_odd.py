@@ -78,7 +78,7 @@ def test_who_asks_for_a_table_that_is_not_captured_is_told_where_it_says_why(pos
         async with ShapeWorld(postgres_dsn, DDL) as world:
             answer = await world.get(table="parked", offset="-1")
             (said,) = answer.json["errors"]["table"]
-            assert answer.status == 400 and said.endswith("what `tidemill capture list` says of the table.")
+            assert answer.status == 400 and said.endswith("its state in `tidemill capture list`.")
 
     run(main())
 

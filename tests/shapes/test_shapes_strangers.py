@@ -366,7 +366,7 @@ def test_requests_for_unknown_tables_leave_others_their_places_while_a_capture_i
         tables = tables_of(Told(None))
         asking = [asyncio.ensure_future(tables._sought(["c0"], "public", f"t{n}")) for n in range(table_shapes.SEEKING)]
         await asyncio.sleep(0)
-        with pytest.raises(UnavailableError, match="as many requests wait for new tables"):
+        with pytest.raises(UnavailableError, match="too many requests wait for new tables"):
             await tables._sought(["c0"], "public", "more")
         for each in asking:
             each.cancel()

@@ -1,4 +1,4 @@
-"""Shapes over captured tables, stage 2: from changes to log items.
+"""Shapes over captured tables, stage 2: turns changes into log items.
 
     capture ─► capture_tap ─► filter_index (candidate shapes) ─► table_consumer ─► log
     initial_snapshot ─► snapshot_filter: initial rows joined to the stream

@@ -1,26 +1,29 @@
-"""The tap of shapes on a capture: takes fragments in a moment, and has them evaluated in shapes' own share of the loop.
+"""The tap of shapes on a capture: queues fragments in constant time, and evaluates them in the loop share of shapes.
 
-    take (capture's turn)        arrivals ──route──► inboxes of the consumers they can match ──evaluate──► logs
+    take (the capture's turn)    arrivals ──route──► inboxes of the consumers they can match ──evaluate──► logs
                                           (the pump: slices of LoopShare, consumers in turns of QUANTUM_S)
 
-K1  `take` only puts into a queue, whatever shapes have to do; where that is half full it routes as well (K5). Where
-    their logs are kept over a restart (`store`), each commit is owed: the LSN that is confirmed waits until it was
-    evaluated and what came of it is durable, a second or so. K5 bounds the first; a disk that fails is given up
-    (store.py, T3). Without a store nothing waits for shapes.
-K2  A transaction at or below the last committed one is a replay and is dropped; a transaction that begins
-    again after an interrupted delivery discards what the first attempt left.
-K3  `recent` names the transactions delivered lately, the one under way included. A snapshot taken for a
-    shape that registered after them must see them all: their changes were never offered to it. The gap is
-    real: a commit is decoded from the WAL before it becomes visible to new snapshots.
-K4  Whatever evaluation raises for one consumer, of whatever type, ends its shape and nothing else.
-K5  The backlog is bounded in bytes (the shapes that hold most of it end) and in age (of the late shapes the most
-    expensive end first). Clients of an ended shape refetch. A bound ends only the shapes that exceed it: all fragments
-    are routed before any shape ends for them. So a large transaction costs no shape of a table that it does not touch,
-    not even one that holds an older change and waits for its turn.
-K7  Age counts only while the stream is live. It starts again when logs were restored, with each fragment of what had
-    been written before the session began, and after a pause of the whole process.
-K6  Until the logs of an earlier life are restored nothing is routed, but kept (K5). What the stream says meanwhile
-    about relations is kept too: `resumable` are those that a restored log may still be of.
+- Invariant (capture never waits): `take` only appends to a queue, however much work shapes have. If the backlog is more
+  than half full, it also routes a few fragments.
+- Invariant (no early confirm): if logs are stored (`store`), each commit is owed: its LSN is confirmed to PostgreSQL
+  only after it was evaluated and its items are durable, which takes about a second. The bounded backlog limits the
+  first delay, and a failing disk is abandoned (store.py), which limits the second. Without a store no confirmation
+  waits for shapes.
+- Invariant (replays): a transaction at or below the last committed one is a replay, and is dropped. A transaction that
+  begins again after an interrupted delivery discards what the first attempt left.
+- Invariant (no gap): `recent` has the xids of the transactions delivered lately, including the open one. A snapshot
+  taken for a shape that registered after them must see them all, as their changes were never offered to it. This gap is
+  real: a commit is decoded from the WAL before it becomes visible to new snapshots.
+- Invariant (isolated failures): any exception from evaluating for one consumer ends its shape only.
+- Invariant (bounded backlog): the backlog is bounded in bytes (the shapes that hold most of it end) and in age (of the
+  late shapes the most expensive end first). Clients of an ended shape refetch. A bound ends only the shapes that exceed
+  it: all fragments are routed before any shape ends for them. So a large transaction costs no shape of a table that it
+  does not touch, not even one that holds an older change and waits for its turn.
+- Invariant (age of live changes only): age counts only while the stream is live. It restarts after logs were restored,
+  with each fragment that was written before the session began, and after a pause of the whole process.
+- Invariant (restore first): until the logs of an earlier run are restored, fragments are queued and not routed, within
+  the same bounds. Relation events of the stream in that time are recorded too: `resumable` has the relations whose logs
+  can still be restored.
 """
 
 from __future__ import annotations
@@ -45,35 +48,38 @@ from tidemill.shapes.tables.table_consumer import Backlog, Entry, TableConsumer,
 
 RECENT_TRANSACTIONS = 4096
 QUANTUM_S = 0.001
-"""One consumer works this long before the next one's turn."""
+"""Time that one consumer works before the next one's turn."""
 
 CHANGE_BYTES = 600
 BYTES_FACTOR = 3
-"""What a decoded change takes in memory: its dictionaries and objects, and its text as Python keeps it."""
+"""Memory of a decoded change: its dictionaries and objects (CHANGE_BYTES), and its text as Python stores it (a factor
+of its size)."""
 
 ROUTED_AT_ONCE = 2
-"""Fragments routed for each that comes to a backlog beyond half of its bound: none is left when the bound is reached,
-and no turn of the capture routes them all."""
+"""Fragments that `take` routes per call while the backlog exceeds half of its bound. This way none is left when the
+bound is reached, and no turn of the capture routes them all."""
 
 LAST_ORDINAL = (1 << 62) - 1
-"""Behind every change of a transaction."""
+"""Larger than the ordinal of every change of a transaction."""
 
 CROWD = 10
-"""Of the shapes that are late, one in so many ends at a time: the others may catch up without it."""
+"""One in this many late shapes is ended per check: the others may catch up without it."""
 
 PAUSE_S = 5.0
-"""`end_the_late` is called once a second. After a longer gap the process stood still, and no shape was late for it."""
+"""`end_the_late` runs once a second. After a longer gap the whole process was paused, and no shape was late because of
+it."""
 
 
 class BacklogLimits(msgspec.Struct, frozen=True):
-    """Of one database: changes kept that not all shapes have evaluated."""
+    """Bounds of one database: size and age of changes that not all shapes have evaluated."""
 
     size_bytes: int = 64 << 20
     age_s: float = 10.0
 
 
 class ShapeTap:
-    """A capture Tap for one database. `take` and `ended` by the capture; `run` in a task while it is served."""
+    """A capture tap for one database. The capture calls `take` and `ended`; `run` is a task for as long as the database
+    is served."""
 
     def __init__(
         self,
@@ -84,25 +90,26 @@ class ShapeTap:
         consumer: str = "shapes",
         store: ShapeStore | None = None,
     ) -> None:
-        """`consumer`: the name under which commits are owed."""
+        """Create a tap. `consumer`: the name under which commits are owed."""
         self.router = Router()
         self.name = ""
         self.store = store
         self.restoring = store is not None and store.holds_shapes
         self._restored_from: int | None = None
-        """While logs are restored: up to here they have what concerns them, whatever is given up meanwhile."""
+        """Position up to which stored logs have everything, while they are restored, even if some of them end in that
+        time."""
         self.resumable: frozenset[int] | None = None
-        """None before the first session; it only shrinks, whatever later ones carry."""
+        """Relations whose stored logs can be restored. None before the first session; after that it only shrinks."""
         self.parked_oids: frozenset[int] = frozenset()
-        """Relations that are parked while shapes of some of their columns continue."""
+        """Relations that are paused while shapes over some of their columns continue."""
         self.begun = asyncio.Event()
-        """The stream did, for the first time."""
+        """Set when the stream begins for the first time."""
         self.consumer = consumer
         self._taking = 0
         self._stream: Stream | None = None
         self._owed = 0
         self._held = 0
-        """The newest transaction that is durable here; of those that are owed, up to this one it is told."""
+        """Newest transaction that is durable here; owed commits up to it have been reported as flushed."""
         if store is not None:
             store.position, store.durable, store.name = self.evaluated, self._durable, self._rename
             store.taken = lambda: self.taken
@@ -113,31 +120,31 @@ class ShapeTap:
         self._arrived = asyncio.Event()
         self._transaction: Transaction | None = None
         self._touched: dict[TableConsumer, None] = {}
-        """Who has something of the transaction under way, of fragments before its last one."""
+        """Consumers that got fragments of the open transaction, other than its last one."""
         self._ready: deque[TableConsumer] = deque()
         self._behind: dict[TableConsumer, None] = {}
-        """Whoever has something in its inbox."""
+        """Consumers with a non-empty inbox."""
         self.asking: deque[TableConsumer] = deque()
-        """Whoever has a question, which `remote_evaluation.answer` takes to the database; `asked` is set when one
-        comes."""
+        """Consumers with an open question, which `remote_evaluation.answer` sends to the database; `asked` is set when
+        one is added."""
         self.asked = asyncio.Event()
         self._tick = 0
         self._works: deque[Work] = deque()
-        """As they arrived; the first has not been evaluated by all."""
+        """Fragments in order of arrival; the first one has not been evaluated by all consumers."""
         self._backlog = Backlog()
         self._recent: deque[int] = deque(maxlen=RECENT_TRANSACTIONS)
         self.fell_behind = 0
         self._catch_up_lsn = 0
         """The end of the WAL when the session began."""
         self._age_from_s = 0.0
-        """K7: no change is older than since then."""
+        """No change counts as older than this time (age of live changes only)."""
         self._looked_s = 0.0
         self._leaves_out = False
-        """While logs are restored: of what arrives, only what concerns resumable tables is kept."""
+        """True while logs are restored and only changes of resumable tables are stored."""
         self.taken = 0
         """Commit LSN of the last whole transaction that arrived."""
         self.routed = 0
-        """… and of the last one that is in the inboxes of all whom it concerns."""
+        """Commit LSN of the last transaction that is in the inboxes of all consumers that it can match."""
 
     @property
     def held_bytes(self) -> int:
@@ -148,7 +155,7 @@ class ShapeTap:
         return frozenset(self._recent)
 
     def seen(self, consumer: TableConsumer) -> int:
-        """The newest transaction whose effect on this consumer's shape is in its log."""
+        """Return the newest transaction whose effect on this consumer's shape is in its log."""
         return consumer.floor if consumer.inbox else max(consumer.floor, self.routed)
 
     # -- capture's turn ----------------------------------------------------------------------------------------
@@ -159,11 +166,11 @@ class ShapeTap:
         if not self.store.claim(last):
             self.restoring, self.resumable = False, frozenset()
             for consumer in self.router.consumers():
-                self._end(consumer, "changes were confirmed that this process has not seen")
+                self._end(consumer, "changes were confirmed that this process did not receive")
         self.name = self.store.owner
 
     def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None:
-        """Whatever was confirmed is in the logs, or concerns none."""
+        """Start a session: everything up to `confirmed_lsn` is in the logs, or concerns none."""
         self._stream = stream
         self._catch_up_lsn = wal_end
         if not self._arrivals:
@@ -173,7 +180,7 @@ class ShapeTap:
         self.begun.set()
 
     def take(self, fragment: Fragment) -> Collection[str]:
-        """Put the fragment in the queue; constant time."""
+        """Queue a fragment in constant time; return the names under which its commit is owed."""
         self._taking = fragment.commit_lsn
         if fragment.commit_lsn > self.taken:
             self._put(fragment)
@@ -186,7 +193,7 @@ class ShapeTap:
 
     @property
     def _holds(self) -> bool:
-        """Something here would be incomplete after a restart without a commit that comes now."""
+        """True if some log would be incomplete after a restart without a commit that arrives now."""
         store = self.store
         kept = bool(self.router) or bool(self._arrivals) or self.restoring
         return store is not None and self.name != "" and store.waited_for and (kept or not store.clean)
@@ -217,23 +224,24 @@ class ShapeTap:
         self._arrived.set()
 
     def ended(self, reason: str) -> None:
-        """What was taken so far has a gap behind it: all shapes start over."""
+        """End all shapes: the stream has a gap after what was taken so far."""
         self.resumable = frozenset()
         for consumer in self.router.consumers():
-            self._end(consumer, f"the stream of changes broke off: {reason}")
+            self._end(consumer, f"the stream of changes was interrupted: {reason}")
         self._arrivals.clear()
         self._works.clear()
         self._touched.clear()
         self._transaction = None
         self._backlog = Backlog()
-        # What is still to come of the transaction at hand does not come here: it is owed until the ends are durable.
+        # The rest of the open transaction does not arrive: it is owed until the shapes' ends are durable.
         self.taken = self.routed = max(self.taken, self._taking)
         if self.store is not None and self._taking > self._held:
             self._owed = max(self._owed, self._taking)
         self._settle()
 
     def went_back(self) -> None:
-        """What is kept is claimed in vain by then: the row names nothing of an earlier history."""
+        """Reset for another history of the database; stored logs belong to an earlier history that the capture's row no
+        longer names."""
         self.restoring, self.resumable = False, frozenset()
         for consumer in self.router.consumers():
             self._end(consumer, "the captured database has returned to an earlier state")
@@ -248,16 +256,18 @@ class ShapeTap:
             self.store.went_back()
 
     def carried(self, oids: Collection[int]) -> None:
-        """Shapes of any other relation start over: what they hold has a gap behind it."""
+        """End the shapes of relations that are not among `oids`: their logs have a gap."""
         self.resumable = frozenset(oids) if self.resumable is None else self.resumable & frozenset(oids)
         self.parked_oids &= frozenset(oids)
         for oid in self.router.oids:
             if oid not in oids:
-                self._end_all(oid, "its table is copied anew, or captured no more")
+                self._end_all(oid, "its table is re-snapshotted, or no longer captured")
 
     def lost(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
-        """The stream leaves out changes of one relation: its shapes start over, once it is captured again. Those that
-        need only these columns go on; one that is being loaded reads all of them."""
+        """End the shapes of a relation whose changes the stream omits; return whether some shapes continue.
+
+        Live shapes that need only `columns` continue. A shape that is being loaded reads all columns, and ends.
+        """
         self.resumable = (self.resumable or frozenset()) - {oid}
         for consumer in self.router.of(oid):
             needed = consumer.needed
@@ -267,24 +277,27 @@ class ShapeTap:
         self.parked_oids = self.parked_oids | {oid} if goes_on else self.parked_oids - {oid}
         return goes_on
 
-    # -- what is owed (K1) -------------------------------------------------------------------------------------
+    # -- owed commits ------------------------------------------------------------------------------------------
 
     def evaluated(self) -> int:
-        """The newest transaction that every consumer has evaluated, with all before it. Of logs that only the file has
-        until they are restored or forgotten, none has evaluated anything (K6)."""
+        """Return the newest transaction that, with all before it, every consumer has evaluated.
+
+        While logs are restored, none of them has evaluated anything since its file was written.
+        """
         self._trim()
         if self.restoring:
             return self._restored_from or 0
         return self._works[0].before if self._works else self.routed
 
     def _settle(self) -> None:
-        """Where nothing is to be written, what was evaluated is all there is."""
+        """Report owed commits as flushed if there is nothing to write."""
         store = self.store
         if self._owed > self._held and store is not None and (store.clean or not store.waited_for):
             self._hold(self.evaluated())
 
     def _durable(self, position: int) -> None:
-        """A flush was made. What came meanwhile and changed nothing waited for it, be it that itself brings no news."""
+        """Report a flush. Commits that arrived in the meantime and changed nothing waited for it, so they may be
+        reported too."""
         self._hold(position)
         self._settle()
 
@@ -296,17 +309,18 @@ class ShapeTap:
             self._stream.flushed(self.consumer, ChangePosition(position, LAST_ORDINAL))
 
     async def _rename(self, name: str) -> None:
-        """Raises what the catalogue raises, and UnavailableError between two streams."""
+        """Write a new file name into the capture's row. Raises UnavailableError between two streams, or what the
+        metastore raises."""
         if self._stream is None:
             raise UnavailableError("the capture does not stream.")
         self.name = name
         await self._stream.name_taps()
 
     def restored(self) -> None:
-        """K6: what was kept meanwhile is routed now."""
+        """Start routing: the logs are restored, and the fragments queued since are routed now."""
         self.restoring = False
         self._age_from_s = self._clock.monotonic_s()
-        if not self._arrivals:  # what was left out concerns nobody
+        if not self._arrivals:  # omitted fragments concern no consumer
             self.routed = max(self.routed, self.taken)
         self._arrived.set()
         self._settle()
@@ -314,11 +328,11 @@ class ShapeTap:
     # -- consumers ---------------------------------------------------------------------------------------------
 
     def add(self, consumer: TableConsumer) -> None:
-        """It is offered every fragment that is not routed yet."""
+        """Offer the consumer every fragment that is not routed yet."""
         self.router.add(consumer)
 
     def remove(self, consumer: TableConsumer) -> None:
-        """Idempotent."""
+        """Stop offering changes to the consumer. Idempotent."""
         self.router.remove(consumer)
         self._touched.pop(consumer, None)
         self._behind.pop(consumer, None)
@@ -326,7 +340,7 @@ class ShapeTap:
         self._trim()
 
     def resume(self, consumer: TableConsumer) -> None:
-        """Its question is answered."""
+        """Continue to evaluate for a consumer whose question is answered."""
         if consumer in self._behind:
             self._ready.append(consumer)
             self._arrived.set()
@@ -342,19 +356,19 @@ class ShapeTap:
     # -- the pump ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """For ever. A fault of routing itself ends all shapes of this database, and is raised."""
+        """Route and evaluate forever. A fault of the routing itself ends all shapes of this database, and is raised."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
             try:
                 await self._share.work(self.step)
             except BaseException as error:
-                if is_own_fault(error):  # who stops it in order leaves what is kept as it is
+                if is_own_fault(error):  # an orderly stop leaves the stored logs unchanged
                     self.ended(sentence(error))
                 raise
 
     def step(self, turn: Turn) -> bool:
-        """Route what arrived, for at most half the turn, then evaluate. True = there is more to do."""
+        """Route arrivals for at most half the turn, then evaluate. Return True if there is more to do."""
         now_s = self._clock.monotonic_s()
         first_half = Turn(self._clock, (now_s + turn.until_s) / 2)
         while self._arrivals:
@@ -416,7 +430,7 @@ class ShapeTap:
             self._ready.append(consumer)
 
     def _evaluate(self, consumer: TableConsumer, turn: Turn) -> bool:
-        """THE boundary of a shape's own work on the stream (K4)."""
+        """Evaluate for one consumer. Every exception is caught here, and ends only its shape."""
         try:
             more = consumer.evaluate(turn)
         except BaseException as error:
@@ -436,7 +450,7 @@ class ShapeTap:
             self._works.popleft()
 
     def _shed(self) -> None:
-        """Route all arrivals, then end the shapes that hold most of the backlog, until the rest fits (K5)."""
+        """Route all arrivals, then end the shapes that hold most of the backlog, until the rest fits."""
         while self.held_bytes > self._limits.size_bytes and self._arrivals:
             if self.restoring:
                 self._leave_out()
@@ -453,8 +467,11 @@ class ShapeTap:
         self._trim()
 
     def _leave_out(self) -> None:
-        """Shrink the backlog while logs are restored, when nothing can be routed. First drop changes of tables that
-        cannot be resumed. Then give up the table with the largest share of the backlog, one per call."""
+        """Shrink the backlog while logs are restored and nothing can be routed.
+
+        The first call drops changes of tables that are not resumable. Each further call ends the table with the largest
+        share of the backlog.
+        """
         resumable = self.resumable or frozenset()
         if self._leaves_out:
             weights: dict[int, float] = {}
@@ -474,7 +491,8 @@ class ShapeTap:
                 self._keep(found, work.arrived_s, work.before)
 
     def _to_keep(self, fragment: Fragment) -> Fragment | None:
-        """What may concern a resumable table: its changes, and the end of a transaction that has some."""
+        """Return the part of a fragment that concerns resumable tables: their changes, and the end of a transaction
+        that has some."""
         resumable, all_of_them = self.resumable or frozenset(), len(fragment.changes)
         count = sum(count for oid, count in counts_of(fragment.changes).items() if oid in resumable)
         if 2 * count > all_of_them:
@@ -493,7 +511,7 @@ class ShapeTap:
         self._works.append(work)
 
     def end_the_late(self) -> None:
-        """Once a second: of those whose oldest change waits too long, the dearest end (K5)."""
+        """End the most expensive of the shapes whose oldest change waits for too long; called once a second."""
         now_s, tick = self._clock.monotonic_s(), self._tick
         if self._looked_s and now_s - self._looked_s > PAUSE_S:
             self._age_from_s = now_s
@@ -511,5 +529,5 @@ class ShapeTap:
 
 
 def broken(error: BaseException) -> TidemillError:
-    """What clients are answered when a shape ended with a fault that nobody listed."""
+    """Return the error that clients get when a shape ended with an unexpected exception."""
     return UnavailableError(f"the shape failed and starts over: error={sentence(error)}.")

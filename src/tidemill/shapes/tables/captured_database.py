@@ -1,4 +1,4 @@
-"""One captured database as its shapes see it: which relations are captured, how they look, and what its capture says of
+"""One captured database as its shapes see it: the captured relations, their columns, and the capture's answers about
 tables that are not among them."""
 
 from __future__ import annotations
@@ -25,39 +25,43 @@ if TYPE_CHECKING:
 Relations = Callable[[], Iterable[Relation]]
 
 UNLIKE_S = 30.0
-"""A capture finds out within so long that a table has other columns; one that does not carries some of them only."""
+"""Time within which a capture detects that a table has other columns. If the difference lasts longer, the capture
+carries only some of the columns on purpose."""
 
 LOOK_S = 1.0
-"""What the catalogue says of a table is read again once in this time, however many of its rows are asked about."""
+"""Interval at which a table's catalog entry is read again while its rows need evaluation by PostgreSQL."""
 
 SHOWN_KEPT = 1_000
-"""Ways in which shapes show their tables, of one database, that those which come find made."""
+"""Cached column selections of one database; beyond that the cache is cleared."""
 
 
 class Seeker(Protocol):
-    """The capture, asked for what its next poll would find."""
+    """The capture, queried for tables that its next poll would find."""
 
     async def sought(self, schema: str, table: str, timeout_s: float) -> bool:
-        """True once the table is captured, or parked (`standing`), False when it is not going to be. Raises Unavailable
-        when that is not known in time."""
+        """Return True once the table is captured, or paused (`standing`); False if it will not be captured.
+
+        Raises UnavailableError if that is not known in time.
+        """
         ...
 
     def look(self) -> None:
-        """A captured table is another one now, or gone."""
+        """Check the tables soon: a captured table was replaced or dropped."""
         ...
 
     def standing(self, schema: str, table: str) -> Standing | None:
-        """Why a table that carries nothing just now will again; None where nothing says so. Asks nobody."""
+        """Return why a captured table carries no changes at the moment; None if there is no such reason. Does no
+        I/O."""
         ...
 
     @property
     def settled(self) -> bool:
-        """It is known which tables are captured, be it none."""
+        """True if it is known which tables are captured, even if none is."""
         ...
 
 
 class ShownColumns(NamedTuple):
-    """What shapes that show the same columns of a table share."""
+    """State shared by shapes that show the same columns of a table."""
 
     info: TableColumns
     schema_json: bytes
@@ -65,7 +69,7 @@ class ShownColumns(NamedTuple):
 
 
 class _ColumnsLook:
-    """The newest that was answered, at the tick at which it `began`."""
+    """The newest result of a column look-up. `began`: the tick at which it started."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
@@ -90,48 +94,52 @@ class Database:
         self.suspended = False
         self.old_rows = OldRows(self.source)
         self.infos: dict[Relation, TableColumns] = {}
-        """Of relations captured now; one that is not any more goes at the next look."""
+        """Columns of captured relations; entries of other relations are removed later."""
         self.looked_at: Mapping[int, Relation] = {}
         self._ticks = count(1)
         self._looks: dict[Relation, _ColumnsLook] = {}
         self._looked_s: dict[Relation, float] = {}
-        """When what the catalogue says was read again."""
+        """Time at which a relation's catalog entry was last read again."""
         self._unlike: dict[Relation, float] = {}
-        """Relations that the database describes otherwise, and since when that is known."""
+        """Relations whose columns differ in the database → since when that is known."""
         self._indexed: Iterable[Relation] = ()
         self._by_oid: dict[int, Relation] = {}
         self._by_name: dict[tuple[str, str], Relation] = {}
         self._shown: dict[tuple[int, tuple[str, ...], Replica], ShownColumns] = {}
 
     def _look(self) -> None:
-        """The database has another table than the captured one."""
+        """Tell the capture that the database has another table than the captured one."""
         if self.seeker is not None:
             self.seeker.look()
 
     @property
     def starting(self) -> bool:
-        """It does not say yet which tables it has."""
+        """True if the capture has not reported its tables yet."""
         return not self.captured() and (self.seeker is None or not self.seeker.settled)
 
     def standing(self, schema: str, table: str) -> Standing | None:
         return self.seeker.standing(schema, table) if self.seeker is not None else None
 
     async def check_described(self, relation: Relation, now_s: float) -> None:
-        """A request was refused for what it says of this relation. Raises TableReplacedError where the database
-        describes it otherwise since a moment ago: the capture is told, and the request is right once that has
-        looked."""
+        """Check a relation's columns after a request for it was rejected.
+
+        Raises TableReplacedError if the database has had other columns for a short time: then the capture is informed,
+        and the request may succeed once it has checked.
+        """
         known = frozenset(column.name for column in relation.columns)
         columns = await self._columns(relation)
         if {name for name, generated in columns.items() if not generated} <= known <= columns.keys():
             self._unlike.pop(relation, None)
         elif now_s < self._unlike.setdefault(relation, now_s) + UNLIKE_S:
             self._look()
-            raise TableReplacedError(f"the table is described anew: table={relation.name}.")
+            raise TableReplacedError(f"the table was redefined: table={relation.name}.")
 
     async def _columns(self, relation: Relation) -> Mapping[str, bool]:
-        """The source's columns, of a look that began after this was called: an older one may not have what was added
-        before the request. All who come during one share the next, so that refusals never take more than one place
-        a relation from who describes tables."""
+        """Return the table's columns (name → generated), read by a query that started after this call.
+
+        An older result might lack a column that was added before the request. Concurrent callers share the next query,
+        so that rejected requests occupy at most one look-up slot per relation.
+        """
         asked, look = next(self._ticks), self._looks.setdefault(relation, _ColumnsLook())
         async with look.turn:
             if look.began < asked:
@@ -141,8 +149,11 @@ class Database:
             return look.columns
 
     async def look_again(self, connection: Connection, oid: int, now_s: float) -> TableColumns | None:
-        """What the catalogue says of a table now that PostgreSQL has to be asked about a row of it: an enum gets
-        labels, and its relation stays the same. None while it is not captured. Raises TableReplacedError."""
+        """Return the catalog entry of a table, read again at most every LOOK_S. None if the table is not captured.
+        Raises TableReplacedError.
+
+        Used when PostgreSQL has to evaluate a row: an enum may have new labels while its relation is unchanged.
+        """
         relation = self.captured().get(oid)
         if relation is None:
             return None
@@ -154,7 +165,7 @@ class Database:
         return self.infos.get(relation)
 
     def shown(self, info: TableColumns, columns: tuple[str, ...], replica: Replica) -> ShownColumns:
-        """`columns` () = all."""
+        """Return the cached writer and schema of a column selection; `columns` () = all."""
         relation = info.relation
         key = relation.oid, columns, replica
         found = self._shown.get(key)
@@ -167,19 +178,22 @@ class Database:
         return found
 
     def captured(self) -> Mapping[int, Relation]:
-        """oid → relation; the same mapping until one changes, where `relations` gives the same iterable until then."""
+        """Map oid → captured relation; the same object until a relation changes, if `relations` returns the same
+        iterable until then."""
         self._index()
         return self._by_oid
 
     def still(self, relation: Relation, needed: frozenset[str] | None = None) -> Relation | None:
-        """As it is captured now; None where it is not, or where its rows look otherwise to a client of these columns
-        (None = all). Whoever begins to follow a relation asks in that turn: `redefined` looks at those only who are
-        there already."""
+        """Return the relation as captured now; None if it is not, or if its rows look different to a client of these
+        columns (None = all).
+
+        A consumer must be added in the same turn of the loop as this check: `redefined` only finds existing consumers.
+        """
         now = self.captured().get(relation.oid)
         return now if now is not None and same_layout(now, relation, needed) else None
 
     def named(self) -> Mapping[tuple[str, str], Relation]:
-        """(schema, table) → relation, as `captured`."""
+        """Map (schema, table) → captured relation, like `captured`."""
         self._index()
         return self._by_name
 

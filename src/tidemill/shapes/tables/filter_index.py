@@ -1,11 +1,12 @@
-"""From a change to the shapes that it can match: one database's shapes by relation, and by what their filters ask for.
+"""Maps a change to the shapes that it can match: the shapes of one database by relation, and by the values that their
+filters require.
 
-R1  A consumer that is added is offered changes from the next `route` on, one that is removed none.
-R2  A consumer is offered every change that can match its filter, of the old row or the new one, in order. A filter
-    that needs one column to have one of some values (`Equality`) is found by value; the others see every change of
-    their relation.
-R3  In doubt a change is offered: a value that cannot be read, an update without its old row, a truncate, and the
-    first change of a relation whose columns changed, which ends what cannot follow it.
+- Invariant (registration): a consumer is offered changes from the next `route` after it was added until it is removed.
+- Invariant (complete): a consumer is offered, in order, every change whose old or new row can match its filter. A
+  filter that requires one column to have one of some values (`Equality`) is found by value; the others see every change
+  of their relation.
+- Invariant (conservative): in doubt a change is offered: a value that cannot be parsed, an update without its old row,
+  a truncate, and the first change after a relation's columns changed, which ends shapes that cannot follow it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Equality, Value
 
 INDEXED_VALUES = 1_000
-"""A filter that names more values of a column is evaluated for each change instead."""
+"""A filter that lists more values of a column is evaluated for each change instead."""
 
 Consumers = dict[TableConsumer, None]
 """An ordered set."""
 
 
 class _Column:
-    """The filters that need this column to have one of some values."""
+    """The filters that require this column to have one of some values."""
 
     def __init__(self, equality: Equality) -> None:
         self._read = equality.read
@@ -47,7 +48,7 @@ class _Column:
 
     def find(self, change: Change) -> Iterable[TableConsumer]:
         if change.stays is not None or change.over is not None:
-            return self.members  # a third row is among them
+            return self.members  # a third row is involved
         try:
             if change.new is None or change.old is None:
                 if change.op == "update":
@@ -58,7 +59,7 @@ class _Column:
         except BaseException as error:
             if not is_fault(error):
                 raise
-            return self.members  # each filter finds out for itself, and ends its own shape
+            return self.members  # each filter fails separately, and ends its own shape
         if new == old:
             return self._by_value.get(new, ())
         return {**self._by_value.get(new, {}), **self._by_value.get(old, {})}
@@ -119,7 +120,7 @@ class Router:
         self._tables.setdefault(consumer.oid, _Table(consumer.relation)).add(consumer)
 
     def remove(self, consumer: TableConsumer) -> None:
-        """Idempotent."""
+        """Remove a consumer. Idempotent."""
         table = self._tables.get(consumer.oid)
         if table is None or consumer not in table.members:
             return
@@ -128,7 +129,7 @@ class Router:
             del self._tables[consumer.oid]
 
     def route(self, changes: Sequence[Change]) -> Iterator[tuple[Iterable[TableConsumer], Sequence[Change]]]:
-        """Groups of consumers, and the changes that each of a group is offered."""
+        """Yield groups of consumers, and the changes that each consumer of the group is offered."""
         for oid, found in by_relation(changes, self._tables).items():
             table = self._tables[oid]
             if table.scanned:
@@ -142,10 +143,10 @@ class Router:
 
     @property
     def oids(self) -> list[int]:
-        """Of the relations that anybody follows."""
+        """Oids of the relations that have consumers."""
         return list(self._tables)
 
     def of(self, oid: int) -> list[TableConsumer]:
-        """Who follows this relation."""
+        """Return the consumers of this relation."""
         table = self._tables.get(oid)
         return list(table.members) if table is not None else []

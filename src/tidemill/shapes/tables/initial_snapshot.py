@@ -1,16 +1,15 @@
 """Reads a table shape's initial rows and joins them to the stream.
 
-Order matters, and is the caller's contract with `load`:
+The caller of `load` must follow this order:
 
-1. the consumer is registered with the router (changes are buffered from here on);
-2. `load` locks the table and then opens a REPEATABLE READ snapshot that sees every transaction delivered before 1
-   (`must_see`);
-3. rows become the base; 4. `consumer.open(snapshot)` replays the buffer through the xid filter.
+1. the consumer is registered with the router (changes are buffered from here on); 2. `load` locks the table, and then
+opens a REPEATABLE READ snapshot that sees every transaction delivered before step 1 (`must_see`); 3. rows become the
+base; 4. `consumer.open(snapshot)` replays the buffer through the xid filter.
 
-Rows are PostgreSQL's text output under capture's DISPLAY_SETTINGS: snapshot and stream must spell a value alike.
+Rows are PostgreSQL's text output under capture's DISPLAY_SETTINGS, since snapshot and stream must print a value alike.
 
-What arrives is bounded by FETCH_BYTES (or one row), and made into items in shapes' share of the loop. A query that
-gives no rows for STATEMENT_TIMEOUT_S ends: a filter without an index must not hold one of the few places for ever.
+Each fetch is bounded by FETCH_BYTES (or one row), and rendered in the loop share of shapes. A query that returns no
+rows for STATEMENT_TIMEOUT_S is cancelled: a filter without an index must not occupy a snapshot slot forever.
 """
 
 from __future__ import annotations
@@ -46,37 +45,37 @@ if TYPE_CHECKING:
 
 STATEMENT_TIMEOUT_S = 30
 SESSION_SETTINGS = {**DISPLAY_SETTINGS, "statement_timeout": f"{STATEMENT_TIMEOUT_S}s"}
-"""Besides those of every session on a captured database."""
+"""Added to the settings of every session on a captured database."""
 FETCH_BYTES = 1 << 20
 FIRST_ROWS = 50
 MOST_ROWS = 5_000
 SAMPLES = 20
-"""Rows of each result that are weighed to choose the size of the next."""
+"""Rows of each result that are measured to choose the size of the next fetch."""
 VISIBILITY_RETRY_S = 0.02
 VISIBILITY_TIMEOUT_S = 20.0
 REFUSALS = frozenset({"0A", "21", "22", "23", "42", "54"})
-"""Classes of SQLSTATE that blame the query: not supported, cardinality, data, constraint, syntax or access, limits."""
+"""SQLSTATE classes that blame the query: not supported, cardinality, data, constraint, syntax or access, limits."""
 SNAPSHOTS_AT_ONCE = 4
 SUBSETS_AT_ONCE = 4
-"""They do not wait for shapes that load, which takes much longer."""
+"""Slots for subsets: these do not wait for shapes that load, which takes much longer."""
 LOOKUPS_AT_ONCE = 2
-"""Of the catalogue; they do not wait for snapshots. Questions about rows, which the stream waits for, wait for neither:
-one is asked at a time."""
+"""Slots for catalog queries, which do not wait for snapshots. Questions about rows, for which the stream waits, have
+one slot of their own."""
 
 
 class TransientTableError(UnavailableError):
-    """The capture is about to take the table in, or as another one: a client that asks again is served."""
+    """The table is about to be captured, or captured again after a change; a client that retries is served."""
 
 
 class TableReplacedError(TransientTableError):
-    """The database has another table under the name than the one that is captured, or none. The capture finds out."""
+    """The name refers to another table than the captured one, or to none. The capture will detect this."""
 
 
 class PostgresSource:
-    """One captured database: catalogue look-ups and snapshots over ordinary connections."""
+    """One captured database: catalog queries and snapshots over ordinary connections."""
 
     def __init__(self, dsn: str, outdated: Callable[[], None] = lambda: None) -> None:
-        """`outdated()`: called whenever Outdated is raised."""
+        """Create a source. `outdated()` is called whenever TableReplacedError is raised."""
         self._dsn = dsn
         self._outdated = outdated
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
@@ -86,7 +85,8 @@ class PostgresSource:
 
     @asynccontextmanager
     async def _connection(self, slots: asyncio.Semaphore) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
-        """Raises UnavailableError when the database does not answer or fails while in use."""
+        """Connect with the session settings. Raises UnavailableError if the database does not answer or fails while in
+        use."""
         import psycopg
 
         async with slots:
@@ -111,13 +111,15 @@ class PostgresSource:
                 await connection.close()
 
     async def describe(self, relation: Relation) -> TableColumns:
-        """Raises TableReplacedError, UnavailableError."""
+        """Read the columns of a relation from the catalog. Raises TableReplacedError, UnavailableError."""
         async with self._connection(self._lookups) as connection:
             return await describe(connection, relation)
 
     async def columns(self, relation: Relation) -> dict[str, bool]:
-        """Names of the table's columns, and of each whether it is generated: the stream need not carry those, and does
-        where they are stored and published. Raises UnavailableError."""
+        """Return the names of the table's columns, and for each whether it is generated. Raises UnavailableError.
+
+        The stream carries generated columns only if they are stored and published.
+        """
         async with self._connection(self._lookups) as connection:
             cursor = await connection.execute(
                 "SELECT attname::text, attgenerated <> '' FROM pg_attribute"
@@ -127,20 +129,23 @@ class PostgresSource:
             return {str(name): bool(generated) for name, generated in await cursor.fetchall()}
 
     async def says_old_rows(self, relation: Relation) -> bool:
-        """Whether the stream says whole old rows of a table (replica_identity.py). Raises TableReplacedError,
-        UnavailableError."""
+        """Return whether the stream carries whole old rows of a table (replica_identity.py).
+
+        Raises TableReplacedError, UnavailableError.
+        """
         async with self._connection(self._lookups) as connection:
             cursor = await connection.execute(
                 "SELECT relreplident = 'f' AND relkind <> 'p' FROM pg_class WHERE oid = %s", (relation.oid,)
             )
             row = await cursor.fetchone()
             if row is None:
-                raise TableReplacedError(f"the table is gone: table={relation.name}.")
+                raise TableReplacedError(f"the table does not exist: table={relation.name}.")
         return bool(row[0])
 
     @asynccontextmanager
     async def judging(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
-        """A connection for `judge`. Raises UnavailableError or InvalidError, also for what is asked on it."""
+        """Open a connection for `judge`. Raises UnavailableError or InvalidError, also for queries on the
+        connection."""
         async with self._connection(self._questions) as connection:
             yield connection
 
@@ -154,7 +159,7 @@ class PostgresSource:
         with_rows: bool,
         share: LoopShare,
     ) -> PgSnapshot:
-        """Fill the shape's base; returns the snapshot it was read in, with its LSN. Raises UnavailableError or
+        """Fill the shape's base; return the snapshot in which it was read, with its LSN. Raises UnavailableError or
         InvalidError."""
         async with self._connection(self._snapshots) as connection:
             snapshot = await _open_snapshot(connection, info, must_see)
@@ -184,8 +189,11 @@ class PostgresSource:
         share: LoopShare,
         rows: ResponseMemory,
     ) -> tuple[PgSnapshot, int]:
-        """Put the rows of `query`, which gives the `shown` columns, into `rows`; returns the snapshot they were read
-        in, and an LSN behind every commit that it sees. Raises UnavailableError, InvalidError or Full."""
+        """Read the rows of `query`, which selects the `shown` columns, into `rows`. Return the snapshot in which they
+        were read, and an LSN after every commit that it sees.
+
+        Raises UnavailableError, InvalidError or OverBudgetError.
+        """
 
         def take(rendered: list[bytes]) -> bool:
             rows.add(rendered)
@@ -201,7 +209,7 @@ class PostgresSource:
 
 
 async def describe(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> TableColumns:
-    """Raises TableReplacedError."""
+    """Read the columns of a relation from the catalog. Raises TableReplacedError."""
     cursor = await connection.execute(DESCRIBE_SQL, (relation.oid,))
     rows = [ColumnInfo(*row) for row in await cursor.fetchall()]  # type: ignore[arg-type]
     try:
@@ -213,16 +221,18 @@ async def describe(connection: psycopg.AsyncConnection[tuple[object, ...]], rela
 async def _open_snapshot(
     connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns, must_see: frozenset[int]
 ) -> PgSnapshot:
-    """BEGIN, with a snapshot that sees `must_see`: a commit is in the WAL shortly before it is visible. And one that
-    waits for a synchronous standby is long before, so that another process may have had it confirmed: only PostgreSQL
-    can tell. Raises TableReplacedError, UnavailableError.
+    """Begin a transaction with a snapshot that sees `must_see`, and check that the table is still the captured one.
 
-    The lock comes first: TRUNCATE, and whatever writes a table anew, leave it empty for who reads it with an older
-    snapshot (https://www.postgresql.org/docs/current/mvcc-caveats.html), while the stream still brings what changed
-    in it before.
+    A commit is in the WAL shortly before it is visible, and long before if it waits for a synchronous standby. Another
+    process may have confirmed such a commit, so PostgreSQL is asked for them. Raises TableReplacedError,
+    UnavailableError.
+
+    The table is locked before the snapshot is taken: TRUNCATE and rewrites leave a table empty for older snapshots
+    (https://www.postgresql.org/docs/current/mvcc-caveats.html), while the stream still delivers what changed in it
+    before.
     """
     deadline = asyncio.get_running_loop().time() + VISIBILITY_TIMEOUT_S
-    # Once, and before the snapshot: others that write all the time wait as well, and come by the stream.
+    # Only once, and before the snapshot: later transactions that wait for a standby are delivered by the stream.
     must_see |= await _waiting_for_standbys(connection, info.relation.oid)
     while True:
         await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
@@ -238,14 +248,17 @@ async def _open_snapshot(
         await connection.execute("ROLLBACK")
         if asyncio.get_running_loop().time() > deadline:
             raise UnavailableError(
-                f"a streamed transaction stays invisible: xid={unseen[0]}.", fix="Check synchronous standbys."
+                f"a streamed transaction is not visible yet: xid={unseen[0]}.", fix="Check synchronous standbys."
             )
         await asyncio.sleep(VISIBILITY_RETRY_S)
 
 
 async def _waiting_for_standbys(connection: psycopg.AsyncConnection[tuple[object, ...]], oid: int) -> frozenset[int]:
-    """Transactions that changed the table, are in the WAL, and are visible once a standby has them, too. A role that is
-    not in pg_read_all_stats is told of its own sessions alone."""
+    """Return the transactions that changed the table, are in the WAL, and wait for a synchronous standby to become
+    visible.
+
+    A role without pg_read_all_stats sees only its own sessions.
+    """
     cursor = await connection.execute(
         "SELECT a.backend_xid::text FROM pg_stat_activity a WHERE a.wait_event = 'SyncRep'"
         " AND current_setting('synchronous_standby_names') <> '' AND a.backend_xid IS NOT NULL"
@@ -259,8 +272,11 @@ async def _waiting_for_standbys(connection: psycopg.AsyncConnection[tuple[object
 
 
 async def _written_lsn(connection: psycopg.AsyncConnection[tuple[object, ...]]) -> int:
-    """Asked behind the snapshot, so that every commit it sees is below: what is inserted, for a commit that does not
-    wait for its WAL is seen before that is written. On a standby what is replayed is all there is."""
+    """Return an LSN above every commit that the snapshot sees; called after the snapshot was opened.
+
+    It is the insert position: an asynchronous commit is visible before its WAL is written. On a standby it is the
+    replay position.
+    """
     cursor = await connection.execute(
         "SELECT ((CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_insert_lsn() END)"
         " - '0/0'::pg_lsn)::text"
@@ -279,12 +295,12 @@ async def _lock(connection: psycopg.AsyncConnection[tuple[object, ...]], info: T
         raise TableReplacedError(f"the table is gone: table={info.relation.name}.") from error
     except psycopg.errors.WrongObjectType as error:
         raise TableReplacedError(
-            f"the table was made anew and is not captured yet: table={info.relation.name}."
+            f"the table was re-created and is not captured yet: table={info.relation.name}."
         ) from error
 
 
 async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation) -> None:
-    """The name must still mean the relation whose changes are routed; a table made anew has another oid."""
+    """Check that the name still refers to the relation whose changes are routed; a re-created table has another oid."""
     name = qualified(relation.schema, relation.table)
     cursor = await connection.execute("SELECT to_regclass(%s)::oid::bigint", (name,))
     row = await cursor.fetchone()
@@ -292,11 +308,11 @@ async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]
     if oid is None:
         raise TableReplacedError(f"the table is gone: table={relation.name}.")
     if oid != relation.oid:
-        raise TableReplacedError(f"the table was made anew and is not captured yet: table={relation.name} oid={oid}.")
+        raise TableReplacedError(f"the table was re-created and is not captured yet: table={relation.name} oid={oid}.")
 
 
 class _Rendering:
-    """One result's rows, made into items in slices; `take` keeps them, and says whether to go on."""
+    """Renders the rows of one result in slices; `take` stores them, and returns whether to continue."""
 
     def __init__(
         self, take: Callable[[list[bytes]], bool], result: PGresult, names: Sequence[str], writer: RowWriter
@@ -321,7 +337,7 @@ class _Rendering:
 
 
 def _whole(info: TableColumns, where: Where | None) -> tuple[str, tuple[str, ...]]:
-    """The query of a shape's initial rows, and the values of its parameters."""
+    """Return the query of a shape's initial rows, and the values of its parameters."""
     query = f"SELECT {', '.join(map(identifier, info.names))} FROM {info.scope}"
     return (query, ()) if where is None else (f"{query} WHERE ({where.sql})", where.params)
 
@@ -329,10 +345,11 @@ def _whole(info: TableColumns, where: Where | None) -> tuple[str, tuple[str, ...
 async def _results(
     connection: psycopg.AsyncConnection[tuple[object, ...]], query: str, params: tuple[str, ...]
 ) -> AsyncIterator[PGresult]:
-    """The rows as text, FETCH_BYTES at a time, through a server-side cursor; the where clause runs in the database.
+    """Yield the rows as text, FETCH_BYTES at a time, through a server-side cursor; the where clause runs in the
+    database.
 
-    While it is planned there, names mean PostgreSQL's own operators and functions only. Values are printed under the
-    session's own search path, as the stream prints them.
+    The query is planned with an empty search path, so that names refer to PostgreSQL's own operators and functions
+    only. Values are printed under the session's own search path, as in the stream.
     """
     import psycopg
 

@@ -1,8 +1,8 @@
-"""Asks PostgreSQL for what a clause says of rows on which the evaluator here fails.
+"""Lets PostgreSQL evaluate a clause on rows on which the local evaluator fails.
 
-The evaluator refuses more than PostgreSQL does (numbers of thousands of digits, an enum label that came later). So a
-failure ends a shape only where PostgreSQL fails on the same values; its consumer waits for the answer with what it has
-not evaluated, and the bounds of the backlog count for it as for any other.
+The local evaluator rejects more than PostgreSQL does (numbers of thousands of digits, an enum label that was added
+later). So a failure ends a shape only if PostgreSQL fails on the same values. Until the answer, its consumer does not
+evaluate further changes, which count against the bounds of the backlog like any others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = structlog.get_logger()
 
 RETRY_S = 0.5
 KEPT_S = 1.0
-"""A connection waits so long for the next question: a row with a new label seldom comes alone."""
+"""Time for which a connection waits for the next question: a row with a new label seldom arrives alone."""
 TYPES_SQL = """
 SELECT format_type(c.type, c.mod),
        CASE WHEN l.oid IS NULL THEN '' ELSE format(' COLLATE %%I.%%I', s.nspname, l.collname) END
@@ -43,7 +43,8 @@ LEFT JOIN pg_collation l ON l.oid = a.attcollation
 LEFT JOIN pg_namespace s ON s.oid = l.collnamespace
 ORDER BY c.place
 """
-"""Of each column its type and, where that is not the type's own, its collation: a clause is of the column's."""
+"""Selects the type of each column and, if it is not the type's default, its collation, as a clause uses the column's
+collation."""
 Verdict = bool | EvaluationError
 
 
@@ -54,14 +55,14 @@ class Question(NamedTuple):
 
 
 class Judged:
-    """A clause as a consumer asks it, with PostgreSQL's verdicts on some rows."""
+    """A clause with PostgreSQL's verdicts on some rows."""
 
     def __init__(self, where: Where, verdicts: Sequence[tuple[Row, Verdict]]) -> None:
         self._where = where
         self._verdicts = verdicts
 
     def matches(self, row: Mapping[str, str | None]) -> bool:
-        """Raises EvaluationError."""
+        """Return whether the row matches. Raises EvaluationError."""
         for judged, verdict in self._verdicts:
             if judged is row:
                 if isinstance(verdict, EvaluationError):
@@ -74,8 +75,10 @@ Look = Callable[["Connection", "TableConsumer", Question], Awaitable[None]]
 
 
 async def answer(sink: ShapeTap, source: PostgresSource, look: Look) -> None:
-    """Answer what the sink's consumers ask, for ever. While the database does not answer they wait. One connection is
-    kept for as long as questions come. `look` is called before each, and may end the shape."""
+    """Answer the questions of the tap's consumers, forever. While the database does not answer, the consumers wait.
+
+    One connection is reused while questions arrive. `look` is called before each question, and may end the shape.
+    """
     while True:
         await sink.asked.wait()
         while sink.asking:
@@ -85,8 +88,8 @@ async def answer(sink: ShapeTap, source: PostgresSource, look: Look) -> None:
                         await _answer_first(sink, connection, look)
             except UnavailableError as error:
                 handle = sink.asking[0].shape.handle if sink.asking else ""
-                _log.warning("a row cannot be asked of the database", handle=handle, why=str(error))
-                sink.asking.rotate(-1)  # one that takes too long lets the others be asked first
+                _log.warning("the database cannot evaluate a row", handle=handle, why=str(error))
+                sink.asking.rotate(-1)  # questions behind a slow one go first
                 await asyncio.sleep(RETRY_S)
             except InvalidError as error:
                 question = sink.asking[0].question
@@ -94,7 +97,7 @@ async def answer(sink: ShapeTap, source: PostgresSource, look: Look) -> None:
 
 
 async def _asked(sink: ShapeTap) -> bool:
-    """Whether there is a question, or comes within KEPT_S."""
+    """Return whether there is a question, or one arrives within KEPT_S."""
     sink.asked.clear()
     if not sink.asking:
         try:
@@ -106,7 +109,7 @@ async def _asked(sink: ShapeTap) -> bool:
 
 
 async def _answer_first(sink: ShapeTap, connection: Connection, look: Look) -> None:
-    """Until it is answered the question stays the first: whatever is raised is about it."""
+    """Answer the first question. It remains the first until it is answered, so that errors can be assigned to it."""
     consumer = sink.asking[0]
     question = consumer.question
     if question is not None and not consumer.shape.gone:
@@ -118,7 +121,7 @@ async def _answer_first(sink: ShapeTap, connection: Connection, look: Look) -> N
 
 
 def _answered(sink: ShapeTap, question: Question | None, verdicts: Sequence[Verdict]) -> None:
-    """The first of those that ask is told, unless it asks no more."""
+    """Deliver the verdicts to the first waiting consumer, unless its question is void."""
     consumer = sink.asking.popleft()
     if question is not None and consumer.question is question:
         consumer.answered(verdicts)
@@ -126,7 +129,8 @@ def _answered(sink: ShapeTap, question: Question | None, verdicts: Sequence[Verd
 
 
 async def judge(connection: Connection, question: Question) -> list[Verdict]:
-    """On a connection of its own. Raises psycopg.Error for what is no fault of a row."""
+    """Evaluate the rows of a question on a dedicated connection. Raises psycopg.Error for failures that no row
+    causes."""
     import psycopg
 
     await connection.execute("SET search_path = pg_catalog")

@@ -1,11 +1,11 @@
-"""Shapes that must know what a row was before, over tables that are captured with the REPLICA IDENTITY they have.
+"""Checks whether a shape that needs old rows can be served over a table that is captured with its own REPLICA IDENTITY.
 
-A filter tells by the old row whether a row leaves the shape, and replica=full shows it. With FULL the stream says it
-whole; with any other identity it does not, and such a shape is refused. What the catalogue says is looked at here, so
-that nobody builds a shape that ends at its first change; that change is what decides (table_consumer.py, C4).
+A filter needs the old row to decide whether a row leaves the shape, and replica=full shows it. With FULL the stream
+carries the whole old row; with any other identity it does not, and such a shape is rejected. The catalog is checked
+here, so that no shape is built that would end at its first change; the change itself decides (table_consumer.py).
 
-Of a partitioned table the stream names an old row after the root's identity and fills it after the partition's: one
-that looks whole need not be, so none counts.
+For a partitioned table the stream announces old rows by the root's identity, but fills them by the partition's. A row
+that looks whole need not be, so partitioned tables never count as FULL.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from tidemill.shapes.definition.planner import FieldError, ShapeRequest
 from tidemill.shapes.tables.initial_snapshot import PostgresSource
 
 LOOK_S = 5.0
-"""A table is looked at once in this time, however many ask."""
+"""Interval at which a table's identity is read again, however many requests need it."""
 
 
 def needs_old_rows(relation: Relation, request: ShapeRequest) -> bool:
-    """Whether the shape must know of old rows what the relation's need not say."""
+    """Return whether the shape needs old rows that the stream of the relation need not carry."""
     filtered = bool(request.where) or (request.within is not None and bool(request.within.where))
     return relation.old_rows != "whole" and (filtered or request.replica == "full")
 
 
 class OldRows:
-    """Of one database: which of its tables say whole old rows."""
+    """Cache of which tables of one database have whole old rows in the stream."""
 
     def __init__(self, source: PostgresSource) -> None:
         self._source = source
         self._known: dict[int, tuple[bool, float]] = {}
-        """oid → (its identity is FULL, until when that is believed). A table that nobody asks for is not among them."""
+        """oid → (its identity is FULL, time until which that is valid). Tables without recent requests are removed."""
 
     async def check(self, relation: Relation, request: ShapeRequest, now_s: float) -> None:
-        """Raises FieldError where the stream does not say what the shape must know; Unavailable."""
+        """Raise FieldError if the stream does not carry what the shape needs, UnavailableError if that is unknown."""
         known, until_s = self._known.get(relation.oid, (False, 0.0))
         if now_s >= until_s:
             if until_s:
-                self._known[relation.oid] = (known, now_s + LOOK_S)  # one asks, the others go by what was
+                self._known[relation.oid] = (known, now_s + LOOK_S)  # one request queries, the others use the old value
             self._known = {oid: seen for oid, seen in self._known.items() if now_s < seen[1]}
             try:
                 known = await self._source.says_old_rows(relation)
@@ -51,7 +51,7 @@ class OldRows:
         field, what = ("where", "a where clause") if request.where else ("replica", "replica=full")
         raise FieldError(
             field,
-            f"{what} needs the old row of each change, and the stream does not say it: table={relation.name}.",
-            fix=f"Run ALTER TABLE {relation.name} REPLICA IDENTITY FULL; of a partitioned table, capture it with"
-            ' identity = "full". Or ask for the whole table.',
+            f"{what} needs the old row of each change, which the stream does not carry: table={relation.name}.",
+            fix=f"Run ALTER TABLE {relation.name} REPLICA IDENTITY FULL; capture a partitioned table with"
+            ' identity = "full". Or request the whole table.',
         )

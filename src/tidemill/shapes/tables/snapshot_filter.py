@@ -1,11 +1,12 @@
-"""Stitching a snapshot to the stream: which transactions a shape skips, because its initial rows hold them. Pure.
+"""Joins a snapshot to the stream: decides which transactions a shape skips, because its initial rows contain them.
+Pure.
 
-The rule itself is capture's (`capture/postgres/pg_snapshot.py`). Here is until when it is asked.
+The visibility rule itself is in `capture/postgres/pg_snapshot.py`. This module decides until when to apply it.
 
-A transaction with xid ≥ xmax may come in the stream before one that the snapshot sees: of two that commit at the same
-time, the first in the WAL need not be the first that becomes visible. But nothing that the snapshot sees comes at or
-behind the end of the WAL of then: from there on nothing is skipped any more. A shape may be quiet for any number of
-transactions, and its next one then has an xid outside of the 2³¹ window of the widening; its LSN says what it is.
+A transaction with xid ≥ xmax may be streamed before one that the snapshot sees: of two that commit at the same time,
+the first one in the WAL need not be the first to become visible. But nothing that the snapshot sees is at or after the
+end of the WAL at that time. From that LSN on nothing is skipped. The LSN decides even if the shape was quiet for so
+many transactions that the next xid is outside the 2³¹ window in which xids can be compared.
 
 `passed` is valid within one session and never stored. After a restart the stream begins at an earlier position. It
 repeats transactions that the snapshot contains and that left no item in the log of the shape.
@@ -22,7 +23,7 @@ class SnapshotFilter:
     def __init__(self, snapshot: PgSnapshot) -> None:
         self._snapshot = snapshot
         self.passed = False
-        """All further transactions are later than the snapshot."""
+        """True if all further transactions are later than the snapshot."""
 
     def admits(self, xid: int, commit_lsn: int) -> bool:
         if self.passed:

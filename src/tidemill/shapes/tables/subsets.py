@@ -1,7 +1,8 @@
-"""Reading subsets of a captured table's shape, joined to its stream as initial rows are.
+"""Reads subsets of a captured table's shape, joined to its stream as initial rows are.
 
 The snapshot sees every transaction that was streamed before it was opened (`must_see`), so no row is older than what a
-client at the tail of the log has already applied; later ones the client drops by `Metadata` where the rows show them.
+client at the end of the log has already applied. The client drops later changes that the rows already show, by
+`Metadata`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def subset_reader(
     share: LoopShare,
     recent: Callable[[], frozenset[int]],
 ) -> SubsetReader:
-    """`columns` are shown, () = all; `queryable` may be filtered and ordered by, () = all."""
+    """Return a reader of subsets. `columns` are shown, () = all; `queryable` may be used to filter and order, () =
+    all."""
     relation = info.relation
     shown = columns or info.names
     params_count = len(where.params) if where is not None else 0

@@ -1,17 +1,21 @@
-"""One table shape's side of the stream: an inbox of changes, from which it makes items. Synchronous, in slices.
+"""Evaluates changes for one table shape: an inbox of changes, from which it makes log items. Synchronous, in slices.
 
-C1  Changes are evaluated as they come, also before the snapshot of the initial rows is known; until then transactions
-    wait, as items. `open` names the snapshot, `settle` lets go of what it had seen and stages the rest.
-C2  Items are staged in the log as they are made, and shown at their commit, all at once; a delivery that begins the
-    same transaction anew discards what an interrupted one left behind.
-C3  A row that enters the filter is an insert, one that leaves it is a delete, a no-op is nothing.
-C4  Where the stream cannot be followed row by row (truncate, another form of a column that the shape needs, a filter or
-    replica=full and an old row that is not whole, a changed key and a value that nobody said) the shape ends at that
-    commit, and its clients refetch. A filter that fails on a row ends it there too, and its clients are answered 400;
-    where PostgreSQL can be asked, it fails only if PostgreSQL says so (remote_evaluation.py).
-C5  `seen` never goes back, and never passes a transaction whose effect is not in the log.
-C6  A log that comes from disk has whole transactions up to its end, and what the stream brings again of these is
-    skipped. Of a later one that changes nothing in it nothing is known, and it is evaluated again, to the same end.
+Changes are evaluated as they arrive, also before the snapshot of the initial rows is known. Until then transactions
+wait as items. `open` sets the snapshot; `settle` discards what the snapshot had seen, and stages the rest.
+
+- Invariant (whole transactions): items are staged in the log immediately, and become visible together at their commit.
+  A delivery that begins the same transaction again discards what an interrupted one left.
+- Invariant (filter transitions): a row that enters the filter is an insert, a row that leaves it is a delete, an update
+  without effect makes no item.
+- Invariant (end if not followable): a shape ends at the commit that the stream does not allow to follow row by row, and
+  its clients refetch: a truncate; a change of a column that the shape needs; an incomplete old row with a filter or
+  replica=full; a changed key with a value that the stream does not carry. A filter that fails on a row also ends the
+  shape, and its clients get 400. If PostgreSQL can be queried, the filter fails only if PostgreSQL also fails
+  (remote_evaluation.py).
+- Invariant (monotonic progress): `floor` never decreases, and never passes a transaction whose effect is not in the
+  log.
+- Invariant (restored logs): a log from disk has whole transactions up to its end, and repeated ones are skipped. It
+  does not record later transactions that changed nothing; these are evaluated again, with the same result.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from tidemill.shapes.where import Equality, EvaluationError, Where
 
 
 class Transaction:
-    """What all shapes share of one delivery of a transaction."""
+    """State that all shapes share of one delivery of a transaction."""
 
     __slots__ = ("commit_lsn", "headers", "xid")
 
@@ -46,7 +50,7 @@ class Transaction:
 
 
 class Backlog:
-    """Of one database: bytes of fragments that not all shapes have evaluated."""
+    """Bytes of one database's fragments that not all shapes have evaluated."""
 
     __slots__ = ("held_bytes",)
 
@@ -55,19 +59,19 @@ class Backlog:
 
 
 class Work:
-    """A fragment on its way through the shapes: kept for as long as one of them has not evaluated it."""
+    """A fragment that at least one shape has not evaluated yet."""
 
     __slots__ = ("arrived_s", "backlog", "before", "changes", "left", "size_bytes")
 
     def __init__(self, backlog: Backlog, changes: int, size_bytes: int, arrived_s: float, before: int) -> None:
-        """`before`: the newest whole transaction that arrived before it."""
+        """Count a fragment in. `before`: the newest whole transaction that arrived before it."""
         self.backlog = backlog
         self.changes = changes
         self.size_bytes = size_bytes
         self.arrived_s = arrived_s
         self.before = before
         self.left = 1
-        """Consumers that have not evaluated it yet, and one until it is routed."""
+        """Number of consumers that have not evaluated it yet, plus one until it is routed."""
         backlog.held_bytes += size_bytes
 
     def shrink(self, size_bytes: int) -> None:
@@ -83,7 +87,7 @@ class Work:
 
 
 class Entry:
-    """Some changes of a transaction, for one or many consumers; `commits`: it ends there."""
+    """Some changes of a transaction, for one or more consumers. `commits`: the transaction ends with them."""
 
     __slots__ = ("changes", "commits", "size_bytes", "transaction", "work")
 
@@ -93,12 +97,15 @@ class Entry:
         self.changes = changes
         self.commits = commits
         self.size_bytes = work.size_bytes * len(changes) // max(1, work.changes)
-        """Its share of the fragment."""
+        """Share of the fragment's size."""
 
 
 class _Delivery:
-    """Of one transaction to one shape. `items` wait for the snapshot; of one that follows they are in the log at once.
-    `failure` ends the shape at its commit (C4): with `error` for good, else it starts over."""
+    """One delivery of a transaction to one shape.
+
+    `items` wait for the snapshot; once the consumer follows the stream they go directly to the log. `failure` ends the
+    shape at the commit: with `error` permanently, otherwise it starts again.
+    """
 
     __slots__ = ("error", "failure", "items", "transaction")
 
@@ -110,8 +117,10 @@ class _Delivery:
 
 
 class TableConsumer:
-    """Takes the changes of one relation for one shape. `offer` and `evaluate` by its sink; `open`, then `settle` until
-    it returns False, by who loads the shape."""
+    """Processes the changes of one relation for one shape.
+
+    The tap calls `offer` and `evaluate`. The loader of the shape calls `open`, then `settle` until it returns False.
+    """
 
     __slots__ = (
         "_asks", "_at", "_current", "_filter", "_following", "_has_lsn", "_spent_at", "_spent_s", "_staged",
@@ -129,35 +138,38 @@ class TableConsumer:
         has_lsn: int = 0,
         asks: bool = False,
     ) -> None:
-        """`has_lsn`: of the newest transaction in a log that comes from disk (C6). `asks`: somebody answers what
-        `question` says."""
+        """Create a consumer.
+
+        `has_lsn`: the newest transaction in a log that was restored from disk. `asks`: failing rows are sent to
+        PostgreSQL as a `question`.
+        """
         self.shape = shape
         self.relation = relation
         self.needed = needed_columns(relation, shape.definition.columns, where)
         self.inbox: deque[Entry] = deque()
         self.inbox_bytes = 0
         self.floor = 0
-        """While something is in the inbox: the newest transaction before it."""
+        """Newest transaction before the first entry of the inbox; valid while there is one."""
         self._spent_s, self._spent_at = 0.0, 0
         self._where: Where | Judged | None = where
         self._asks = asks
         self.question: Question | None = None
-        """What it waits for; `answered` ends that."""
+        """Rows that PostgreSQL must evaluate before work continues; cleared by `answered`."""
         self._verdicts: list[tuple[Row, Verdict]] = []
-        """Of the change at hand."""
+        """PostgreSQL's verdicts on rows of the current change."""
         self._writer = writer
         self._at = 0
-        """Changes of the first entry that are done."""
+        """Number of processed changes of the first entry."""
         self._has_lsn = has_lsn
         self._filter: SnapshotFilter | None = None
-        """The filter is: it is asked no more."""
+        """Decides which transactions the snapshot contains; None until the snapshot is known."""
         self._following = False
         self._current: _Delivery | None = None
         self._waiting: deque[_Delivery] | None = None
         self._staged: _Delivery | None = None
-        """Whose items are staged in the log."""
+        """The delivery whose items are staged in the log."""
         self.pending_bytes = 0
-        """Of items that wait for the snapshot."""
+        """Bytes of the items that wait for the snapshot."""
 
     @property
     def oid(self) -> int:
@@ -173,13 +185,14 @@ class TableConsumer:
         self._spent_s += seconds
 
     def spent_s(self, tick: int) -> float:
-        """Time used lately, for choosing who is too dear: with each of the sink's ticks it is half of what it was."""
+        """Return the time used lately; it halves with each tick of the tap. Used to select the most expensive
+        shapes."""
         return float(self._spent_s * 0.5 ** (tick - self._spent_at))
 
-    # -- the stream, by the sink -------------------------------------------------------------------------------
+    # -- the stream, called by the tap -------------------------------------------------------------------------------
 
     def offer(self, entry: Entry, before: int) -> None:
-        """`before`: the newest transaction that is older than the entry's."""
+        """Append an entry to the inbox. `before`: the newest transaction that is older than the entry's."""
         if not self.inbox:
             self.floor = max(self.floor, before)
         self.inbox.append(entry)
@@ -187,7 +200,7 @@ class TableConsumer:
         entry.work.left += 1
 
     def evaluate(self, turn: Turn) -> bool:
-        """Work the inbox off until it is empty or a question is open (False), or the turn is over (True)."""
+        """Process the inbox. Return False if it is empty or a question is open, True if the turn ended before that."""
         while self.inbox:
             entry = self.inbox[0]
             current, changes = self._current, entry.changes
@@ -220,13 +233,13 @@ class TableConsumer:
         self._at = 0
 
     def answered(self, verdicts: Sequence[Verdict]) -> None:
-        """What PostgreSQL says of the question's rows."""
+        """Continue with PostgreSQL's verdicts on the rows of the question."""
         if self.question is not None:
             self._verdicts += zip(self.question.rows, verdicts, strict=True)
             self.question = None
 
     def clear(self) -> None:
-        """Let go of everything; the shape is over."""
+        """Release everything; the shape has ended."""
         self.question = None
         while self.inbox:
             self._next()
@@ -235,18 +248,19 @@ class TableConsumer:
         while self._waiting:
             self._discard(self._waiting.popleft())
 
-    # -- the snapshot, by who loads ----------------------------------------------------------------------------
+    # -- the snapshot, called by the loader --------------------------------------------------------------------------
 
     def open(self, snapshot: PgSnapshot) -> None:
-        """The base is complete as of `snapshot`."""
+        """Set the snapshot as of which the base is complete."""
         self._filter = SnapshotFilter(snapshot)
 
     def follow(self) -> None:
-        """Nothing waits for the snapshot: the log is an old one."""
+        """Write directly to the log from now on: a restored log has its snapshot already."""
         self._following = True
 
     def settle(self, turn: Turn) -> bool:
-        """Show what committed meanwhile and the snapshot had not seen. False: all of it; from here on at once."""
+        """Publish what committed since the snapshot. Return True if there is more; after False, items go directly to
+        the log."""
         while self._waiting:
             if not self._stage(self._waiting[0], turn):
                 return True
@@ -257,7 +271,7 @@ class TableConsumer:
         return False
 
     def _stage(self, delivery: _Delivery, turn: Turn) -> bool:
-        """Move what waits into the log; False when the turn was over before the end."""
+        """Move waiting items into the log; return False if the turn ended first."""
         if not self._admits(delivery) or delivery.failure:
             self._discard(delivery)
             return True
@@ -298,7 +312,7 @@ class TableConsumer:
         return self._filter.admits(delivery.transaction.xid, delivery.transaction.commit_lsn)
 
     def _discard(self, delivery: _Delivery | None) -> None:
-        """Let go of a delivery that will not be shown."""
+        """Release a delivery that will not be shown."""
         if delivery is None:
             return
         while delivery.items:
@@ -312,7 +326,8 @@ class TableConsumer:
         self.shape.log.budget.give(item.size_bytes)
 
     def _convert(self, current: _Delivery, change: Change) -> None:
-        # Taken here, used or not: while a change was asked about, the snapshot may have come, which had seen it.
+        # Consumed even if unused: while PostgreSQL evaluated the change, a snapshot that contains it may have been
+        # opened.
         verdicts, self._verdicts = self._verdicts, []
         if current.failure:
             return
@@ -342,7 +357,7 @@ class TableConsumer:
                 self._wait(current, item)
 
     def _ask(self, change: Change) -> None:
-        """About each row of the change on which the filter fails."""
+        """Ask PostgreSQL about each row of the change on which the filter fails."""
         where, failing = self._where, list[Row]()
         assert isinstance(where, Where)
         for row in (change.old, change.new, change.stays, change.over):
@@ -388,13 +403,14 @@ class TableConsumer:
         return "" if seen.old_rows == "whole" else self._unsaid(change)
 
     def _unsaid(self, change: Change) -> str:
-        """What this shape would have to know of a row, and an identity that is not FULL does not say."""
+        """Return why the shape cannot follow this change without FULL identity, "" if it can: the stream omits
+        something that the shape needs."""
         old = change.old
         asked = (self._where is not None or self._writer.full) and change.op != "insert"
         if asked and (old is None or len(old) < len(change.relation.columns)):
-            return "the table's REPLICA IDENTITY is not FULL any more"
+            return "the table's REPLICA IDENTITY is no longer FULL"
         if key_changed(change) and self._writer.shows(change.unchanged):
-            return "a row got another key, and the stream does not say all its values"
+            return "the key of a row changed, and the stream does not carry all its values"
         return ""
 
     def _items_of(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
@@ -416,8 +432,10 @@ class TableConsumer:
             self._update(offset, old, new, headers, items)
 
     def _rival(self, change: Change, offset: LogOffset, headers: Headers, items: list[LogItem]) -> None:
-        """Two rows hold a key of it at once (capture/delivery/deferrable_keys.py): a client has one row a key, so the
-        key is updated."""
+        """Emit items for a change where two rows briefly have the same key (capture/delivery/deferrable_keys.py).
+
+        Clients store one row per key, so the row with that key is updated.
+        """
         writer, matches = self._writer, self._matches
         old, new, stays = change.old, change.new, change.stays
         after = LogOffset(offset.tx, offset.op + 1)
@@ -440,7 +458,8 @@ class TableConsumer:
         return self._where is None or self._where.matches(row)
 
     def _update(self, offset: LogOffset, old: Row | None, new: Row, headers: Headers, items: list[LogItem]) -> None:
-        """Without the old row (C4: and without a filter) every column counts as changed but those that nobody said."""
+        """Emit the items of an update. Without the old row (and so without a filter) every column counts as changed,
+        except those that the stream omits."""
         writer, where = self._writer, self._where
         after = where is None or where.matches(new)
         before = where is None or (old is not None and where.matches(old))
@@ -475,7 +494,7 @@ SHOWN_CHARS = 200
 
 
 def needed_columns(relation: Relation, shown: Sequence[str], where: Where | None) -> frozenset[str] | None:
-    """What a shape must know of a row, where its client chose what is `shown`; None: all columns there are."""
+    """Return the columns that a shape must know if its client selected the `shown` ones; None = all."""
     if not shown:
         return None
     key = [column.name for column in relation.key_columns]
@@ -483,7 +502,7 @@ def needed_columns(relation: Relation, shown: Sequence[str], where: Where | None
 
 
 def same_layout(one: Relation, other: Relation, needed: frozenset[str] | None = None) -> bool:
-    """Whether rows of both look alike to a client of these columns (None = all)."""
+    """Return whether rows of both relations look alike to a client of these columns (None = all)."""
     return (one.schema, one.table, _layout(one, needed)) == (other.schema, other.table, _layout(other, needed))
 
 

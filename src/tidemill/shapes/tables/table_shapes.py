@@ -1,7 +1,9 @@
-"""Shapes over captured tables: finding the table, planning, and building a shape in the order that stitching needs.
+"""Shapes over captured tables: finds the table of a request, plans it, and builds or restores its shape.
 
-V2  The consumer is registered with the router before the snapshot is taken, and the snapshot sees every
-    transaction that was streamed before that (`initial_snapshot` says how).
+Owns the captured databases, and the consumer of each table shape.
+
+Invariant (no gap): the consumer is registered with the router before the snapshot is taken, and the snapshot sees every
+transaction that was streamed before that (see `initial_snapshot`).
 """
 
 from __future__ import annotations
@@ -56,20 +58,20 @@ if TYPE_CHECKING:
 _log = structlog.get_logger()
 
 SEEKING = 50
-"""So many requests wait for new tables at once, a part of `max_initial`."""
+"""Largest number of requests that wait for new tables; a part of `max_initial`."""
 
 SOUGHT_S = 20.0
-"""A request for a table that is not captured waits so long for it to be taken in."""
+"""Time that a request waits for a table to be captured."""
 STARTING_S = 5.0
-"""… and so long for a capture that does not say yet what it has."""
+"""Time that a request waits for a capture that has not reported its tables yet."""
 
 
 class CaptureStartingError(UnavailableError):
-    """A capture does not say yet which tables it has."""
+    """The capture has not reported its tables yet."""
 
 
 class TablePausedError(UnavailableError):
-    """The table is captured, and carries nothing until it is copied. `retry_after_s`: when to ask again."""
+    """The table is captured, but carries no changes until it is copied. `retry_after_s`: when to retry."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -77,9 +79,9 @@ class TablePausedError(UnavailableError):
 
 
 def _look_failed(name: str, error: BaseException) -> None:
-    """Whoever asked is told, unless another look was first: a fault is not to be lost then."""
+    """Log an unexpected error. Its request gets it only if no other capture answered first."""
     if not isinstance(error, TidemillError):
-        _log.error("the look for a table failed", part=name, error=sentence(error), exc_info=error)
+        _log.error("a search for a table failed", part=name, error=sentence(error), exc_info=error)
 
 
 class NotCapturedError(FieldError):
@@ -88,20 +90,20 @@ class NotCapturedError(FieldError):
     def __init__(self, schema: str, table: str) -> None:
         super().__init__(
             "table",
-            f'Table "{schema}"."{table}" is not captured.',
-            fix="Check the name (quote it if it has capitals), and what `tidemill capture list` says of the table.",
+            f'table "{schema}"."{table}" is not captured.',
+            fix="Check the name (quote it if it has capitals) and its state in `tidemill capture list`.",
         )
 
 
 RESTORE_S = 20.0
-"""For a database that does not answer while shapes are restored: commits wait for them, and so do their clients."""
+"""Deadline for a database that does not answer while its shapes are restored: commits and clients wait for them."""
 RESTORE_RETRY_S = 0.5
 RESTORED_AT_ONCE = 100
-"""Compiled together, and taken in before others have their turn of the loop."""
+"""Shapes compiled together, and added before other tasks get their turn of the loop."""
 
 
 class _Found(NamedTuple):
-    """A shape of an earlier life, and what it was of."""
+    """A stored shape, and the table that it belongs to now."""
 
     saved: Saved
     kept: SavedDefinition
@@ -111,7 +113,7 @@ class _Found(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """A consumer, and what its table looked like when its shape was built."""
+    """A consumer, and the columns of its table when its shape was built."""
 
     sink: ShapeTap
     consumer: TableConsumer
@@ -119,7 +121,7 @@ class Registered(NamedTuple):
 
 
 class TableShapes:
-    """All captured databases of this process."""
+    """Shapes over all captured databases of this process."""
 
     def __init__(self, clock: Clock, share: LoopShare, backlog: BacklogLimits, compiler: CompilerThread) -> None:
         self._clock = clock
@@ -138,18 +140,18 @@ class TableShapes:
         store: ShapeStore | None = None,
         seeker: Seeker | None = None,
     ) -> ShapeTap:
-        """The database's new sink; whoever adds it keeps its `run` running, behind a `restore`."""
+        """Create the tap of a database. The caller runs `restore` and then the tap's `run` in a task."""
         sink = ShapeTap(self._clock, self._share, self._backlog, consumer=f"shapes:{name}", store=store)
         self._databases[name] = Database(dsn, relations, sink, store, seeker)
         return sink
 
     def log(self, database: str, limits: LogLimits, budget: Budget) -> LogStorage:
-        """A new one, for a shape of this database."""
+        """Create the log of a new shape of this database."""
         store = self._databases[database].store
         return MemoryLog(limits, budget) if store is None else store.new_log()
 
     def suspend(self, name: str) -> None:
-        """Nothing is captured for now, which looks like a capture that starts."""
+        """Treat the database as not captured for now, as if its capture were starting."""
         database = self._databases.get(name)
         if database is not None:
             database.relations = tuple
@@ -157,11 +159,11 @@ class TableShapes:
             database.suspended = True
 
     def starting(self) -> bool:
-        """Is there a database that does not say yet which tables it has, or whose shapes are not back yet?"""
+        """Return whether some database has not reported its tables yet, or is restoring its shapes."""
         return any(not each.suspended and (each.sink.restoring or each.starting) for each in self._databases.values())
 
     def uncaptured(self) -> list[TableConsumer]:
-        """Whose table is not among those captured now; none of a database where that is not known."""
+        """Return the consumers whose table is no longer captured; none for a database whose tables are unknown."""
         found: list[TableConsumer] = []
         for each in self._databases.values():
             followed = each.sink.router.oids
@@ -172,7 +174,7 @@ class TableShapes:
         return found
 
     def redefined(self) -> list[TableConsumer]:
-        """Whose table has another description since the last call, be it that no row came under it yet."""
+        """Return the consumers whose table was redefined since the last call, even if no row has arrived since."""
         found: list[TableConsumer] = []
         for each in self._databases.values():
             captured = each.captured()
@@ -184,7 +186,7 @@ class TableShapes:
         return found
 
     def forget_gone(self) -> None:
-        """Drop what is known of relations that are not captured any more."""
+        """Forget what is known of relations that are no longer captured."""
         for database in self._databases.values():
             database.forget_others(list(database.relations()))
 
@@ -192,7 +194,7 @@ class TableShapes:
         return {name: database.sink for name, database in self._databases.items()}
 
     def last_seen(self, shape: LiveShape) -> int:
-        """Newest transaction of the shape's database whose effect on the shape, if any, is in its log."""
+        """Return the newest transaction of the shape's database whose effect on the shape, if any, is in its log."""
         registered = self._consumers.get(shape.handle)
         if registered is None:
             return shape.last_seen
@@ -203,26 +205,29 @@ class TableShapes:
         return 0 if registered is None else registered.consumer.pending_bytes
 
     def find(self, table: str) -> tuple[str, Relation]:
-        """The captured relation a table parameter names. Raises FieldError (NotCapturedError where there is none),
-        TablePausedError, or UnavailableError while a capture starts."""
+        """Return the database and the captured relation that a table parameter names.
+
+        Raises FieldError (NotCapturedError if no capture has it), TablePausedError, or UnavailableError while a capture
+        starts.
+        """
         asked, schema, name = self._asked(table)
         for database in asked:
             if self._databases[database].sink.restoring and not self._databases[database].suspended:
-                raise UnavailableError(f"the shapes of an earlier life are being restored: database={database}.")
+                raise UnavailableError(f"shapes are still being restored after a restart: database={database}.")
         return self._find(table, asked, schema, name)
 
     def _asked(self, table: str) -> tuple[list[str], str, str]:
-        """The databases that may have it, its schema and name. Raises FieldError."""
+        """Return the databases that may have the table, its schema and its name. Raises FieldError."""
         prefix, separator, rest = table.partition(":")
         chosen = bool(separator) and prefix in self._databases
         schema, name = split_table(rest if chosen else table)
         return [prefix] if chosen else list(self._databases), schema, name
 
     async def _found(self, table: str, *, waits: bool) -> tuple[str, Relation]:
-        """As `find`. Where it `waits`, a table that was made a moment ago is waited for; so is, for less long and
-        always, a capture between two of its sessions."""
+        """Find a table as `find` does, and wait for a capture between two sessions (STARTING_S). With `waits`, also
+        wait for a table that was created a moment ago (SOUGHT_S)."""
         sought = True
-        while sought:  # between its captures' answer and `find` a parked table may begin to be copied again
+        while sought:  # a paused table may begin to be copied again between the captures' answer and `find`
             try:
                 return self.find(table)
             except NotCapturedError:
@@ -234,11 +239,13 @@ class TableShapes:
         return self.find(table)
 
     async def _sought(self, asked: Sequence[str], schema: str, name: str, within_s: float = SOUGHT_S) -> bool:
-        """Whether one of these captures has the table, or parks it; the first to say so is waited for. Raises
-        UnavailableError when none does and one cannot say, or too many requests wait already: whoever asks for tables
-        that do not exist, while a capture is down, leaves the other requests their places."""
+        """Return whether one of these captures has the table, or has paused it; the first such answer ends the wait.
+
+        Raises UnavailableError if none has it and one does not know, or if too many requests wait already. The limit
+        keeps requests for missing tables from using up all places while a capture is down.
+        """
         if self._seeking >= SEEKING:
-            raise UnavailableError(f"as many requests wait for new tables as may: limit={SEEKING}.")
+            raise UnavailableError(f"too many requests wait for new tables: limit={SEEKING}.")
         seekers = [each.seeker for each in map(self._databases.__getitem__, asked) if each.seeker is not None]
         unsaid: TidemillError | None = None
         self._seeking += 1
@@ -271,18 +278,23 @@ class TableShapes:
             raise NotCapturedError(schema, name)
         if len(found) > 1:
             names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)
-            raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Write one of these.")
+            raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Use one of these.")
         return found[0]
 
     async def plan(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
-        """`waits`: for a table that is not captured yet. Raises FieldError; Unavailable for what passes (Parked where
-        the table is, Passing where it is another one than the captured one)."""
+        """Check a request and return its plan. `waits`: wait for a table that is not captured yet.
+
+        Raises FieldError, or UnavailableError for temporary conditions: TablePausedError, or TableReplacedError if the
+        database has another table than the captured one.
+        """
         plan = await self._plan_on(request)
         return plan or await self._plan(request, *(await self._found(request.table, waits=waits)))
 
     async def _plan_on(self, request: ShapeRequest) -> Plan | None:
-        """The plan of a shape that continues while its table is parked, by the description it was built with. A request
-        for any other shape waits for the table."""
+        """Return the plan of a shape that continues while its table is paused, by the columns it was built with.
+
+        A request for any other shape waits for the table.
+        """
         if not any(each.sink.parked_oids for each in self._databases.values()):
             return None
         asked, schema, name = self._asked(request.table)
@@ -353,7 +365,7 @@ class TableShapes:
     async def _check(
         self, request: ShapeRequest, database_name: str, relation: Relation
     ) -> tuple[TableColumns, tuple[str, ...]]:
-        """The relation's columns, and those that the request shows. Raises as `plan` does."""
+        """Return the relation's columns, and those that the request shows. Raises as `plan` does."""
         database = self._databases[database_name]
         info = database.infos.get(relation)
         if info is None:
@@ -364,12 +376,12 @@ class TableShapes:
         return info, check_columns(request, info.names, info.key)
 
     def follows(self, shape: LiveShape, relation: Relation | None) -> bool:
-        """Whether the shape's consumer is on this very relation, not on a dropped one of the same name."""
+        """Return whether the shape's consumer follows this very relation, not a dropped one of the same name."""
         registered = self._consumers.get(shape.handle)
         return registered is None or relation is None or registered.consumer.oid == relation.oid
 
     def continues(self, shape: LiveShape) -> bool:
-        """Its table is parked, and the shape needs none of the changed columns."""
+        """Return whether the table is paused and the shape needs none of the changed columns."""
         registered = self._consumers.get(shape.handle)
         return registered is not None and registered.consumer.oid in registered.sink.parked_oids
 
@@ -386,7 +398,7 @@ class TableShapes:
         writer = database.shown(info, definition.columns, definition.replica).writer
         consumer = TableConsumer(shape, relation, where, writer, asks=True)
         if database.still(relation) is None:
-            raise TransientTableError(f"the table is not captured just now, or not as it was: table={relation.name}.")
+            raise TransientTableError(f"the table is not captured now, or was redefined: table={relation.name}.")
         must_see = database.sink.recent
         database.sink.add(consumer)
         self._consumers[shape.handle] = Registered(database.sink, consumer, info)
@@ -404,8 +416,11 @@ class TableShapes:
             database.store.record(shape.log, shape.handle, kept.encode(), str(snapshot))
 
     async def answer(self, name: str) -> None:
-        """Take the questions of the database's shapes to it, for ever. A shape whose columns the catalogue describes
-        otherwise by now ends: compiled anew it knows what it would else ask about again and again."""
+        """Send the questions of the database's shapes to the database, forever.
+
+        A shape whose column types changed in the catalog ends: compiled again it knows them, and need not ask
+        repeatedly.
+        """
         database = self._databases[name]
 
         async def look(connection: Connection, consumer: TableConsumer, question: Question) -> None:
@@ -423,9 +438,10 @@ class TableShapes:
     # -- after a restart ---------------------------------------------------------------------------------------
 
     async def restore(self, name: str, start: Callable[[Saved, SavedDefinition, DiskLog], LiveShape]) -> None:
-        """Follow the shapes that the database's store holds, before anything is routed (capture_tap.py, K6); `start`
-        takes each in. What cannot go on as it was is forgotten. Idempotent. Raises UnavailableError, to be tried
-        again."""
+        """Restore the stored shapes of a database, before anything is routed; `start` adds each of them.
+
+        Shapes that cannot continue are deleted. Idempotent. Raises UnavailableError; the caller retries.
+        """
         database = self._databases[name]
         sink, store = database.sink, database.store
         if store is None or not sink.restoring:
@@ -435,7 +451,7 @@ class TableShapes:
         try:
             saved = await store.saved() if sink.restoring else []
         except UnavailableError as error:
-            _log.error("shapes of an earlier life cannot be read", database=name, error=str(error))
+            _log.error("stored shapes cannot be read", database=name, error=str(error))
             store.start_over()
             sink.name = store.owner
             saved = []
@@ -480,12 +496,15 @@ class TableShapes:
                     raise
                 over.append((each.saved, error))
         for saved, why in over:
-            _log.info("a shape of an earlier life is over", handle=saved.handle, why=sentence(why))
+            _log.info("a stored shape cannot be restored", handle=saved.handle, why=sentence(why))
             store.forget(saved)
 
     async def _find_in_time(self, name: str, saved: Saved, deadline_s: float) -> _Found:
-        """As `_find_again`. While shapes are restored WAL is kept, so whatever cannot be restored soon is not: one that
-        the database does not answer for is tried again until the deadline, and no other fault is."""
+        """Find a stored shape's table. If the database does not answer, retry until the deadline; other errors are
+        raised.
+
+        WAL is retained while shapes are restored, so a shape that cannot be restored soon is deleted.
+        """
         while True:
             try:
                 return await self._find_again(name, saved)
@@ -495,16 +514,16 @@ class TableShapes:
                 await asyncio.sleep(RESTORE_RETRY_S)
 
     async def _find_again(self, name: str, saved: Saved) -> _Found:
-        """What the shape was of, as it is now. Raises what ends it."""
+        """Return the stored shape with its table's current relation. Raises the error that ends the shape."""
         kept = SavedDefinition.decode(saved.record)
         relation = self._databases[name].still(
             kept.relation, needed_columns(kept.relation, kept.definition.columns, None)
         )
         if relation is None:
-            raise MissingError("its table is another one now.")
+            raise MissingError("its table was re-created or redefined.")
         try:
             return _Found(saved, kept, relation, *await self._check(kept.request, name, relation))
-        except TransientTableError as error:  # nothing that is worth a try until the deadline
+        except TransientTableError as error:  # a retry before the deadline would not help
             raise MissingError(error.message) from error
 
     def _take_back(
@@ -515,7 +534,8 @@ class TableShapes:
         where: Where | None,
         start: Callable[[Saved, SavedDefinition, DiskLog], LiveShape],
     ) -> None:
-        """Plain def: from here on the sink tells it whatever befalls its table. Raises what ends it."""
+        """Start a stored shape. A plain def: from here on the tap informs it of changes to its table. Raises the error
+        that ends it."""
         sink = self._databases[name].sink
         saved, kept, relation, info, columns = found
         definition = definition_of(kept.request, _source(name, relation), columns, where)
@@ -523,13 +543,13 @@ class TableShapes:
         if definition != kept.definition or shown.schema_json != kept.schema_json:
             raise MissingError("its table's description changed.")
         if relation.oid not in (sink.resumable or ()):
-            raise MissingError("changes of its table were left out.")
+            raise MissingError("changes of its table were omitted.")
         needed = needed_columns(kept.relation, kept.definition.columns, where)
-        if self._databases[name].still(kept.relation, needed) is not relation:  # since it was found
-            raise MissingError("its table is another one now.")
+        if self._databases[name].still(kept.relation, needed) is not relation:  # may have changed since it was found
+            raise MissingError("its table was re-created or redefined.")
         snapshot = PgSnapshot.parse(saved.snapshot) if saved.snapshot else None
         if snapshot is None or not snapshot.lsn:
-            raise MissingError("an earlier release kept it, without the end of the WAL of its snapshot.")
+            raise MissingError("its record lacks the LSN of its snapshot.")
         log = store.old_log(saved)
         try:
             shape = start(saved, replace(kept, schema_json=shown.schema_json), log)
