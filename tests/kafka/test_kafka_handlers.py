@@ -540,7 +540,7 @@ def test_coordinators_of_anything_but_groups_and_transactions_are_refused_with_a
         assert (int(answer.error_code), answer.node_id) == (0, 1)
         answer = client.ask(10, 1, struct.pack(">h", 1) + b"t" + b"\x02")
         assert int(answer.error_code) == error_codes.INVALID_REQUEST
-        assert answer.error_message == "Share groups are not served."
+        assert answer.error_message == "Share groups are not supported."
 
 
 # the table of codes ------------------------------------------------------------------------------

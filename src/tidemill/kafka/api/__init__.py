@@ -1,6 +1,7 @@
-"""Between the wire and the handlers: dispatch, authorization, shared context.
+"""Layer between the wire and the handlers: dispatch, authorization and shared context.
 
     request ─► dispatch (which handler, which version) ─► required_operations ─► authorizer ─► handler ─► response
 
-Owns the table of APIs and what each of them requires. Handlers are in `handlers`, one file per API key.
+This package owns the table of APIs and the operations that each requires. Handlers are in `handlers`, one file per API
+key.
 """

@@ -1,10 +1,11 @@
-"""Authorization of requests: what a connection's principal may do, asked in one place a request.
+"""Authorization of requests: the operations that a connection's principal may perform, checked once per request.
 
-AC1  `checked` stands before every handler on decoded bodies; Produce and Fetch, which have codecs of their own, ask
-     `context.access` where they resolve a topic. Which operation an API asks for is in `required_operations.CHECKS`;
-     one that is missing there is refused to everybody but super users.
-AC2  Of a request that names several things those that are allowed are worked on, the others answered with their
-     code: nobody learns from it whether they exist.
+`checked` runs before every handler on decoded bodies. Produce and Fetch, which have codecs of their own, call
+`context.access` when they resolve a topic. `required_operations.CHECKS` has the operations that each API requires; an
+API that is missing there is allowed to super users only.
+
+Invariant: if a request names several resources, the allowed ones are processed and the others are answered with their
+code. The answer does not reveal whether the latter exist.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 Body = dict[str, Any]
 RowOrCode = TypeVar("RowOrCode", TopicRow | int, TopicRow | int | None)
-"""As `TopicCache.resolve` and `find` give it."""
+"""Result type of `TopicCache.resolve` or `find`."""
 
 DENIED: Final = {
     Resource.TOPIC: error_codes.TOPIC_AUTHORIZATION_FAILED,
@@ -36,7 +37,7 @@ DENIED: Final = {
 
 
 class Access:
-    """`rulebook` None = everybody may do everything."""
+    """Access rules as requests use them. `rulebook` None means that every client may do everything."""
 
     def __init__(self, rulebook: AclCache | None, audit: Audit) -> None:
         self._rulebook = rulebook
@@ -48,7 +49,7 @@ class Access:
 
     @property
     def rules(self) -> object:
-        """Another object whenever another answer may be given."""
+        """Object whose identity changes whenever the answers may change."""
         return self._rulebook.authorizer if self._rulebook is not None else None
 
     @property
@@ -56,7 +57,7 @@ class Access:
         return self._rulebook is not None
 
     def may(self, visitor: ClientIdentity, operation: Operation, resource: Resource, name: str) -> bool:
-        """A refusal is told."""
+        """Return whether the operation is allowed. A denial is written to the audit log."""
         if self.sees(visitor, operation, resource, name):
             return True
         self._audit.refused(
@@ -71,7 +72,9 @@ class Access:
         return False
 
     def sees(self, visitor: ClientIdentity, operation: Operation, resource: Resource, name: str) -> bool:
-        """As `may`, for what is left out of an answer without a word."""
+        """Return whether the operation is allowed, without an audit entry: for items that are left out of an answer
+        silently.
+        """
         rulebook = self._rulebook
         return rulebook is None or rulebook.authorizer.allows(
             visitor.principal, visitor.host, operation, resource, name
@@ -84,21 +87,21 @@ class Access:
     def topic(
         self, visitor: ClientIdentity, operation: Operation, asked: str, row: RowOrCode, *, is_id: bool
     ) -> RowOrCode | int:
-        """`row`, or TOPIC_AUTHORIZATION_FAILED; of a name that is refused nobody learns whether it exists."""
+        """Return `row`, or TOPIC_AUTHORIZATION_FAILED. A denied name does not reveal whether the topic exists."""
         name = asked if not is_id else row.name if isinstance(row, TopicRow) else None
         if name is None or self.may(visitor, operation, Resource.TOPIC, name):
             return row
         return error_codes.TOPIC_AUTHORIZATION_FAILED
 
     def operations(self, visitor: ClientIdentity, resource: Resource, name: str) -> int:
-        """KIP-430: bits of what is allowed."""
+        """Return the allowed operations as bits (KIP-430)."""
         if self._rulebook is None:
             return bits(OPERATIONS[resource])
         return self._rulebook.authorizer.operations(visitor.principal, visitor.host, resource, name)
 
 
 class Asking(NamedTuple):
-    """One request that is being checked."""
+    """Request that is being checked."""
 
     context: Context
     request: Request
@@ -111,9 +114,11 @@ class Asking(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`allowed`: the body that is worked on, or None. `denied`: bodies of what is refused, each with its code.
+    """Result of a check.
 
-    `lists`: the fields of the answer that are put together. `after`: called with the answer, changes it.
+    `allowed` is the body for the handler, or None. `denied` has the denied bodies, each with its code.
+
+    `lists` are the fields of the answer that are concatenated. `after` is called with the answer and changes it.
     """
 
     allowed: Body | None

@@ -1,4 +1,4 @@
-"""What every handler may use: the rooms below, the node's own name and settings, the shared caches."""
+"""Shared context of all handlers: the rooms below, the node's own name and settings, and the shared caches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Nodes(Protocol):
 
 
 class Broker(msgspec.Struct, frozen=True):
-    """A node as clients see it."""
+    """Node as clients see it."""
 
     node_id: int
     name: str
@@ -62,10 +62,13 @@ class Broker(msgspec.Struct, frozen=True):
 
 
 class Context:
-    """As a client sees it that came by one listener (LI1).
+    """Context of a request, as a client of one listener sees it.
 
-    pace       of the work of all requests together; `beginnings`: of what happens while their frames are handled
-    listener   by which the client came; `own`: this node as it is told there; `listeners`: all of this node's
+    pace        budget of loop time for the work of all requests
+    beginnings  budget of loop time for the handling of their frames
+    listener    the listener through which the client connected
+    own         this node, with the address of that listener
+    listeners   all listeners of this node
     """
 
     def __init__(
@@ -112,18 +115,21 @@ class Context:
         self.subscribable: Subscribable
 
     def coordinators(self) -> list[Broker]:
-        """The nodes that all live nodes count on, this one only while it is among them; this one where nobody is."""
+        """Return the nodes that all live nodes count on.
+
+        This node is included only if membership lists it, or if there is no other node.
+        """
         names = {member.name for member in self._nodes.members()} if self._nodes is not None else set()
         return [broker for broker in self.brokers() if broker.name in names] or [self.own]
 
     def come_by(self, listener: str, own: Broker) -> Context:
-        """The same for clients of another listener; what they share is the same objects."""
+        """Return the context for clients of another listener; both share all objects."""
         found = copy(self)
         found.listener, found.own = listener, own
         return found
 
     def brokers(self) -> list[Broker]:
-        """The live nodes that have this listener, by node id. This node is always among them."""
+        """Return the live nodes that have this listener, by node id. This node is always among them."""
         found = {self.own.node_id: self.own}
         for member in self._nodes.members() if self._nodes is not None else ():
             default = (member.host, member.kafka_port)

@@ -1,7 +1,8 @@
-"""Which node coordinates a group or a transactional id: by rendezvous over the live nodes, as partitions find leaders.
+"""Assignment of groups and transactional ids to coordinating nodes, by rendezvous hashing over the live nodes, as
+partitions are assigned to leaders.
 
-Equal views give equal owners, and views converge within a poll. Where they differ two nodes may take one for their own:
-what they write is fenced (groups) or compared and set (transactions), so at most one of them gets anything done.
+Equal views give equal owners, and views converge within a poll. While they differ, two nodes may both claim a group or
+id. Their writes are fenced (groups) or compare-and-set (transactions), so at most one of them makes progress.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class Owners:
         return self.of_transaction(transactional_id).name == self._context.own.name
 
     def _of(self, place: str) -> Broker:
-        """A node that has not joined yet, or has left, coordinates nothing as long as there is another one."""
+        """Return the owner of a place.
+
+        A node that has not joined yet, or has left, coordinates nothing as long as there is another one.
+        """
         brokers = self._context.coordinators()
         if len(brokers) == 1:
             return brokers[0]

@@ -1,4 +1,4 @@
-"""What a handler gets and gives; the table row that names an API."""
+"""Interface between sessions and handlers: requests, replies, and the table row that describes an API."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ HEADER_BYTES_MIN = 10
 API_VERSIONS = 18
 
 LARGE_ANSWER_ELEMENTS: Final = 2_000
-"""Some 5 ms of writing."""
+"""Number of elements from which an answer is encoded in a thread: some 5 ms of work."""
 
 LARGE_REQUEST_BYTES: Final = 4_096
-"""At two bytes an element, some 3 ms of reading."""
+"""Size from which a request is decoded in a thread: at two bytes an element, some 3 ms of work."""
 
 AT_ONCE: Final = 32
-"""Things of one request that are worked on together."""
+"""Number of items of one request that are processed concurrently."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,15 +41,15 @@ R = TypeVar("R")
 log = structlog.get_logger()
 
 Reply = list[Buffer]
-"""The response's body as buffers to be sent back to back."""
+"""Response body as buffers to be sent back to back."""
 Begin = Callable[["Context", "Request"], Awaitable[Reply]]
 
 
 class Stall(Exception):
-    """Raised by `begin` before it has reserved anything: call it again when `until` has ended.
+    """Raised by `begin` before it has reserved anything: the session calls `begin` again when `until` has ended.
 
-    The session begins nothing else of the connection meanwhile. A refusal instead would let what the client has
-    pipelined behind this request overtake it, which is seed 000's fault by another door.
+    The session begins no other request of the connection in the meantime. A rejection would instead let the requests
+    that the client has pipelined overtake this one.
     """
 
     def __init__(self, until: asyncio.Future[None]) -> None:
@@ -58,15 +58,18 @@ class Stall(Exception):
 
 
 class Request(msgspec.Struct):
-    """One frame with its header read.
+    """Request of one frame, with its header decoded.
 
         header v1   api key int16 · api version int16 · correlation id int32 · client id nullable legacy string
         header v2   the same · tagged fields (flexible versions; the client id stays a legacy string)
 
-    `position` is where the body starts in `view`. `answered` is cleared by `begin` when the client expects
-    no response (Produce with acks=0). `sender` is the connection's number in this process, `visitor` who is at its
-    other end, `throttle_ms` what its answer says of a quota, `spent_s` how long the event loop worked for it, where
-    that is limited. `reserving`, set by `begin`: to be awaited before anything else of the connection begins.
+    position     where the body starts in `view`
+    answered     cleared by `begin` if the client expects no response (Produce with acks=0)
+    sender       number of the connection in this process
+    visitor      identity of the client
+    throttle_ms  throttle time that the answer reports
+    spent_s      time that the event loop worked for it, where a quota limits it
+    reserving    set by `begin`: awaited before the next request of the connection begins
     """
 
     key: int
@@ -84,14 +87,14 @@ class Request(msgspec.Struct):
 
 
 class Api(msgspec.Struct, frozen=True):
-    """One API as served.
+    """One supported API.
 
-    advertised_min  what ApiVersions says, when lower than what is served (Produce: librdkafka's feature test)
-    begin           called while the frame is handled; whatever must keep request order happens inside this
-                    plain call, whatever may wait happens in the awaitable it returns
-    abandon         stop working on it when the client is gone (reads only: writes go on)
-    at_once         how many of one connection are worked on together; writes one after the other, in their order
-    barrier         what the connection asks behind it, of any API, begins after its end (Kafka: behind every request)
+    advertised_min  the minimum that ApiVersions reports, if lower than supported (Produce: librdkafka's feature test)
+    begin           called while the frame is handled; work that must keep request order happens inside this
+                    plain call, work that may wait happens in the awaitable that it returns
+    abandon         cancel the request when the client is gone (reads only: writes continue)
+    at_once         requests of one connection that run concurrently; writes run one after the other, in order
+    barrier         later requests of the connection, of any API, begin after its end (Kafka: after every request)
     """
 
     key: int
@@ -111,14 +114,14 @@ class Api(msgspec.Struct, frozen=True):
 
 Handle = Callable[["Context", Request, Body], Coroutine[Any, Any, Body]]
 Failed = Callable[[Body, int], Body]
-"""(the request, an error code) → the answer that says so of everything that was asked for."""
+"""Function of the request and an error code; returns the answer that reports the code for every requested item."""
 
 
 def cold(handle: Handle, failed: Failed) -> Begin:
-    """A handler on decoded dicts: nothing happens before its turn on the connection comes.
+    """Return the `begin` of a handler on decoded dicts, which does nothing before its turn on the connection.
 
-    It is given what its client may do of what was asked for (`required_operations`), and nothing where that is nothing.
-    A fault of `handle`, of whatever type, is this request's: UNKNOWN_SERVER_ERROR, and the connection goes on.
+    `handle` receives the authorized part of the request (`required_operations`), and is not called if that is empty.
+    Any error of `handle` fails only this request: the answer is UNKNOWN_SERVER_ERROR, and the connection continues.
     """
 
     async def begin(context: Context, request: Request) -> Reply:
@@ -148,8 +151,10 @@ def _decode(request: Request) -> Body:
 
 
 async def decoded(pace: CoopBudget, request: Request, decode: Callable[[Request], T]) -> T:
-    """The request's body; a large one is read in a thread, so that it does not hold the loop. Raises
-    MalformedFrameError."""
+    """Decode the request's body; a large one in a thread, so that it does not block the loop.
+
+    Raises MalformedFrameError.
+    """
 
     def work() -> T:
         begin_request()
@@ -163,7 +168,7 @@ async def decoded(pace: CoopBudget, request: Request, decode: Callable[[Request]
 
 
 async def encoded(pace: CoopBudget, request: Request, body: Body) -> Reply:
-    """The answer's bytes; a large one is written in a thread."""
+    """Encode the answer; a large one in a thread."""
     if _weight(body) >= LARGE_ANSWER_ELEMENTS:
         return [await asyncio.to_thread(encode_response, request.key, request.version, body)]
     if pace.due:
@@ -172,7 +177,7 @@ async def encoded(pace: CoopBudget, request: Request, body: Body) -> Reply:
 
 
 def _weight(body: Body) -> int:
-    """About how many elements an answer has, two arrays deep; LARGE_ANSWER_ELEMENTS or more where there are so many."""
+    """Return about how many elements an answer has, two arrays deep; counting stops at LARGE_ANSWER_ELEMENTS."""
     lists = [value for value in body.values() if isinstance(value, list)]
     weight = sum(map(len, lists))
     for item in chain.from_iterable(lists):
@@ -184,7 +189,10 @@ def _weight(body: Body) -> int:
 
 
 async def each(items: Sequence[T], work: Callable[[T], Coroutine[Any, Any, R]], pace: CoopBudget) -> list[R]:
-    """`work` of every item, in order, a few at a time: a request names thousands of things, and the loop has others."""
+    """Return the results of `work` for all items, in order.
+
+    A few items run concurrently: a request can name thousands, and the loop serves other requests too.
+    """
     found: list[R] = []
     for at in range(0, len(items), AT_ONCE):
         if pace.due:
@@ -194,7 +202,10 @@ async def each(items: Sequence[T], work: Callable[[T], Coroutine[Any, Any, R]], 
 
 
 async def within(timeout_ms: int, work: Coroutine[Any, Any, T], *, late: T) -> T:
-    """What `work` returns, or `late` when the client's time is up first; below 1 ms the work's own bounds hold."""
+    """Return what `work` returns, or `late` if the client's timeout expires first.
+
+    Below 1 ms there is no timeout but the work's own limits.
+    """
     try:
         async with asyncio.timeout(timeout_ms / 1000 if timeout_ms > 0 else None):
             return await work
@@ -203,14 +214,14 @@ async def within(timeout_ms: int, work: Coroutine[Any, Any, T], *, late: T) -> T
 
 
 def peek(view: memoryview) -> tuple[int, int, int]:
-    """(key, version, correlation id). Raises MalformedFrameError."""
+    """Return (key, version, correlation id) of a request. Raises MalformedFrameError."""
     if len(view) < HEADER_BYTES_MIN - 2:
         raise MalformedFrameError(f"request shorter than a header: bytes={len(view)}.")
     return read_i16(view, 0)[0], read_i16(view, 2)[0], I32.unpack_from(view, 4)[0]
 
 
 def read_request(view: memoryview, key: int, version: int, correlation_id: int) -> Request:
-    """Read the rest of the header of a version we serve. Raises MalformedFrameError."""
+    """Decode the rest of the header of a supported version. Raises MalformedFrameError."""
     length, position = read_i16(view, 8)
     client_id = ""
     if length >= 0:
@@ -224,7 +235,9 @@ def read_request(view: memoryview, key: int, version: int, correlation_id: int) 
 
 
 def response_head(key: int, version: int, correlation_id: int, body_bytes: int) -> bytes:
-    """Size prefix and response header: v1 with (empty) tags for flexible versions, but v0 always for ApiVersions."""
+    """Return the size prefix and response header: v1 with empty tags for flexible versions, but always v0 for
+    ApiVersions.
+    """
     flexible = key != API_VERSIONS and is_flexible(key, version)
     size = 4 + flexible + body_bytes
     return I32.pack(size) + I32.pack(correlation_id) + (b"\x00" if flexible else b"")

@@ -1,5 +1,7 @@
-"""Assignments that clients name for new partitions, checked by Kafka's rules. What they say decides nothing here: a
-partition has one leader, which its lease names, and copies are the bucket's.
+"""Check of the replica assignments that clients specify for new partitions, by Kafka's rules.
+
+The assignments have no effect here: a partition has one leader, which its lease names, and the bucket replicates the
+data.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ from tidemill.kafka.api.context import Broker
 
 
 class InvalidReplicaAssignmentError(InvalidError):
-    """INVALID_REPLICA_ASSIGNMENT."""
+    """Error with the code INVALID_REPLICA_ASSIGNMENT."""
 
 
 def check_assignments(lists: Sequence[Sequence[int]], count: int, brokers: Sequence[Broker]) -> None:
-    """`lists`: the broker ids of each of `count` partitions. Raises InvalidReplicaAssignmentError."""
+    """Check `lists`, the broker ids of each of `count` partitions. Raises InvalidReplicaAssignmentError."""
     if len(lists) != count:
         raise InvalidReplicaAssignmentError(
-            f"an assignment for every new partition is needed: partitions={count} assignments={len(lists)}."
+            f"every new partition needs an assignment: partitions={count} assignments={len(lists)}."
         )
     known = {broker.node_id for broker in brokers}
     for ids in lists:
@@ -32,5 +34,5 @@ def check_assignments(lists: Sequence[Sequence[int]], count: int, brokers: Seque
             )
         if unknown := sorted(set(ids) - known):
             raise InvalidReplicaAssignmentError(
-                f"an assignment names unknown brokers: brokers={unknown}.", fix=f"Known are {sorted(known)}."
+                f"an assignment names unknown brokers: brokers={unknown}.", fix=f"Use brokers of {sorted(known)}."
             )

@@ -1,8 +1,8 @@
-"""What each API asks for before it is worked on: one entry an API, whoever serves it (`CHECKS`).
+"""Operations that each API requires: one entry per API (`CHECKS`).
 
-The operations are those of Kafka's protocol guide ("Operations and Resources on Protocols"). A check takes a request's
-body apart: what is allowed goes to the handler, what is not is answered by the handler's own `failed` with the code of
-its resource. An API that is not listed asks for CLUSTER_ACTION on the cluster, which nobody is given by default.
+The operations are those of Kafka's protocol guide ("Operations and Resources on Protocols"). A check splits a request's
+body: the allowed part goes to the handler, the denied part is answered by the handler's own `failed` with the code of
+its resource. An API that is not listed requires CLUSTER_ACTION on the cluster, which no principal has by default.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ if TYPE_CHECKING:
 _O, _R = Operation, Resource
 LARGE_REQUEST_BYTES: Final = 4_096
 LARGE_ANSWER_LIST: Final = 1_000
-"""What is larger is looked through in a thread: a name takes a microsecond or two, and the loop has others."""
+"""Sizes from which a request or an answer is checked in a thread: a name takes a microsecond or two, and the loop
+serves other requests.
+"""
 
 Failed = Callable[[Body, int], Body]
 NameOf = Callable[[Asking, object], str | None]
-"""The name of a listed thing; None = of an id that nobody knows, which the handler says."""
+"""Function that returns the name of a listed item, or None for an unknown id, which the handler reports."""
 
 
 async def checked(
     context: Context, request: Request, body: Body, handle: Callable[[Body], Awaitable[Body]], failed: Failed
 ) -> Body:
-    """The answer to `body`: of `handle` to what is allowed, of `failed` to the rest."""
+    """Return the answer to `body`: the answer of `handle` for the allowed part and of `failed` for the rest."""
     asking = Asking(context, request)
     after: list[Callable[[Asking, Body, Body], None]] = []
     denied: list[tuple[Body, tuple[str, ...]]] = []
@@ -67,7 +69,7 @@ def _cluster(operation: Operation) -> Check:
 
 
 def _whole(resource: Resource, operation: Operation, name: Callable[[Body], str]) -> Check:
-    """One thing, on which the whole request depends."""
+    """Return a check of one resource on which the whole request depends."""
 
     def check(asking: Asking, body: Body) -> Verdict:
         if asking.may(operation, resource, name(body)):
@@ -78,7 +80,7 @@ def _whole(resource: Resource, operation: Operation, name: Callable[[Body], str]
 
 
 def _named(asking: Asking, item: object) -> str | None:
-    """Of a topic: by name, or by id where there is none."""
+    """Return the name of a topic item: its name, or the name of its id."""
     if isinstance(item, str):
         return item
     assert isinstance(item, dict)
@@ -90,7 +92,10 @@ def _named(asking: Asking, item: object) -> str | None:
 
 
 def _each(resource: Resource, operation: Operation, asked: str, answered: str = "", *, name: NameOf = _named) -> Check:
-    """A list of things, each for itself. `answered`: the list of the answer, if it is called otherwise."""
+    """Return a check of a list of independent items.
+
+    `answered` is the name of the list in the answer, if it differs.
+    """
 
     def check(asking: Asking, body: Body) -> Verdict:
         items = body.get(asked)
@@ -111,7 +116,7 @@ def _each(resource: Resource, operation: Operation, asked: str, answered: str = 
 
 
 def _all(resource: Resource, operation: Operation, asked: str) -> Check:
-    """A list of things, all or nothing: a transaction takes all of its partitions in, or none."""
+    """Return a check of a list that is allowed as a whole or not at all, such as the partitions of a transaction."""
 
     def check(asking: Asking, body: Body) -> Verdict:
         names = [_named(asking, item) for item in body.get(asked) or ()]
@@ -123,7 +128,7 @@ def _all(resource: Resource, operation: Operation, asked: str) -> Check:
 
 
 def _seen(resource: Resource, operation: Operation, answered: str, field: str) -> Check:
-    """The answer lists whatever there is: what may not be seen is left out of it."""
+    """Return a check for an answer that lists everything: items that the client may not see are removed from it."""
 
     def leave_out(asking: Asking, body: Body, answer: Body) -> None:
         answer[answered] = [each for each in answer[answered] if asking.sees(operation, resource, each[field])]
@@ -135,7 +140,11 @@ def _seen(resource: Resource, operation: Operation, answered: str, field: str) -
 
 
 def _metadata(asking: Asking, body: Body) -> Verdict:
-    """Named topics: DESCRIBE. All topics: those that may be seen. What would be created: CREATE, as `_may_create`."""
+    """Check a Metadata request.
+
+    Named topics need DESCRIBE; of all topics the visible ones are listed; topics to be created need CREATE, as in
+    `may_create`.
+    """
     asked = body["topics"]
     if asked is None or (asking.request.version == 0 and not asked):
         return _seen(_R.TOPIC, _O.DESCRIBE, "topics", "name")(asking, body)
@@ -143,19 +152,21 @@ def _metadata(asking: Asking, body: Body) -> Verdict:
     if not verdict.denied or asking.request.version > 0:
         return verdict
     assert verdict.allowed is not None
-    # An empty list asks version 0 for everything.
+    # An empty list requests all topics in version 0.
     return verdict if verdict.allowed["topics"] else Verdict(None, verdict.denied)
 
 
 def _hide_late(asking: Asking, body: Body, answer: Body) -> None:
-    """Topics asked for by an id that this node learnt while it answered."""
+    """Hide topics requested by an id that this node learnt while it answered."""
     for topic in answer["topics"]:
         if topic["name"] and not topic["error_code"] and not asking.sees(_O.DESCRIBE, _R.TOPIC, topic["name"]):
             topic |= {"name": None, "partitions": [], "error_code": error_codes.TOPIC_AUTHORIZATION_FAILED}
 
 
 def may_create(context: Context, request: Request, topic: str) -> bool:
-    """CreateTopics, and topics that Metadata makes: CREATE of the cluster, or of the topic."""
+    """Return whether the client may create a topic, by CreateTopics or Metadata: CREATE of the cluster, or of the
+    topic.
+    """
     access, visitor = context.access, request.visitor
     if access.sees(visitor, _O.CREATE, _R.CLUSTER, CLUSTER_NAME):
         return True
@@ -172,7 +183,9 @@ def _create_topics(asking: Asking, body: Body) -> Verdict:
 
 
 def _offset_fetch(asking: Asking, body: Body) -> Verdict:
-    """DESCRIBE of each group; of its topics those that may be described, of all of them those that may be seen."""
+    """Check an OffsetFetch request: DESCRIBE of each group and of the named topics; of all topics the visible ones are
+    listed.
+    """
     groups = body["groups"] if asking.request.version >= 8 else [body]
     allowed: list[Body] = []
     denied: list[Body] = []
@@ -187,7 +200,7 @@ def _offset_fetch(asking: Asking, body: Body) -> Verdict:
 
 
 def _hide_offsets(asking: Asking, body: Body, answer: Body) -> None:
-    """Offsets of topics that may not be described: refused where they were named, left out where all were asked for."""
+    """Hide the offsets of topics that the client may not describe: denied if named, left out if all were requested."""
     several = asking.request.version >= 8
     named = {group["group_id"]: group["topics"] is not None for group in (body["groups"] if several else [body])}
     for group in answer["groups"] if several else [answer]:
@@ -207,7 +220,7 @@ def _no_offset(partition: Body) -> Body:
 
 
 def _find_coordinator(asking: Asking, body: Body) -> Verdict:
-    """DESCRIBE of what the coordinator is of; a kind that nobody knows is the handler's to refuse."""
+    """Check DESCRIBE of the group or transactional id; the handler rejects unknown key types."""
     resource = {0: _R.GROUP, 1: _R.TRANSACTIONAL_ID}.get(body.get("key_type", 0))
     if resource is None:
         return Verdict(body)
@@ -217,7 +230,9 @@ def _find_coordinator(asking: Asking, body: Body) -> Verdict:
 
 
 def _init_producer_id(asking: Asking, body: Body) -> Verdict:
-    """Of a transactional id WRITE; else IDEMPOTENT_WRITE of the cluster, or WRITE of any topic at all (KIP-679)."""
+    """Check WRITE of the transactional id; without one, IDEMPOTENT_WRITE of the cluster or WRITE of any topic
+    (KIP-679).
+    """
     if body["transactional_id"] is not None:
         return _WRITE_TRANSACTION(asking, body)
     if asking.context.access.may_some(asking.request.visitor, _O.WRITE, _R.TOPIC):
@@ -226,14 +241,14 @@ def _init_producer_id(asking: Asking, body: Body) -> Verdict:
 
 
 def _add_partitions(asking: Asking, body: Body) -> Verdict:
-    """From version 4 on brokers ask, of several transactions at once."""
+    """Check an AddPartitionsToTxn request. Version 4 and later are requests of brokers, for several transactions."""
     if asking.request.version >= 4:
         return _cluster(_O.CLUSTER_ACTION)(asking, body)
     return _whole(_R.TRANSACTIONAL_ID, _O.WRITE, lambda body: body["v3_and_below_transactional_id"] or "")(asking, body)
 
 
 def _configs(operation: Operation, answered: str) -> Check:
-    """Configs of topics, brokers (the cluster's) and groups, each for itself."""
+    """Return a check of configs of topics, brokers (of the cluster) and groups, each independently."""
     kinds = {2: _R.TOPIC, 4: _R.CLUSTER, 8: _R.CLUSTER, 32: _R.GROUP}
 
     def check(asking: Asking, body: Body) -> Verdict:
@@ -257,7 +272,7 @@ def _list_groups(asking: Asking, body: Body) -> Verdict:
 
 
 def _offset_delete(asking: Asking, body: Body) -> Verdict:
-    """Topics that may not be read are refused beside those that are worked on."""
+    """Deny topics that may not be read; their answers are added to those of the allowed topics."""
     denied = [topic for topic in body["topics"] if not asking.may(_O.READ, _R.TOPIC, topic["name"])]
 
     def refuse(asking: Asking, body: Body, answer: Body) -> None:
@@ -272,7 +287,7 @@ def _coded(topic: Body, code: int) -> list[Body]:
 
 
 def _hide_groups(asking: Asking, body: Body, answer: Body) -> None:
-    """Members are subscribed to topics that may not be described: then the group is not shown."""
+    """Hide groups whose members are subscribed to topics that the client may not describe."""
 
     def names(group: Body) -> set[str]:
         found = {name for member in group["members"] for name in member["subscribed_topic_names"]}
@@ -290,7 +305,7 @@ def _topic_partitions(asking: Asking, body: Body) -> Verdict:
         return _seen(_R.TOPIC, _O.DESCRIBE, "topics", "name")(asking, body)
     verdict = _each(_R.TOPIC, _O.DESCRIBE, "topics")(asking, body)
     assert verdict.allowed is not None
-    # An empty list asks for everything.
+    # An empty list requests all topics.
     return verdict if verdict.allowed["topics"] else Verdict(None, verdict.denied)
 
 
@@ -300,7 +315,7 @@ def _topic_partitions(asking: Asking, body: Body) -> Verdict:
 def _asked_for(resource: Resource, flag: str, answered: str, field: str, into: str) -> Callable[..., None]:
     def fill(asking: Asking, body: Body, answer: Body) -> None:
         if not body.get(flag):
-            return  # the writer's default says so
+            return  # the writer's default means "not requested"
         for each in answer[answered]:
             if not each["error_code"] and each.get(field):
                 each[into] = asking.context.access.operations(asking.request.visitor, resource, each[field])
@@ -329,14 +344,14 @@ _OPERATIONS: Final = {
     60: _of_cluster("include_cluster_authorized_operations"),
     69: _asked_for(_R.GROUP, "include_authorized_operations", "groups", "group_id", "authorized_operations"),
 }
-"""APIs whose answer says what may be done, where it was asked for."""
+"""APIs whose answer includes the authorized operations on request."""
 
 # the table ---------------------------------------------------------------------------------------------------
 
 OPEN: Final[Sequence[Check]] = ()
-"""Nothing is asked for: what everybody who is known may do."""
+"""No check: every authenticated client may call these APIs."""
 IN_HANDLER: Final[Sequence[Check]] = ()
-"""Asked where its own codec has found the topics."""
+"""Check in the handler, whose own codec decodes the topics."""
 
 _READ_GROUP: Final = _whole(_R.GROUP, _O.READ, lambda body: body["group_id"] or "")
 _WRITE_TRANSACTION: Final = _whole(_R.TRANSACTIONAL_ID, _O.WRITE, lambda body: body["transactional_id"] or "")

@@ -1,8 +1,10 @@
-"""One step of authentication on a connection: what SaslAuthenticate, or a bare message after an old handshake, does.
+"""One step of SASL authentication on a connection, from SaslAuthenticate or from a bare message after an old handshake.
 
-PV1  A failed step is answered after a delay that grows with the failures of its address, and told; then the
-     connection ends. Nobody is told why, only that.
-PV2  A failure of ours (the metastore is away) says nothing about the client: the connection ends, clients come again.
+A failed step is answered after a delay that grows with the failures of its address, and is logged. Then the connection
+ends. The client does not learn the reason of the failure.
+
+An internal failure (the metastore is unavailable) says nothing about the client: the connection ends, and clients
+reconnect.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from tidemill.security.scram import AuthenticationFailedError
 
 
 async def prove(context: Context, visitor: ClientIdentity, message: bytes) -> tuple[Step, int]:
-    """(the step, ms that the session lives from now on; 0 = for ever). Raises AuthenticationFailedError,
-    Unavailable."""
+    """Process one message and return the step and the lifetime of the session in ms (0 = unlimited).
+
+    Raises AuthenticationFailedError, UnavailableError.
+    """
     exchange = visitor.exchange
     assert exchange is not None
     try:
@@ -27,7 +31,7 @@ async def prove(context: Context, visitor: ClientIdentity, message: bytes) -> tu
         lifetime_ms = _lifetime_ms(context, visitor, step)
         if visitor.known and (visitor.principal, visitor.proved_by) != (step.principal, visitor.mechanism):
             raise AuthenticationFailedError(
-                f"it was {visitor.principal} before, by {visitor.proved_by}", step.principal
+                f"re-authentication must keep {visitor.principal}, by {visitor.proved_by}", step.principal
             )
     except AuthenticationFailedError as refused:
         visitor.exchange = None
@@ -49,7 +53,7 @@ def _lifetime_ms(context: Context, visitor: ClientIdentity, step: Step) -> int:
     if not lifetimes:
         return 0
     if min(lifetimes) <= 0:
-        raise AuthenticationFailedError("the proof has expired meanwhile", step.principal)
+        raise AuthenticationFailedError("the token has expired", step.principal)
     return min(lifetimes)
 
 

@@ -1,6 +1,6 @@
-"""handlers: one file per API, named by its key; each says what it leaves out and why.
+"""Handlers of all APIs: one file per API, named by its key. Each documents which parts it omits and why.
 
-`APIS` is the whole table; ApiVersions advertises exactly this. Ranges follow Kafka 4.1 as far as served.
+`APIS` is the whole table, and ApiVersions advertises exactly this. Version ranges follow Kafka 4.1 as far as supported.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ k18_api_versions.advertise(APIS.values())
 
 
 def compile_all() -> None:
-    """The codecs of everything in the table: 0.3 s, for a thread."""
+    """Compile the codecs of all APIs in the table: 0.3 s, to be run in a thread."""
     for api in APIS.values():
         for version in range(api.min_version, api.max_version + 1):
             compile_codecs(api.key, version)

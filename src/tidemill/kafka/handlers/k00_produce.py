@@ -1,23 +1,26 @@
-"""Produce (0), versions 3 to 13; advertised from 0.
+"""Handler of Produce (0), versions 3 to 13; advertised from 0.
 
 `begin` is one plain call that reserves every partition batch of the request, in order, through
-`TopicLog.produce_nowait`: the session calls it while it handles the frame, so the order of requests on a
-connection is the order of reservations, whatever the uploads do (K1, seed 000). A request of very many partitions
-reserves in stretches, and nothing of its connection begins before the last. Nor does the endpoint refuse a
-request for a passing reason of its own: a topic that nobody has looked for yet stalls the connection, a row that
-turned out stale closes it, and the client sends what it has under way again, in order.
+`TopicLog.produce_nowait`. The session calls it while it handles the frame, so the order of requests on a connection is
+the order of reservations, however long the uploads take. A request of very many partitions reserves in several steps,
+and no other request of its connection begins before the last step.
 
-Advertised from version 0 because older librdkafka silently stops compressing otherwise (KAFKA-18659); a
-request below 3 closes the connection. One record batch v2 per partition, checked here as far as its header
-tells, and whole, record by record, where it is stored. Batches without producer id keep the order of their
-connection. acks 1 and all are the same: durable, then answered. acks=0: no response, and the connection closes when
-it fails, as Kafka does.
+The endpoint never rejects a request for a temporary internal reason, because later requests would overtake
+it. A topic that is not looked up yet stalls the connection. A row that turned out to be stale closes it, and the client
+sends its unanswered requests again, in order.
 
-A batch of a transaction is placed only while the coordinator says that its transaction is open and holds the partition
-(KIP-890); from version 12 on it adds the partition itself. Refused, it is INVALID_TXN_STATE, or from version 11 on
-TRANSACTION_ABORTABLE, which ends the transaction where the former ends the producer.
+The API is advertised from version 0 because older librdkafka silently stops compressing otherwise (KAFKA-18659); a
+request below version 3 closes the connection. Each partition has one record batch v2. Its header is checked here, and
+its records are checked where it is stored. Batches without producer id keep the order of their connection. acks 1 and
+all are the same: the batch is durable, then acknowledged. With acks=0 there is no response, and a failure closes the
+connection, as in Kafka.
 
-Left out: the request's timeout (the store's own retry budget is shorter), KIP-951 tags.
+A batch of a transaction is accepted only while the coordinator reports its transaction as open and containing the
+partition (KIP-890); from version 12 on the coordinator adds the partition itself. A rejected batch gets
+INVALID_TXN_STATE, which ends the producer, or from version 11 on TRANSACTION_ABORTABLE, which ends only the
+transaction.
+
+Not supported: the request's timeout (the store's own retry budget is shorter), KIP-951 tags.
 """
 
 from __future__ import annotations
@@ -73,7 +76,9 @@ def begin(context: Context, request: Request) -> asyncio.Future[Reply]:
 
 
 def _look_up(cache: TopicCache, topic: TopicData, *, is_id: bool) -> TopicRow | int | None:
-    """The topic's row, with all the partitions that are named if it has them; its code; None: nobody has looked yet."""
+    """Return the topic's row if it has all named partitions, its error code, or None if no refresh has looked for it
+    yet.
+    """
     row = cache.find(topic.topic, is_id=is_id)
     if isinstance(row, TopicRow) and any(data.partition >= row.partitions for data in topic.partitions):
         return cache.grown(row)
@@ -88,7 +93,7 @@ def _allowed(
     *,
     is_id: bool,
 ) -> list[TopicRow | int | None]:
-    """The rows, with a code in place of those that may not be written, whether they exist or not."""
+    """Return the rows, with a code in place of topics that the client may not write, existing or not."""
     access, visitor, transaction = context.access, request.visitor, produce.transactional_id
     if transaction is not None and not access.may(visitor, Operation.WRITE, Resource.TRANSACTIONAL_ID, transaction):
         return [error_codes.TRANSACTIONAL_ID_AUTHORIZATION_FAILED] * len(rows)
@@ -99,7 +104,10 @@ def _allowed(
 
 
 async def _go_on(work: Iterator[None], pace: CoopBudget, gathering: _Gathering) -> None:
-    """The rest of a long request. Nothing of its connection begins meanwhile (`Request.reserving`)."""
+    """Reserve the rest of a long request.
+
+    No other request of its connection begins in the meantime (`Request.reserving`).
+    """
     try:
         await pace.rest()
         for _ in work:
@@ -107,7 +115,7 @@ async def _go_on(work: Iterator[None], pace: CoopBudget, gathering: _Gathering) 
                 await pace.rest()
     except BaseException as error:
         if not gathering.future.done():
-            gathering.future.set_exception(error)  # its frame is given back; what was reserved goes on
+            gathering.future.set_exception(error)  # its frame is released; reserved batches complete
         raise
     gathering.complete()
 
@@ -119,7 +127,7 @@ def _reserve(
     rows: Sequence[TopicRow | int | None],
     gathering: _Gathering,
 ) -> Iterator[None]:
-    """Reserve or refuse one partition's batch at each step, in order."""
+    """Reserve or reject one partition's batch at each step, in order."""
     for topic_number, (topic, row) in enumerate(zip(produce.topics, rows, strict=True)):
         for place, data in enumerate(topic.partitions):
             _reserve_one(context, request, produce, row, gathering, topic_number, place, data)
@@ -157,14 +165,14 @@ def _reserve_one(
             row.topic_id, data.partition, data.records, sender=request.sender, within=within
         )
     except Exception as error:
-        # Also a bug of ours: batches before this one are reserved, so the request must be seen to its end.
+        # Batches before this one are reserved, so the request must be completed even after an internal error.
         gathering.fail(topic_number, place, data.partition, error, row)
         return
     gathering.wait_for(topic_number, place, data.partition, future, row)
 
 
 def _refuse(produce: ProduceRequest, records: memoryview | None, version: int) -> tuple[int, str | None] | None:
-    """What the request and the batch header alone forbid, as (code, message); None = go on."""
+    """Return (code, message) if the request or the batch header alone is invalid, else None."""
     if produce.acks not in (-1, 0, 1):
         return error_codes.INVALID_REQUIRED_ACKS, None
     if records is None or not records:
@@ -172,27 +180,27 @@ def _refuse(produce: ProduceRequest, records: memoryview | None, version: int) -
     if len(records) < _BATCH_HEADER_BYTES:
         return error_codes.CORRUPT_MESSAGE, "shorter than a batch header"
     if records[16] != 2:
-        return error_codes.INVALID_RECORD, f"only record batches v2 are taken: magic={records[16]}"
+        return error_codes.INVALID_RECORD, f"only record batches v2 are accepted: magic={records[16]}"
     size = 12 + I32.unpack_from(records, 8)[0]
     if size < len(records):
         return error_codes.INVALID_RECORD, "more than one batch for a partition"
     if size > len(records):
-        return error_codes.CORRUPT_MESSAGE, "batch cut short"
+        return error_codes.CORRUPT_MESSAGE, "batch is truncated"
     if records[22] & _CONTROL:
-        return error_codes.INVALID_RECORD, "control batches are not taken"
+        return error_codes.INVALID_RECORD, "control batches are not accepted"
     if records[22] & _TRANSACTIONAL and produce.transactional_id is None:
-        return error_codes.INVALID_RECORD, "a transactional batch without a transactional id"
+        return error_codes.INVALID_RECORD, "transactional batch without a transactional id"
     if records[22] & 0x07 == _ZSTD and version < FIRST_WITH_ZSTD:
         return UNSUPPORTED_COMPRESSION_TYPE, "zstd needs Produce version 7"
     return None
 
 
 _NO_ANSWER: Final = PartitionAnswer(-1, error_codes.UNKNOWN_SERVER_ERROR)
-"""In an answer's place until it comes; never sent."""
+"""Placeholder of an answer until it arrives; never sent."""
 
 
 class _Gathering:
-    """Ends its future when the last partition has its answer. Callbacks only: a Produce costs no task."""
+    """Answers of a request, whose future ends with the last one. It uses callbacks only: a Produce costs no task."""
 
     def __init__(self, context: Context, request: Request, produce: ProduceRequest) -> None:
         self._context = context
@@ -204,7 +212,7 @@ class _Gathering:
         self._begun = False
         self._stale = ""
         self._failed = 0
-        """The code of the first that failed."""
+        """Error code of the first partition that failed."""
 
     def answer(self, topic: int, place: int, answer: PartitionAnswer) -> None:
         self._answers[topic][place] = answer
@@ -248,10 +256,10 @@ class _Gathering:
 
     def _finish(self) -> None:
         if self._stale:
-            self.future.set_exception(UnavailableError(f"the topic was deleted, or made anew: topic={self._stale}."))
+            self.future.set_exception(UnavailableError(f"the topic was deleted or re-created: topic={self._stale}."))
             return
         if not self._request.answered and self._failed:
-            failed = UnavailableError(f"a Produce without acknowledgement failed: error_code={self._failed}.")
+            failed = UnavailableError(f"Produce without acknowledgement failed: error_code={self._failed}.")
             self.future.set_exception(failed)
             return
         self.future.set_result([encode(zip(self._names, self._answers, strict=True), self._request.version)])

@@ -1,17 +1,18 @@
-"""Fetch (1), versions 4 to 17.
+"""Handler of Fetch (1), versions 4 to 17.
 
-What is asked for is followed (`fetches.interest`): the answer waits, event-driven, for min_bytes or max_wait. A
-partition that fails ends the wait, if it is not refused for good, and so does a limit that leaves records out. Batches
-are whole, the first one holds the asked offset (clients skip forward), at least one is returned where any is, and their
-bytes go out as `topics` gave them.
+The requested partitions are followed (`fetch_sessions.partitions`): the answer waits, event-driven, for min_bytes or
+max_wait. A partition that fails ends the wait, unless it is refused permanently, and so does a limit that leaves
+records out. Batches are complete, the first one contains the requested offset (clients skip forward), at least one is
+returned if there is any, and their bytes are sent as `topics` returned them.
 
-Fetch sessions (v7) as KIP-227 has them: `fetches.sessions`. In the answer of one are the partitions that have records
-or an error, or of which an offset (high watermark, last stable, log start) changed since they were told. Of clients
-without sessions the connection's last request is kept: `fetches.repeated`.
+Fetch sessions (v7) follow KIP-227: `fetch_sessions.sessions`. The answer of a session contains the partitions that have
+records or an error, or an offset (high watermark, last stable, log start) that changed since it was last sent. For
+clients without sessions, the last request of the connection is stored: `fetch_sessions.implicit`.
 
-read_committed ends at the last stable offset and names the aborted transactions among what it gives (KIP-98).
+read_committed reads up to the last stable offset and lists the aborted transactions among the returned records
+(KIP-98).
 
-Left out: follower fetching (KIP-392), leader epoch checks, divergence (tags of v12), `rack_id`.
+Not supported: follower fetching (KIP-392), leader epoch checks, divergence (tags of v12), `rack_id`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ Answers = list[tuple[str, list[PartitionRecords]]]
 
 
 async def begin(context: Context, request: Request) -> Reply:
-    """A fault of ours, of whatever type, is this request's: its partitions are asked for again."""
+    """Answer one Fetch.
+
+    An internal error fails only this request: its partitions get a retriable code.
+    """
     taken = context.repeats.take(request)
     if taken is not None:
         reply = await _again(context, request, *taken)
@@ -63,7 +67,10 @@ def _tell(request: Request, fault: BaseException) -> None:
 
 
 async def _again(context: Context, request: Request, repeated: Repeated, changes: list[FetchTopic]) -> Reply | None:
-    """What was asked for before on this connection, without a session. None: it is asked as if for the first time."""
+    """Answer a request that repeats the connection's last one, without a session.
+
+    Return None if it must be processed from scratch.
+    """
     kept = False
     try:
         interest = repeated.interest
@@ -87,7 +94,7 @@ async def _again(context: Context, request: Request, repeated: Repeated, changes
 
 
 async def _full(context: Context, request: Request, fetch: FetchRequest) -> Reply:
-    """Everything is asked for, and answered; a session that was named ends."""
+    """Answer a request that names all its partitions. A session that it names ends."""
     visitor, sessions = request.visitor, context.fetch_sessions
     sessions.close_of(fetch.session_id, principal=visitor.principal, host=visitor.host)
     interest = Interest(context, visitor, by_id=request.version >= FIRST_WITH_IDS)
@@ -104,7 +111,7 @@ async def _full(context: Context, request: Request, fetch: FetchRequest) -> Repl
             interest.close()
     if reply is not None:
         return reply
-    # Who names a partition twice is answered once.
+    # A partition that is named twice is answered once.
     answers: Answers = []
     for topic in fetch.topics:
         keys = ((topic.topic, asked.partition) for asked in topic.partitions)
@@ -113,7 +120,7 @@ async def _full(context: Context, request: Request, fetch: FetchRequest) -> Repl
 
 
 async def _changed(context: Context, request: Request, fetch: FetchRequest) -> Reply:
-    """Of a session."""
+    """Answer an incremental request of a session."""
     visitor, version, sessions = request.visitor, request.version, context.fetch_sessions
     by_id = version >= FIRST_WITH_IDS
     session = sessions.find(

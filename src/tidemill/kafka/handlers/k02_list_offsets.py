@@ -1,14 +1,14 @@
-"""ListOffsets (2), versions 1 to 10.
+"""Handler of ListOffsets (2), versions 1 to 10.
 
-−1 latest (the high watermark, or for read_committed the last stable offset), −2 earliest, −4 earliest local (the
-same: there is no second tier), ≥ 0 the first record whose timestamp is at or after it: `topics` answers, exact to the
-record as in Kafka, whose clients rely on it: an index finds the batch, and one of several records is decoded, off the
-loop; for read_committed nothing from the last stable offset on.
-A partition named twice is INVALID_REQUEST, as in Kafka. A request looks for times for BY_TIME_S at most; what is left
-is REQUEST_TIMED_OUT, which clients ask again.
+Timestamp −1 requests the latest offset (the high watermark, or for read_committed the last stable offset), −2 the
+earliest, −4 the earliest local one (the same, as there is no second tier), and ≥ 0 the first record with that timestamp
+or a later one. `topics` finds that record exactly, as Kafka's clients expect: an index finds the batch, and a batch of
+several records is decoded off the loop. For read_committed no record at or above the last stable offset is found. A
+partition that is named twice is INVALID_REQUEST, as in Kafka. A request searches by time for at most BY_TIME_S; the
+remaining partitions get REQUEST_TIMED_OUT, which clients retry.
 
-−3 (v7) is the first record with the greatest timestamp, found as a time is. −5 (v9), the last offset of a second tier,
-is none, as on a broker without one.
+−3 (v7) requests the first record with the greatest timestamp, which is found like a timestamp. −5 (v9), the last offset
+of a second tier, has no result, as on a broker without one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_VERSION: Final = {MAX_TIMESTAMP: 7, EARLIEST_LOCAL: 8, LATEST_TIERED: 9}
 READ_COMMITTED: Final = 1
 
 BY_TIME_S: Final = 10.0
-"""Below the 30 s after which clients give a request up."""
+"""Longest time of searches by timestamp, below the 30 s after which clients abandon a request."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

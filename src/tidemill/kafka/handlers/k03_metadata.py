@@ -1,14 +1,14 @@
-"""Metadata (3), versions 0 to 13.
+"""Handler of Metadata (3), versions 0 to 13.
 
-Topics by name, by id (v12), or all (null; in v0 the empty list). The catalogue is read for every answer, so a
-topic created through another node is seen at once; the answer also fills the cache Produce resolves from. While
-the catalogue cannot be read, known topics are answered from that cache, others with LEADER_NOT_AVAILABLE.
-A missing topic is created when the settings and the request (v4; before that always) allow it: AUTO_CREATED_MAX a
-request, and as many as keep the cluster within `partitions_max`.
+Topics are requested by name, by id (v12), or all (null; in v0 the empty list). The catalogue is read for every answer,
+so a topic created through another node is visible immediately. The answer also fills the cache from which Produce
+resolves. While the catalogue cannot be read, cached topics are answered from the cache and others with
+LEADER_NOT_AVAILABLE. A missing topic is created if the settings and the request (v4; always before that) allow it: at
+most AUTO_CREATED_MAX per request, within the cluster's `partitions_max`.
 
-The controller is the node that answers: any answers admin requests, and this one is reached by its client and alive.
-Leader epoch is −1: terms are not shown to clients yet, and −1 switches their epoch checks off. Replicas and
-in-sync replicas are the leader alone: durability is the bucket's.
+The controller is the answering node: every node accepts admin requests, and the client reaches this one. The leader
+epoch is −1: clients do not see terms yet, and −1 disables their epoch checks. Replicas and in-sync replicas are the
+leader alone, because the bucket provides durability.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from tidemill.metastore.catalogue import TopicRow, check_topic_name
 log = structlog.get_logger()
 
 _ONE_BY_ONE_MAX: Final = 8
-"""More topics than this are read from the catalogue in one scan."""
+"""Number of topics up to which they are read from the catalogue one by one; more are read in one scan."""
 
 _IDS_FROM: Final = 12
-"""v10 and v11 have room for ids, and may not leave the name out for one: their answers must name every topic."""
+"""First version that may request by id. v10 and v11 have a field for ids but require the name, so that answers name
+every topic.
+"""
 
 AUTO_CREATED_MAX: Final = 16
-"""Topics that one request may create. The rest is unknown to it; clients ask again."""
+"""Topics that one request may create. The others are unknown to it; clients ask again."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -74,11 +76,11 @@ def failed(body: Body, code: int) -> Body:
 
 
 class _Denied(TidemillError):
-    """A topic that its client may not create."""
+    """The client may not create the topic."""
 
 
 class _Answering:
-    """One request's answers. `just_read`: the cache was read from the catalogue for it a moment ago."""
+    """Answers of one request. `just_read`: the cache was read from the catalogue for this request."""
 
     def __init__(self, context: Context, request: Request, brokers: list[Broker], just_read: bool) -> None:
         self._context = context
@@ -131,13 +133,13 @@ class _Answering:
         return row
 
     async def _create(self, name: str) -> TopicRow | None:
-        """None where it may not be. Raises InvalidError for a bad name."""
+        """Create a topic; return None if it cannot be created. Raises InvalidError for an invalid name."""
         context, settings = self._context, self._context.settings
         check_topic_name(name)
         if self.may_create <= 0:
             return None
         if not may_create(context, self._request, name):
-            raise _Denied(f"the topic may not be created: topic={name}.")
+            raise _Denied(f"not authorized to create the topic: topic={name}.")
         if context.cache.partitions + settings.default_partitions > settings.partitions_max:
             log.warning(
                 "kafka.topic_not_created", topic=name, key="kafka.partitions_max", limit=settings.partitions_max
@@ -153,7 +155,10 @@ class _Answering:
             return lost.current if isinstance(lost.current, TopicRow) else None
 
     async def describe(self, row: TopicRow) -> Body:
-        """Some ms for thousands of partitions, and many requests have come to this at once."""
+        """Return the answer for one topic.
+
+        Thousands of partitions take some ms, and many requests may reach this point together, so it may pause first.
+        """
         if self._context.pace.due:
             await self._context.pace.rest()
         leader_of, node_ids, topic_id = self._context.topics.leader_of, self._node_ids, row.topic_id

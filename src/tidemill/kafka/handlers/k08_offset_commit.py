@@ -1,7 +1,9 @@
-"""OffsetCommit (8), versions 2 to 10: by members of a group, or by anybody while nobody is in it.
+"""Handler of OffsetCommit (8), versions 2 to 10: commits by members of a group, or by any client while it has no
+members.
 
-The offsets of one request are appended in one write of the group (several where it is large), after those of every
-earlier request for the group. A retention that versions 2 to 4 name is kept; otherwise the cluster's counts.
+The offsets of one request are appended in one write of the group (several if the request is large), after those of
+every earlier request for the group. A retention that versions 2 to 4 specify is stored; otherwise the cluster's
+retention applies.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tidemill.metastore.rows.groups import GroupOffsetRow
 METADATA_CHARS_MAX = 4096
 BY_ID = 10
 MEMBER_EPOCHS = 9
-"""What members of the consumer protocol must speak."""
+"""First version that members of the consumer protocol may use."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -81,22 +83,24 @@ async def _commit(context: Context, version: int, group: str, body: Body, rows: 
 
 
 async def look_for(context: Context, topics: list[Body], *, by_id: bool) -> None:
-    """Wait for one shared refresh of the topics if one of them, or a partition of it, is missing here and was not
-    looked for."""
+    """Wait for one shared refresh if a topic, or a partition of it, is missing here and not looked for yet."""
     key = "topic_id" if by_id else "name"
     places = [(topic[key], max((p["partition_index"] for p in topic["partitions"]), default=0)) for topic in topics]
     await context.cache.settle(places, is_id=by_id)
 
 
 def find(context: Context, topic: Body, *, by_id: bool) -> Any:
-    """The topic's row or an error code: COORDINATOR_LOAD_IN_PROGRESS while nobody has looked (C1), which every client
-    retries at a group's coordinator."""
+    """Return the topic's row or an error code.
+
+    While no refresh has looked for the topic, the code is COORDINATOR_LOAD_IN_PROGRESS, which every client retries at a
+    group's coordinator.
+    """
     row = context.cache.find(topic["topic_id"] if by_id else topic["name"], is_id=by_id)
     return error_codes.COORDINATOR_LOAD_IN_PROGRESS if row is None else row
 
 
 def no_partition(context: Context, row: TopicRow, index: int) -> int:
-    """As `find`, of a partition that `row` does not have."""
+    """Return the code for a partition that `row` does not have, with the same retriable code as `find`."""
     looked = index < 0 or context.cache.grown(row) is not None
     return error_codes.UNKNOWN_TOPIC_OR_PARTITION if looked else error_codes.COORDINATOR_LOAD_IN_PROGRESS
 

@@ -1,10 +1,10 @@
-"""OffsetFetch (9), versions 1 to 10: what OffsetCommit stored; −1 where nothing is.
+"""Handler of OffsetFetch (9), versions 1 to 10: the offsets that OffsetCommit stored, else −1.
 
-One group up to v7, several from v8. Topics null (v2) asks for all of the group's. Rows are read after a barrier, so
-any node answers with everything that was acknowledged before. While a topic cannot be looked up, nobody knows what was
-committed of it: the answer is COORDINATOR_LOAD_IN_PROGRESS, the one code that Java clients of every version retry here.
-With `require_stable` (v7, KIP-447), an offset that an open or prepared transaction may come to commit is
-UNSTABLE_OFFSET_COMMIT: its reader asks again.
+A request names one group up to v7, several from v8. Topics null (v2) requests all of the group's. Rows are read after a
+barrier, so any node answers with everything that was acknowledged before. While a topic cannot be looked up, its
+committed offsets are unknown: the answer is COORDINATOR_LOAD_IN_PROGRESS, the only code that Java clients of every
+version retry here. With `require_stable` (v7, KIP-447), an offset that an open or prepared transaction may still commit
+is UNSTABLE_OFFSET_COMMIT, which the reader retries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 
 async def _checked(context: Context, asked: Body, *, by_id: bool, stable: bool) -> Body:
-    """From version 9 on a member of the consumer protocol says who it is, and must be: its coordinator is asked."""
+    """Answer for one group.
+
+    From version 9 on, the group's coordinator checks the member id and epoch of the consumer protocol.
+    """
     group, member_id, epoch = asked["group_id"] or "", asked.get("member_id") or "", asked.get("member_epoch", -1)
     if member_id and epoch >= 0:
         try:
@@ -51,11 +54,11 @@ async def _checked(context: Context, asked: Body, *, by_id: bool, stable: bool) 
 
 async def _group(context: Context, group: str, topics: list[Body] | None, *, by_id: bool, stable: bool) -> Body:
     code, offsets, found = 0, Found(), list[Any]()
-    """`found`: of each topic its row or an error code, looked up once: one that comes meanwhile has not been read."""
+    """The row or error code of each topic, looked up once: a topic that appears later has no offsets here."""
     undecided: set[tuple[str, int]] = set()
     try:
         if stable:
-            # Before the offsets: one that is committed meanwhile is found by one of the two.
+            # Read these before the offsets, so that one of the two reads finds an offset committed in between.
             undecided = await context.transactions.undecided(group)
         if topics is None:
             rows = await context.groups.rows.offsets(group)
@@ -84,7 +87,7 @@ def _highest(topic: Body) -> int:
 
 
 def _is_looked_up(context: Context, row: Any, topic: Body) -> bool:
-    """Is it known of everything that is named whether it exists?"""
+    """Return whether it is known of everything that the topic names whether it exists."""
     code = row
     if not isinstance(row, int):
         highest = _highest(topic)
@@ -101,7 +104,7 @@ def _places(found: list[Any], topics: list[Body]) -> list[tuple[str, int]]:
 
 
 def _all(context: Context, rows: list[GroupOffsetRow]) -> list[Body]:
-    """What a group has committed of topics that are still there, as if it had been asked for."""
+    """Return the committed partitions of a group's existing topics, in the form of a request."""
     found: dict[str, list[int]] = {}
     for row in rows:
         found.setdefault(row.topic_id, []).append(row.partition)
@@ -114,7 +117,7 @@ def _all(context: Context, rows: list[GroupOffsetRow]) -> list[Body]:
 
 
 async def _topic(context: Context, offsets: Found, undecided: set[tuple[str, int]], asked: Body, row: Any) -> Body:
-    # A name that is no topic's has no offsets, which is no error.
+    # A name without a topic has no offsets, which is not an error.
     unknown = row if isinstance(row, int) and row != error_codes.UNKNOWN_TOPIC_OR_PARTITION else 0
     partitions = []
     for index in asked["partition_indexes"]:

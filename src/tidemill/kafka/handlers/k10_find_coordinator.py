@@ -1,7 +1,8 @@
-"""FindCoordinator (10), versions 0 to 6.
+"""Handler of FindCoordinator (10), versions 0 to 6.
 
-For a group or a transactional id: the node that the live nodes agree on (`kafka.owners`), where clients of this
-listener reach it; one that has no such listener is COORDINATOR_NOT_AVAILABLE. Share groups: INVALID_REQUEST, by name.
+For a group or a transactional id, the answer is the node that the live nodes agree on (`api.coordinator_lookup`), with
+its address at the client's listener. A node without that listener is COORDINATOR_NOT_AVAILABLE. Share groups are
+rejected by INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _coordinator(context: Context, key: str, key_type: int) -> Body:
             }
         code, message = error_codes.COORDINATOR_NOT_AVAILABLE, f"The coordinator has no listener {context.listener!r}."
     elif key_type == SHARE:
-        code, message = error_codes.INVALID_REQUEST, "Share groups are not served."
+        code, message = error_codes.INVALID_REQUEST, "Share groups are not supported."
     else:
         code, message = error_codes.INVALID_REQUEST, "Unknown key type."
     return {"key": key, "node_id": -1, "host": "", "port": -1, "error_code": code, "error_message": message}

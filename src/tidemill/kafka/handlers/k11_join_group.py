@@ -1,6 +1,7 @@
-"""JoinGroup (11), versions 0 to 9: the answer comes when everybody has joined, or those who have not are left behind.
+"""Handler of JoinGroup (11), versions 0 to 9: the answer comes when all members have joined, or late ones are removed.
 
-A client that hangs up meanwhile stays a member until its session ends; what its request holds is given back at once.
+A client that disconnects while it waits stays a member until its session times out, but the memory of its request is
+released immediately.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tidemill.kafka.schema.primitives import MalformedFrameError
 
 REBALANCE_MS_MIN: Final = 100
 CLIENT_CHARS: Final = 100
-"""Of a client's id, in the id that its member gets: a key must hold that."""
+"""Characters of the client id within the member id, because a key must have room for it."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -55,7 +56,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 
 async def _seen(context: Context, request: Request, led: GroupRunner, body: Body) -> TopicView | None:
-    """The topics, where the group is of the consumer protocol, whose coordinator assigns."""
+    """Return the topics if the group uses the consumer protocol, whose coordinator assigns partitions."""
     if not isinstance(led.group, ConsumerGroup) or not led.group.members:
         return None
     try:

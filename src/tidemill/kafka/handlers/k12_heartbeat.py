@@ -1,4 +1,4 @@
-"""Heartbeat (12), versions 0 to 4."""
+"""Handler of Heartbeat (12), versions 0 to 4."""
 
 from __future__ import annotations
 

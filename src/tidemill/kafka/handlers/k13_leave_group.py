@@ -1,4 +1,7 @@
-"""LeaveGroup (13), versions 0 to 5: one member, several from v3; a static one may be named by its instance alone."""
+"""Handler of LeaveGroup (13), versions 0 to 5: one member, several from v3.
+
+A static member may be named by its instance id alone.
+"""
 
 from __future__ import annotations
 

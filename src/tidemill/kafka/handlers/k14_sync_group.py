@@ -1,4 +1,4 @@
-"""SyncGroup (14), versions 0 to 5: the answer comes once the leader's assignment is durable."""
+"""Handler of SyncGroup (14), versions 0 to 5: the answer comes once the leader's assignment is durable."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""DescribeGroups (15), versions 0 to 6: as the core of the group has it; a group that nobody knows is Dead, and so is
-one of the consumer protocol, which ConsumerGroupDescribe shows.
+"""Handler of DescribeGroups (15), versions 0 to 6.
 
-Left out: authorized operations.
+It reports the state of the group's core. A group that does not exist is reported as Dead, and so is one of the consumer
+protocol, which ConsumerGroupDescribe reports.
+
+Authorized operations are filled in by `api.required_operations`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""ListGroups (16), versions 0 to 5: the groups that this node coordinates; clients ask every node.
+"""Handler of ListGroups (16), versions 0 to 5: the groups that this node coordinates; clients ask every node.
 
-Filters by state (v4) and type (v5) are told apart as Kafka does, whatever their case.
+Filters by state (v4) and type (v5) ignore case, as in Kafka.
 """
 
 from __future__ import annotations

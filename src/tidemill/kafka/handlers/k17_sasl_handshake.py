@@ -1,8 +1,8 @@
-"""SaslHandshake (17), versions 0 and 1: the client chooses one of the listener's mechanisms.
+"""Handler of SaslHandshake (17), versions 0 and 1: the client chooses one of the listener's mechanisms.
 
-After version 0 its messages come in frames of their own, after version 1 within SaslAuthenticate (KIP-152). A mechanism
-that the listener lacks: UNSUPPORTED_SASL_MECHANISM with those it has, and the connection ends, as in Kafka. A listener
-that asks for nothing: ILLEGAL_SASL_STATE.
+After version 0 each SASL message is a frame without a header, after version 1 it is inside SaslAuthenticate (KIP-152).
+A mechanism that the listener lacks gets UNSUPPORTED_SASL_MECHANISM with the supported ones, and the connection ends, as
+in Kafka. A listener without SASL answers ILLEGAL_SASL_STATE.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     visitor, mechanism = request.visitor, body["mechanism"]
     gate = visitor.gate
     if not gate.mechanisms or gate.authenticator is None or (visitor.known and request.version == 0):
-        visitor.rejected = "an authentication that the listener does not ask for"
+        visitor.rejected = "SASL handshake that the listener does not expect"
         return {"error_code": error_codes.ILLEGAL_SASL_STATE, "mechanisms": []}
     if mechanism not in gate.mechanisms:
-        visitor.rejected = f"a mechanism that the listener lacks: mechanism={mechanism[:40]!r}"
+        visitor.rejected = f"mechanism that the listener does not support: mechanism={mechanism[:40]!r}"
         return {"error_code": error_codes.UNSUPPORTED_SASL_MECHANISM, "mechanisms": list(gate.mechanisms)}
     visitor.mechanism = mechanism
     visitor.exchange = gate.authenticator.exchange(mechanism)
@@ -33,4 +33,4 @@ def failed(body: Body, code: int) -> Body:
 
 
 API = Api(17, "sasl_handshake", 0, 1, cold(handle, failed), barrier=True)
-"""Nothing behind it begins before it has ended (`Session`)."""
+"""A barrier: the next request of the connection begins after the handshake has ended."""

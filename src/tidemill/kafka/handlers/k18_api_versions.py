@@ -1,10 +1,10 @@
-"""ApiVersions (18), versions 0 to 5.
+"""Handler of ApiVersions (18), versions 0 to 5.
 
-Of the body only the cluster id and the node id of version 5 are read (KIP-1242): a client that was routed to another
-cluster or node is answered with REBOOTSTRAP_REQUIRED, and one that names only one of the two with INVALID_REQUEST. Any
-other version is answered with UNSUPPORTED_VERSION in a body of version 0 that still
-lists the ranges, and the response header is v0 always (both KIP-511). From version 3 on it names the features that
-clients may count on (KIP-584): the consumer protocol (KIP-848) and transactions of version 2 (KIP-890).
+Only the cluster id and the node id of version 5 are read from the body (KIP-1242): a client that was routed to another
+cluster or node gets REBOOTSTRAP_REQUIRED, and one that specifies only one of the two gets INVALID_REQUEST. An
+unsupported version is answered with UNSUPPORTED_VERSION in a body of version 0 that still lists the ranges, and the
+response header is always v0 (both KIP-511). From version 3 on the answer lists the finalized features (KIP-584): the
+consumer protocol (KIP-848) and transactions of version 2 (KIP-890).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ NO_NODE: Final = -1
 
 _ranges: list[Body] = []
 FEATURES: Final = {"group.version": 1, "transaction.version": 2}
-"""Finalised, from version 3 on (KIP-584): none of them ever changes while a cluster runs."""
+"""Finalized features, from version 3 on (KIP-584). None of them changes while a cluster runs."""
 
 
 def advertise(apis: Iterable[Api]) -> None:
-    """Called once, when the table of handlers is complete."""
+    """Store the version ranges. Called once, when the table of handlers is complete."""
     _ranges[:] = [
         {"api_key": api.key, "min_version": api.lowest_advertised, "max_version": api.max_version}
         for api in sorted(apis, key=lambda api: api.key)
@@ -41,7 +41,7 @@ async def begin(context: Context, request: Request) -> Reply:
 
 
 def _misrouted(context: Context, request: Request) -> int:
-    """The error code for the cluster and the node that the client means. Raises BadFrame."""
+    """Return the error code for the cluster and node that the client expects. Raises MalformedFrameError."""
     _, position = read_string(request.view, request.position, compact=True)
     _, position = read_string(request.view, position, compact=True)
     cluster_id, position = read_string(request.view, position, compact=True)
@@ -56,7 +56,7 @@ def _misrouted(context: Context, request: Request) -> int:
 
 @cache
 def _answer(version: int, code: int) -> bytes:
-    """A response of version 5 has the layout of version 4."""
+    """Encode the answer. A response of version 5 has the layout of version 4."""
     body: Body = {"error_code": code, "api_keys": _ranges}
     body["supported_features"] = [{"name": name, "min_version": 1, "max_version": v} for name, v in FEATURES.items()]
     body["finalized_features_epoch"] = 0

@@ -1,9 +1,9 @@
-"""CreateTopics (19), versions 2 to 7.
+"""Handler of CreateTopics (19), versions 2 to 7.
 
-A topic is a catalogue row. num_partitions −1 takes the default; a manual assignment gives its length (which node
-leads is not the client's to say). Any replication factor of at least 1, or −1, is accepted and answered as 1:
-copies are the bucket's. Configs are honoured (`topics.configs`) or INVALID_CONFIG with the name; no topic is made
-beyond `partitions_max` in all (POLICY_VIOLATION).
+A topic is a catalogue row. num_partitions −1 means the default. A manual assignment determines the number of
+partitions, but not their leaders. Any replication factor of at least 1, or −1, is accepted and answered as 1, because
+the bucket replicates the data. Configs are applied (`topics.config`), or rejected by INVALID_CONFIG with the name.
+Topics beyond the cluster's `partitions_max` are rejected (POLICY_VIOLATION).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
     async def create(topic: Body) -> Body:
         if named[topic["name"]] > 1:
-            return _refused(topic["name"], error_codes.INVALID_REQUEST, "The request names this topic twice.")
+            return _refused(topic["name"], error_codes.INVALID_REQUEST, "The request names the topic twice.")
         work = _create(context, topic, validate_only=body.get("validate_only", False))
-        late = _refused(topic["name"], error_codes.REQUEST_TIMED_OUT, "The topic may come yet: look again.")
+        late = _refused(topic["name"], error_codes.REQUEST_TIMED_OUT, "The topic may still be created: check again.")
         return await within(body["timeout"], work, late=late)
 
     return {"topics": await each(body["topics"], create, context.pace)}
@@ -39,7 +39,7 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
     partitions = len(topic["assignments"]) or topic["num_partitions"]
     if partitions == -1:
         partitions = context.settings.default_partitions
-    # A null value is the default, as nothing said is.
+    # A null value means the default, like a missing config.
     configs = {config["name"]: config["value"] for config in topic["configs"] if config["value"] is not None}
     try:
         check_topic_name(name)
@@ -48,13 +48,13 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
     if topic["assignments"]:
         if topic["num_partitions"] != -1 or topic["replication_factor"] != -1:
             return _refused(
-                name, error_codes.INVALID_REQUEST, "With assignments leave counts and replication factor at -1."
+                name, error_codes.INVALID_REQUEST, "Leave partitions and replication factor at -1 with assignments."
             )
         assigned = {each["partition_index"]: each["broker_ids"] for each in topic["assignments"]}
         try:
             if sorted(assigned) != list(range(len(topic["assignments"]))):
                 raise InvalidReplicaAssignmentError(
-                    f"the partitions assigned are not 0 to n-1: partitions={sorted(assigned)}."
+                    f"the assigned partitions are not 0 to n-1: partitions={sorted(assigned)}."
                 )
             check_assignments(list(assigned.values()), len(assigned), context.brokers())
         except InvalidReplicaAssignmentError as error:
@@ -70,7 +70,7 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
     limit = context.settings.partitions_max
     if context.cache.partitions + context.cache.creating + partitions > limit:
         return _refused(
-            name, error_codes.POLICY_VIOLATION, f"Too many partitions in all: kafka.partitions_max={limit}."
+            name, error_codes.POLICY_VIOLATION, f"Too many partitions in the cluster: kafka.partitions_max={limit}."
         )
     context.cache.creating += partitions
     try:
@@ -94,7 +94,7 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
 
 
 def _created(context: Context, row: TopicRow) -> Body:
-    """As DescribeConfigs would tell it, what Kafka answers too."""
+    """Return the answer for a created topic, with its configs as DescribeConfigs reports them, as Kafka does."""
     keys = ("name", "value", "read_only", "config_source", "is_sensitive")
     return {
         "name": row.name,

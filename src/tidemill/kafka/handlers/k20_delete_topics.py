@@ -1,7 +1,7 @@
-"""DeleteTopics (20), versions 1 to 6: by name, from v6 also by topic id.
+"""Handler of DeleteTopics (20), versions 1 to 6: by name, from v6 also by topic id.
 
-Takes the row out of the catalogue; `topics` gives the data up in its own time. A topic that a capture writes or a
-pipeline reads is POLICY_VIOLATION: only `tidemill topic delete` takes it, when told twice.
+It deletes the row from the catalogue; `topics` deletes the data later. A topic that a capture writes or a pipeline
+reads is POLICY_VIOLATION: only `tidemill topic delete` can delete it, after a confirmation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def _delete(context: Context, request: Request, name: str | None, topic_id
             missing = error_codes.UNKNOWN_TOPIC_ID if by_id else error_codes.UNKNOWN_TOPIC_OR_PARTITION
             return {**answer, "error_code": missing}
         if by_id and not context.access.may(request.visitor, Operation.DELETE, Resource.TOPIC, row.name):
-            # Its id was not known here yet when the request was checked.
+            # The id was not known here when the request was checked.
             return {**answer, "error_code": error_codes.TOPIC_AUTHORIZATION_FAILED}
         answer |= {"name": row.name, "topic_id": row.topic_id}
         users = await users_of(context.catalogue, row) or (["capture"] if row.kind == "capture" else [])

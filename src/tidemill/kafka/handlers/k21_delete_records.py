@@ -1,8 +1,8 @@
-"""DeleteRecords (21), versions 0 to 2: the log starts at the offset named (−1: the high watermark).
+"""Handler of DeleteRecords (21), versions 0 to 2: moves the log start to the given offset (−1: the high watermark).
 
-It is durable when it is answered. What a pipeline has not read yet stays, and so does a captured table's topic:
-POLICY_VIOLATION, and nothing is deleted of that partition. An offset beyond the end is OFFSET_OUT_OF_RANGE; one below
-the start changes nothing.
+The change is durable when it is answered. Records that a pipeline has not read yet, and all records of a captured
+table's topic, are retained: POLICY_VIOLATION, and nothing of that partition is deleted. An offset beyond the end is
+OFFSET_OUT_OF_RANGE; one below the start changes nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def _delete(context: Context, name: str, asked: Body) -> Body:
         found = await context.cache.with_row(name, index, delete)
         return _answer(asked, found) if isinstance(found, int) else found
     except RecordsStillNeededError as error:
-        # The answer has no place for it.
+        # The answer has no field for the message.
         log.warning("kafka.records_not_deleted", topic=name, partition=index, cause=str(error))
         return _answer(asked, error_codes.POLICY_VIOLATION)
     except TidemillError as error:

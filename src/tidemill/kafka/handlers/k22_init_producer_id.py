@@ -1,8 +1,8 @@
-"""InitProducerId (22), versions 0 to 5: a fresh producer id with epoch 0, unique for ever across nodes.
+"""Handler of InitProducerId (22), versions 0 to 5: a new producer id with epoch 0, never assigned again on any node.
 
-For a transactional id: its producer id in a new epoch, which fences whoever had the last one; what that left open is
-aborted first, and CONCURRENT_TRANSACTIONS is answered where this takes long. A producer that sends its own identity
-along (v3, KIP-360) must be the one that has it. Idempotent clients bump their epoch themselves.
+A transactional id gets its producer id in a new epoch, which fences the previous producer. Its open transaction is
+aborted first; if this takes long, the answer is CONCURRENT_TRANSACTIONS. A producer that sends its own identity (v3,
+KIP-360) must be the current one. Idempotent clients increment their epoch themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 
 async def _transactional(context: Context, body: Body) -> tuple[int, int, int]:
-    """(code, producer id, epoch)"""
+    """Initialize a transactional producer and return (code, producer id, epoch)."""
     code = refusal(context, body["transactional_id"])
     if code:
         return code, -1, -1

@@ -1,8 +1,8 @@
-"""OffsetForLeaderEpoch (23), versions 2 to 4: thin.
+"""Handler of OffsetForLeaderEpoch (23), versions 2 to 4.
 
-Logs here are never truncated by a change of leader, so whatever epoch is asked for ends at the high watermark.
-Metadata shows epoch −1, so clients seldom ask. Leadership is proved first: an end below what its client has read would
-make it believe that its records were truncated (KIP-320).
+Logs are never truncated by a change of leader, so every requested epoch ends at the high watermark. Metadata reports
+epoch −1, so clients seldom send this request. The leader verifies its leadership first: an end below the offset that
+the client has read would make the client assume a truncation (KIP-320).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""AddPartitionsToTxn (24), versions 0 to 3: partitions that a transaction is about to write to.
+"""Handler of AddPartitionsToTxn (24), versions 0 to 3: partitions that a transaction is about to write to.
 
-All or none: where one is unknown, the others are OPERATION_NOT_ATTEMPTED. Versions 4 and 5 are for brokers among
-themselves, which have no use for them here: a partition's leader reads the transaction itself.
+All partitions are added or none: if one is unknown, the others are OPERATION_NOT_ATTEMPTED. Versions 4 and 5 are for
+requests between brokers, which do not exist here: a partition's leader reads the transaction itself.
 """
 
 from __future__ import annotations

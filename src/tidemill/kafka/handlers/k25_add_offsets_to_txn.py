@@ -1,4 +1,4 @@
-"""AddOffsetsToTxn (25), versions 0 to 4: a group whose offsets a transaction is about to commit."""
+"""Handler of AddOffsetsToTxn (25), versions 0 to 4: adds the group whose offsets a transaction is about to commit."""
 
 from __future__ import annotations
 

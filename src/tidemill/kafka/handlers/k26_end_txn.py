@@ -1,7 +1,7 @@
-"""EndTxn (26), versions 0 to 5: commit or abort, durable when it is answered, and nearly always complete.
+"""Handler of EndTxn (26), versions 0 to 5: commit or abort, durable when it is answered, and nearly always complete.
 
-Version 5 is of transactions of version 2: it answers the epoch that the producer goes on with, and the producer id,
-which is another one where epochs are used up (KIP-890).
+Version 5 belongs to transactions of version 2: the answer contains the producer's next epoch and its producer id, which
+is a new one if the epochs are exhausted (KIP-890).
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""WriteTxnMarkers (27), versions 1 and 2: an operator ends a transaction in a partition that this node leads.
+"""Handler of WriteTxnMarkers (27), versions 1 and 2: an operator ends a transaction in a partition that this node
+leads.
 
-Nodes do not ask each other by it: whoever leads a partition reads which transactions have ended. It is what
-`kafka-transactions.sh abort` and `Admin.abortTransaction` send for a transaction that hangs; here none should, so it is
-for the case that one does. A marker without an open transaction of its epoch, or an older one, writes nothing.
+Nodes do not send this request to each other: a partition's leader reads itself which transactions have ended.
+`kafka-transactions.sh abort` and `Admin.abortTransaction` send it for a hanging transaction. Transactions should not
+hang here, so this is for emergencies. A marker without an open transaction of its epoch, or an older epoch, writes
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.topics.api import Marker
 
 FIRST_THAT_BUMPS: Final = 2
-"""Version of transactions, of which version 2 of this API tells."""
+"""Version of transactions from which epochs are incremented at the end; version 2 of this API specifies it."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

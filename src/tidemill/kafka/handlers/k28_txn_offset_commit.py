@@ -1,8 +1,8 @@
-"""TxnOffsetCommit (28), versions 0 to 5: offsets that become a group's when the transaction is committed.
+"""Handler of TxnOffsetCommit (28), versions 0 to 5: offsets that the group receives when the transaction is committed.
 
-They are kept in the transaction itself, so that both are decided by one write. The transaction must be open and hold
-the group (AddOffsetsToTxn), or from version 5 on this opens and adds it (KIP-890); from version 3 on a member says of
-what generation it is (KIP-447).
+The offsets are stored in the transaction itself, so that one write decides both. The transaction must be open and
+contain the group (AddOffsetsToTxn); from version 5 on this request opens it and adds the group (KIP-890). From version
+3 on a member specifies its generation (KIP-447).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def _keep(context: Context, body: Body, offsets: Offsets, *, adds: bool) -
     member = (body.get("member_id", ""), body.get("group_instance_id"), body.get("generation_id", -1))
     keeping = keep(context.groups, context.transactions, identity, body["group_id"], member, offsets, adds=adds)
     code = await coded(keeping, too_large=error_codes.OFFSET_METADATA_TOO_LARGE)
-    # What Kafka's group coordinators say of a fenced producer.
+    # The code of Kafka's group coordinators for a fenced producer.
     return error_codes.INVALID_PRODUCER_EPOCH if code == error_codes.PRODUCER_FENCED else code
 
 

@@ -1,6 +1,6 @@
-"""DescribeAcls (29), versions 1 to 3: the rules that fit a filter, grouped by what they are about.
+"""Handler of DescribeAcls (29), versions 1 to 3: the rules that match a filter, grouped by resource.
 
-Where nothing is authorized: SECURITY_DISABLED, as in Kafka. A filter that means nothing: INVALID_REQUEST.
+Without authorization: SECURITY_DISABLED, as in Kafka. An invalid filter: INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.acls import Filter, Operation, Pattern, Permission, Resource
 
-DISABLED = "No rules are kept: security.authorize is off."
+DISABLED = "There are no rules: security.authorize is off."
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -40,7 +40,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 
 def filter_of(body: Body) -> Filter:
-    """Raises InvalidError for a kind, pattern, operation or permission that is none."""
+    """Return the filter of a request. Raises InvalidError for an unknown kind, pattern, operation or permission."""
     found = Filter(
         body["resource_type_filter"],
         body.get("pattern_type_filter", Pattern.LITERAL),
@@ -60,7 +60,7 @@ def filter_of(body: Body) -> Filter:
         value = getattr(found, field)
         if not 1 <= value <= last:
             raise InvalidError(
-                f"not a filter: {field}={value}.", fix=f"Known are {', '.join(each.name for each in kind)}."
+                f"invalid filter: {field}={value}.", fix=f"Use one of {', '.join(each.name for each in kind)}."
             )
     return found
 

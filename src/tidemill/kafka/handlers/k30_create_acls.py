@@ -1,6 +1,6 @@
-"""CreateAcls (30), versions 1 to 3: rules that allow or deny. One that is there already is success.
+"""Handler of CreateAcls (30), versions 1 to 3: rules that allow or deny. Adding an existing rule succeeds.
 
-Each is checked for itself: a rule that could never mean anything is INVALID_REQUEST, beside those that are written.
+Each rule is checked independently: an invalid one is INVALID_REQUEST, and the valid ones are written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeleteAcls (31), versions 1 to 3: the rules that fit any of several filters, and which they were."""
+"""Handler of DeleteAcls (31), versions 1 to 3: deletes and returns the rules that match any of several filters."""
 
 from __future__ import annotations
 

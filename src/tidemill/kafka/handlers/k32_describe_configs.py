@@ -1,8 +1,9 @@
-"""DescribeConfigs (32), versions 1 to 4: topics and groups (their row over the defaults), this broker (its settings).
+"""Handler of DescribeConfigs (32), versions 1 to 4: topics and groups (their rows over the defaults) and this broker
+(its settings).
 
-A config has the topic or group itself as source, or the default; a group need not exist. Synonyms (on demand) go on
-to the broker's config of which the default is, as in Kafka; documentation (v3, on demand) says what the config means
-here. Another broker's configs, and all other resource types: INVALID_REQUEST.
+The source of a config is the topic or group itself, or the default; a group need not exist. Synonyms (on request)
+include the broker's config from which the default comes, as in Kafka. Documentation (v3, on request) describes the
+meaning of the config here. The configs of another broker, and all other resource types, are INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ async def _resource(context: Context, body: Body, asked: Body) -> Body:
     if kind == BROKER:
         if name != DEFAULT_BROKER and not is_own(context, name):
             return _answer(
-                asked, error_codes.INVALID_REQUEST, f"Ask broker {name} itself; this is {context.own.node_id}."
+                asked, error_codes.INVALID_REQUEST, f"Send the request to broker {name}; this is {context.own.node_id}."
             )
-        # What is the same for all brokers is set nowhere but in their files.
+        # Defaults of all brokers do not exist: settings are in the files of the nodes.
         entries = [] if name == DEFAULT_BROKER else _broker(context)
     elif kind == TOPIC:
         try:
@@ -59,7 +60,7 @@ async def _resource(context: Context, body: Body, asked: Body) -> Body:
             return _answer(asked, error_codes.REQUEST_TIMED_OUT, str(error))
         entries = _group(context, name, own)
     else:
-        return _answer(asked, error_codes.INVALID_REQUEST, "Only topics, groups and brokers, by name.")
+        return _answer(asked, error_codes.INVALID_REQUEST, "Only topics, groups and brokers have configs; name one.")
     configs = [entry for entry in entries if wanted is None or entry["name"] in wanted]
     for entry in configs:
         if not body.get("include_synonyms", False):
@@ -70,7 +71,7 @@ async def _resource(context: Context, body: Body, asked: Body) -> Body:
 
 
 def topic_entries(context: Context, row: TopicRow) -> list[Body]:
-    """Every config of the topic, also those it says nothing of."""
+    """Return every config of the topic, including those that it does not set."""
     brokers = {config.name: config.value for config in broker_configs(context)}
     entries = []
     for name, setting in SETTINGS.items():
@@ -87,7 +88,7 @@ def topic_entries(context: Context, row: TopicRow) -> list[Body]:
 
 
 def _honoured(row: TopicRow, name: str) -> str | None:
-    """The topic's own value, if it is one that is taken: a row may be older than the checks."""
+    """Return the topic's own value if it is valid: a row may be older than the checks."""
     try:
         topic_config({name: row.config[name]})
     except (KeyError, InvalidError):
@@ -96,7 +97,7 @@ def _honoured(row: TopicRow, name: str) -> str | None:
 
 
 def _group(context: Context, group: str, own: Mapping[str, str]) -> list[Body]:
-    """Every config of a group: what it says itself, as far as the node's bounds allow, and the node's."""
+    """Return every config of a group: its own values, clamped to the node's bounds, and the node's values."""
     entries = []
     limits, node = context.group_configs.limits(group), context.settings.group_limits
     for name, setting in groups.SETTINGS.items():

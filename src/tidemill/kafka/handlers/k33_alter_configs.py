@@ -1,6 +1,7 @@
-"""AlterConfigs (33), versions 0 to 2: those named are all that a topic or a group has then; the rest are defaults.
+"""Handler of AlterConfigs (33), versions 0 to 2: replaces all configs of a topic or group; the others become defaults.
 
-Else as IncrementalAlterConfigs, which Kafka recommends: who alters by this one takes back what others have set.
+Otherwise it is like IncrementalAlterConfigs, which Kafka recommends, because AlterConfigs removes the configs that
+others have set.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""AlterReplicaLogDirs (34), versions 1 and 2: refused by name. A broker has one directory, the bucket, where every
-partition is already: to move one there is done, and there is no other (LOG_DIR_NOT_FOUND).
+"""Handler of AlterReplicaLogDirs (34), versions 1 and 2, which never moves anything.
+
+A broker has one directory, the bucket, and every partition is already there: moving a partition to it succeeds, and
+there is no other directory (LOG_DIR_NOT_FOUND).
 """
 
 from __future__ import annotations

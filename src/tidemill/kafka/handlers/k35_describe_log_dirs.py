@@ -1,4 +1,5 @@
-"""DescribeLogDirs (35), versions 1 to 4: one directory, the bucket, with the partitions that this broker leads.
+"""Handler of DescribeLogDirs (35), versions 1 to 4: one directory, the bucket, with the partitions that this broker
+leads.
 
 Sizes are those of the newest checkpoint, some seconds old. A bucket's total and usable bytes are unknown (−1).
 """
@@ -14,7 +15,7 @@ from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.schema.codec_compiler import Body
 
 BUCKET: Final = "/bucket"
-"""Clients expect a path."""
+"""Name of the directory, as the path that clients expect."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

@@ -1,8 +1,9 @@
-"""SaslAuthenticate (36), versions 0 to 2: one message of the mechanism that SaslHandshake chose.
+"""Handler of SaslAuthenticate (36), versions 0 to 2: one message of the mechanism that SaslHandshake chose.
 
-A refusal is SASL_AUTHENTICATION_FAILED with one text for all reasons, after which the connection ends. From version 1
-the answer says how long the session lives (KIP-368): a client proves anew before, on the same connection. A fault of
-ours ends the connection without an answer, for clients take every code for a wrong password.
+A failure is SASL_AUTHENTICATION_FAILED with one text for all reasons, after which the connection ends. From version 1
+on the answer contains the lifetime of the session (KIP-368): the client re-authenticates before its end, on the same
+connection. An internal error ends the connection without an answer, because clients interpret every code as a wrong
+password.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ async def _handle(context: Context, request: Request, message: bytes) -> Body:
     visitor = request.visitor
     if visitor.exchange is None:
         visitor.rejected = "SaslAuthenticate before SaslHandshake"
-        return _refused(error_codes.ILLEGAL_SASL_STATE, "SaslAuthenticate comes after SaslHandshake.")
+        return _refused(error_codes.ILLEGAL_SASL_STATE, "SaslAuthenticate requires a SaslHandshake.")
     try:
         step, lifetime_ms = await prove(context, visitor, message)
     except AuthenticationFailedError:
         visitor.rejected = ""
-        text = f"Authentication failed: the credentials do not count. mechanism={visitor.mechanism}"
+        text = f"Authentication failed: invalid credentials. mechanism={visitor.mechanism}"
         return _refused(error_codes.SASL_AUTHENTICATION_FAILED, text)
     return {"error_code": 0, "error_message": None, "auth_bytes": step.reply, "session_lifetime": lifetime_ms}
 
@@ -43,4 +44,4 @@ def _refused(code: int, message: str) -> Body:
 
 
 API = Api(36, "sasl_authenticate", 0, 2, begin, barrier=True)
-"""Nothing behind it begins before it has ended (`Session`)."""
+"""A barrier: the next request of the connection begins after the authentication step has ended."""

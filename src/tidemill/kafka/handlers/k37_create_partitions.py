@@ -1,9 +1,9 @@
-"""CreatePartitions (37), versions 0 to 3.
+"""Handler of CreatePartitions (37), versions 0 to 3.
 
-Writes the topic's row with its new count; every node sees it within a moment (`topic_cache`, `topics.log`,
-`node.binder`). The records there are stay where they are, as in Kafka. A captured table's topic keeps its partitions
-(INVALID_PARTITIONS): its writer's rule of keys to partitions is what orders a key. A manual assignment is checked as
-Kafka checks it and decides nothing: which node leads is the lease's to say.
+It writes the topic's row with its new count, which every node sees within a moment (`topic_cache`, `topics.log`,
+`node.binder`). Existing records are not moved, as in Kafka. The partition count of a captured table's topic is fixed
+(INVALID_PARTITIONS), because the writer's mapping of keys to partitions preserves the order of each key. A manual
+assignment is checked as in Kafka but has no effect: the lease determines the leader.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     results = []
     for topic in body["topics"]:
         if named[topic["name"]] > 1:
-            results.append(_result(topic["name"], error_codes.INVALID_REQUEST, "The request names this topic twice."))
+            results.append(_result(topic["name"], error_codes.INVALID_REQUEST, "The request names the topic twice."))
         else:
             work = _grow(context, topic, validate_only=body["validate_only"])
             code, message = await within(body["timeout"], work, late=LATE)
@@ -32,7 +32,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     return {"results": results}
 
 
-LATE = (error_codes.REQUEST_TIMED_OUT, "The topic may grow yet: look at it again.")
+LATE = (error_codes.REQUEST_TIMED_OUT, "The partitions may still be created: check again.")
 
 
 async def _grow(context: Context, topic: Body, *, validate_only: bool) -> tuple[int, str | None]:
@@ -48,7 +48,7 @@ async def _grow(context: Context, topic: Body, *, validate_only: bool) -> tuple[
             check_assignments(lists, count - row.partitions, context.brokers())
         limit = context.settings.partitions_max
         if context.cache.partitions - row.partitions + count > limit:
-            return error_codes.POLICY_VIOLATION, f"Too many partitions in all: kafka.partitions_max={limit}."
+            return error_codes.POLICY_VIOLATION, f"Too many partitions in the cluster: kafka.partitions_max={limit}."
         if not validate_only:
             context.cache.learn(await context.catalogue.grow_topic(name, count))
     except InvalidReplicaAssignmentError as error:

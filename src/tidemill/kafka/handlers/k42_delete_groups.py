@@ -1,5 +1,7 @@
-"""DeleteGroups (42), versions 0 to 2: groups in which nobody is, with their offsets, also those that a transaction has
-still to commit."""
+"""Handler of DeleteGroups (42), versions 0 to 2: deletes groups without members.
+
+Their offsets are deleted too, including those that an open transaction has yet to commit.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""ElectLeaders (43), versions 0 to 2: refused by name. Leaders follow the nodes that live, so what an election would
-bring is there already: ELECTION_NOT_NEEDED for each partition that exists, as where preferred replicas lead.
+"""Handler of ElectLeaders (43), versions 0 to 2, which never elects.
+
+Leaders follow the live nodes, so an election would change nothing: each existing partition is ELECTION_NOT_NEEDED, as
+if its preferred replica led it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.schema.codec_compiler import Body
 
-MESSAGE = "Leaders follow the nodes that live; there is nothing to elect."
+MESSAGE = "Leaders follow the live nodes; there is nothing to elect."
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

@@ -1,9 +1,10 @@
-"""IncrementalAlterConfigs (44), versions 0 and 1: SET, DELETE, APPEND and SUBTRACT of configs of topics and groups.
+"""Handler of IncrementalAlterConfigs (44), versions 0 and 1: SET, DELETE, APPEND and SUBTRACT configs of topics and
+groups.
 
-All changes of one topic or group are made together or not at all, in one write of its row. This node follows them
-before it answers, the others within two seconds. To DELETE what is not set succeeds, whatever its name. A broker's
-configs are those of its file: INVALID_REQUEST, with the key to set there. Of a captured table's topic none is changed
-(POLICY_VIOLATION): its writer relies on them. Other resources: INVALID_REQUEST.
+All changes of one topic or group are made together or not at all, in one write of its row. This node applies them
+before it answers, the others within two seconds. Deleting a config that is not set succeeds, even under an unknown
+name. Broker configs are set in the node's file: INVALID_REQUEST, with the key to set there. The configs of a captured
+table's topic are fixed (POLICY_VIOLATION), because its writer relies on them. Other resources are INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tidemill.topics.config.alter import InvalidConfigRequestError, Kind, Op, al
 log = structlog.get_logger()
 
 Altered = Callable[[Mapping[str, str], Body, Kind], dict[str, str]]
-"""(config, the resource of the request, what has it) → its new config. Raises InvalidError."""
+"""Function of the current config, the request's resource and its kind; returns the new config. Raises InvalidError."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -65,13 +66,13 @@ async def _alter(
 
     try:
         if named[kind, name] > 1:
-            raise InvalidConfigRequestError("the request names this resource twice.")
+            raise InvalidConfigRequestError("the request names the resource twice.")
         if kind == BROKER:
             kept = [c["name"] for c in asked["configs"] if c.get("config_operation") != Op.DELETE]
             refuse_change(context, name, kept)
         elif kind not in (TOPIC, GROUP) or not name:
             raise InvalidConfigRequestError(
-                f"only configs of topics, groups and brokers are served: resource_type={kind} name={name!r}."
+                f"only topics, groups and brokers have configs: resource_type={kind} name={name!r}."
             )
         elif kind == GROUP:
             if not is_name(name):
@@ -99,7 +100,7 @@ async def _topic(
         raise MissingError(f"no such topic: topic={name}.")
     new = change(row.config)
     if row.kind == "capture" and new != row.config:
-        return error_codes.POLICY_VIOLATION, f"A captured table's topic keeps its configs: topic={name}."
+        return error_codes.POLICY_VIOLATION, f"The configs of a captured table's topic are fixed: topic={name}."
     if not validate_only:
         changed = await context.catalogue.change_topic(name, lambda row: replace(row, config=change(row.config)))
         context.cache.learn(changed)

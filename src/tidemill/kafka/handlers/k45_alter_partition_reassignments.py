@@ -1,6 +1,7 @@
-"""AlterPartitionReassignments (45), version 0: refused by name. There are no replicas to move: others than the leader
-are INVALID_REPLICA_ASSIGNMENT, the leader alone is what is there already, and to cancel a reassignment (null) is
-NO_REASSIGNMENT_IN_PROGRESS.
+"""Handler of AlterPartitionReassignments (45), version 0, which never moves anything.
+
+There are no replicas to move: replicas other than the leader are INVALID_REPLICA_ASSIGNMENT, the leader alone is the
+current state, and canceling a reassignment (null) is NO_REASSIGNMENT_IN_PROGRESS.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from tidemill.kafka.api.dispatch import Api, Request, cold
 from tidemill.kafka.schema.codec_compiler import Body
 
 Code = Callable[[str, Body], int]
-"""(topic, the partition asked for) → its code."""
+"""Function of a topic and the requested partition; returns the partition's code."""
 
-MESSAGE = "Records are in the bucket and leaders follow the nodes that live: there are no replicas to move."
+MESSAGE = "Records are in the bucket and leaders follow the live nodes: there are no replicas to move."
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

@@ -1,4 +1,4 @@
-"""ListPartitionReassignments (46), version 0: there are none, ever (see AlterPartitionReassignments)."""
+"""Handler of ListPartitionReassignments (46), version 0: always an empty list (see AlterPartitionReassignments)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""OffsetDelete (47), version 0: offsets of topics that nobody in the group is subscribed to, also those that a
-transaction has still to commit."""
+"""Handler of OffsetDelete (47), version 0: deletes offsets of topics to which no member of the group is subscribed.
+
+These include offsets that an open transaction has yet to commit.
+"""
 
 from __future__ import annotations
 

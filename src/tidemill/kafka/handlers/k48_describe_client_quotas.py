@@ -1,7 +1,7 @@
-"""DescribeClientQuotas (48), versions 0 and 1: the quotas of entities that fit a filter (KIP-546).
+"""Handler of DescribeClientQuotas (48), versions 0 and 1: the quotas of entities that match a filter (KIP-546).
 
-A component asks of an entity's user or client id for a name, the default, or any; `strict`: an entity that has
-components beyond does not fit. Kinds of entities that have no quotas here (ip): UNSUPPORTED_VERSION.
+A component matches an entity's user or client id by name, the default, or any. With `strict`, an entity that has
+further components does not match. Kinds of entities that have no quotas here (ip) are UNSUPPORTED_VERSION.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     if len(asked) < len(body["components"]):
         return failed(body, error_codes.INVALID_REQUEST, "A kind of entity is named twice.")
     if not set(asked) <= {USER, CLIENT}:
-        return failed(body, error_codes.UNSUPPORTED_VERSION, f"Quotas are kept for {USER} and {CLIENT}.")
+        return failed(body, error_codes.UNSUPPORTED_VERSION, f"Only {USER} and {CLIENT} have quotas.")
     if any(each["match_type"] not in (EXACT, OF_DEFAULT, ANY) for each in asked.values()):
-        return failed(body, error_codes.INVALID_REQUEST, "A match is exact, default or any.")
+        return failed(body, error_codes.INVALID_REQUEST, "The match type must be exact, default or any.")
     try:
         quotas = await context.quotas.list()
     except TidemillError as error:

@@ -1,7 +1,8 @@
-"""AlterClientQuotas (49), versions 0 and 1 (KIP-546): each entity's changes together or not at all.
+"""Handler of AlterClientQuotas (49), versions 0 and 1 (KIP-546): each entity's changes are made together or not at all.
 
-`producer_byte_rate`, `consumer_byte_rate` and `request_percentage` of users and client ids. Other quotas of Kafka's are
-INVALID_REQUEST, with those that are known; so is an entity that is named twice. To remove what is not there is success.
+Supported are `producer_byte_rate`, `consumer_byte_rate` and `request_percentage` of users and client ids. Kafka's other
+quotas are INVALID_REQUEST, with a list of the supported ones, and so is an entity that is named twice. Removing a quota
+that does not exist succeeds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.security.quotas import NOBODY, Quota, check_quota, named
 
 NOT_SERVED: Final = ("controller_mutation_rate", "connection_creation_rate")
-"""Quotas of Kafka's that cannot be set here: none is there, so removing one changes nothing (KIP-599, KIP-612)."""
+"""Quotas of Kafka that cannot be set here. They never exist, so removing one changes nothing (KIP-599, KIP-612)."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -28,7 +29,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         try:
             user, client = _entity(entry["entity"])
             if (user, client) in seen:
-                raise InvalidError("an entity is named twice.")
+                raise InvalidError("the request names an entity twice.")
             seen.add((user, client))
             put, removed = _changes(user, client, entry["ops"])
             if not body["validate_only"]:
@@ -50,19 +51,19 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 
 def _entity(parts: list[Body]) -> tuple[str, str]:
-    """Raises InvalidError."""
+    """Return the user and client id of an entity. Raises InvalidError if the entity is invalid."""
     found = {part["entity_type"]: named(part["entity_name"]) for part in parts}
     if not found or len(found) < len(parts) or not set(found) <= {USER, CLIENT}:
-        raise InvalidError(f"an entity is a {USER}, a {CLIENT}, or both.")
+        raise InvalidError(f"invalid entity: it must be a {USER}, a {CLIENT}, or both.")
     if "=" in found.values():
-        raise InvalidError("a name is empty.", fix="Leave it out (null) for the default.")
+        raise InvalidError("the entity name is empty.", fix="Use null for the default.")
     return found.get(USER, NOBODY), found.get(CLIENT, NOBODY)
 
 
 def _changes(user: str, client: str, ops: list[Body]) -> tuple[list[Quota], list[Quota]]:
-    """Raises InvalidError."""
+    """Return the quotas to set and to remove. Raises InvalidError for an unknown or duplicate quota."""
     if len({op["key"] for op in ops}) < len(ops):
-        raise InvalidError("a quota is named twice.")
+        raise InvalidError("the request names a quota twice.")
     put = [Quota(user, client, op["key"], op["value"]) for op in ops if not op["remove"]]
     removed = [Quota(user, client, op["key"], 1.0) for op in ops if op["remove"] and op["key"] not in NOT_SERVED]
     for quota in (*put, *removed):

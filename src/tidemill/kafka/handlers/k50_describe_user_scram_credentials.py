@@ -1,6 +1,7 @@
-"""DescribeUserScramCredentials (50), version 0: mechanisms and iterations of users (KIP-554), never a key.
+"""Handler of DescribeUserScramCredentials (50), version 0: mechanisms and iterations of users (KIP-554), never a key.
 
-Null or no users: all. A user without a credential: RESOURCE_NOT_FOUND; one named twice: DUPLICATE_RESOURCE.
+Null or no users requests all. A user without a credential is RESOURCE_NOT_FOUND, one that is named twice
+DUPLICATE_RESOURCE.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     results = []
     for name in named or found:
         if named[name] > 1:
-            results.append(_result(name, error_codes.DUPLICATE_RESOURCE, "The request names this user twice."))
+            results.append(_result(name, error_codes.DUPLICATE_RESOURCE, "The request names the user twice."))
         elif name not in found:
-            results.append(_result(name, error_codes.RESOURCE_NOT_FOUND, "No such user, or one without a credential."))
+            results.append(
+                _result(name, error_codes.RESOURCE_NOT_FOUND, "The user does not exist or has no credential.")
+            )
         else:
             infos = [{"mechanism": each.mechanism, "iterations": each.iterations} for each in found[name]]
             results.append({**_result(name, 0, None), "credential_infos": infos})

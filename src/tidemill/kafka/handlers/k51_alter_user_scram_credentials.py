@@ -1,8 +1,10 @@
-"""AlterUserScramCredentials (51), version 0 (KIP-554): the client salts the password, none travels here.
+"""Handler of AlterUserScramCredentials (51), version 0 (KIP-554).
 
-As in Kafka: a user that the request names twice for one mechanism is DUPLICATE_RESOURCE, a credential to be deleted
-that is not there RESOURCE_NOT_FOUND, too few or many iterations UNACCEPTABLE_CREDENTIAL, an unknown mechanism
-UNSUPPORTED_SASL_MECHANISM. One answer a user; a user with any fault changes in nothing.
+The client salts the password, so the request contains no password.
+
+As in Kafka, a user that the request names twice for one mechanism is DUPLICATE_RESOURCE, deleting a missing credential
+is RESOURCE_NOT_FOUND, too few or too many iterations are UNACCEPTABLE_CREDENTIAL, and an unknown mechanism is
+UNSUPPORTED_SASL_MECHANISM. There is one answer per user; any error leaves all credentials of its user unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         deletions = [each for each in body["deletions"] if each["name"] == name]
         upsertions = [each for each in body["upsertions"] if each["name"] == name]
         twice = any(count > 1 for (user, _), count in named.items() if user == name)
-        refused = (error_codes.DUPLICATE_RESOURCE, "A credential is named twice.") if twice else None
+        refused = (error_codes.DUPLICATE_RESOURCE, "The request names a credential twice.") if twice else None
         refused = refused or next(filter(None, map(_refused, upsertions)), None)
         try:
             code, message = refused or await _change(context, request, name, deletions, upsertions)
@@ -43,13 +45,13 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 def _refused(upsertion: Body) -> tuple[int, str] | None:
     mechanism, iterations = upsertion["mechanism"], upsertion["iterations"]
     if mechanism not in NAMES:
-        return error_codes.UNSUPPORTED_SASL_MECHANISM, f"Known are {', '.join(NAMES.values())}."
+        return error_codes.UNSUPPORTED_SASL_MECHANISM, f"Use one of {', '.join(NAMES.values())}."
     if not ITERATIONS_MIN <= iterations <= ITERATIONS_MAX:
         return error_codes.UNACCEPTABLE_CREDENTIAL, f"Use {ITERATIONS_MIN} to {ITERATIONS_MAX} iterations."
     if len(upsertion["salted_password"]) != SIZES[mechanism] or not 0 < len(upsertion["salt"]) <= SALT_BYTES_MAX:
         return (
             error_codes.UNACCEPTABLE_CREDENTIAL,
-            "The salt or the salted password has another size than it must have.",
+            "The salt or the salted password has an invalid size.",
         )
     return None
 
@@ -60,9 +62,9 @@ async def _change(
     check_user(name)
     for each in deletions:
         if each["mechanism"] not in NAMES:
-            return error_codes.UNSUPPORTED_SASL_MECHANISM, f"Known are {', '.join(NAMES.values())}."
+            return error_codes.UNSUPPORTED_SASL_MECHANISM, f"Use one of {', '.join(NAMES.values())}."
         if await context.users.credential(name, each["mechanism"]) is None:
-            return error_codes.RESOURCE_NOT_FOUND, "There is no such credential."
+            return error_codes.RESOURCE_NOT_FOUND, "The credential does not exist."
     put = [
         credential_of(name, each["mechanism"], bytes(each["salted_password"]), bytes(each["salt"]), each["iterations"])
         for each in upsertions

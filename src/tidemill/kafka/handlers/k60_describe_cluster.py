@@ -1,7 +1,6 @@
-"""DescribeCluster (60), versions 0 to 2: the nodes, and the one that answers as controller.
+"""Handler of DescribeCluster (60), versions 0 to 2: the nodes, with the answering one as controller.
 
-Any node answers admin requests; this one is reached by its client and alive. Controllers as endpoint type:
-INVALID_REQUEST.
+Every node accepts admin requests, and the client reaches this one. Controllers as endpoint type are INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -25,7 +24,11 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         "brokers": [{"broker_id": b.node_id, "host": b.host, "port": b.port, "is_fenced": False} for b in brokers],
     }
     if body.get("endpoint_type", BROKERS) != BROKERS:
-        answer |= {"error_code": error_codes.INVALID_REQUEST, "error_message": "Only broker endpoints.", "brokers": []}
+        answer |= {
+            "error_code": error_codes.INVALID_REQUEST,
+            "error_message": "Only broker endpoints are supported.",
+            "brokers": [],
+        }
     return answer
 
 

@@ -1,6 +1,7 @@
-"""DescribeProducers (61), version 0: the producers that a partition remembers, and where their open transactions begin.
+"""Handler of DescribeProducers (61), version 0: the stored producers of a partition, with the starts of their open
+transactions.
 
-The coordinator's epoch is always −1: a marker is whoever's that carries the transaction to its end.
+The coordinator's epoch is always −1: a marker can be written by any node that completes the transaction.
 """
 
 from __future__ import annotations

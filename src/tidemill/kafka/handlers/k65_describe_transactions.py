@@ -1,4 +1,4 @@
-"""DescribeTransactions (65), version 0: transactional ids that this node coordinates."""
+"""Handler of DescribeTransactions (65), version 0: transactional ids that this node coordinates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""ListTransactions (66), versions 0 to 2: what this node coordinates, also by a pattern of ids (KIP-1152)."""
+"""Handler of ListTransactions (66), versions 0 to 2: transactions that this node coordinates, also by a pattern of ids
+(KIP-1152).
+"""
 
 from __future__ import annotations
 

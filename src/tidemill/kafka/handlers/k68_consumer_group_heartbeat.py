@@ -1,7 +1,8 @@
-"""ConsumerGroupHeartbeat (68), versions 0 and 1: joining, leaving and everything between (KIP-848).
+"""Handler of ConsumerGroupHeartbeat (68), versions 0 and 1: joining, leaving, subscribing and reconciling (KIP-848).
 
-The answer comes once what it tells of is durable. Topics that somebody names and this node has not seen are looked for
-in the catalogue; a pattern stands for topics that the member may describe. Member ids of version 0 are given here.
+The answer comes once the state that it reports is durable. Named topics that are missing in the cache are looked for in
+the catalogue. A pattern matches only topics that the member may describe. The server generates the member ids of
+version 0.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _ask(context: Context, request: Request, body: Body) -> HeartbeatRequest:
     pattern = body.get("subscribed_topic_regex")
     member_id = body["member_id"] or ""
     if request.version == 0:
-        # These members have no patterns: who joins says everything.
+        # Version 0 has no patterns: a joining member sends its full subscription.
         pattern = "" if topics is not None else None
         member_id = member_id or (context.groups.new_id() if body["member_epoch"] == 0 else "")
     return HeartbeatRequest(
@@ -72,7 +73,7 @@ def _partitions(topics: list[Body]) -> Partitions:
 
 
 def _names(group: Group | ConsumerGroup, ask: HeartbeatRequest) -> frozenset[str]:
-    """Topics that must be known here: what a group is about to be upgraded with counts by its topics' ids."""
+    """Return the topics that must be in the cache: the upgrade of a group needs the ids of its assigned topics."""
     named = ask.topics or frozenset()
     return named | assigned_topics(group) if ask.epoch == 0 and isinstance(group, Group) else named
 
@@ -80,8 +81,10 @@ def _names(group: Group | ConsumerGroup, ask: HeartbeatRequest) -> frozenset[str
 async def sight(
     context: Context, request: Request, led: GroupRunner, names: Iterable[str], pattern: str | None = None
 ) -> TopicView:
-    """The topics as this node sees them, looked at anew where it has not seen one of `names`. Raises what
-    `Subscribable.seen` raises."""
+    """Return the topics as this node sees them, refreshed if one of `names` is missing.
+
+    Raises what `Subscribable.seen` raises.
+    """
 
     def patterns() -> set[str]:
         others = led.group.patterns() if isinstance(led.group, ConsumerGroup) else set()
@@ -92,7 +95,8 @@ async def sight(
 
     cache = context.cache
     group = led.group
-    # What another node made a moment ago; and a group that was taken over a moment ago may know more than this node.
+    # Another node may just have created the topic, and the state of a group that was just taken over may know more
+    # topics than this node.
     is_new_here = isinstance(group, ConsumerGroup) and group.topics is None and bool(group.members)
     if is_new_here or any(cache.find(name, is_id=False) is None for name in names):
         await cache.refresh()

@@ -1,6 +1,6 @@
-"""ConsumerGroupDescribe (69), versions 0 and 1: groups of the consumer protocol, as their core has them.
+"""Handler of ConsumerGroupDescribe (69), versions 0 and 1: groups of the consumer protocol, in the state of their core.
 
-A group of the other protocol is GROUP_ID_NOT_FOUND, and clients ask DescribeGroups for it.
+A group of the classic protocol is GROUP_ID_NOT_FOUND, and clients then send DescribeGroups.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _member(context: Context, member: Consumer) -> Body:
 
 
 def _named(context: Context, partitions: Partitions) -> Body:
-    """Topics that are gone are left out."""
+    """Return the partitions with topic names. Deleted topics are left out."""
     found = [(context.cache.by_id(topic["topic_id"]), topic) for topic in listed(partitions)]
     return {"topic_partitions": [{**topic, "topic_name": row.name} for row, topic in found if row is not None]}
 

@@ -1,7 +1,7 @@
-"""ListConfigResources (74), versions 0 and 1: what has configs, topics, brokers and groups (KIP-1142).
+"""Handler of ListConfigResources (74), versions 0 and 1: topics, brokers and groups that have configs (KIP-1142).
 
-Groups are those that have configs of their own. Version 0 asks for client metrics alone, of which there are none; so
-do all other types.
+Groups are listed if they have configs of their own. Version 0 requests client metrics alone, which do not exist here,
+like all other types.
 """
 
 from __future__ import annotations

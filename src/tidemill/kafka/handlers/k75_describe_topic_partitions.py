@@ -1,7 +1,8 @@
-"""DescribeTopicPartitions (75), version 0: topics by name, a page of partitions at a time (KIP-966).
+"""Handler of DescribeTopicPartitions (75), version 0: topics by name, one page of partitions at a time (KIP-966).
 
-A page has at most PARTITIONS_PER_PAGE partitions, over topics in the order of their names; `next_cursor` says where the
-next one begins. No topics named: all. Leader epoch, replicas as in Metadata; there are no eligible leader replicas.
+A page has at most PARTITIONS_PER_PAGE partitions, over topics in the order of their names; `next_cursor` names the
+start of the next page. An empty list of topics requests all. Leader epoch and replicas are as in Metadata; there are no
+eligible leader replicas.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tidemill.kafka.schema.primitives import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
 
 PARTITIONS_PER_PAGE: Final = 2_000
-"""Kafka's default of max.request.partition.size.limit."""
+"""Limit of partitions per page; Kafka's default of max.request.partition.size.limit."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:

@@ -1,4 +1,4 @@
-"""What the handlers of transactions share: who coordinates, and which code older clients know."""
+"""Error codes of the transaction handlers: whether this node coordinates an id, and the codes that older clients know."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ _KEY_BYTES_MAX: Final = 900
 
 
 def refusal(context: Context, transactional_id: str) -> int:
-    """Why this node does nothing for the id, or 0."""
+    """Return the error code if this node cannot serve the id, else 0."""
     if not transactional_id or len(key_of(transactional_id)) > _KEY_BYTES_MAX:
         return error_codes.INVALID_REQUEST
     return 0 if context.owners.coordinates(transactional_id) else error_codes.NOT_COORDINATOR
 
 
 async def coded(work: Awaitable[int], *, too_large: int = error_codes.INVALID_REQUEST) -> int:
-    """The code of `work`; clients ask again after COORDINATOR_NOT_AVAILABLE, whatever became of it: what is repeated
-    finds what was done."""
+    """Return the code of `work`, or COORDINATOR_NOT_AVAILABLE if it failed.
+
+    Clients retry after that code even if the work was done: the repeated request finds its result.
+    """
     try:
         return await work
     except InvalidError:
@@ -32,5 +34,7 @@ async def coded(work: Awaitable[int], *, too_large: int = error_codes.INVALID_RE
 
 
 def fenced(code: int, *, known: bool) -> int:
-    """PRODUCER_FENCED came with KIP-588; before it a fenced producer was told INVALID_PRODUCER_EPOCH."""
+    """Return the code for the request's version: before KIP-588, which added PRODUCER_FENCED, it was
+    INVALID_PRODUCER_EPOCH.
+    """
     return error_codes.INVALID_PRODUCER_EPOCH if code == error_codes.PRODUCER_FENCED and not known else code

@@ -1,23 +1,31 @@
-"""One client connection: requests begin in order, run concurrently, are answered in order.
+"""Session of one client connection: requests begin in order, run concurrently and are answered in order.
 
-    frame ─► read header ─► begin(request)  ── plain call: reservations happen here, in request order (K1)
+    frame ─► read header ─► begin(request)  ── plain call: reservations happen here, in request order
                                   │
-                            awaitable ─► done ─► slot filled ─► filled slots leave from the front (K2)
+                            awaitable ─► done ─► slot filled ─► filled slots are sent from the front
 
-S1  `begin` of a request is called before `begin` of any later request of the connection, and before any
-    task or await.
-S2  A slot leaves the queue only from the front; a request without a response (acks=0) has no slot. Those that are
-    filled in one turn of the loop leave together: what one commit answers costs one write, and wakes its client once.
-S3  The frame is released after its work has ended, even when the client is gone (K3).
-S4  Reading stops while too much is under way or unsent, and starts again at half of that (K4).
-S5  While a request stalls (`Stall`), or others have used up this turn of the loop, nothing behind it begins and nothing
-    is read.
-S6  Of every API but Produce `Api.at_once` requests of the connection are worked on together (Kafka: one of all), and a
-    read (Fetch) begins only when its answers find room: what later ones take of memory and of the loop waits. Reads
-    that run together have room together, however large their answers become (`KafkaSettings.reads_at_once`). Behind
-    what an admin changes nothing begins before that has ended: who asks for it next, without waiting, sees it.
-S7  Who used more than its quota is answered at once and not heard for as long as the answer says: nothing of the
-    connection begins meanwhile, and nothing is read.
+Invariant (begin order): `begin` of a request is called before `begin` of any later request of the connection, and
+before any task or await.
+
+Invariant (answer order): a slot is removed from the queue only at the front; a request without a response (acks=0) has
+no slot. All slots that are filled in one turn of the loop are sent together, so the answers to one commit cost one
+write and wake their client once.
+
+Invariant (frame lifetime): a frame is released after its work has ended, even if the client is gone.
+
+Invariant (back-pressure): reading stops while too much is running or unsent, and resumes at half of that.
+
+Invariant (stall): while a request stalls (`Stall`), or other requests have used up this turn of the loop, no later
+request of the connection begins and nothing is read.
+
+Invariant (concurrency): of every API but Produce, at most `Api.at_once` requests of the connection run concurrently
+(Kafka runs one of all). A read (Fetch) begins only when there is room for its answer, so that later reads wait before
+they use memory and loop time. The largest answers of concurrent reads fit together (`KafkaSettings.reads_at_once`).
+After a request that changes cluster metadata (a barrier) nothing begins until it has ended, so a client that requests
+the changed object next, without waiting, sees it.
+
+Invariant (throttling): a client that exceeded its quota is answered immediately and then muted for the time that the
+answer states: no request of the connection begins and nothing is read.
 """
 
 from __future__ import annotations
@@ -64,8 +72,8 @@ log = structlog.get_logger()
 PRODUCE = 0
 FETCH = 1
 OTHER_REQUEST_BYTES = 4 << 20
-"""Only Produce carries records; all else that is larger was never meant."""
-_THROTTLED = Counter("tidemill_kafka_throttled_seconds", "Time for which clients were not heard", ("quota",))
+"""Largest request of any API but Produce: only Produce carries records."""
+_THROTTLED = Counter("tidemill_kafka_throttled_seconds", "Time for which clients were muted", ("quota",))
 
 
 class _Slot:
@@ -102,14 +110,14 @@ class Session:
         self._bytes = 0
         self._requests = 0
         self._backlog: deque[Frame] = deque()
-        """Received and not begun: empty but for the moment, or while a request stalls."""
+        """Frames that are received but not begun: empty except within a call, or while a request stalls."""
         self._stalled = False
         self._muted = False
         self._muted_until_s = 0.0
         self._answered_bytes = 0
-        """In slots that wait for an earlier one."""
+        """Bytes in slots that wait for an earlier slot."""
         self._turns: dict[int, asyncio.Semaphore] = {}
-        """By API (S6)."""
+        """Semaphore of each API, for its limit of concurrent requests."""
         self._sending = False
         self._room = asyncio.Event()
         self._room.set()
@@ -129,25 +137,25 @@ class Session:
         self._connection.resume()
 
     def expired(self, now_s: float) -> str:
-        """Why to close this connection now, or "". Asked by the sweep, every few seconds.
+        """Return why to close this connection now, or "". The sweep calls it every few seconds.
 
-        A frame has `frame_timeout_s` of the time in which we read, and twice that in all: what our own limits make it
-        wait is not its fault, but whoever holds memory for so long gives it back.
+        A frame has `frame_timeout_s` of reading time and twice that in total: pauses that our own limits cause are not
+        the client's fault, but a frame must not hold memory indefinitely.
         """
         connection, reader, settings = self._connection, self._reader, self._context.settings
         if not self.visitor.known and now_s - self._began_s > settings.authentication_timeout_s:
-            return "nobody proved who this is in time"
+            return "the client did not authenticate in time"
         passed_s, self._swept_s = now_s - self._swept_s, now_s
         if connection.sent_bytes != self._taken_bytes or not connection.unsent_bytes:
             self._taken_bytes, self.took_s = connection.sent_bytes, now_s
         elif now_s - self.took_s > settings.frame_timeout_s:
-            return "the client takes no answers"
+            return "the client reads no answers"
         if not reader.partial or reader.frames_begun != self._frame_number:
             self._frame_number, self._frame_age_s = reader.frames_begun, 0.0
         else:
             self._frame_age_s += passed_s / 2 if connection.paused else passed_s
             if self._frame_age_s > settings.frame_timeout_s:
-                return "a frame was not whole in time"
+                return "a frame was not complete in time"
         if connection.received_bytes != self._heard_bytes or self._requests or connection.paused:
             self._heard_bytes, self._heard_s = connection.received_bytes, now_s
         return "idle" if now_s - self._heard_s > settings.idle_timeout_s else ""
@@ -156,7 +164,7 @@ class Session:
         self._connection.close(error)
 
     def consider_reading(self) -> None:
-        """Pause or resume by S4."""
+        """Pause or resume reading, by the running requests and unsent answers of this connection and of the process."""
         if self._connection.closed:
             return
         settings = self._context.settings
@@ -183,12 +191,12 @@ class Session:
         self._is_known()
 
     def _is_known(self) -> None:
-        """Idempotent."""
+        """Allow frames of full size once the client is authenticated. Idempotent."""
         if self.visitor.known:
             self._reader.request_bytes_max = self._context.settings.request_bytes_max
 
     def _hold(self, delta: int) -> None:
-        """The buffer of the unfinished frame (B1)."""
+        """Account for the buffer of the unfinished frame."""
         if delta < 0:
             self._budget.received(self, -delta)
         else:
@@ -207,13 +215,16 @@ class Session:
         self._budget.take(size)
 
     def _give(self, frame: Frame) -> None:
-        """Nobody reads it any more. The buffer may be used again unless `frame` was released or is lost (S3)."""
+        """Stop counting a frame that is no longer read.
+
+        The caller may then release the frame for reuse; after a fault it drops the frame instead.
+        """
         self._bytes -= len(frame.view)
         self._requests -= 1
         self._budget.give(len(frame.view))
 
     def _work_off(self) -> None:
-        """Begin what has been received, in order, up to a request that stalls."""
+        """Begin the received requests, in order, up to one that stalls."""
         beginnings = self._context.beginnings
         while self._backlog and not self._connection.closed and not self._muted:
             if beginnings.due:
@@ -228,7 +239,7 @@ class Session:
             except (MalformedFrameError, ConnectionRejectedError) as error:
                 self._end(error)
             except Exception as error:
-                # Nobody knows who still reads the frame: it is dropped, its buffer never used again (S3).
+                # Unfinished work may still read the frame, so it is dropped and its buffer is never reused.
                 self._give(self._backlog.popleft())
                 log.error("kafka.request_broke", peer=self._peer, error=repr(error), exc_info=error)
                 self._end(error)
@@ -247,7 +258,7 @@ class Session:
         try:
             await until
         except BaseException as error:
-            self._end(ConnectionAbortedError(f"a request broke while it began: {error!r}"))
+            self._end(ConnectionAbortedError(f"a request failed while it began: {error!r}"))
             raise
         self._stalled = False
         self._work_off()
@@ -259,15 +270,18 @@ class Session:
         except TimeoutError:
             self._end(TimeoutError("the catalogue could not be read in time"))
         except BaseException as error:
-            # Also a `looked` future that was cancelled: nothing behind it may begin, so the connection ends.
+            # This includes a cancelled `looked` future: no later request may begin, so the connection ends.
             self._end(ConnectionAbortedError(f"a request could not begin: {error!r}"))
             raise
         self._stalled = False
         self._work_off()
 
     def _begin(self, frame: Frame) -> Awaitable[None] | None:
-        """What must end before anything else of the connection begins, if anything. Raises MalformedFrameError,
-        Stall."""
+        """Begin the request of one frame.
+
+        Return an awaitable that must end before the next request of the connection begins, or None. Raises
+        MalformedFrameError, Stall, ConnectionRejectedError.
+        """
         if self.visitor.raw:
             return self._begin_raw(frame)
         begin_request()
@@ -279,7 +293,7 @@ class Session:
         if api is None or not api.min_version <= version <= api.max_version:
             if key != API_VERSIONS:
                 raise MalformedFrameError(
-                    f"request of an API or version that was not offered: key={key} version={version}."
+                    f"request of an API or version that is not supported: key={key} version={version}."
                 )
             self._answer(self._new_slot(), key, 0, correlation_id, [unsupported_version()])
             self._give(frame)
@@ -321,7 +335,7 @@ class Session:
         return request.reserving
 
     def _begin_raw(self, frame: Frame) -> Awaitable[None]:
-        """A message of SASL without a header, after SaslHandshake version 0. What fails ends the connection."""
+        """Process a SASL message without a header, after SaslHandshake version 0. A failure ends the connection."""
         slot = self._new_slot()
 
         async def answer() -> Reply:
@@ -345,7 +359,7 @@ class Session:
         return _ended(task)
 
     async def _in_turn(self, work: Awaitable[Reply], turns: asyncio.Semaphore, reads: _Slot | None) -> Reply:
-        """S6. The answer of a read waits for room, and counts before the next one's turn."""
+        """Run `work` when it has a turn. A read waits for room, and its answer is counted before the next turn."""
         async with turns:
             if reads is None:
                 return await work
@@ -393,7 +407,7 @@ class Session:
         self.consider_reading()
 
     def _charge(self, request: Request, name: str, amount: float) -> int:
-        """S7. How many ms its client is not heard from now on."""
+        """Charge a quota and return the milliseconds for which the client is muted from now on."""
         user, now_s = self.visitor.principal.removeprefix(USER), self._context.clock.monotonic_s()
         throttle_ms = self._context.quotas.limits.use(name, user, request.client_id, amount, now_s)
         if throttle_ms:
@@ -405,8 +419,10 @@ class Session:
         return throttle_ms
 
     def _tell_throttle(self, request: Request, reply: Reply) -> None:
-        """In the answer itself (KIP-219): of a Produce as it arrived, of a Fetch by what it takes away, of any request
-        by how long it was worked on."""
+        """Write the throttle time into the answer (KIP-219).
+
+        A Produce is charged when it arrives, a Fetch by its answer, and any request by its loop time.
+        """
         throttle_ms, limits = request.throttle_ms, self._context.quotas.limits
         if request.key == FETCH and not limits.none:
             throttle_ms = self._charge(request, quotas.CONSUME, sum(map(len, reply)))
@@ -438,7 +454,7 @@ class Session:
         self._send_soon()
 
     def _count(self, slot: _Slot, body: list[Buffer]) -> None:
-        """Idempotent."""
+        """Account for the answer of a slot. Idempotent."""
         self._answered_bytes -= slot.size
         slot.size = sum(map(len, body))
         self._answered_bytes += slot.size
@@ -460,7 +476,7 @@ class Session:
             self.consider_reading()
 
     def _end(self, error: Exception | None = None) -> None:
-        """Close the connection for what its client did; what is answered leaves first."""
+        """Close the connection after a client's fault; complete answers are sent first."""
         self._send_ready()
         self._connection.close(error)
 

@@ -1,4 +1,4 @@
-"""How long the event loop works for one coroutine: the time of its steps, not of what it waits for."""
+"""Meter of the event loop's time for one coroutine: its steps count, its waiting does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Metered(Generic[T]):
-    """Awaited once, as `work` would be. What tasks and threads do for it is not counted."""
+    """Awaitable that runs `work` and measures it. Tasks and threads that it uses are not counted."""
 
     def __init__(self, work: Coroutine[Any, Any, T], clock: Clock) -> None:
         self._work = work

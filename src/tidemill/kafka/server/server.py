@@ -1,10 +1,10 @@
-"""The listening socket and the life of the endpoint.
+"""Life cycle of the endpoint and its listening sockets.
 
-    start   cache filled, codecs compiled → socket bound → accepting; a taken port is Invalid, with the key to change
-    aclose  no new connections → sessions closed → tasks ended; what was reserved in `topics` ends there
+    start   cache filled, codecs compiled → socket bound → accepting; InvalidError, with the key, if a port is in use
+    aclose  no new connections → sessions closed → tasks ended; `topics` completes what was reserved there
 
-A connection whose frame does not become whole in time, that takes no answers, or says nothing for long, is closed by
-the sweep. A fault of a connection ends that connection; the endpoint's own loops are kept (base.tasks).
+The sweep closes connections whose frame is not complete in time, that read no answers, or that are idle. A fault of a
+connection ends that connection; the endpoint's own loops are supervised (base.tasks).
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ log = structlog.get_logger()
 
 _SWEEP_INTERVAL_S = 5.0
 _UNKNOWN_SHARE = 4
-"""One of so many connections may be somebody's who has not proved yet who it is."""
+"""Divisor of the connection limit: the share of connections whose clients have not authenticated yet."""
 _RENEW_INTERVAL_S = 5.0
 _FORGET_INTERVAL_S = 3600.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
-"""Seconds of silence, seconds between questions, questions."""
+"""Seconds of silence before the first probe, seconds between probes, number of probes."""
 _STEADY_S = 5.0
-"""A loop that ran for so long after a failure works again."""
+"""Time after which a restarted loop counts as recovered."""
 
 
 class KafkaServer:
-    """One node's Kafka endpoint.
+    """Kafka endpoint of one node.
 
-    nodes              who else is there (`topics.leadership.Membership`); None = this node alone
+    nodes              the live nodes (`topics.leadership.Membership`); None = this node alone
     name               this node, as `TopicLog.leader_of` and membership name it
-    node_id            its broker id where membership does not tell one
-    advertised_host    what Metadata tells clients; default `host`
+    node_id            its broker id if membership does not list it
+    advertised_host    the host that Metadata reports; default `host`
     advertised_port    default the bound port
-    gate               how connections come in; default in clear text
-    rulebook           who may do what; None = everybody everything
-    listeners          more of them, beside the one that `host` to `gate` describe
-    memory             where what clients make it hold is shown
+    gate               security of the default listener; default clear text
+    rulebook           access rules; None = every client may do everything
+    listeners          listeners in addition to the default one, which `host` to `gate` describe
+    memory             registry of memory limits, to which the endpoint adds its own
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class KafkaServer:
         self._requests = Tasks(_told_by_its_session)
         self._sessions: set[Session] = set()
         self._unknown: dict[Session, None] = {}
-        """Sessions whose client has not proved yet who it is, oldest first; those that have leave at their time."""
+        """Sessions that have not authenticated yet, oldest first. Authenticated ones are removed lazily."""
         self._pool = BufferPool()
         self._budget = budget = Budget(self._settings.process_bytes_max, self._settings.answer_bytes_max)
         self._memory = memory
@@ -141,12 +141,12 @@ class KafkaServer:
 
     @property
     def port(self) -> int:
-        """The bound port; 0 before `start`."""
+        """Bound port of the default listener; 0 before `start`."""
         return self.ports.get(DEFAULT, 0)
 
     @property
     def ports(self) -> dict[str, int]:
-        """The bound ports by listener; empty before `start`."""
+        """Bound ports by listener; empty before `start`."""
         return {name: int(bound.getsockname()[1]) for name, bound in self._bound.items()}
 
     @property
@@ -154,8 +154,11 @@ class KafkaServer:
         return len(self._sessions)
 
     async def start(self, node_id: int = 0) -> int:
-        """Bind and accept; returns the bound port. `node_id`: its broker id, where membership does not list it yet.
-        Raises Invalid when the address cannot be bound."""
+        """Bind the listeners, start to accept, and return the bound port.
+
+        `node_id` is the broker id where membership does not list it yet. Raises InvalidError if an address cannot be
+        bound.
+        """
         cache = TopicCache(self._catalogue, self._clock)
         await asyncio.gather(cache.refresh(), asyncio.to_thread(handlers.compile_all))
         await carry_over(self._consensus, self._catalogue.metastore, self._clock.now_ms())
@@ -235,7 +238,7 @@ class KafkaServer:
             each.close()
 
     def _coordinate(self, context: Context) -> None:
-        """Consumer groups, from the rows of the metastore."""
+        """Create the coordinator of consumer groups, whose state is in rows of the metastore."""
         settings, metastore = self._settings, self._catalogue.metastore
         context.owners = owners = Owners(context)
         context.subscribable = Subscribable(context.cache)
@@ -259,7 +262,10 @@ class KafkaServer:
         self._transact(context, owners, self._groups)
 
     def _transact(self, context: Context, owners: Owners, groups: Coordinator) -> None:
-        """Transactions, from registers of consensus; the offsets of a committed one through its group."""
+        """Create the coordinator of transactions, whose state is in registers of consensus.
+
+        It commits offsets through the group's coordinator.
+        """
         context.transactions = self._transactions = transactions = Transactions(
             self._consensus,
             self._topics,
@@ -281,7 +287,7 @@ class KafkaServer:
         self._keep("kafka:transactions", partial(self._look_after, transactions, moved))
 
     async def _look_after(self, transactions: Transactions, moved: asyncio.Event) -> None:
-        """At the start, whenever nodes come or go, and now and then for what nobody uses any more."""
+        """Take over transactions at start and whenever nodes join or leave, and periodically to remove expired ids."""
         while True:
             moved.clear()
             await transactions.take_over()
@@ -290,7 +296,7 @@ class KafkaServer:
                     await moved.wait()
 
     async def aclose(self) -> None:
-        """Idempotent."""
+        """Stop accepting, close all sessions and end all tasks. Idempotent."""
         self._unbind()
         for session in list(self._sessions):
             session.close()
@@ -303,7 +309,7 @@ class KafkaServer:
         await self._requests.aclose()
 
     def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
-        """Run one of the endpoint's own loops: whatever ends it is told under `mark`, and it begins anew."""
+        """Run one of the endpoint's own loops: its failures are reported under `mark`, and it is restarted."""
 
         async def steady() -> None:
             healing = asyncio.get_running_loop().call_later(_STEADY_S, self._tracker.heal, mark)
@@ -315,18 +321,21 @@ class KafkaServer:
         self._units.spawn(keep(mark, steady, tracker=self._tracker, clock=self._clock), name=mark)
 
     def _unit_broke(self, mark: str, error: BaseException) -> None:
-        """Supervision itself failed: told as the unit's end, which only a restart mends."""
+        """Report a failure of the supervision itself, which only a restart of the node repairs."""
         self._tracker.fail(mark, sentence(error), now_ms=self._clock.now_ms(), parked=True)
 
     async def _accept(self, listener: Listener, context: Context) -> None:
-        """Raises OSError, of which EMFILE is worth to be told; the next try comes after a pause."""
+        """Accept connections of one listener.
+
+        Raises OSError, of which EMFILE deserves a report; the supervisor retries after a pause.
+        """
         loop = asyncio.get_running_loop()
         bound = self._bound[listener.name]
         while True:
             try:
                 sock, peer = await loop.sock_accept(bound)
             except ConnectionError:
-                continue  # that client is gone already
+                continue  # the client has disconnected already
             except OSError:
                 if not self._bound:
                     return
@@ -335,7 +344,7 @@ class KafkaServer:
             try:
                 self._enter(sock, peer, context, listener.gate)
             except Exception as error:
-                # The fault of this connection, whatever it is.
+                # Any error here is the fault of this connection only.
                 log.error("kafka.connection_broke", peer=peer[0], error=repr(error), exc_info=error)
                 sock.close()
 
@@ -368,7 +377,7 @@ class KafkaServer:
             self._await_proof(session)
 
     def _await_proof(self, session: Session) -> None:
-        """Those that nobody knows have a share of the connections: when it is full, the oldest of them makes room."""
+        """Close the oldest unauthenticated session while these exceed their share of all connections."""
         self._unknown[session] = None
         share = max(1, self._door.connections_max // _UNKNOWN_SHARE)
         while len(self._unknown) > share:
@@ -376,13 +385,14 @@ class KafkaServer:
             del self._unknown[oldest]
             if not oldest.visitor.known:
                 oldest.close(
-                    ConnectionRejectedError(
-                        "too many connections have not proved who they are, and this one is the oldest"
-                    )
+                    ConnectionRejectedError("too many connections are not authenticated, and this one is the oldest")
                 )
 
     async def _renew(self, certificates: Sequence[Certificates]) -> None:
-        """Raises Invalid while the files cannot be used; the former ones serve meanwhile."""
+        """Reload changed certificates.
+
+        Raises InvalidError while the files cannot be used; the former certificates stay in use.
+        """
         while True:
             for each in certificates:
                 if await asyncio.to_thread(each.renew):
@@ -403,7 +413,7 @@ class KafkaServer:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """A peer that is gone without a word is found out within two minutes, also while it waits for an answer."""
+    """Enable keep-alive: detects a silently vanished peer within two minutes, even if it waits for an answer."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():
         if hasattr(socket, option):  # Linux
@@ -411,9 +421,9 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def _accepting(listener: Listener) -> str:
-    """Its mark."""
+    """Return the status name of a listener's accept loop."""
     return "kafka:accept" if listener.name == DEFAULT else f"kafka:accept:{listener.name}"
 
 
 def _told_by_its_session(name: str, error: BaseException) -> None:
-    """A request's task: the session that began it answers its client, or ends the connection (`Session._done`)."""
+    """Ignore the failure of a request's task: its session handles it (`Session._done`)."""
