@@ -206,7 +206,7 @@ async def shop(args: argparse.Namespace) -> dict[str, Any]:
     async with harbour(pipeline=True) as environment:
         log = environment.directory / "logs" / "pipeline-shop.log"
         until_s = time.monotonic() + DEADLINE_S
-        while not log.exists() or "derived table is there" not in log.read_text():
+        while not log.exists() or "derived table is ready" not in log.read_text():
             if time.monotonic() > until_s:
                 raise SystemExit(f"the driver did not start: {log}")
             await asyncio.sleep(0.5)

@@ -1,5 +1,5 @@
-"""Derived tables: a function over tables at one common time.
+"""derived: tables that are a function of other tables at one common time.
 
-inputs (what changed) ─► group_mirror (rows of the groups concerned) ─► function ─► function_result ─► derivation
-idle_advance: progress of an idle source's time
+inputs (their changes) ─► group_mirror (rows of the changed groups) ─► function ─► function_result ─► derivation
+idle_advance: advance the time of an idle source
 """

@@ -1,16 +1,18 @@
-"""Derived tables: a user's PySpark function over shards at one common time, kept in a shard of its own.
+"""Derived tables: the result of a user's PySpark function over shards at one common time, stored in a shard.
 
     t = min(uppers of the inputs) - 1 → the function on the contents at t → difference to the output → append
 
-Computed at intervals, in a thread of its own, so that no streaming query waits for it. Inputs that did not change are
-not computed, but time moves on all the same. At the times it is computed for, the output is exactly the function of
-its inputs; between them it stays as it was.
+A thread computes it at intervals, so no streaming query waits for it. If no input changed, the function is not called,
+but the output's upper advances all the same.
+Invariant (exact at computed times): at the times for which it was computed, the output is exactly the function of its
+inputs; between them it does not change.
 
-whole     the function gets all rows of every input, which Spark reads for itself, at exactly that time, while the input
-          is held: the driver keeps none of them
-by group  the table says which columns group it: what the result has for a group depends on the inputs' rows of that
-          group alone. The function gets the rows of the groups that changed, the difference is taken within them, and
-          a result row of any other group is refused. The first round of a process is whole: the function may be new.
+whole     the function gets all rows of every input. Spark reads them, at exactly that time, while the input is held;
+          the driver stores none of them.
+by group  the table names the columns that group it: the result rows of a group depend only on the inputs' rows of
+          that group. The function gets the rows of the groups that changed, the difference is computed within them,
+          and a result row of any other group is rejected. The first round of a process is whole, because the function
+          may have changed.
 """
 
 from __future__ import annotations
@@ -48,15 +50,16 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _HASH_ALIKE = ({"int16", "int32", "int64"}, {"float32", "float64"}, {"string", "json"})
-"""Types of an input's column and of the result's that may name one group. Spark has no JSON: it gives back a string."""
+"""Types of columns of an input and the result that may identify one group. Spark has no JSON type and returns a
+string."""
 MOST_BUSY = 0.5
-"""Share of one thread's time that recomputing may take: a slow function makes its interval longer."""
+"""Maximum share of one thread's time for recomputing: a slow function extends its interval."""
 
 log = structlog.get_logger()
 
 
 class Derivation:
-    """`run` is the thread's body; `round` is one recomputation, callable from tests."""
+    """Derivation of one table. `run` is the body of its thread; `round` is one recomputation, callable from tests."""
 
     def __init__(
         self, portal: BlockingPortal, stores: Stores, spark: SparkSession, table: DerivedTable, mirror_dir: Path
@@ -66,17 +69,17 @@ class Derivation:
         self.error = ""
         self.waits_for = ""
         self.waits = False
-        """For the input that `waits_for` names: it comes to where the others are readable by itself."""
+        """True while it waits for the input in `waits_for`, which will reach a time that the others can be read at."""
         self._left_out = OmittedRows(table.name, table.by_output if table.by else ())
         self.recomputed = 0
         self.took_s = 0.0
-        """The last round that recomputed."""
+        """Duration of the last round that recomputed."""
         self.groups: int | None = None
-        """How many groups that round computed; None = all."""
+        """Number of groups that the round computed; None = all."""
         self.whole_because = ""
-        """Why that round computed all."""
+        """Reason why the round computed all groups."""
         self.no_plan: dict[str, str] = {}
-        """Input → why the data source reads it, as was told last."""
+        """Input → the last logged reason why the data source reads it."""
         self.writer: TableWriter | None = None
         self._portal = portal
         self._stores = stores
@@ -86,11 +89,11 @@ class Derivation:
         self._output: GroupedInput | None = None
         """The table's own contents by group."""
         self._opened = True
-        """Nothing was computed since `open`: the inputs are new."""
+        """True if nothing was computed since `open`: the inputs are new."""
 
     @property
     def left_out(self) -> str:
-        """Which rows of the results have no key of their own, or ""."""
+        """Description of the result rows without a unique key, or ""."""
         return self._left_out.sentence()
 
     @property
@@ -98,11 +101,10 @@ class Derivation:
         return self.writer.upper if self.writer is not None else 0
 
     def run(self, stopping: threading.Event, worked: Callable[[], None] = lambda: None) -> None:
-        """Until `stopping`; `worked` after every round that left nothing out. Raises whatever goes wrong: call it again
-        later.
+        """Run until `stopping` is set; call `worked` after every round without omitted rows.
 
-        An input that does not exist yet is waited for. What the user's function raised leaves the inputs open; after
-        anything else they are opened anew.
+        Waits for an input that does not exist yet. Raises any other failure: call it again later. After an exception of
+        the user's function the inputs stay open; after any other they are reopened.
         """
         clock = self._stores.clock
         while not stopping.is_set():
@@ -116,10 +118,10 @@ class Derivation:
                     worked()
             except (MissingError, SchemaEvolvedError) as error:
                 self.error, self.waits = error.message, False
-                # A shard may have been dropped: by name there is another one, some time. Or it has got columns.
+                # A shard may have been dropped, to be re-created under its name later. Or it has new columns.
                 self.writer = None
             except HistoryLostError as error:
-                # One input is behind what another one remembers: it is advanced, or its feed comes, by itself.
+                # One input is behind the history of another: it is advanced, or its feed catches up.
                 self.error = f"its inputs have no time in common that is still readable: {error.message}"
                 self.waits = True
             except FunctionFailedError:
@@ -134,7 +136,7 @@ class Derivation:
         self.let_go()
 
     def open(self) -> None:
-        """Open the inputs, learn the schema of the result from the function itself, open the output.
+        """Open the inputs, determine the schema of the result by calling the function, and open the output.
 
         Raises MissingError (an input does not exist yet), InvalidError (the result does not fit a shard).
         """
@@ -165,7 +167,7 @@ class Derivation:
         return GroupedInput(self._portal, shard, self._stores.clock, by, directory)
 
     def let_go(self) -> None:
-        """Of the inputs: what they held is nobody's."""
+        """Release the inputs and their holds."""
         inputs, self._inputs = self._inputs, []
 
         async def release() -> None:
@@ -174,7 +176,7 @@ class Derivation:
         self._portal.call(release())
 
     def round(self) -> bool:
-        """Bring the output to the inputs' common time; False when there was nothing to do or a peer was first."""
+        """Advance the output to the inputs' common time; False if there was nothing to do or a peer was first."""
         assert self.writer is not None
         uppers = {i.shard.name: self._portal.call(i.shard.frontiers())[1] for i in self._inputs}
         slowest = min((i.shard for i in self._inputs), key=lambda shard: (uppers[shard.name], shard.name))
@@ -191,7 +193,7 @@ class Derivation:
             return False
         for one in self._inputs:
             one.move_to(end - 1)
-            one.keep(end - 1)  # before anything is chosen there
+            one.keep(end - 1)  # hold before anything is read there
         if not any(one.changed for one in self._inputs):
             won = self._portal.call(self.writer.append(lower, end, ()))
             if won:
@@ -211,14 +213,14 @@ class Derivation:
             self._left_out.computed(groups, left_out)
             self._opened = False
             if self.recomputed == 1:
-                log.info("derived table is there", table=self.table.name, rows=len(pending.changes.hashes))
+                log.info("derived table is ready", table=self.table.name, rows=len(pending.changes.hashes))
         else:
             self._peer_was_first(self.writer.follow())
         return won
 
     def _peer_was_first(self, rows: bool) -> None:
-        """It reports what it left out of a table that it computed whole. One that appended no rows may have computed
-        nothing."""
+        """Forget omitted rows after a peer's append of a table that is computed whole: the peer reports its own. If the
+        peer appended no rows, it may have computed nothing."""
         if rows and not self.table.by:
             self._left_out.forget()
 
@@ -227,7 +229,7 @@ class Derivation:
         return await self.writer.append(lower, upper, await self.writer.write(updates))
 
     def _touched(self) -> tuple[U64 | None, str]:
-        """The groups to compute; None = all of them, and why."""
+        """Return the groups to compute; None = all of them, with the reason."""
         if not self.table.by:
             return None, "no by=… says which columns group it"
         if self._opened:
@@ -249,21 +251,22 @@ class Derivation:
         return commands_of(self.writer.schema, result, self.writer.operator.mirror, end - 1)
 
     def _by_group(self, groups: U64, lower: int, end: int) -> tuple[Commands, Sifted | None]:
-        """Raises InvalidError where the function does not keep to the groups."""
+        """Compute these groups. Raises InvalidError if the function returns rows of other groups."""
         assert self.writer is not None and self._output is not None
         schema = self.writer.schema
         result = self._compute(end, groups)
         if not np.isin(groups_of(result, self.table.by_output), groups).all():
             raise InvalidError(
-                f"derived function made rows of groups that it was given no rows of: table={self.table.name}.",
-                fix="Its result may depend on rows of the same group only: correct by=…, or leave it out.",
+                f"derived function returned rows of groups that it was given no rows of: table={self.table.name}.",
+                fix="Correct or remove by=…: the result may depend only on rows of the same group.",
             )
         self._output.move_to(lower - 1)
         here = Mirror.hydrate(schema, self._output.rows_of(groups), lower)
         return commands_of(schema, result, here, end - 1)
 
     def _compute(self, end: int, groups: U64 | None) -> pa.Table:
-        """The function's rows at end - 1, made of the rows of these groups or of all; inputs are held until then."""
+        """Return the function's rows at end - 1, from the rows of these groups or of all; inputs are held while it
+        runs."""
         assert self.writer is not None
         with contextlib.ExitStack() as holds:
             for one in self._inputs:
@@ -278,7 +281,7 @@ class Derivation:
         return stored_rows(self.table.name, rows, self.writer.schema)
 
     def _frame(self, one: Input, at: int) -> DataFrame:
-        """All rows of an input, which Spark reads for itself where it can."""
+        """Return all rows of an input, natively read by Spark if possible."""
         from tidemill.spark.table_reader import frame_at
 
         s, name = self._stores, one.shard.name
@@ -290,12 +293,12 @@ class Derivation:
         return frame
 
     def _called(self, frames: Sequence[Any], then: Callable[[Any], Any] = lambda result: result) -> Any:
-        """The user's function on the frames; Spark is lazy, so `then` may run it. Raises FunctionFailedError."""
+        """Call the user's function on the frames; Spark is lazy, so `then` may run it. Raises FunctionFailedError."""
         try:
             result = self.table.function(self._spark, *frames)
             if is_frame(result):
                 return then(result)
-        except BaseException as error:  # the function is the user's: whatever it raises is shown, and tried again
+        except BaseException as error:  # the function is the user's: any exception is reported and retried
             raise FunctionFailedError(
                 f"derived function raised: table={self.table.name} {_first_line(error)}"
             ) from error
@@ -303,7 +306,7 @@ class Derivation:
 
 
 class FunctionFailedError(TidemillError):
-    """The user's function, or the plan that it made, raised."""
+    """The user's function, or the plan that it returned, raised."""
 
 
 def _first_line(error: BaseException) -> str:
@@ -312,7 +315,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, ShardSchema]) -> None:
-    """Raises InvalidError when a column that groups the table is not there, or has another type than the result's."""
+    """Raises InvalidError if a column that groups the table is missing, or its type differs from the result's."""
     kinds = {c.name: c.type for c in output.columns}
     for name, by in table.by.items():
         have = {c.name: c.type for c in inputs[name].columns}

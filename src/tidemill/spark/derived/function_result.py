@@ -1,7 +1,8 @@
-"""What a derived function returned: all of its columns, or a refusal; its rows as commands, but for some. Pure.
+"""Result of a derived function: accepted with all of its columns, or rejected; its rows as commands, except omitted
+ones. Pure.
 
-A row whose key is null, or is another row's too, ends nothing but itself: its key is absent, so that no old row stays
-as if it were current, and `OmittedRows` says so until a result of its group has no such row.
+A row whose key is null or not unique fails only that row: its key is absent, so that no old row stays as if it were
+current, and `OmittedRows` reports it until a result of its group has no such row.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LEFT_OUT = "rows of the result have no key of their own"
 
 
 def is_frame(result: Any) -> bool:
-    """Of Spark's DataFrames, classic or Connect."""
+    """Return whether it is a Spark DataFrame, classic or Connect."""
     return hasattr(result, "schema") and hasattr(result, "toArrow")
 
 
@@ -35,12 +36,12 @@ def no_frame(table: str, result: Any) -> InvalidError:
     kind = type(result)
     return InvalidError(
         f"derived function returned no DataFrame: table={table} returned={kind.__module__}.{kind.__qualname__}.",
-        fix="Return a DataFrame of Spark; spark.createDataFrame(rows) makes one.",
+        fix="Return a Spark DataFrame; spark.createDataFrame(rows) makes one.",
     )
 
 
 def stored_rows(table: str, rows: pa.Table, schema: ShardSchema) -> pa.Table:
-    """The rows under the table's schema. Raises InvalidError: a column that the table does not have, or of another
+    """Return the rows with the table's schema. Raises InvalidError if a column is unknown to the table or has another
     type."""
     known = {column.name for column in schema.columns}
     if more := [name for name in rows.column_names if name not in known]:
@@ -52,7 +53,7 @@ def stored_rows(table: str, rows: pa.Table, schema: ShardSchema) -> pa.Table:
 
 
 class _Counts(NamedTuple):
-    """Rows without a key, rows of a key that comes twice, and one such key."""
+    """Number of rows without a key, number of rows whose key is not unique, and one such key."""
 
     null: int = 0
     twice: int = 0
@@ -60,8 +61,8 @@ class _Counts(NamedTuple):
 
 
 class OmittedRows:
-    """The rows of a table's results that have no key of their own, by group: a round that computes some of the groups
-    says nothing of the others. A table without groups is one."""
+    """Rows of a table's results without a unique key, by group: a round that computes some groups does not affect the
+    others. A table without groups counts as one group."""
 
     def __init__(self, table: str, by: tuple[str, ...] = ()) -> None:
         self._table = table
@@ -69,7 +70,7 @@ class OmittedRows:
         self._of: dict[int, _Counts] = {}
 
     def computed(self, groups: U64 | None, left_out: Sifted | None) -> None:
-        """A round computed `groups` (None = all) and left that out of its result."""
+        """Record a round that computed `groups` (None = all) and omitted `left_out` from its result."""
         if groups is None:
             self._of.clear()
         for group in () if groups is None else groups.tolist():
@@ -83,7 +84,7 @@ class OmittedRows:
             self._of[group] = found._replace(twice=count, example=left_out.shown(first))
 
     def _counted(self, rows: pa.Table) -> list[tuple[int, int, int]]:
-        """(group, its first row, its number of rows)"""
+        """Return (group, its first row, its number of rows)."""
         groups = groups_of(rows, self._by) if self._by else np.zeros(rows.num_rows, dtype=np.uint64)
         found, firsts, counts = np.unique(groups, return_index=True, return_counts=True)
         return list(zip(found.tolist(), firsts.tolist(), counts.tolist(), strict=True))
@@ -92,7 +93,7 @@ class OmittedRows:
         self._of.clear()
 
     def sentence(self) -> str:
-        """ "" while every row has a key of its own."""
+        """Return the error text, or "" while every row has a unique key."""
         if not self._of:
             return ""
         found = self._of.values()
@@ -102,7 +103,7 @@ class OmittedRows:
 
 
 class Sifted(NamedTuple):
-    """What was left out of a result, and its key."""
+    """Rows that were omitted from a result, and the key columns."""
 
     null: pa.Table
     twice: pa.Table
@@ -113,7 +114,7 @@ class Sifted(NamedTuple):
 
 
 def commands_of(schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int) -> tuple[Commands, Sifted | None]:
-    """Commands that make the contents `now` equal to the rows at `time_ms`; and what was left out, if anything."""
+    """Return the commands that make the contents `now` equal to the rows at `time_ms`, and the omitted rows, if any."""
     try:
         return difference(schema, wanted, now, time_ms), None
     except InvalidError:
@@ -122,7 +123,7 @@ def commands_of(schema: ShardSchema, wanted: pa.Table, now: Lookup, time_ms: int
 
 
 def _sifted(schema: ShardSchema, rows: pa.Table) -> tuple[pa.Table, Sifted]:
-    """The rows that have a key of their own, and the others."""
+    """Return the rows with a unique key, and the others."""
     null: Mask = np.zeros(rows.num_rows, dtype=bool)
     for name in schema.key:
         null |= to_mask(rows.column(name).is_null())

@@ -1,8 +1,9 @@
-"""A mirror that finds rows by group: all live rows whose columns `by` have given values, and no others.
+"""Mirror by group: finds all live rows whose columns `by` have given values, and no others.
 
-G1  A row's identity is (by, key): one that changes its group leaves the old one and joins the new one.
-G2  The upper half of a row's hash is its group's, the lower half its key's. A group's rows therefore lie together in
-    every run, and two groups that share the upper half are always read, and recomputed, together.
+Invariant (identity): a row's identity is (by, key). A row that changes its group leaves the old one and joins the new
+one.
+Invariant (hash): the upper half of a row's hash is its group's, the lower half its key's. So a group's rows are
+adjacent in every run, and two groups with equal upper halves are always read, and recomputed, together.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NO_GROUPS: U64 = np.zeros(0, dtype=np.uint64)
 
 
 def groups_of(rows: pa.Table, by: tuple[str, ...]) -> U64:
-    """The group of each row: its hash over `by`, the lower half zero. Shape (rows,)."""
+    """Return the group of each row: its hash over `by`, with the lower half zero. Shape (rows,)."""
     return hash_rows(rows, by) >> _HALF << _HALF
 
 
@@ -42,9 +43,9 @@ def _hasher(by: tuple[str, ...]) -> HashRows:
 def grouped(
     schema: ShardSchema, by: tuple[str, ...], directory: Path, contents: Iterable[pa.Table] = (), upper: int = 0
 ) -> Mirror:
-    """As a mirror of `schema`, of what a shard holds at upper - 1; long runs are files in `directory`.
+    """Build a mirror by group of a shard's contents at upper - 1; long runs are files in `directory`.
 
-    `contents`: tables, none of which has a key that another has; memory holds one of them.
+    `contents`: tables without common keys; memory holds one of them.
     """
     mirror = Mirror(_identity(schema, by), upper, directory=directory, hasher=_hasher(by))
     for rows in contents:
@@ -53,7 +54,7 @@ def grouped(
 
 
 def rows_of(mirror: Mirror, groups: U64) -> pa.Table:
-    """The live rows of `groups` (distinct, ascending) in a mirror that `grouped` made."""
+    """Return the live rows of `groups` (distinct, ascending) in a mirror that `grouped` built."""
     runs = []
     for run in reversed(mirror.runs):
         first = np.searchsorted(run.hashes, groups, side="left")

@@ -1,9 +1,9 @@
-"""Moving an idle source's time on, for who reads its shards beside busy ones.
+"""Advance the time of an idle source for readers that read its shards together with busy ones.
 
-Nothing is minted for a source in which nothing moves, so its shards' uppers stand. A derived table, or a query over
-several shards at one time, needs them to pass the others': it says that the source is still the same, now. Dead
-letters have no source, nor has what DataFrames are written into: their shards stand until there is something, and it
-is said of the shard itself.
+No bindings are created for a source without changes, so its shards' uppers do not move. A derived table, or a query
+over several shards at one time, needs them to pass the others' uppers: a new binding states that the source is
+unchanged up to now. Dead-letter shards have no source, nor do shards written from DataFrames: their uppers are advanced
+directly, by an empty append.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from tidemill.shards.handle import LogShard
 from tidemill.spark.write import WRITES
 
 LAG_MS = 1_000
-"""A shard this far behind the newest is worth a binding of some twenty bytes."""
+"""A shard that lags this far behind the newest justifies a binding of some twenty bytes."""
 
 
 async def advance_idle(
     catalogue: Catalogue, open_remap: Callable[[str], Awaitable[Remap]], shard: LogShard, upper: int, time_ms: int
 ) -> bool:
-    """Advance the sources of `shard`, whose upper is `upper`, to `time_ms`; True when one moved.
+    """Advance the sources of `shard`, whose upper is `upper`, to `time_ms`; return whether one moved.
 
-    Only of a shard that has everything its sources have bound: one that is behind is not idle, and catches up by
-    itself. The shard follows when its pipeline does. Raises Unavailable, Unknown.
+    Only for a shard that has everything its sources have bound: one that is behind is not idle, and catches up. The
+    shard follows when its pipeline does. Raises UnavailableError, UnknownOutcomeError.
     """
     rows = await catalogue.list(PipelineRow, fresh=False)
     if upper <= time_ms and any(row.dead_letters == shard.name for row in rows):
-        with contextlib.suppress(ConflictError):  # somebody was first, with a letter or with the time
+        with contextlib.suppress(ConflictError):  # another process appended a letter or advanced the time first
             await shard.compare_and_append(upper, time_ms + 1, (), "")
         return True
     if upper <= time_ms and not any(shard.name in row.tables for row in rows) and _is_written(shard):
-        rows = await catalogue.list(PipelineRow)  # of a pipeline's shard only its source may say so
+        rows = await catalogue.list(PipelineRow)  # a pipeline's shard must only be advanced through its source
         if not any(shard.name in row.tables for row in rows):
-            with contextlib.suppress(ConflictError):  # somebody was first
+            with contextlib.suppress(ConflictError):  # another process was first
                 await shard.compare_and_append(upper, time_ms + 1, (), shard.reader_name(WRITES))
             return True
     moved = False
@@ -51,14 +51,15 @@ async def advance_idle(
 
 
 def _is_written(shard: LogShard) -> bool:
-    """Was the newest append a write's, and is none under way, which would have to be computed anew?"""
+    """Return whether the newest append came from a DataFrame write, and no write is in progress, which would have to be
+    recomputed."""
     state, now_ms = shard.state, shard.stamp_ms()
     writing = any(hold.reader.startswith(f"{WRITES}/") and hold.live(now_ms) for hold in state.holds)
     return bool(state.writers) and state.writers[-1].token.startswith(WRITES) and not writing
 
 
 def sources_of(pipelines: Sequence[PipelineRow], shard: str) -> set[str]:
-    """The sources of bindings that the shard is made of, through derived tables of whichever pipelines."""
+    """Return the sources whose bindings the shard depends on, through derived tables of any pipelines."""
     found: set[str] = set()
     waiting, seen = [shard], {shard}
     while waiting:
@@ -70,7 +71,7 @@ def sources_of(pipelines: Sequence[PipelineRow], shard: str) -> set[str]:
             if fed_by != "derived":
                 found.add(source_of(fed_by))
                 continue
-            # A row of an older version names no inputs: the table may read all that its pipeline keeps.
+            # A row of an older version names no inputs: the table may read all tables of its pipeline.
             new = row.derived.get(name, row.tables).keys() - seen
             seen |= new
             waiting += new

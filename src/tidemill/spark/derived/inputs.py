@@ -1,4 +1,4 @@
-"""An input of a derived table: whether it changed since the output was made, what of it did, and its hold."""
+"""Input of a derived table: whether and in which groups it changed since the output was computed, and its read hold."""
 
 from __future__ import annotations
 
@@ -26,28 +26,32 @@ from tidemill.shards.read.holds import MovingHold
 from tidemill.spark.derived.group_mirror import NO_GROUPS, grouped, groups_of, rows_of
 
 LOOK_BYTES = 1 * MIB
-"""Encoded. A batch that lies across the times in question is read to see whether it has any of them; a larger one that
-a merge made of many is taken to have some, for it may be the whole shard."""
+"""Encoded size. A batch that overlaps the interval partly is read to find out whether it has updates there; a larger
+one that compaction merged is assumed to have some, because it may be the whole shard."""
 
 
 class Input:
-    """Given whole. Nothing of it is kept here: only up to when it was looked at, and whether anything was there."""
+    """Input that is passed whole. It stores no rows: only the time up to which it was checked, and whether anything
+    changed."""
 
     def __init__(self, portal: BlockingPortal, shard: LogShard, clock: Clock) -> None:
         self.shard = shard
         self.upper = 0
         self.changed = True
-        """May the contents at upper - 1 differ from those that the output was last made of?"""
+        """True if the contents at upper - 1 may differ from those that the output was last computed from."""
         self._portal = portal
-        # Kept: much may be written, merged and collected while Spark reads what was chosen.
+        # A retaining hold: much may be written, merged and collected while Spark reads the chosen parts.
         self._hold = MovingHold(shard, shard.reader_name("derived"), clock, kept=True)
 
     def settle(self) -> None:
-        """The output was made of what is here now."""
+        """Record that the output was computed from the present contents."""
         self.changed = False
 
     def move_to(self, time_ms: int) -> None:
-        """Go on to `time_ms`, which must be final. Raises Evolved, Missing, Corrupt, Unavailable: call it again."""
+        """Advance to `time_ms`, which must be final.
+
+        Raises SchemaEvolvedError, MissingError, CorruptError, UnavailableError: call it again.
+        """
         end = time_ms + 1
         if end <= self.upper:
             return
@@ -60,7 +64,7 @@ class Input:
         self.upper = end
 
     def _has_updates(self, batch: Batch, end: int) -> bool:
-        """From the last look on and before `end`."""
+        """Return whether the batch has updates from `upper` on and before `end`."""
         if batch.lower >= end:
             return False
         check_known(self.shard.schema, batch)
@@ -71,13 +75,13 @@ class Input:
         return bool(self._portal.call(self.shard.read_batch(batch, self.upper, end)).num_rows)
 
     def keep(self, time_ms: int) -> None:
-        """Hold the input from `time_ms` on: Spark reads there, and while another input is behind a restart does."""
-        with contextlib.suppress(HistoryLostError):  # whoever reads there is told
+        """Hold the input from `time_ms` on: Spark reads there, and so does a restart while another input is behind."""
+        with contextlib.suppress(HistoryLostError):  # the reader gets the error
             self._portal.call(self._hold.at(time_ms))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """What was chosen at the time that `keep` was called with stays readable, however long this takes."""
+        """Renew the hold while the block runs: the parts at the time of the last `keep` stay readable."""
         renewing = asyncio.run_coroutine_threadsafe(self._hold.keep(), self._portal.loop)
         try:
             yield
@@ -85,15 +89,15 @@ class Input:
             renewing.cancel()
 
     async def release(self) -> None:
-        """Nobody comes back to it with this hold."""
+        """Release the hold for good."""
         await self._hold.release()
 
 
 class GroupedInput(Input):
-    """Given by group: a mirror of the shard that finds rows by `by`, moved forward by its deltas.
+    """Input that is passed by group: a mirror of the shard that finds rows by `by` and follows the shard's deltas.
 
-    `touched`: groups that may differ from those that the output was last made of; None = any row may. It grows before
-    the mirror moves, for a move may fail half way; `settle` empties it. Long runs are files in `directory`.
+    `touched`: groups that may differ from those that the output was last computed from; None = any row may. It grows
+    before the mirror moves, because a move may fail half way; `settle` empties it. Long runs are files in `directory`.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class GroupedInput(Input):
         self.by = by
         self.touched: U64 | None = None
         self._directory = directory
-        shutil.rmtree(directory, ignore_errors=True)  # of a process before this one, which nobody can trust
+        shutil.rmtree(directory, ignore_errors=True)  # of an earlier process, and not to be trusted
         self._mirror = grouped(shard.schema, by, directory)
 
     def settle(self) -> None:
@@ -111,7 +115,7 @@ class GroupedInput(Input):
         self.touched = NO_GROUPS
 
     def move_to(self, time_ms: int) -> None:
-        """Contents as of `time_ms`, which must be final."""
+        """Advance to the contents as of `time_ms`, which must be final."""
         end = time_ms + 1
         if end <= self.upper:
             return
@@ -129,7 +133,7 @@ class GroupedInput(Input):
         self.upper = end
 
     def _by_range(self, batches: Sequence[Batch], time_ms: int) -> Iterator[pa.Table]:
-        """The contents by ranges of the key's hash, so that memory holds no more."""
+        """Yield the contents by ranges of the key's hash, so that memory holds one range."""
         schema = self.shard.schema
 
         def fetch(part: Part) -> Buffer:
@@ -153,9 +157,9 @@ class GroupedInput(Input):
             return
         self.changed = True
         if self.touched is not None:
-            # What was retracted counts as well: its group has lost a row.
+            # Retracted rows count as well: their group has lost a row.
             self.touched = np.union1d(self.touched, groups_of(rows, self.by))
 
     def rows_of(self, groups: U64) -> pa.Table:
-        """The live rows of these groups."""
+        """Return the live rows of these groups."""
         return rows_of(self._mirror, groups)

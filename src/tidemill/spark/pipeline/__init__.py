@@ -1,4 +1,4 @@
-"""The driver process: pipelines, assembled and reported.
+"""pipeline: the driver process, which assembles pipelines, runs them and reports their status.
 
 driver ─► runner (one pipeline) or shared_driver (several on one session) ─► ingest, derived ─► status_report
 table_ownership: one source per table; scratch: local caches; parked: a pipeline that does not run

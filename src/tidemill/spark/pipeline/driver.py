@@ -1,13 +1,16 @@
-"""`python -m tidemill.spark.pipeline.driver`: one pipeline in a process of its own, or several in one
-(shared_driver.py), supervised by `tidemill up`.
+"""`python -m tidemill.spark.pipeline.driver`: run one pipeline in a process, or several in one (shared_driver.py).
+`tidemill up` supervises the process.
 
     open stores ─┬─ start the JVM (a thread) ──────────────────────────┐
-                 └─ wait for each feed → open shards → hydrate mirrors ┴→ one streaming query for all,
-                                                                          one thread a derived table
-Each feed's sink brings its tables forward from here, so that rows appear (and go on after a crash) while the JVM
-still starts. The scratch directory holds mirrors, which are a cache, and Spark's
-checkpoint, which is made anew by every process (U5). Exit 0: stopped by SIGTERM or SIGINT, at a batch
-boundary. Exit 2: the pipeline (where it is the only one) or a URL is wrong, in one sentence. Anything else: restart me.
+                 └─ wait for each feed → open shards → hydrate mirrors ┴→ one streaming query for all feeds,
+                                                                          one thread per derived table
+
+Each feed's sink advances its tables independently of Spark, so rows appear, also after a crash, while the JVM still
+starts. The scratch directory holds mirrors, which are a cache, and Spark's checkpoint, which every process creates
+again.
+
+Exit 0: stopped by SIGTERM or SIGINT, at a batch boundary. Exit 2: the pipeline (if it is the only one) or a URL is
+invalid, reported in one sentence. Any other code: restart the process.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tidemill.spark.pipeline.driver", description="Run pipelines until SIGTERM.")
     for name, variable in (("objects", OBJECTS_VARIABLE), ("consensus", CONSENSUS_VARIABLE)):
         given = os.environ.get(variable, "")
-        told = f"URL of {name}; without a password, else give it in {variable}"
+        told = f"URL of {name}; without a password, else set it in {variable}"
         parser.add_argument(f"--{name}", default=given, required=not given, help=told)
     parser.add_argument("--domains", type=int, default=0, help="metastore.domains of the configuration")
     several = partial(parser.add_argument, action="append", required=True)
@@ -51,20 +54,22 @@ def main(arguments: list[str] | None = None) -> int:
     several("--name", help="name of the pipeline")
     parser.add_argument("--master", default="local[*]", help="Spark master")
     several("--scratch", type=Path, help="directory for mirrors and Spark's files")
-    told = "for several pipelines, each with --pipeline, --name and --scratch: directory of the session that they share"
+    told = (
+        "with several pipelines, each with --pipeline, --name and --scratch: directory of the session that they share"
+    )
     parser.add_argument("--session", type=Path, help=told)
-    parser.add_argument("--instance", default="", help="tells identical drivers of one pipeline apart in the marks")
+    parser.add_argument("--instance", default="", help="distinguishes drivers of the same pipeline in their statuses")
     parser.add_argument("--driver-memory", default="1g")
     parser.add_argument("--budget-ms", type=int, default=FRESHNESS_BUDGET_MS, help="freshness.budget_s in ms")
     parser.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="a Spark setting; repeatable")
     options = parser.parse_args(arguments)
     count = len(options.name)
     if {len(options.pipeline), len(options.scratch)} != {count} or (count > 1) != (options.session is not None):
-        parser.error("one --pipeline and --scratch for each --name; --session for several of them, and for those only")
+        parser.error("give one --pipeline and --scratch for each --name, and --session only with several names")
     configure_logs()
     file_descriptors.raise_limit()
-    # Pages that are given back between two steps and touched anew were a quarter of a driver's time. Arrow's own pool
-    # does so whatever it is told.
+    # Pages that were released between two steps and faulted in again took a quarter of a driver's time. Arrow's own
+    # pool releases them in any configuration.
     pa.set_memory_pool(pa.system_memory_pool())
     keep_freed_memory()
     stopping = threading.Event()
@@ -111,7 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _conf(pairs: list[str]) -> dict[str, str]:
-    """Over those of the environment. Raises SystemExit 2, as argparse does, on one without `=`."""
+    """Merge the settings of the environment and of the arguments. Raises SystemExit 2 as argparse does for one without
+    `=`."""
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
         print(f"not a Spark setting: conf={wrong[0]!r}. Write KEY=VALUE.", file=sys.stderr)
@@ -121,7 +127,7 @@ def _conf(pairs: list[str]) -> dict[str, str]:
 
 
 def leave(code: int) -> None:
-    """End now: every durable thing is done, and Spark's shutdown hooks would take seconds to say nothing."""
+    """Exit immediately: durable work is complete, and Spark's shutdown hooks would only add seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""While a cluster has no executor left, nobody waits for one: what was given to it is computed by the driver.
+"""Watch of executors: when a cluster has no executor left, cancel the Spark jobs, and the driver computes their steps.
 
-A Spark job without an executor waits for ever. Its step is not lost when it is cancelled: who asked for it computes it
-inline (distributed_step.py), and a derived table tries again.
+A Spark job without an executor waits indefinitely. A cancelled step is not lost: the feed computes it inline
+(distributed_step.py), and a derived table retries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 PATIENCE_S = 5.0
-"""A cluster may put another executor in a lost one's place meanwhile."""
+"""Time in which a cluster may replace a lost executor."""
 
 
 def mark_of(host: PipelineContext) -> str:
@@ -23,9 +23,9 @@ def mark_of(host: PipelineContext) -> str:
 
 
 def keep_work_going(host: PipelineContext) -> None:
-    """Until the pipeline ends; waits for Spark's context first. Told under `mark_of` while there is no executor.
+    """Watch until the pipeline ends, once Spark's context exists. While no executor is left, report it under `mark_of`.
 
-    Where Spark itself asks for executors when they are needed (dynamic allocation), none is no trouble, and not ours.
+    If Spark itself requests executors on demand (dynamic allocation), having none is normal, and nothing is watched.
     """
     while host.spark is None:
         if host.ending.wait(LOOK_S):
@@ -46,5 +46,5 @@ def keep_work_going(host: PipelineContext) -> None:
 
 
 def executor_count(context: SparkContext) -> int:
-    """Without the driver, which Spark counts with them."""
+    """Return the number of executors, without the driver, which Spark includes."""
     return int(context._jsc.sc().getExecutorMemoryStatus().size()) - 1

@@ -1,9 +1,9 @@
-"""What a shared driver says for a pipeline of it that does not run just now.
+"""Status of a pipeline of a shared driver that is not running at the moment.
 
-    pipeline:NAME     fails with what its last try ended with
-    shard:TABLE       of those that it had: fails too, held by the pipeline
+    pipeline:NAME     fails with the error of its last attempt
+    shard:TABLE       of its last report: fails too, blocked by the pipeline
 
-It is the pipeline's own report, with the shared pid.
+It is published as the pipeline's own report, with the shared pid.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ log = structlog.get_logger()
 
 
 async def tell(settings: DriverSettings, fault: BaseException, began_ms: int, over: Callable[[], bool]) -> None:
-    """Until `over`, asked once a second; while consensus is away nobody is told. `began_ms`: of the process.
+    """Publish the status until `over()`, which is checked once a second. While consensus is unavailable nothing is
+    published.
 
-    Raises Invalid: the URL of consensus is wrong.
+    `began_ms`: start of the process. Raises InvalidError if the URL of consensus is wrong.
     """
     clock, rand = SystemClock(), Rand()
     facts = {"began_ms": began_ms, "master": settings.master, "memory": {"resident": (resident_bytes(), 0)}}
@@ -46,13 +47,13 @@ async def tell(settings: DriverSettings, fault: BaseException, began_ms: int, ov
         except (TidemillError, TimeoutError) as error:
             if parks(error):
                 raise
-            log.warning("marks not published", unit=f"pipeline:{settings.name}", error=sentence(error))
+            log.warning("statuses not published", unit=f"pipeline:{settings.name}", error=sentence(error))
             await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
             continue
         try:
             await _publish(Board(consensus, rand), settings, fault, clock, facts, over)
         except TidemillError as error:
-            log.warning("marks not published", unit=f"pipeline:{settings.name}", error=sentence(error))
+            log.warning("statuses not published", unit=f"pipeline:{settings.name}", error=sentence(error))
             await asyncio.sleep(MARK_PUBLISH_INTERVAL_S)
         finally:
             await consensus.aclose()
@@ -81,8 +82,8 @@ async def _last(board: Board, process: str) -> Report | None:
 
 
 def _lives_elsewhere(report: Report, now_ms: int) -> bool:
-    """Is it the report of another driver of this machine? It has the pipeline's directory, and speaks for itself. One
-    that is silent is gone, and its pid may be anybody's."""
+    """Return whether the report comes from another live driver on this machine, which has the pipeline's directory and
+    reports itself. A silent one is gone, and its pid may have been reused."""
     pid, host = this_process()
     if report.host != host or report.pid in (pid, 0) or now_ms - report.at_ms > MARK_BLIND_AFTER_MS:
         return False
@@ -90,7 +91,8 @@ def _lives_elsewhere(report: Report, now_ms: int) -> bool:
 
 
 def _tracker(last: Report | None, settings: DriverSettings, fault: BaseException, now_ms: int) -> StatusTracker:
-    """From what the pipeline said last, whichever process said it: its tables stand where they stood (M5)."""
+    """Return a tracker that starts from the pipeline's last report, from any process: its tables keep their
+    positions."""
     tracker, mine = StatusTracker(settings.budget_ms), f"pipeline:{settings.name}"
     marks = {mark.name: mark for mark in last.marks} if last is not None else {}
     if last is not None:

@@ -1,9 +1,9 @@
-"""One pipeline, assembled: feeds with their tables, derived tables, the session, the report: each a unit of its own.
+"""Runner of one pipeline: feeds with their tables, derived tables, the session and the report, each a unit of failure.
 
-Threads: the caller waits for the end; one opens the JVM; one has the streaming query (streaming_query.py); one a feed
-(feed.py); one a table (table_unit.py); one a derived table; one publishes marks. Whatever a unit raises is told under
-its mark and tried again (keep_thread). The run ends by `stopping`, or when Spark's JVM is gone: only a new process gets
-another.
+Threads: the caller waits for the end; one opens the JVM; one runs the streaming query (streaming_query.py); one per
+feed (feed.py); one per table (table_unit.py); one per derived table; one publishes statuses. An exception of a unit is
+reported under its stage status, and the unit is restarted (keep_thread). The run ends when `stopping` is set, or when
+Spark's JVM is gone, because only a new process gets another JVM.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ from tidemill.spark.stores import IN_ENVIRONMENT, open_stores
 STOP_TIMEOUT_S = 4.0
 SESSION_THREAD = "session"
 REGISTERED_S = 30.0
-"""So often a driver looks whether its row is still there."""
+"""Interval at which a driver checks that its row still exists."""
 REFUSED_S = 5.0
-"""And so often while it may not keep one of its tables."""
+"""Interval of that check while the pipeline may not maintain one of its tables."""
 
 log = structlog.get_logger()
 
 
 class Runner(PipelineContext):
-    """`run` blocks until `stopping` is set, by itself too when the process is of no use any more, and raises why."""
+    """Runner of one pipeline. `run` blocks until `stopping` is set, which the runner also does when the process cannot
+    continue; it then raises the cause."""
 
     def __init__(
         self, settings: DriverSettings, stopping: threading.Event, opening: SessionOpener | None = None
     ) -> None:
-        """`opening` of a session that is not this pipeline's to stop."""
+        """Load the pipeline; `opening`: opens a session that this pipeline must not stop."""
         pipeline = load_pipeline(settings.file, settings.name)
         row = PipelineRow(settings.name, pipeline.fed_by(), pipeline.dead_letters, pipeline.inputs())
         super().__init__(settings, TableOwnership(row))
@@ -80,7 +81,7 @@ class Runner(PipelineContext):
                 sweep(self.settings.scratch, {*self.pipeline.tables, *self.pipeline.derived_tables})
                 self._run()
         finally:
-            self.portal.close()  # of a run that did not begin
+            self.portal.close()  # for a run that failed to start
 
     def _run(self) -> None:
         self.stores = self.portal.call(open_stores(self.settings.urls, domains=self.settings.domains))
@@ -95,7 +96,7 @@ class Runner(PipelineContext):
 
     @property
     def rests(self) -> bool:
-        """After its end: is none of its threads left, which might write into its directory?"""
+        """True once the run has ended and no thread is left that might write into its directory."""
         return not any(thread.is_alive() for thread in self._threads if thread.name != SESSION_THREAD)
 
     # start and stop ---------------------------------------------------------------------------------
@@ -126,10 +127,11 @@ class Runner(PipelineContext):
         self._thread("report", reporter.run)
 
     def _stop(self) -> None:
-        """In order: sinks end their rounds, mirrors are saved, the query stops between batches, session and stores.
+        """Stop in this order: sinks end their rounds, mirrors are saved, the query stops, then the session and the
+        stores.
 
-        A query is never stopped inside a batch: Spark would interrupt it there, noisily (notes/ecosystem.md §3).
-        Bounded, for a supervisor waits: what takes longer is cut off by the end of the process, at no cost but time.
+        A query is never stopped inside a batch, because Spark would interrupt it there with noisy errors. Each step has
+        a timeout, because a supervisor waits: the end of the process cuts off the rest, which costs only time.
         """
         self.ending.set()
         for feed in self.feeds:
@@ -146,9 +148,11 @@ class Runner(PipelineContext):
         sinks = [feed.sink for feed in self.feeds if feed.sink is not None]
         rested = [sink for sink in sinks if sink.idle.wait(max(0.1, until_s - clock.monotonic_s()))]
         if self.stores.moved_back:
-            # What mirrors hold may be of commits that are gone, also what was saved of them before.
+            # Mirrors may hold commits that are gone; so may what was saved of them before.
             shutil.rmtree(self.settings.scratch / MIRRORS, ignore_errors=True)
-        for sink in () if self.stores.moved_back else rested:  # before Spark, which may take longer than a supervisor
+        for sink in (
+            () if self.stores.moved_back else rested
+        ):  # before Spark, whose stop may outlast the supervisor's wait
             for table in sink.resting:
                 _quietly(table.save)
         alive = {thread.name for thread in self._threads if thread.is_alive()}
@@ -166,14 +170,15 @@ class Runner(PipelineContext):
         self.portal.close()
 
     def _unit(self, name: str, body: Callable[[], None], *, mark: str = "") -> None:
-        """A thread whose body is tried again until it returns; its failures are told under the mark."""
+        """Start a thread whose body is retried until it returns; its failures are reported under the stage status
+        `mark`."""
         self._thread(name, partial(self._tried, mark or f"pipeline:{self.settings.name}:{name}", body))
 
     def _tried(self, mark: str, body: Callable[[], None]) -> None:
         keep_thread(mark, body, tracker=self.tracker, clock=self.stores.clock, ending=self.ending)
 
     def _thread(self, name: str, body: Callable[[], None]) -> None:
-        """What leaves the body makes the process of no use: it ends, and is started anew."""
+        """Start a thread. An exception that leaves the body ends the process, which is then restarted."""
 
         def run() -> None:
             try:
@@ -186,7 +191,7 @@ class Runner(PipelineContext):
         thread.start()
 
     def _end(self, part: str, error: BaseException) -> None:
-        """The process is of no use any more."""
+        """End the process, which cannot continue."""
         if not self.ending.is_set():
             log.error("pipeline failed", part=part, error=sentence(error))
             mark = f"pipeline:{self.settings.name}"
@@ -203,14 +208,15 @@ class Runner(PipelineContext):
         return next((feed.sink for feed in self.feeds if feed.source == source), None)
 
     def tables(self) -> list[TableWriter]:
-        """Every table that is open, derived ones too."""
+        """Return all open tables, including derived ones."""
         out = [t for feed in self.feeds if feed.sink is not None for t in feed.sink.seats.tables]
         return out + [d.writer for d in list(self.derivations.values()) if d.writer is not None]
 
     # bodies of units --------------------------------------------------------------------------------
     def _register(self) -> None:
-        """Until the pipeline ends: without its row, which somebody may delete while the driver looks dead, what it has
-        yet to read is held by nobody. Tables that are refused are told, and asked for until they are free."""
+        """Maintain the pipeline's row until the pipeline ends. Without the row, which an operator may delete while the
+        driver looks dead, nothing retains the records that the pipeline has yet to read. Refused tables are reported,
+        and claimed again until they are free."""
         self._claim()
         if self.pipeline.dead_letters:
             self.dead_letters.open()
@@ -224,21 +230,21 @@ class Runner(PipelineContext):
         now_ms = self.stores.clock.now_ms()
         for table, why in self.claims.refused.items():
             self.tracker.fail(self.refusal(table), why, now_ms=now_ms, parked=True)
-            self.tracker.remove(f"shard:{table}")  # as an earlier life may have told it, or this one before it knew
+            self.tracker.remove(f"shard:{table}")  # an earlier process, or this one before the refusal, may have set it
         for table in before - self.claims.refused.keys():
             self.tracker.heal(self.refusal(table))
             self.tracker.remove(self.refusal(table))
 
     def _dead_letter_shard(self) -> LogShard:
-        """Raises Invalid when a shard of that name is none of dead letters."""
+        """Return the dead-letter shard. Raises InvalidError if a shard of that name is not one."""
         return self.portal.call(self.stores.shard(self.pipeline.dead_letters, DEAD_LETTERS))
 
     def _live_session(self) -> None:
-        """Raises SparkSessionLostError when the JVM is gone, which derived tables alone would see at their next
-        input."""
+        """Open the session. Raises SparkSessionLostError when its JVM exits, which derived tables alone would notice
+        only at their next input."""
         self._tried(f"pipeline:{self.settings.name}:spark", self._open_session)
         if self.session_ready.is_set() and wait_for_jvm():
-            raise SparkSessionLostError("Spark's JVM is gone.")
+            raise SparkSessionLostError("Spark's JVM has exited.")
 
     def _open_session(self) -> None:
         from tidemill.spark.source import register
@@ -269,12 +275,12 @@ class Runner(PipelineContext):
             if not self.session_is_lost():
                 raise
             self._end(
-                f"derived-{table.name}", SparkSessionLostError(f"Spark's session is gone: error={sentence(error)}.")
+                f"derived-{table.name}", SparkSessionLostError(f"Spark's session is lost: error={sentence(error)}.")
             )
 
 
 def bounded(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) -> None:
-    """Call all at once, but wait for their end no longer than this."""
+    """Run the calls concurrently, and wait for them at most `timeout_s`."""
     threads = [threading.Thread(target=_quietly, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
@@ -284,7 +290,7 @@ def bounded(calls: Sequence[Callable[[], Any]], clock: Clock, timeout_s: float) 
 
 
 def _quietly(call: Callable[[], Any]) -> None:
-    """At the end of a process nothing durable depends on what fails here; it is said, not raised."""
+    """Log an exception instead of raising it: at the end of a process nothing durable depends on the call."""
     try:
         call()
     except (TidemillError, OSError, TimeoutError) as error:

@@ -1,12 +1,12 @@
-"""The scratch directory of a driver: all of it is a cache, and what nobody reads any more is removed at its start.
+"""Scratch directory of a driver. All of it is a cache; a driver removes what is no longer used when it starts.
 
-mirrors/TABLE    of the pipeline's tables; those of tables it no longer has go
-  pending-…      runs of tasks whose results never came
-derived/         inputs of derived tables, by group; made anew by every process
-large/           a step that was cut off
-checkpoints/     made anew by every process
-archive/         what is sent to executors that lack it (code_shipping.py)
-spark-local/     Spark's shuffle files; a killed JVM leaves its own behind
+mirrors/TABLE    mirrors of the pipeline's tables; those of former tables are removed
+  pending-…      runs of tasks whose results never arrived
+derived/         inputs of derived tables, by group; every process creates them again
+large/           an oversized step that was interrupted
+checkpoints/     every process creates them again
+archive/         code that is sent to executors that lack it (code_shipping.py)
+spark-local/     Spark's shuffle files; a killed JVM leaves its files behind
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ ANEW = ("derived", "large", "checkpoints", "spark-local", "archive")
 
 
 def sweep(scratch: Path, tables: Collection[str]) -> None:
-    """Called by the one process that holds the directory. What cannot be removed now is left for the next start."""
+    """Remove unused files. The caller holds the directory's lock. Files that cannot be removed are left for the next
+    start."""
     for name in ANEW:
         shutil.rmtree(scratch / name, ignore_errors=True)
     mirrors = scratch / "mirrors"

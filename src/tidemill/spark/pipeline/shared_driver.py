@@ -1,12 +1,12 @@
-"""Several pipelines in one driver process, on one Spark session: a JVM each is dear where the machine is small.
+"""Several pipelines in one driver process, on one Spark session, because a JVM each is expensive on a small machine.
 
-    Together ─┬─ a thread a pipeline: a Runner; when it ends, its error is told (parked.py) and it is tried again
-              └─ Opening: the JVM, and in it a session for each pipeline
+    SharedDriver ─┬─ one thread per pipeline: a Runner; when it ends, its error is reported (parked.py) and it restarts
+                  └─ SessionOpener: the JVM, and in it a session for each pipeline
 
-The unit of failure stays the pipeline: a file that does not import, or whatever else ends its Runner, ends no other
-one. Two things end the process, and with it all of them: the JVM is gone, for only a new process gets another, and the
-URL of consensus is wrong, for nothing could be told. Stores, tables, mirrors, marks and the report are each pipeline's
-own; the processor, Python's lock and the JVM's heap are shared.
+The unit of failure is still the pipeline: a file that does not import, or another failure of a Runner, ends no other
+pipeline. Two failures end the process, and with it all pipelines: the JVM exits, because only a new process gets
+another, and the URL of consensus is wrong, because then nothing can be reported. Stores, tables, mirrors, statuses and
+the report are separate for each pipeline; the processor, Python's lock and the JVM's heap are shared.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from tidemill.spark.session.opener import SessionOpener
 from tidemill.spark.settings import DriverSettings
 
 END_TIMEOUT_S = 14.0
-"""So long pipelines have to end, all at once; what then is left is cut off. With Spark's end, a supervisor's wait."""
+"""Time that the pipelines have to end concurrently; the rest is killed. With Spark's stop it is a supervisor's
+wait."""
 
 log = structlog.get_logger()
 
 
 class SharedDriver:
-    """`session` names the Spark session and has its directory. `run` blocks until `stopping` is set, by itself too when
-    the process is of no use any more, and raises why."""
+    """Driver of several pipelines. `session` names the Spark session and has its directory. `run` blocks until
+    `stopping` is set, which the driver also does when the process cannot continue; it then raises the cause."""
 
     def __init__(self, pipelines: Sequence[DriverSettings], session: DriverSettings, stopping: threading.Event) -> None:
         self._pipelines = pipelines
@@ -72,8 +73,11 @@ class SharedDriver:
             raise self._failure
 
     def _life(self, name: str) -> threading.Event:
-        """What ends the pipeline's next Runner. Set already when the driver ends: whoever ends it has seen either this
-        one or none, and `stopping` was set before it looked."""
+        """Return the event that ends the pipeline's next Runner, already set if the driver is ending.
+
+        The thread that ends the driver sets `stopping` before it reads `_lives`, so it either finds this event or
+        `stopping` is visible here.
+        """
         life = threading.Event()
         with self._lock:
             self._lives[name] = life
@@ -82,16 +86,16 @@ class SharedDriver:
         return life
 
     def _keep(self, settings: DriverSettings) -> None:
-        """One pipeline, until the driver ends."""
+        """Run one pipeline until the driver ends."""
         restarts = Backoff()
         while not self._stopping.is_set():
             runner: Runner | None = None
             seen, began_s = version(settings.file), self._clock.monotonic_s()
             try:
-                importlib.invalidate_caches()  # a module that its file lacked may be there now
+                importlib.invalidate_caches()  # a module that its file lacked may exist now
                 runner = Runner(settings, self._life(settings.name), self._opening)
                 runner.run()
-            except BaseException as fault:  # also what the user's file raises to leave
+            except BaseException as fault:  # also exceptions of the user's file such as SystemExit
                 if (
                     isinstance(fault, SparkSessionLostError)
                     or ends_process(fault)
@@ -104,14 +108,17 @@ class SharedDriver:
                     self._pause(settings, fault, runner, seen, pause_s)
                 except InvalidError as error:
                     return self._end(error)
-                except BaseException as error:  # that it cannot be told is no reason to give the pipeline up
-                    log.error("unit is not told", unit=f"pipeline:{settings.name}", error=sentence(error))
+                except BaseException as error:  # the pipeline continues even if its status cannot be published
+                    log.error("status of unit not published", unit=f"pipeline:{settings.name}", error=sentence(error))
                     self._stopping.wait(pause_s)
 
     def _pause(
         self, settings: DriverSettings, fault: BaseException, runner: Runner | None, seen: object, pause_s: float
     ) -> None:
-        """Told meanwhile, and over at once when its file is another. Raises InvalidError when nobody can be told."""
+        """Publish the status during the pause, which ends early if the pipeline's file changes.
+
+        Raises InvalidError if no status can be published at all.
+        """
         until_s = self._clock.monotonic_s() + pause_s
 
         def over() -> bool:

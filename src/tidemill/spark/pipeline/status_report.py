@@ -1,18 +1,19 @@
-"""What a pipeline says of itself, once a second: marks and figures.
+"""Status report of a pipeline, published once a second: stage statuses and figures.
 
-pipeline:<name>           position = least upper of its tables, held by that shard
-pipeline:<name>:table/<table>   there while the pipeline may not keep it (table_ownership.py); its shard is another's to
-                                tell
-shard:<table>             position = upper, target = one past the newest time its inputs have, held by the input
-                          that it waits for, or by nobody when the work is its own
-pipeline:<name>:<part>    there while the session, the streaming query or a feed fails (`spark`, `query`, `capture/…`,
-                          `topic/…`), or while the bindings of a feed cannot be read (`…:bindings`), by which its tables
-                          are held then
-objects, consensus, metastore    what this process stands on, by its own experience
+pipeline:<name>           position = least upper of its tables, blocked by that shard
+pipeline:<name>:table/<table>   present while the pipeline may not maintain it (table_ownership.py); the owner of its
+                                shard reports the shard
+shard:<table>             position = upper, target = end of the newest time of its inputs, blocked by the input that it
+                          waits for, or by nothing while it has work to do itself
+pipeline:<name>:<part>    present while the session, the streaming query or a feed fails (`spark`, `query`,
+                          `capture/…`, `topic/…`), or while the bindings of a feed cannot be read (`…:bindings`), which
+                          then blocks its tables
+objects, consensus, metastore    the stores that this process uses, by its own experience
 
-Failures are told by whoever supervises the unit (keep_thread); here they only travel. A process goes on from what
-its predecessor said last: a table is not younger, nor its failure, because the driver is new. Each mark is a unit of
-its own: one that cannot be computed fails with why, and one that waits is not waited for; the others are told.
+The supervision of each unit reports failures (keep_thread); this module only publishes them. A process continues from
+its predecessor's last report: a new driver does not make a table's position or failure look younger. Each stage status
+is computed independently: one that raises fails with that error, one that blocks is not waited for, and the others are
+published.
 """
 
 from __future__ import annotations
@@ -45,31 +46,31 @@ if TYPE_CHECKING:
 
 
 PATIENCE_MS = 120_000
-"""Opening, hydrating and Spark's start count as progress for this long, and no longer."""
+"""Time for which opening, hydrating and Spark's start count as progress."""
 LOOK_S = 2.0
-"""A read of bindings that takes longer is told as one that gives no answer; far below a report's age when blind."""
-CANNOT = "its mark cannot be computed: "
+"""Timeout of a read of bindings, which is then reported as unanswered; far below the age at which a report is blind."""
+CANNOT = "its status cannot be computed: "
 REST_S = 30.0
-"""After so long without a record a driver gives the memory back that its steps left free."""
+"""Idle time without a record after which a driver returns freed memory to the system."""
 RECENT_MS = 60_000
-"""What stood longer ago than this is not held against a new process: everything was down."""
+"""Age beyond which a standstill in an old report does not count against a new process: everything was down."""
 
 SLOW_ROUNDS = 4
-"""A derived table is stuck when a round takes this many times what the last one took."""
+"""A derived table is stuck when a round takes this many times the duration of the last one."""
 OTHERS_BUDGET_MS = 3_600_000
-"""A table that waits for somebody who has a mark is not stuck before this: the other one is."""
+"""Budget of a table whose blocker has a stage status: until then the blocker is stuck, not the table."""
 WORK_BUDGET_MS = 15_000
-"""A table that does not fail stands still for a driver's restart, or a slow step, before it is stuck."""
+"""Budget of a table that does not fail: it may pause for a driver's restart, or a slow step, before it is stuck."""
 
 Place = tuple[int, int]
-"""(position, target) of a table"""
+"""(position, target) of a table."""
 
 log = structlog.get_logger()
 
 
 class FeedProgress(msgspec.Struct, frozen=True):
-    """A feed: one past its newest binding (None = bindings cannot be read, so no table of it is at its target), the
-    holder of its tables, and the reason. `fails`: the feed itself is the holder."""
+    """Progress of a feed: the end of its newest binding (None = bindings cannot be read, so no table of it is at its
+    target), the blocker of its tables, and the reason. `fails`: the feed itself is the blocker."""
 
     newest: int | None
     holder: str
@@ -91,10 +92,10 @@ class Reporter:
         self._rest = Rest(REST_S)
         self._dead_before: dict[str, str] = {}
         self._started: set[str] = set()
-        """Tables that have been brought forward in this life."""
+        """Tables that were attached at some time in this process."""
 
     def run(self) -> None:
-        """Until the pipeline ends; publishes once more then."""
+        """Publish until the pipeline ends, and once again then."""
         runner = self._runner
         while True:
             ended = runner.ending.wait(MARK_PUBLISH_INTERVAL_S)
@@ -105,8 +106,8 @@ class Reporter:
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                # Whoever is not heard of shows as blind; that is no reason to stop the work.
-                log.warning("marks not published", error=sentence(error))
+                # A process that publishes nothing shows as blind; that is no reason to stop its work.
+                log.warning("statuses not published", error=sentence(error))
             if ended:
                 return
             try:
@@ -115,10 +116,11 @@ class Reporter:
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                log.warning("freed memory not given back", error=sentence(error))
+                log.warning("freed memory not returned to the system", error=sentence(error))
 
     def adopt(self) -> None:
-        """Before any unit starts. Raises as consensus does: nothing else goes on without it either."""
+        """Adopt the predecessor's last report. Called before any unit starts. Raises as consensus: nothing works
+        without it."""
         now_ms = self._runner.stores.clock.now_ms()
         for report in self._runner.portal.call(self._board.reports()):
             if report.process == self._process:
@@ -145,12 +147,14 @@ class Reporter:
         for name in sorted(runner.pipeline.derived_tables.keys() - refused):
             self._table(places, name, partial(self._derived, name, runner.derivations.get(name)))
         if not places:
-            self._set(f"pipeline:{runner.settings.name}", 0, 1, runner.refusal(min(refused)), "it may keep no table")
+            self._set(
+                f"pipeline:{runner.settings.name}", 0, 1, runner.refusal(min(refused)), "it may maintain no table"
+            )
             return
         slowest, upper = argmin({name: place[0] for name, place in places.items()})
         waiting = f"waiting: {len(seated)} of {len(units)} inputs are started" if len(seated) < len(units) else ""
         starting, behind = not runner.session_ready.is_set(), self._tracker.mark(f"shard:{slowest}")
-        # Opening again and again is a table's progress; where it has failed the pipeline has none until it passes.
+        # Repeated opening counts as a table's progress; once it has failed the pipeline has none until it passes.
         failing = self._tracker.failure(f"shard:{slowest}") is not None
         self._set(
             f"pipeline:{runner.settings.name}",
@@ -167,7 +171,7 @@ class Reporter:
         self._tracker.works(name, store.trouble(), now_ms=self._runner.stores.clock.now_ms(), notice=notice)
 
     def _look(self, feeds: Sequence[Feed]) -> list[FeedProgress]:
-        """Of each feed: all bindings at once, for LOOK_S at most."""
+        """Return the progress of each feed; all bindings are read concurrently, for at most LOOK_S."""
 
         async def newest(feed: Feed) -> int:
             async with asyncio.timeout(LOOK_S):
@@ -204,7 +208,7 @@ class Reporter:
             places[name] = (old.position, max(old.target, old.position + 1)) if old is not None else (0, 1)
 
     def _each(self, mark: str, tell: Callable[[], None]) -> bool:
-        """One mark's boundary: what computing it raises is that mark's failure, until it can be computed again."""
+        """Compute one stage status. An exception fails only that status, until it can be computed again."""
         try:
             tell()
         except BaseException as error:
@@ -219,7 +223,7 @@ class Reporter:
 
     def _unit(self, unit: TableUnit, seen: FeedProgress) -> Place:
         if unit.writer is None or unit.reason:
-            # Whether a first snapshot stands still is for the capture's mark to say, to which `why` walks.
+            # The capture's status, which `why` follows, says whether a first snapshot is stuck.
             work_ms = OTHERS_BUDGET_MS if unit.waits and unit.holder_tells else 0
             return self._opening(unit.name, unit.waits_for, unit.reason, unit.waits, unit.upstream, work_ms)
         upper, progress = unit.writer.upper, unit.writer.progress
@@ -229,18 +233,18 @@ class Reporter:
         mark = f"shard:{unit.name}"
         self._set(mark, upper, target, held_by, reason, progress.read, unit.upstream)
         if progress.read:
-            self._dead_before.pop(mark, None)  # what this driver's predecessor knew: records came since
+            self._dead_before.pop(mark, None)  # the predecessor's finding is obsolete: records were read since
         dead = unit.writer.dead_run.sentence(unit.writer.operator.mirror.empty) or self._dead_before.get(mark, "")
         failure = self._tracker.failure(mark)
         told = failure is not None and bool(dead) and failure.error.startswith(DEAD)
         if seen.newest is not None and unit.seated and 0 < target <= upper and not told:
-            self._tracker.heal(mark)  # it failed where it stands now, and nothing is left there to do
+            self._tracker.heal(mark)  # it failed at its present position, where nothing is left to do
         self._flawed(mark, dead, DEAD)
         return upper, target
 
     def _flawed(self, mark: str, said: str, kind: str) -> None:
-        """A unit that works, but not on everything it is given: it fails with that where it fails with nothing else.
-        `kind` begins the sentence."""
+        """Fail a unit that works but cannot process all its data, unless it fails with something else. `kind` is the
+        prefix of the sentence."""
         failure = self._tracker.failure(mark)
         if failure is not None and (not failure.error.startswith(kind) or failure.error == said):
             return
@@ -249,14 +253,14 @@ class Reporter:
             self._tracker.fail(mark, said, now_ms=self._runner.stores.clock.now_ms(), of_data=True)
 
     def _unclaimed(self, name: str) -> Place:
-        """The catalogue has not said yet whether the pipeline may keep the table."""
+        """Return the place of a table while the catalogue has not confirmed that the pipeline may maintain it."""
         catalogue = f"pipeline:{self._runner.settings.name}:catalogue"
         failing = self._tracker.failure(catalogue) is not None
         return self._opening(name, catalogue if failing else "", "opening", failing)
 
     def _derived(self, name: str, found: Derivation | None) -> Place:
         if found is None:
-            # The session that cannot start, or its executors, which are asked whether they can work.
+            # Blocked by the session that cannot start, or by its executors, whose environment is checked.
             marks = (f"pipeline:{self._runner.settings.name}:spark", mark_of(self._runner))
             failing = next((mark for mark in marks if self._tracker.failure(mark) is not None), "")
             return self._opening(name, failing, "Spark is starting", bool(failing))
@@ -264,7 +268,7 @@ class Reporter:
             return self._opening(name, found.waits_for, "opening", False)
         upper, target = found.upper, max(found.target, 1)
         inputs = found.table.inputs
-        # A slow function is at work for as long as it takes; its first round has Spark's first plan to wait for.
+        # A slow function may run as long as it takes; its first round includes Spark's first plan.
         work_ms = int((SLOW_ROUNDS * found.took_s + found.table.every_s) * 1000)
         if found.waits:
             work_ms = OTHERS_BUDGET_MS
@@ -277,14 +281,16 @@ class Reporter:
     def _opening(
         self, name: str, held_by: str, reason: str, waits: bool, upstream: str = "", work_ms: int = 0
     ) -> Place:
-        """A table that is not open stands where it stood; its own opening is progress, waiting for others is not."""
+        """Report a table that is not open at its last position; its own opening is progress, waiting for others is
+        not."""
         old = self._tracker.mark(f"shard:{name}")
         upper, target = (old.position, max(old.target, old.position + 1)) if old is not None else (0, 1)
         self._set(f"shard:{name}", upper, target, held_by, reason, 0 if waits else self._patience(), upstream, work_ms)
         return upper, target
 
     def _patience(self) -> int:
-        """Time that passes is progress for so long; a table that starts is, for those that start after it."""
+        """Return a number that grows with time during PATIENCE_MS, and with each table that starts, as progress of the
+        others."""
         now_ms = self._runner.stores.clock.now_ms()
         return min(now_ms - self._began_ms, PATIENCE_MS) // 1000 + len(self._started)
 
@@ -307,7 +313,7 @@ class Reporter:
             now_ms=self._runner.stores.clock.now_ms(),
             held_by=held_by,
             reason=reason,
-            # What fails is stuck past the freshness budget; what works may take its time, a restart most of it.
+            # A failing unit is stuck after the freshness budget; a working one may take longer, e.g. for a restart.
             budget_ms=budget_ms if self._tracker.failure(name) is not None else max(budget_ms, WORK_BUDGET_MS, work_ms),
             unit="ms",
             progress=progress,
@@ -315,12 +321,13 @@ class Reporter:
         )
 
     def _worked(self) -> int:
-        """Records read, and rounds of derived tables, in this life; of tables that opened anew they count anew."""
+        """Return the records read and the rounds of derived tables; a table that is opened again restarts its count."""
         read = sum(table.progress.read for table in self._runner.tables())
         return read + sum(found.recomputed for found in list(self._runner.derivations.values()))
 
     def _memory(self) -> dict[str, tuple[int, int]]:
-        """{share: (bytes, limit; 0 = none)}, as nodes tell theirs. Decoded, a step is some times its stored bytes."""
+        """Return {share: (bytes, limit; 0 = none)}, as nodes report. A decoded step takes several times its stored
+        bytes."""
         feeds = [feed.sink for feed in self._runner.feeds if feed.sink is not None]
         return {
             "resident": (resident_bytes(), 0),
@@ -336,10 +343,13 @@ class Reporter:
 
     # facts ------------------------------------------------------------------------------------------
     def facts(self) -> dict[str, object]:
-        """memory: {share: (bytes, limit)}; commit_to_shard_ms, bound_to_shard_ms: {count, p50, p95, p99, max} of all
-        sources; latency: {source: {stage: histogram}}, as `status --latency` draws them;
-        tables: {name: {won, lost, rows, dropped, merges, read, to_go, eta_s?, recomputed?, groups?,
-        whole_because?}}; groups: how many the last recomputation had, −1 = all, and why."""
+        """Return the figures of the report.
+
+        memory: {share: (bytes, limit)}; commit_to_shard_ms, bound_to_shard_ms: {count, p50, p95, p99, max} of all
+        sources; latency: {source: {stage: histogram}}, as `status --latency` shows them; tables: {name: {won, lost,
+        rows, dropped, merges, read, to_go, eta_s?, recomputed?, groups?, whole_because?}}; groups: the number of groups
+        of the last recomputation, −1 = all, with the reason in whole_because.
+        """
         runner = self._runner
         tables: dict[str, dict[str, int | str]] = {}
         for table in runner.tables():

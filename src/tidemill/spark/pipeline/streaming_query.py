@@ -1,4 +1,4 @@
-"""The one streaming query of a pipeline: its planner waits for the bindings of all sources, whatever their number.
+"""The one streaming query of a pipeline: its planner waits for the bindings of all sources, any number of them.
 
 Every streaming query starts a Python planner, and Spark's worker factory allows ten seconds for it to connect. Several
 planners that start together on a busy machine exceed that; one planner serves any number of sources. A micro-batch
@@ -25,44 +25,45 @@ from tidemill.spark.ingest.pipeline_context import PipelineContext, feed_mark
 from tidemill.spark.pipeline.start_limit import STARTS
 
 PACE_MS = 500
-"""Two micro-batches begin at least this far apart."""
+"""Minimum interval between the starts of two micro-batches."""
 STABLE_S = 60.0
 LONGEST_PAUSE_S = 30.0
 POLL_S = 0.2
 
 SinkOf = Callable[[str], FeedSink | None]
 Failed = Callable[[str, BaseException], None]
-"""(source, what its sink raised)"""
+"""(source, the exception of its sink)."""
 
 log = structlog.get_logger()
 
 
 class SparkSessionLostError(TidemillError):
-    """Spark's JVM is gone: the process ends, for only a new one gets another."""
+    """Spark's JVM has exited: the process ends, because only a new process gets another."""
 
 
 class StreamingQuery:
-    """`run` is a thread's body. `sink_of` a source is None until its feed has opened one."""
+    """Streaming query of a pipeline; `run` is the body of a thread. `sink_of` returns None until the source's feed has
+    opened its sink."""
 
     def __init__(self, host: PipelineContext, sources: Sequence[str], sink_of: SinkOf) -> None:
         self.mark = f"pipeline:{host.settings.name}:query"
         self.query: Any = None
         self.called = threading.Event()
-        """Set when Spark has brought a batch since the query was started last."""
+        """Set when Spark has run a batch since the query was last started."""
         self._host = host
         self._sources = tuple(sources)
         self._sink_of = sink_of
         self._changed = threading.Event()
         self._restarts = Backoff(1.0, LONGEST_PAUSE_S, STABLE_S)
-        # Queries in a row that ended before a batch. The first such is logged alone: rows come forward all the same.
+        # Queries in a row that ended before a batch. The first is only logged, because rows advance without the query.
         self._in_vain = 0
 
     def wake(self) -> None:
-        """The pipeline ends."""
+        """End the wait, because the pipeline ends."""
         self._changed.set()
 
     def run(self) -> None:
-        """Until the pipeline ends. Raises SparkSessionLostError alone; what else goes wrong is told and tried again."""
+        """Run until the pipeline ends. Raises only SparkSessionLostError; other failures are reported and retried."""
         host, clock = self._host, self._host.stores.clock
         while not host.session_ready.wait(POLL_S):
             if host.ending.is_set():
@@ -78,10 +79,10 @@ class StreamingQuery:
             if host.ending.is_set():
                 break
             if host.session_is_lost():
-                raise SparkSessionLostError(f"Spark's JVM is gone: error={reason}.")
-            # Spark's own trouble, e.g. a worker that a busy machine did not start within its ten seconds.
+                raise SparkSessionLostError(f"Spark's JVM has exited: error={reason}.")
+            # A failure of Spark itself, e.g. a worker that a busy machine did not start within Spark's ten seconds.
             pause_s = self._restarts.pause_s(clock.monotonic_s() - began_s)
-            log.warning("streaming query ended, starting it again", error=reason, in_s=pause_s)
+            log.warning("streaming query ended, restarting it", error=reason, in_s=pause_s)
             self._in_vain = 1 if self.called.is_set() else self._in_vain + 1
             if self.called.is_set() or self._in_vain > 1:
                 host.tracker.fail(self.mark, f"streaming query ended: {reason}", now_ms=clock.now_ms())
@@ -89,7 +90,7 @@ class StreamingQuery:
         STARTS.end(self)
 
     def _watch(self) -> str:
-        """Start the query and wait for its end or the pipeline's; why it ended, or ""."""
+        """Start the query and wait for its end or the pipeline's; return the reason of its end, or ""."""
         host, clock = self._host, self._host.stores.clock
         self.called.clear()
         try:
@@ -104,20 +105,20 @@ class StreamingQuery:
                 failing = host.tracker.failure(self.mark) is not None
                 self._changed.wait(max(0.0, STABLE_S - ran_s) if failing else None)
                 self._changed.clear()
-        except Exception as error:  # py4j and Spark raise what they like
+        except Exception as error:  # py4j and Spark raise exceptions of any type
             return " ".join(str(error).split())[:500]
         finally:
             STARTS.end(self)
         return ""
 
     def _end_of(self, query: Any) -> threading.Event:
-        """Set when the query has ended, or the JVM is gone."""
+        """Return an event that is set when the query has ended, or the JVM has exited."""
         ended = threading.Event()
 
         def wait() -> None:
             try:
                 query.awaitTermination()
-            except Exception as error:  # py4j and Spark raise what they like; the watch asks the query for its reason
+            except Exception as error:  # of any type; the watch asks the query for its reason
                 log.debug("streaming query failed", error=sentence(error))
             finally:
                 ended.set()
@@ -127,7 +128,7 @@ class StreamingQuery:
         return ended
 
     def _start(self) -> Any:
-        """With a checkpoint of its own, made anew: where tables go on follows from their shards (U5)."""
+        """Start the query with a new checkpoint: the shards alone determine where their tables continue."""
         from tidemill.spark.source import DESCRIPTOR_COLUMNS
         from tidemill.spark.types import spark_schema
 
@@ -135,7 +136,7 @@ class StreamingQuery:
         assert host.spark is not None
         checkpoint = host.settings.scratch / "checkpoints"
         shutil.rmtree(checkpoint, ignore_errors=True)
-        # Not the stores' URLs: options are in Spark's event log.
+        # Without the stores' URLs, because options appear in Spark's event log.
         options = {"source": ",".join(self._sources), "rows": "false", "pace_ms": str(PACE_MS)}
         frame = host.spark.readStream.format("tidemill").options(**options).schema(spark_schema(DESCRIPTOR_COLUMNS))
         return (
@@ -147,7 +148,7 @@ class StreamingQuery:
         )
 
     def _sink_failed(self, source: str, error: BaseException) -> None:
-        """Report it as the failure of the feed, and wake its thread, which retries and heals it."""
+        """Report the failure of a feed, and wake its thread, which retries and clears the failure."""
         host = self._host
         log.warning("sink failed in a micro-batch", source=source, error=sentence(error))
         host.tracker.fail(feed_mark(host.settings.name, source), sentence(error), now_ms=host.stores.clock.now_ms())
@@ -165,8 +166,8 @@ class StreamingQuery:
 def body(
     checkpoint: Path, sink_of: SinkOf, failed: Failed, came: Callable[[], None] = lambda: None
 ) -> Callable[[Any, int], None]:
-    """The function for `foreachBatch`. The ends of a batch are read from Spark's own log of offsets. What a sink raises
-    goes to `failed`, and the other sources continue."""
+    """Return the function for `foreachBatch`. It reads the ends of a batch from Spark's own log of offsets. An
+    exception of a sink is passed to `failed`, and the other sources continue."""
     before: dict[str, int] = {}
 
     def run(_: Any, batch_id: int) -> None:
@@ -186,9 +187,10 @@ def body(
 
 
 def planned_ends(checkpoint: Path, batch_id: int) -> dict[str, int]:
-    """{source: T} of a micro-batch, from the log that Spark writes before it runs one; {} when it is not readable here.
+    """Return {source: T} of a micro-batch, from the log that Spark writes before the batch runs; {} if it is
+    unreadable.
 
-    A file of lines: version, metadata, then one offset a reader.
+    The log is a file of lines: version, metadata, then one offset per reader.
     """
     try:
         lines = (checkpoint / "offsets" / str(batch_id)).read_text().splitlines()
