@@ -347,7 +347,7 @@ def test_a_write_nobody_can_tell_the_outcome_of_is_unknown_after_its_budget() ->
             raise UnknownOutcomeError("lost")
 
         world.shared[0].fault = lost
-        with pytest.raises(UnknownOutcomeError, match="Look at it again"):
+        with pytest.raises(UnknownOutcomeError, match="Check it before"):
             await catalogue.create_topic("t", 1)
 
     run(body)
@@ -389,7 +389,7 @@ def test_an_outcome_that_a_later_change_hides_is_told_as_unknown(back: bool) -> 
             raise UnknownOutcomeError("lost")
 
         world.shared[0].fault = hidden
-        with pytest.raises(UnknownOutcomeError, match="A later change hides"):
+        with pytest.raises(UnknownOutcomeError, match="a later change hides"):
             await catalogue.create_topic("t", 1)
 
     run(body)

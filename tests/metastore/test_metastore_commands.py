@@ -52,7 +52,7 @@ def test_a_lost_consensus_is_planned_restored_and_checked(directory: Path) -> No
     lost = command(directory, "doctor", "--deep")
     assert lost.returncode == 1 and "FAIL consensus → cluster " in lost.stdout and "tidemill restore" in lost.stdout
     refused = command(directory, "topic", "list")
-    assert refused.returncode == 2 and "the bucket holds one" in refused.stderr
+    assert refused.returncode == 2 and "the bucket has one" in refused.stderr
     planned = command(directory, "restore", "--dry-run")
     assert planned.returncode == 0, planned
     for words in (

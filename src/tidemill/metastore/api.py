@@ -1,11 +1,13 @@
-"""What the catalogue needs of a domain. `Domain` (RFC 0002 §4) has it and more; unit tests have a stand-in.
+"""Interface of a domain as the catalogue needs it. `Domain` (RFC 0002 §4) implements it and more; unit tests use a
+fake.
 
 One contract suite (`tests/contracts/rows.py`) runs on both.
 
-D1  After `sync`, reads hold everything whose commit had returned, anywhere, before `sync` was called.
-D2  A commit is atomic: all its rows or none, and only when every expected row is as expected.
-D3  The seqno of a row grows with every change of it, its deletion included. To expect 0 is to expect no live row:
-    never written, or deleted.
+- Invariant (linearizable sync): after `sync`, reads contain everything whose commit had returned, in any process,
+  before `sync` was called.
+- Invariant (atomic commit): a commit writes all its rows or none, and only if every expected row is as expected.
+- Invariant (seqnos grow): the seqno of a row grows with every change of it, including its deletion. An expected seqno
+  of 0 means that no live row is expected: it was never written, or is deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Protocol
 
 
 class VersionedRow(Protocol):
-    """`value` b"" = the row was deleted by the write of this seqno."""
+    """A row and the seqno of its last write. `value` b"" = that write deleted the row."""
 
     @property
     def seqno(self) -> int: ...
@@ -24,10 +26,10 @@ class VersionedRow(Protocol):
 
 
 class Rows(Protocol):
-    """One domain, as one process sees it. Reads may raise Unavailable or Closed."""
+    """Rows of one domain, as one process sees them. Reads may raise Unavailable or Closed."""
 
     async def sync(self) -> None:
-        """A linearizable barrier (D1), shared by those who wait at once."""
+        """Wait for a linearizable barrier. Concurrent callers share one."""
         ...
 
     async def get(self, key: bytes) -> bytes | None: ...
@@ -37,38 +39,38 @@ class Rows(Protocol):
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]: ...
 
     async def stamp(self, first: bytes) -> object:
-        """Of the rows whose key begins with this byte, as a read begun now would find them. While it is equal to an
-        earlier one, no such row was written since then; a new one may also mean nothing."""
+        """Return a change stamp of the rows whose key begins with this byte, as a read begun now would find them. Equal
+        stamps mean that no such row was written in between; different ones need not mean anything."""
         ...
 
     def scan(
         self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False
     ) -> AsyncIterator[tuple[list[bytes], list[bytes]]]:
-        """Live rows with lower ≤ key < upper, in chunks of (keys, values), as of one moment."""
+        """Yield live rows with lower ≤ key < upper, in chunks of (keys, values), all from one snapshot."""
         ...
 
     def prefix(self, prefix: bytes, *, reverse: bool = False) -> AsyncIterator[tuple[list[bytes], list[bytes]]]:
-        """Live rows whose key begins with `prefix`; otherwise as `scan`."""
+        """Yield live rows whose key begins with `prefix`; otherwise as `scan`."""
         ...
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = {}) -> int:
-        """Write rows (b"" deletes) if every expected key has the given seqno (D2); returns the batch's seqno.
+        """Write rows (b"" deletes) atomically if every expected key has the given seqno; return the batch's seqno.
 
-        Raises Conflict(current={key: VersionedRow | None}), Fenced or Unknown (leadership ended meanwhile),
+        Raises Conflict(current={key: VersionedRow | None}), Fenced or Unknown (leadership ended during the commit),
         Unavailable.
         """
         ...
 
     async def flush(self, timeout_s: float | None = None) -> int:
-        """Everything committed so far into the bucket; returns the highest seqno that is there."""
+        """Flush everything committed so far to the bucket; return the highest seqno stored there."""
         ...
 
     def trouble(self) -> str:
-        """One sentence: what this domain cannot do here and now. Empty while it does its work. Never waits."""
+        """Return one sentence about what does not work in this domain here and now; empty if nothing. Never waits."""
         ...
 
     async def until_ended(self) -> None:
-        """Returns once this handle has failed for good; another one of the same domain may work."""
+        """Return once this handle has failed permanently. Another handle of the same domain may still work."""
         ...
 
     async def aclose(self) -> None: ...

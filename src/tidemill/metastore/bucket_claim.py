@@ -1,16 +1,17 @@
-"""Whose bucket it is: one object for each incarnation of the cluster, created once and never deleted.
+"""Ownership of the bucket: one claim object per incarnation of the cluster, created once and never deleted.
 
-    metastore/claim/<incarnation, 20 digits>     encoded as `cluster_manifest` has it
+    metastore/claim/<incarnation, 20 digits>     encoded as in `cluster_manifest`
 
-    no such object            the incarnation has not begun; whoever creates it has the bucket
+    no such object            the incarnation has not begun; the cluster that creates the object owns the bucket
     <own incarnation + 1>     the bucket was restored into another consensus; this cluster stops
 
-CL2  Of clusters that begin on one empty bucket, and of restores that begin from one, exactly one creates the object.
-     The others are refused: a create that finds the key changes nothing (O3).
-CL3  A claim comes before anything that a restore writes into the bucket, so that what is left of the old cluster, and
-     a restore that lost, write nothing after it.
-CL4  A process acknowledges an append and deletes an object only while it knows that no later claim was there less than
-     `young_s` ago; else it asks first. A restore watches the bucket for so long before it claims it.
+- Invariant (one owner): of clusters that begin on one empty bucket, and of restores that begin from one bucket, exactly
+  one creates the object. The others are rejected: a create that finds the key changes nothing.
+- Invariant (claim first): a restore claims the bucket before it writes anything else there. So the remains of the old
+  cluster, and a restore that lost the race, write nothing after it.
+- Invariant (recent check): a process acknowledges an append or deletes an object only if a check less than `young_s`
+  ago showed that no later claim existed; otherwise it checks first. A restore watches the bucket for `young_s` before
+  it claims it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tidemill.objects.store import ObjectStore
 CLAIM_PREFIX = "metastore/claim/"
 RETRY_PAUSE_S = 1.0
 ASK_S = 5.0
-"""An acknowledgement waits at most so long for a bucket that does not say whose it is."""
+"""Limit of the time that an acknowledgement waits for the check when the bucket does not answer."""
 
 _log = structlog.get_logger()
 
@@ -54,7 +55,7 @@ def claim_key(incarnation: int) -> str:
 
 
 async def greatest_claim(objects: ObjectStore) -> int:
-    """The greatest incarnation that was claimed; 0 for none. Raises UnavailableError."""
+    """Return the greatest claimed incarnation; 0 for none. Raises UnavailableError."""
     greatest = 0
     async for found in objects.list(CLAIM_PREFIX):
         number = found.key.removeprefix(CLAIM_PREFIX)
@@ -63,26 +64,26 @@ async def greatest_claim(objects: ObjectStore) -> int:
 
 
 async def check_unclaimed(objects: ObjectStore) -> None:
-    """Before a cluster is created in empty consensus (`cluster_manifest` P2). Raises InvalidError when the bucket has
-    one."""
+    """Check the bucket before a cluster is created in empty consensus (`cluster_manifest`). Raises InvalidError if the
+    bucket has a cluster."""
     await cluster_manifest.check_unclaimed(objects)
     greatest = await greatest_claim(objects)
     if greatest:
         raise InvalidError(
-            f"Consensus knows no cluster, but the bucket is claimed by one: object={claim_key(greatest)}.",
+            f"consensus has no cluster, but a cluster has claimed the bucket: object={claim_key(greatest)}.",
             fix="Start it with its own consensus, or choose another objects.url.",
         )
 
 
 async def claimed_by(objects: ObjectStore, cluster: Cluster) -> bool:
-    """Has the cluster the bucket already? Raises CorruptError, UnavailableError."""
+    """Return whether the cluster has already claimed the bucket. Raises CorruptError, UnavailableError."""
     found = await _read(objects, claim_key(cluster.incarnation))
     return found is not None and found.cluster_uuid == cluster.uuid
 
 
 async def claim(objects: ObjectStore, clock: Clock, cluster: Cluster) -> None:
-    """CL2. Idempotent. Raises ClusterReplacedError when the bucket is another cluster's, CorruptError,
-    UnavailableError, Unknown."""
+    """Claim the bucket for the cluster. Idempotent. Raises ClusterReplacedError if the bucket is another cluster's,
+    CorruptError, UnavailableError, Unknown."""
     key = claim_key(cluster.incarnation)
     found = await _read(objects, key)
     if found is None:
@@ -96,25 +97,25 @@ async def claim(objects: ObjectStore, clock: Clock, cluster: Cluster) -> None:
 
 
 async def check_claim(objects: ObjectStore, cluster: Cluster) -> None:
-    """One request. Raises ClusterReplacedError when the bucket was restored into another consensus,
-    UnavailableError."""
+    """Check with one request that no later incarnation claimed the bucket. Raises ClusterReplacedError if it was
+    restored into another consensus, UnavailableError."""
     key = claim_key(cluster.incarnation + 1)
     if await objects.head(key) is None:
         return
     try:
         found = await _read(objects, key)
     except CorruptError:
-        found = None  # it is there: that is enough
+        found = None  # the existence of the object is enough
     raise _replaced(cluster, found.cluster_uuid if found is not None else "unreadable", cluster.incarnation + 1)
 
 
 class Ownership:
-    """One process's knowledge that the bucket is its cluster's (CL4). `run` beside everything else of the process."""
+    """Knowledge of one process that its cluster owns the bucket. `run` must run as long as the process does."""
 
     def __init__(
         self, objects: ObjectStore, clock: Clock, cluster: Cluster, *, interval_s: float = ALIVE_INTERVAL_S
     ) -> None:
-        """Just after `claim`."""
+        """Create it directly after `claim`, which counts as the first check."""
         self.replaced: ClusterReplacedError | None = None
         self._objects = objects
         self._clock = clock
@@ -126,15 +127,15 @@ class Ownership:
 
     @property
     def stale(self) -> bool:
-        """Is it too long ago that the bucket was seen to be ours? Also after a process was frozen. Costs nothing."""
+        """True if the last successful check is too long ago, for example because the process was frozen. No I/O."""
         return self._clock.monotonic_s() - self._known_s > 3 * self._interval_s or self.replaced is not None
 
     async def assure(self, *, strictly: bool = False) -> None:
-        """Ask now, unless somebody just did. Raises ClusterReplacedError; with `strictly` also Unavailable when the
-        bucket does not say.
+        """Check now if the last check is stale, unless another caller just did. Raises ClusterReplacedError; with
+        `strictly` also Unavailable if the bucket does not answer.
 
-        Not so otherwise: while the bucket is away nobody can have restored from it since it was asked last without
-        asking it, and what needs no object goes on.
+        Without `strictly` an unavailable bucket is tolerated: a restore needs the bucket too, so none can have begun
+        while it was away, and operations that need no object continue.
         """
         cause: BaseException | None = None
         async with self._asking:
@@ -149,16 +150,16 @@ class Ownership:
             raise self.replaced
         if strictly and self.stale:
             raise UnavailableError(
-                "The bucket does not say whether it is still this cluster's.", fix="Retry."
+                "the bucket does not answer whether this cluster still owns it.", fix="Retry."
             ) from cause
 
     async def may_delete(self) -> None:
-        """Raises ClusterReplacedError; Unavailable when the bucket does not say."""
+        """Check before a deletion. Raises ClusterReplacedError; Unavailable if the bucket does not answer."""
         if self.stale:
             await self.assure(strictly=True)
 
     async def look(self) -> None:
-        """Raises ClusterReplacedError, UnavailableError."""
+        """Check the claim with a request. Raises ClusterReplacedError, UnavailableError."""
         began_s = self._clock.monotonic_s()
         try:
             await check_claim(self._objects, self._cluster)
@@ -168,7 +169,7 @@ class Ownership:
         self._known_s = max(self._known_s, began_s)
 
     async def run(self) -> None:
-        """Look at intervals. Raises ClusterReplacedError."""
+        """Check at intervals. Raises ClusterReplacedError."""
         while True:
             pause_s = self._interval_s
             try:
@@ -176,18 +177,18 @@ class Ownership:
             except ClusterReplacedError:
                 raise
             except TidemillError as error:
-                _log.warning("the bucket does not say whose it is, asking again", cause=str(error))
+                _log.warning("cannot check who owns the bucket, retrying", cause=str(error))
                 pause_s = min(pause_s, RETRY_PAUSE_S)
             await asyncio.sleep(pause_s)
 
     def trouble(self) -> str:
-        """One sentence while this process may acknowledge nothing. Never waits."""
+        """Return one sentence while this process may not acknowledge anything, else "". Never waits."""
         if self.replaced is not None:
             return self.replaced.message
         if not self.stale:
             return ""
         since_s = self._clock.monotonic_s() - self._known_s
-        return f"The bucket has not been seen to be this cluster's for a while: since_s={since_s:.0f}."
+        return f"The bucket's owner has not been checked recently: since_s={since_s:.0f}."
 
 
 async def _read(objects: ObjectStore, key: str) -> Claim | None:
@@ -199,7 +200,7 @@ async def _read(objects: ObjectStore, key: str) -> Claim | None:
 
 def _replaced(cluster: Cluster, other: str, incarnation: int) -> ClusterReplacedError:
     return ClusterReplacedError(
-        f"The bucket belongs to another cluster: cluster={cluster.uuid} incarnation={cluster.incarnation}"
+        f"the bucket belongs to another cluster: cluster={cluster.uuid} incarnation={cluster.incarnation}"
         f" bucket_cluster={other} bucket_incarnation={incarnation}.",
         fix=REPLACED_FIX,
     )

@@ -1,4 +1,4 @@
-"""What a process holds of some rows for itself, read again for as long as it lives."""
+"""Periodic refresh of metastore rows that a process caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Refreshed(Protocol):
 
 
 async def refresh_for_ever(held: Refreshed, every_s: float, not_read: str) -> None:
-    """A metastore that is away is logged, as the event `not_read`, and asked again."""
+    """Refresh every `every_s` seconds, indefinitely. A metastore failure is logged as the event `not_read` and
+    retried."""
     while True:
         await asyncio.sleep(every_s)
         try:

@@ -1,12 +1,16 @@
 """The catalogue: what exists. Check-and-write over rows of the metastore's domain 0 (layouts: rows/).
 
-CA1  A write is a commit that expects the name's row (rows/names) as it was read. Of two that race one wins; the
-     other looks again.
-CA2  A write whose outcome is unknown is decided by the name's row: it holds the nonce of the newest change, and its
-     seqno never comes back. A write counts once, however often it was tried, and nothing deleted comes back.
-CA3  The row of a captured table, and of a group's configs, has no name row: tables come and go for ever, name rows
-     stay. It is changed by a function of what it is, which must give the same when it is applied twice: a write of
-     unknown outcome is made again.
+Topics, captures and pipelines have a name row (rows/name_index), which every change rewrites and no deletion removes:
+
+- Invariant (compare and commit): a write is a commit that expects an unchanged name row. Of two concurrent writes
+  one succeeds; the other reads again.
+- Invariant (exactly once): a write of unknown outcome is resolved by the name row. It holds the nonce of the newest
+  change, and its seqnos never repeat. So a write takes effect once, however often it was tried, and nothing deleted
+  reappears.
+
+A captured table's row and a group's configs have no name row: tables come and go indefinitely, while name rows are
+never deleted. They are changed by a function from the old row to the new one, which must be idempotent: a write of
+unknown outcome is repeated.
 """
 
 from __future__ import annotations
@@ -61,10 +65,10 @@ from tidemill.metastore.rows.topics import TopicIdRow, TopicRow
 TOPIC_NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 TOPIC_NAME_LENGTH = 249
 PARTITIONS_MAX = 10_000
-"""Of one topic."""
+"""Limit for one topic."""
 
 WRITE_BUDGET_S = 20.0
-"""A write that meets changes of leadership is tried again for so long."""
+"""Time limit for retries of a write during changes of leadership."""
 PAUSE_S = 0.05
 
 Row = TypeVar("Row", TopicRow, CaptureRow, PipelineRow)
@@ -74,11 +78,11 @@ _FAMILIES: dict[type, Family[Any]] = {TopicRow: TOPICS, CaptureRow: CAPTURES, Pi
 
 
 INTERNAL_TOPICS = ("__consumer_offsets", "__transaction_state", "__share_group_state", "__cluster_metadata")
-"""Kafka's internal topics. Their contents lie in the metastore here, and clients take such topics for internal."""
+"""Kafka's internal topics. Their contents are in the metastore here, and clients treat such topics as internal."""
 
 
 def check_topic_name(name: str) -> None:
-    """Kafka's rule for topic names. Raises InvalidError."""
+    """Check Kafka's rule for topic names. Raises InvalidError."""
     if not name or len(name) > TOPIC_NAME_LENGTH or name in (".", "..") or not set(name) <= TOPIC_NAME_CHARS:
         raise InvalidError(f"bad topic name: topic={name!r}.", fix="Use 1 to 249 of a-z A-Z 0-9 . _ -")
     if name in INTERNAL_TOPICS:
@@ -88,10 +92,12 @@ def check_topic_name(name: str) -> None:
 
 
 def grown(row: TopicRow, partitions: int) -> TopicRow:
-    """The topic with more partitions. Raises InvalidError for a captured one, whose writer's rule of keys to partitions
-    is what orders a key, and for a count that is no increase or above PARTITIONS_MAX."""
+    """Return the topic with more partitions. Raises InvalidError for a captured topic, whose mapping of keys to
+    partitions preserves the order of each key, and for a count that is not an increase or exceeds PARTITIONS_MAX."""
     if row.kind == "capture":
-        raise InvalidError(f"a captured table's topic keeps its partitions, which order its keys: topic={row.name}.")
+        raise InvalidError(
+            f"the partitions of a captured table's topic cannot change, they order its keys: topic={row.name}."
+        )
     if not row.partitions < partitions <= PARTITIONS_MAX:
         raise InvalidError(
             f"the partitions would not increase: topic={row.name} partitions={partitions} existing={row.partitions}.",
@@ -101,7 +107,7 @@ def grown(row: TopicRow, partitions: int) -> TopicRow:
 
 
 class Catalogue:
-    """Reads may raise UnavailableError, Closed; writes Unknown besides."""
+    """Typed reads and writes of the catalogue. Reads may raise UnavailableError, Closed; writes also Unknown."""
 
     def __init__(self, metastore: Metastore, clock: Clock, rand: Rand) -> None:
         self._metastore = metastore
@@ -111,21 +117,23 @@ class Catalogue:
 
     @property
     def metastore(self) -> Metastore:
-        """Where the rows are."""
+        """The metastore that stores the rows."""
         return self._metastore
 
     async def get(self, kind: type[Row], name: str, *, fresh: bool = True) -> Row | None:
-        """`fresh` False may be up to metastore.STALE_S old, but never older than this process's own writes."""
+        """Return a row. Unless `fresh`, it may be up to metastore.STALE_S old, but never older than this process's own
+        writes."""
         found: Row | None = await self._metastore.get(_FAMILIES[kind], name, fresh=fresh)
         return found
 
     async def list(self, kind: type[Row], *, fresh: bool = True) -> list[Row]:
-        """All rows of the kind, by name. The very same list while none of them was written; nobody may change it."""
+        """Return all rows of the kind, by name. The identical list while none was written; callers must not modify
+        it."""
         found: list[Row] = await self._metastore.rows(_FAMILIES[kind], fresh=fresh)
         return found
 
     async def put(self, row: TopicRow | CaptureRow | PipelineRow) -> None:
-        """Create or replace, last writer wins (one owner per row by lease). An equal row is left alone."""
+        """Create or replace; the last writer wins (a lease gives each row one owner). An equal row is not written."""
         family = _FAMILIES[type(row)]
         key, value = family.encode(row)
 
@@ -135,9 +143,9 @@ class Catalogue:
         await self._write(family, row.name, replaced)
 
     async def change_capture(self, name: str, change: Callable[[CaptureRow | None], CaptureRow]) -> CaptureRow:
-        """Write what `change` makes of the capture's row, None where there is none; returns what is there now.
+        """Write what `change` returns for the capture's row (None if there is no row); return the stored row.
 
-        `change` is called again where another writer was faster. Raises what it raises, and UnknownOutcomeError.
+        `change` is called again after a concurrent write. Raises what it raises, and UnknownOutcomeError.
         """
         attempts: dict[str, CaptureRow] = {}
 
@@ -149,11 +157,12 @@ class Catalogue:
         return attempts[await self._write(CAPTURES, name, changed)]
 
     async def tables(self, capture: str, *, fresh: bool = True) -> Sequence[CaptureTableRow]:
-        """The tables of a capture, by name; those that an older version kept in the capture's row included."""
+        """Return the tables of a capture, by name, including those that an older version stored in the capture's
+        row."""
         return [table for table in await self.all_tables(fresh=fresh) if table.capture == capture]
 
     async def all_tables(self, *, fresh: bool = True) -> Sequence[CaptureTableRow]:
-        """The tables of all captures, by capture and name. The very same list while none of them was written."""
+        """Return the tables of all captures, by capture and name. The identical list while none of them was written."""
         captures = await self.list(CaptureRow, fresh=fresh)
         tables: list[CaptureTableRow] = await self._metastore.rows(CAPTURE_TABLES, fresh=False)
         if self._tables is None or self._tables[0] is not captures or self._tables[1] is not tables:
@@ -172,7 +181,7 @@ class Catalogue:
     async def change_table(
         self, capture: str, table: str, change: Callable[[CaptureTableRow | None], CaptureTableRow | None]
     ) -> CaptureTableRow | None:
-        """Write what `change` makes of the row; None deletes it. Returns what is there now (CA3).
+        """Write what `change` returns for the row; None deletes it. Return the stored row.
 
         Raises what `change` raises, InvalidError for a row too large for the metastore, UnknownOutcomeError after
         WRITE_BUDGET_S.
@@ -181,14 +190,14 @@ class Catalogue:
         return changed
 
     async def group_configs(self, *, fresh: bool = True) -> Sequence[GroupConfigRow]:
-        """Of all groups that have some. The very same list while none of them was written."""
+        """Return the configs of all groups that have some. The identical list while none of them was written."""
         found: list[GroupConfigRow] = await self._metastore.rows(GROUP_CONFIGS, fresh=fresh)
         return found
 
     async def change_group_config(
         self, group: str, change: Callable[[dict[str, str]], dict[str, str]]
     ) -> dict[str, str]:
-        """Write what `change` makes of the group's configs, {} where there are none; as `change_table`."""
+        """Write what `change` returns for the group's configs ({} without configs), as `change_table` does."""
 
         def changed(old: GroupConfigRow | None) -> GroupConfigRow | None:
             config = change(old.config if old is not None else {})
@@ -217,7 +226,7 @@ class Catalogue:
     async def create_topic(
         self, name: str, partitions: int, *, kind: str = "stream", config: dict[str, str] | None = None
     ) -> TopicRow:
-        """Raises ConflictError(current=TopicRow) when the name is taken, InvalidError on a bad name or count."""
+        """Create a topic. Raises ConflictError(current=TopicRow) if it exists, InvalidError for a bad name or count."""
         check_topic_name(name)
         if not 1 <= partitions <= PARTITIONS_MAX:
             raise InvalidError(
@@ -235,9 +244,9 @@ class Catalogue:
         return attempts[await self._write(TOPICS, name, created)]
 
     async def change_topic(self, name: str, change: Callable[[TopicRow], TopicRow]) -> TopicRow:
-        """Write what `change` makes of the topic's row, whose name, id and kind stay; returns what is there now.
+        """Write what `change` returns for the topic's row, which must keep name, id and kind; return the stored row.
 
-        `change` is called again where another writer was faster. Raises what it raises, MissingError when there is no
+        `change` is called again after a concurrent write. Raises what it raises, and MissingError if there is no such
         topic.
         """
         attempts: dict[str, TopicRow] = {}
@@ -252,17 +261,18 @@ class Catalogue:
         return attempts[await self._write(TOPICS, name, changed)]
 
     async def grow_topic(self, name: str, partitions: int) -> TopicRow:
-        """Give a topic more partitions. Raises what `grown` raises, and MissingError."""
+        """Increase the partitions of a topic. Raises what `grown` raises, and MissingError."""
         return await self.change_topic(name, lambda row: grown(row, partitions))
 
     async def partition_bytes(self, topic_id: str) -> dict[int, int]:
-        """Bytes of each partition of a topic as of its newest checkpoint; one without records may be missing."""
+        """Return the bytes of each partition of a topic as of its newest checkpoint. Partitions without records may be
+        missing."""
         found = Counter({row.partition: row.size_bytes for row in await self._metastore.rows(PARTITIONS, topic_id)})
         found += Counter({r.partition: r.size_bytes for r in await self._metastore.rows(L1_PARTITIONS, topic_id)})
         return dict(found)
 
     async def delete(self, kind: type[Row], name: str) -> None:
-        """Raises MissingError."""
+        """Delete a row. Raises MissingError."""
         family: Family[Any] = _FAMILIES[kind]
         key: bytes = family.key(name)
 
@@ -274,20 +284,21 @@ class Catalogue:
         await self._write(family, name, deleted)
 
     async def _write(self, family: Family[Any], name: str, change: Callable[[bytes, str], Change]) -> str:
-        """Ask `change(value or b"", nonce)` what to write, and write it if nobody was faster; the nonce that won.
+        """Write the rows that `change(value or b"", nonce)` returns, unless the name changed since; return the nonce
+        that won.
 
-        `change` raises to refuse; nothing to write is a success. Raises UnknownOutcomeError when it cannot be told
-        whether an attempt landed, or not within WRITE_BUDGET_S.
+        `change` raises to reject; no rows mean success without a write. Raises UnknownOutcomeError if it cannot be
+        determined whether an attempt was committed, or not within WRITE_BUDGET_S.
         """
         key, name_key = family.key(name), NAMES.key(family.name, name)
         until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
         open_attempts: dict[str, int] = {}
-        """nonce → seqno of the name that it expected; those whose outcome nobody told us"""
+        """nonce → seqno of the name row that the attempt expected, for attempts of unknown outcome"""
         while True:
             nonce = self._rand.nonce()
             try:
-                # The name last: a row changes only together with its name, so where the name is as an open attempt
-                # expected it, the row read before it is that moment's too, and not the one the attempt just wrote.
+                # The name is read last. A row changes only together with its name row, so if the name row still is as
+                # an open attempt expected it, the row read before it is from before that attempt too.
                 found, named = await self._metastore.get_rows([key, name_key])
             except UnavailableError as error:
                 if not open_attempts:
@@ -306,7 +317,7 @@ class Catalogue:
                 await self._metastore.commit([*rows, named_by_us], expects=expects)
                 return nonce
             except (ConflictError, FencedError, UnavailableError) as error:
-                # This attempt did not happen. An earlier one may have: then to say so would be a lie.
+                # This attempt had no effect, but an earlier one may have had. Then Unavailable would be wrong.
                 if isinstance(error, UnavailableError) and not open_attempts:
                     raise
                 await self._pause(until_s, name_key, error)
@@ -315,28 +326,29 @@ class Catalogue:
                 await self._pause(until_s, name_key, error)
 
     async def _pause(self, until_s: float, name_key: bytes, error: TidemillError) -> None:
-        """Before the next attempt, if there is to be one."""
+        """Wait before the next attempt. Raises UnknownOutcomeError when the time budget is used up."""
         if not isinstance(error, ConflictError) and self._clock.monotonic_s() > until_s:
             raise UnknownOutcomeError(
-                f"A row may have been written: name={name_key!r} cause={error.message!r}.",
-                fix="Look at it again before writing it anew.",
+                f"a row may have been written: name={name_key!r} cause={error.message!r}.",
+                fix="Check it before writing it again.",
             ) from error
         await asyncio.sleep(self._rand.uniform(0, PAUSE_S))
 
 
 def _landed(named: VersionedRow | None, name_key: bytes, open_attempts: Collection[str]) -> str:
-    """Somebody changed the name since: ours is the newest change, or hidden below another's."""
+    """Return the nonce of the attempt that the changed name row holds. Raises if a later change by another process
+    hides it."""
     attempt = NAMES.decode(name_key, named.value).attempt if named is not None else ""
     if attempt not in open_attempts:
         raise UnknownOutcomeError(
-            f"A later change hides whether a row was written: name={name_key!r}.",
-            fix="Look at it again before writing it anew.",
+            f"a later change hides whether a row was written: name={name_key!r}.",
+            fix="Check it before writing it again.",
         )
     return attempt
 
 
 def _by_id(family: Family[Any], key: bytes, found: bytes, row: Any) -> Change:
-    """What a change of a topic's row does to its rows by id."""
+    """Return the changes of a topic's id rows that a change of its row requires."""
     if family is not TOPICS:
         return ()
     old = TOPICS.decode(key, found) if found else None

@@ -1,16 +1,16 @@
-"""The cluster: its identity, how many domains it has, and which domain holds a key.
+"""The cluster: its identity, its number of domains, and the domain of each key.
 
     register  metastore/cluster    msgpack map: format 1, uuid, domains, created_ms, label, incarnation, imported,
                                    restoring
 
     domain of a key = crc32c(entity) mod domains
 
-`entity` are the bytes between a key's tag and the end of its first text (rows/keys), so all rows of one topic
+`entity` is the bytes between a key's tag and the end of its first text (rows/key_encoding), so all rows of one topic
 id, group, shard or object are in one domain. The rows of the catalogue itself have the empty entity, whose
 crc32c is 0: they are in domain 0, where one batch can change several of them.
 
-CL1  The number of domains is written once, with the register, by compare-and-set. It never changes: a key would
-     be looked for where it is not.
+Invariant: the number of domains is written once, with the register, by compare-and-set, and never changes. Otherwise
+keys would be routed to a domain that does not have them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ RETRY_PAUSE_S = 0.02
 
 class Cluster(msgspec.Struct, frozen=True):
     """
-    uuid         names this cluster for ever; a restored one has its own
-    domains      how many; fixed when the register was created (CL1)
-    label        whom it was restored from, "" for none
+    uuid         permanent name of this cluster; a restored one has its own
+    domains      number of domains; fixed when the register was created
+    label        uuid of the cluster it was restored from, "" for none
     incarnation  grows with every restore of the same bucket
-    imported     rows of the time before the metastore have been taken over (`imports`)
-    restoring    the restore attempt that has not finished yet, "" for none: nobody else may open the cluster
+    imported     rows from before the metastore have been imported (`imports`)
+    restoring    the restore attempt in progress, "" for none: no other process may open the cluster
     """
 
     uuid: str
@@ -53,17 +53,17 @@ class Cluster(msgspec.Struct, frozen=True):
 
 
 def domain_of(key: bytes, domains: int) -> int:
-    """Index of the domain that holds `key`. Raises CorruptError for bytes that are no row's key."""
+    """Return the index of the domain that holds `key`. Raises CorruptError for bytes that are not a row's key."""
     return int(crc32c.crc32c(entity_of(key))) % domains
 
 
 def domain_name(index: int) -> str:
-    """Names a domain's log and lease (`metastore/<name>`) in consensus; its place in the bucket is its uuid's."""
+    """Return the name of a domain's log and lease (`metastore/<name>`) in consensus. In the bucket its uuid is used."""
     return str(index)
 
 
 async def read_cluster(consensus: Consensus) -> tuple[Cluster, int] | None:
-    """The cluster and the version of its register; None before anything was created. Raises CorruptError,
+    """Return the cluster and the version of its register; None before it was created. Raises CorruptError,
     InvalidError."""
     found = await consensus.head(REGISTER)
     return None if found is None else (_decode(found), found.seq)
@@ -76,13 +76,13 @@ async def open_cluster(
     domains: int = 0,
     before_create: Callable[[], Awaitable[None]] | None = None,
 ) -> Cluster:
-    """The cluster; created with `domains` (0: one) by whoever comes first, if `before_create` raises nothing.
+    """Return the cluster. The first caller creates it, with `domains` (0: one), unless `before_create` raises.
 
-    Raises InvalidError when `domains` is neither 0 nor what the cluster was created with, and while it is being
+    Raises InvalidError if `domains` is neither 0 nor the number the cluster was created with, or while it is being
     restored.
     """
     if not 0 <= domains <= DOMAINS_MAX:
-        raise InvalidError(f"Bad number of domains: metastore.domains={domains}.", fix=f"Use 1 to {DOMAINS_MAX}.")
+        raise InvalidError(f"invalid number of domains: metastore.domains={domains}.", fix=f"Use 1 to {DOMAINS_MAX}.")
     found = await read_cluster(consensus)
     if found is None:
         if before_create is not None:
@@ -93,12 +93,12 @@ async def open_cluster(
         cluster = found[0]
     if cluster.restoring:
         raise InvalidError(
-            f"A restore into this consensus has not finished: attempt={cluster.restoring} from={cluster.label}.",
-            fix="Run the same `tidemill restore` again: it goes on where it stopped.",
+            f"a restore into this consensus has not finished: attempt={cluster.restoring} from={cluster.label}.",
+            fix="Run the same `tidemill restore` again: it continues where it stopped.",
         )
     if domains not in (0, cluster.domains):
         raise InvalidError(
-            f"The cluster was created with another number of domains: metastore.domains={domains} "
+            f"the cluster was created with another number of domains: metastore.domains={domains} "
             f"cluster={cluster.domains}.",
             fix=f"Set metastore.domains = {cluster.domains}, or leave it out; it cannot change.",
         )
@@ -106,7 +106,8 @@ async def open_cluster(
 
 
 async def write_cluster(consensus: Consensus, rand: Rand, cluster: Cluster, expected_seq: int) -> Cluster:
-    """Write the register's next version; returns what stands there: `cluster`, or what another writer wrote first."""
+    """Write the register's next version; return the stored one: `cluster`, or the version another writer wrote
+    first."""
     nonce = rand.nonce()
     while True:
         try:
@@ -117,7 +118,8 @@ async def write_cluster(consensus: Consensus, rand: Rand, cluster: Cluster, expe
                 return _decode(conflict.current)
             raise
         except UnknownOutcomeError:
-            # The next attempt decides: it lands, or is told what stands there, which may be ours.
+            # The next attempt resolves it: either it succeeds, or the conflict returns what is stored, maybe this
+            # write.
             await asyncio.sleep(RETRY_PAUSE_S)
 
 
@@ -125,10 +127,10 @@ def _decode(found: Versioned) -> Cluster:
     try:
         cluster = msgspec.msgpack.decode(found.data, type=Cluster)
     except msgspec.DecodeError as error:
-        raise CorruptError(f"The cluster register is unreadable: register={REGISTER} cause={error}.") from error
+        raise CorruptError(f"the cluster register is unreadable: register={REGISTER} cause={error}.") from error
     if cluster.format != FORMAT:
         raise InvalidError(
-            f"The cluster register has another format: register={REGISTER} format={cluster.format} known={FORMAT}.",
+            f"the cluster register has an unknown format: register={REGISTER} format={cluster.format} known={FORMAT}.",
             fix="Upgrade tidemill: a newer version wrote it.",
         )
     return cluster

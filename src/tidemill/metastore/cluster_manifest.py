@@ -1,12 +1,15 @@
-"""What a cluster leaves in its bucket about itself: the manifest a restore begins with, and signs of life.
+"""Objects in which a cluster describes itself in its bucket: the cluster manifest that a restore begins with, and signs
+of life.
 
     metastore/cluster/<number, 20 digits>-<nonce>           cluster manifest; the greatest number counts
     metastore/alive/<milliseconds, 20 digits>-<nonce>       written at intervals while the cluster is led
 
     both    'TMCL' 4 bytes | format uint16 = 1 | msgpack map | crc32c uint32 of everything before it, little end first
 
-P1  A bucket belongs to its newest incarnation. Whoever leads an older one stops: it has been restored elsewhere.
-P2  A consensus that knows no cluster takes no bucket that has one: that is what a restore is for.
+- Invariant (newest incarnation owns the bucket): the leader of an older incarnation stops; its bucket has been restored
+  into another consensus.
+- Invariant (no accidental takeover): no cluster is created in empty consensus on a bucket that already has one; that
+  requires a restore.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ class ClusterManifest(msgspec.Struct, frozen=True):
     """
     cluster_uuid   of the cluster that wrote it
     label          the cluster it was restored from, "" for none
-    incarnation    1, and one more with every restore of this bucket (P1)
-    domains        uuid of each domain, by index: where its manifests and files are
+    incarnation    1, and one more with every restore of this bucket
+    domains        uuid of each domain, by index; it is part of the paths of its manifests and files
     """
 
     cluster_uuid: str
@@ -50,7 +53,8 @@ class ClusterManifest(msgspec.Struct, frozen=True):
 
 
 class Alive(msgspec.Struct, frozen=True):
-    """`young_s`: until this age the cluster may be alive; the next sign should come after a third of it."""
+    """Sign of life. The cluster may be alive until the sign is `young_s` old; the next one is due after a third of
+    that."""
 
     cluster_uuid: str
     incarnation: int
@@ -60,7 +64,7 @@ class Alive(msgspec.Struct, frozen=True):
 
 
 class Found(NamedTuple):
-    """The newest cluster manifest and where it stands."""
+    """The newest cluster manifest, its key and its number."""
 
     manifest: ClusterManifest
     key: str
@@ -68,7 +72,8 @@ class Found(NamedTuple):
 
 
 async def newest_manifest(objects: ObjectStore) -> Found | None:
-    """Raises CorruptError (naming the object), InvalidError (a newer format), Unavailable."""
+    """Return the newest manifest, if any. Raises CorruptError (naming the object), InvalidError (a newer format),
+    Unavailable."""
     newest = ""
     async for found in objects.list(CLUSTER_PREFIX):
         newest = found.key
@@ -78,15 +83,15 @@ async def newest_manifest(objects: ObjectStore) -> Found | None:
 
 
 async def load_manifest(objects: ObjectStore, key: str) -> Found:
-    """Raises MissingError as well."""
+    """Load one manifest. Raises MissingError, and what `newest_manifest` raises."""
     number = key.removeprefix(CLUSTER_PREFIX).partition("-")[0]
     if not key.startswith(CLUSTER_PREFIX) or not number.isdigit():
-        raise CorruptError(f"Not a cluster manifest's name: object={key}.", fix="Remove it from the bucket.")
+        raise CorruptError(f"not a cluster manifest's name: object={key}.", fix="Remove it from the bucket.")
     return Found(await read_struct(objects, key, ClusterManifest), key, int(number))
 
 
 async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterManifest, number: int) -> str:
-    """Its key. Older ones are removed but for MANIFESTS_KEPT. Raises Unavailable, Unknown."""
+    """Upload a manifest; return its key. Deletes all but the MANIFESTS_KEPT newest. Raises Unavailable, Unknown."""
     key = f"{CLUSTER_PREFIX}{number:020d}-{rand.nonce()}"
     await objects.put(key, encode(manifest))
     names = [found.key async for found in objects.list(CLUSTER_PREFIX)]
@@ -96,7 +101,7 @@ async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterMan
 
 
 async def write_alive(objects: ObjectStore, rand: Rand, alive: Alive) -> None:
-    """Say that the cluster lives; earlier signs of the same incarnation or older are removed, and unreadable ones."""
+    """Write a sign of life. Deletes earlier signs of this incarnation, those of older ones, and unreadable ones."""
     key = f"{ALIVE_PREFIX}{alive.at_ms:020d}-{rand.nonce()}"
     await objects.put(key, encode(alive))
     for name in [found.key async for found in objects.list(ALIVE_PREFIX)]:
@@ -108,7 +113,7 @@ async def write_alive(objects: ObjectStore, rand: Rand, alive: Alive) -> None:
 
 
 async def _incarnation(objects: ObjectStore, name: str) -> int | None:
-    """Of a sign of life; None where it is gone or damaged."""
+    """Return the incarnation of a sign of life; None if the sign is gone or damaged."""
     try:
         return (await read_struct(objects, name, Alive)).incarnation
     except (MissingError, CorruptError):
@@ -116,7 +121,7 @@ async def _incarnation(objects: ObjectStore, name: str) -> int | None:
 
 
 async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[Alive, str]]:
-    """(sign, key), oldest first. One that is removed meanwhile is left out. Raises CorruptError, Unavailable."""
+    """Yield (sign, key), oldest first. Skips signs deleted during the iteration. Raises CorruptError, Unavailable."""
     names = [found.key async for found in objects.list(ALIVE_PREFIX)]
     for name in names:
         try:
@@ -126,7 +131,8 @@ async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[Alive, str]
 
 
 class Presence:
-    """One process's duty while it leads domain 0. `round` at intervals, and once before it serves."""
+    """Upkeep of the manifest and of signs of life by the leader of domain 0: `round` at intervals, and once before it
+    serves."""
 
     def __init__(
         self, objects: ObjectStore, clock: Clock, rand: Rand, node: str, *, interval_s: float = ALIVE_INTERVAL_S
@@ -139,22 +145,23 @@ class Presence:
         self._last: Alive | None = None
 
     async def round(self, manifest: ClusterManifest) -> None:
-        """Show the manifest if the bucket has another one, then that the cluster lives.
+        """Write the manifest if the bucket has a different one, then a sign of life.
 
-        Raises ClusterReplacedError when the bucket has been restored into another consensus (P1), CorruptError,
-        Unavailable, Unknown.
+        Raises ClusterReplacedError if the bucket has been restored into another consensus, CorruptError, Unavailable,
+        Unknown.
         """
         try:
             found = await newest_manifest(self._objects)
         except CorruptError:
-            # It may be of whoever replaced us, so nothing is put over it. But nobody may take us for dead.
+            # The damaged manifest may belong to a newer incarnation, so it is not replaced. The sign of life is still
+            # written: otherwise a restore would take this cluster for dead.
             await self._show(manifest)
             raise
         check_not_replaced(found, manifest.cluster_uuid, manifest.incarnation)
         if found is None or msgspec.structs.replace(found.manifest, created_ms=manifest.created_ms) != manifest:
             number = found.number + 1 if found is not None else 1
             await upload_manifest(self._objects, self._rand, manifest, number)
-            # Of two that looked at once, the newer incarnation must win whatever the nonces are.
+            # Two incarnations may have uploaded concurrently. The newer one must win, regardless of the nonces.
             check_not_replaced(await newest_manifest(self._objects), manifest.cluster_uuid, manifest.incarnation)
         await self._show(manifest)
 
@@ -166,7 +173,7 @@ class Presence:
         self._last = sign
 
     async def leave(self) -> None:
-        """At an orderly end: take the last sign back, so that a restore need not wait. Raises Unavailable, Unknown."""
+        """Delete the last sign at a clean shutdown, so that a restore need not wait. Raises Unavailable, Unknown."""
         sign, self._last = self._last, None
         if sign is not None:
             async for other, key in signs_of_life(self._objects):
@@ -175,25 +182,26 @@ class Presence:
 
 
 def check_not_replaced(found: Found | None, cluster_uuid: str, incarnation: int) -> None:
-    """P1. Raises ClusterReplacedError."""
+    """Raise ClusterReplacedError if the manifest is of a newer incarnation, or of another cluster of the same one."""
     if found is None:
         return
     other = found.manifest
     if (other.incarnation, other.cluster_uuid) == (incarnation, cluster_uuid) or other.incarnation < incarnation:
         return
     raise ClusterReplacedError(
-        f"This cluster has been replaced: the bucket was restored into another consensus: cluster={cluster_uuid}"
+        "this cluster has been replaced: the bucket was restored into another consensus:"
+        f" cluster={cluster_uuid}"
         f" incarnation={incarnation} bucket_cluster={other.cluster_uuid} bucket_incarnation={other.incarnation}.",
         fix=REPLACED_FIX,
     )
 
 
 async def check_unclaimed(objects: ObjectStore) -> None:
-    """P2: before a new cluster is created in empty consensus. Raises InvalidError when the bucket has a cluster."""
+    """Check the bucket before a cluster is created in empty consensus. Raises InvalidError if it has a cluster."""
     found = await newest_manifest(objects)
     if found is not None:
         raise InvalidError(
-            "Consensus knows no cluster, but the bucket holds one:"
+            "consensus has no cluster, but the bucket has one:"
             f" cluster={found.manifest.cluster_uuid} incarnation={found.manifest.incarnation} object={found.key}.",
             fix="Run `tidemill restore` to bring it back, or choose another objects.url.",
         )
@@ -205,7 +213,7 @@ def encode(struct: msgspec.Struct) -> bytes:
 
 
 async def read_struct(objects: ObjectStore, key: str, kind: type[S]) -> S:
-    """What `encode` made, from the bucket. Raises MissingError, CorruptError (naming the object), InvalidError (a newer
+    """Read a struct that `encode` wrote. Raises MissingError, CorruptError (naming the object), InvalidError (a newer
     format)."""
 
     async def read() -> S:
@@ -217,17 +225,19 @@ async def read_struct(objects: ObjectStore, key: str, kind: type[S]) -> S:
 def decode(data: bytes, key: str, kind: type[S]) -> S:
     head = len(MAGIC) + 2
     if not data.startswith(MAGIC) or int(crc32c.crc32c(data[:-4])).to_bytes(4, "little") != data[-4:]:
-        raise CorruptError(f"The object is damaged: object={key} size_bytes={len(data)}.", fix=_FIX)
+        raise CorruptError(f"the object is damaged: object={key} size_bytes={len(data)}.", fix=_FIX)
     found = int.from_bytes(data[len(MAGIC) : head], "little")
     if found > FORMAT:
         raise InvalidError(
-            f"The object was written by a newer version of tidemill: object={key} format={found} known={FORMAT}.",
-            fix="Use that version, or a newer one.",
+            f"the object was written by a newer version of tidemill: object={key} format={found} known={FORMAT}.",
+            fix="Use that version or a newer one.",
         )
     try:
         return msgspec.msgpack.decode(data[head:-4], type=kind)
     except msgspec.MsgspecError as error:
-        raise CorruptError(f"The object's checksum holds but it is unreadable: object={key} cause={error}.") from error
+        raise CorruptError(
+            f"the object is undecodable though its checksum is valid: object={key} cause={error}."
+        ) from error
 
 
-_FIX = "Remove it if older ones of its kind are still there, or bring it back from a copy of the bucket."
+_FIX = "Remove it if there are older ones of its kind, or restore it from a copy of the bucket."

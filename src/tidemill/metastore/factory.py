@@ -1,8 +1,8 @@
-"""From stores to a metastore over real domains.
+"""Factory of a metastore over real domains, from consensus and an object store.
 
-A node leads (`NODE`): it tries for every domain's lease as long as it runs. A tool follows (`TOOL`) and sends its
-commits to whoever leads; where nobody does, it leads for a moment itself. Neither creates a cluster on a bucket
-that holds one already, and both claim the bucket before they read or write anything (`bucket_claim` CL2).
+A node leads (`NODE`): it tries to get the lease of every domain as long as it runs. A tool follows (`TOOL`) and sends
+its commits to the leader; without a leader, it leads for a moment itself. Neither creates a cluster on a bucket that
+already has one, and both claim the bucket before they read or write anything (`bucket_claim`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def metastore_on(
     tracker: StatusTracker | None = None,
     merger: Merger | None = None,
 ) -> Metastore:
-    """A metastore that opens at its first use. Close it before merger, consensus and objects.
+    """Return a metastore that opens at its first use. Close it before merger, consensus and objects.
 
-    `merger` serves all its domains (`open_merger`); without one they merge on the loop.
-    `holder` is `<node name>/<what tells its lives apart>`: a node's own earlier life need not be waited out.
+    `merger` runs the compactions of all domains (`open_merger`); without one they run on the event loop.
+    `holder` is `<node name>/<unique id of the process>`: a node need not wait for the lease of an earlier
+    process of the same node to expire.
     """
     holder = holder or f"tool/{os.getpid()}"
     name, _, _ = holder.partition("/")
@@ -79,7 +80,8 @@ async def open_metastore(
     holder: str = "",
     tracker: StatusTracker | None = None,
 ) -> Metastore:
-    """As `metastore_on`, opened now. Raises Invalid (another number of domains), Replaced, Unavailable, Corrupt."""
+    """Return an open metastore, as `metastore_on`. Raises Invalid (another number of domains), Replaced, Unavailable,
+    Corrupt."""
     metastore = metastore_on(
         consensus, objects, clock, rand, domains=domains, settings=settings, holder=holder, tracker=tracker
     )

@@ -1,10 +1,11 @@
-"""Rows of the time when each was a register of its own, taken over once.
+"""One-time import of catalogue rows from registers, where earlier versions kept one register per row.
 
     catalogue/topic/<name>, catalogue/pipeline/<name>, catalogue/capture/<name>     msgpack map of the row
 
-I1  The import is one commit that also writes a mark and expects its absence: it happens at most once, whoever
-    opens the cluster at the same time, so a topic deleted afterwards does not come back.
-I2  The registers stay as they are: an older version still finds them.
+Invariant (imported once): the import is one commit that also writes a marker row and expects its absence. Of several
+processes that open the cluster concurrently one imports, and a topic deleted afterwards does not reappear.
+
+The registers are not deleted: an older version can still read them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _log = structlog.get_logger()
 
 
 async def import_registers(consensus: Consensus, rand: Rand, domain: Rows) -> Cluster:
-    """Take the registers' rows over into domain 0 if nobody did; returns the cluster, marked as imported."""
+    """Import the registers' rows into domain 0 unless that was done; return the cluster, marked as imported."""
     rows = await _read_registers(consensus)
     while rows:
         try:
@@ -42,13 +43,13 @@ async def import_registers(consensus: Consensus, rand: Rand, domain: Rows) -> Cl
             _log.info("catalogue registers imported", rows=len(rows))
             break
         except ConflictError:
-            break  # another process was first (I1)
+            break  # another process imported them: the marker row exists
         except (FencedError, UnknownOutcomeError):
             await asyncio.sleep(RETRY_PAUSE_S)
     while True:
         found = await read_cluster(consensus)
         if found is None:
-            raise CorruptError("The cluster register is gone.", fix="Restore the cluster from its bucket.")
+            raise CorruptError("the cluster register is gone.", fix="Restore the cluster from its bucket.")
         cluster, seq = found
         if cluster.imported:
             return cluster
@@ -64,7 +65,7 @@ async def _read_registers(consensus: Consensus) -> list[tuple[bytes, bytes]]:
         try:
             row = msgspec.msgpack.decode(found.data, type=family.row)
         except msgspec.DecodeError as error:
-            raise CorruptError(f"A catalogue register is unreadable: register={name} cause={error}.") from error
+            raise CorruptError(f"a catalogue register is unreadable: register={name} cause={error}.") from error
         rows.append(family.encode(row))
         if isinstance(row, TopicRow):
             rows.append(TOPIC_IDS.encode(TopicIdRow(row.topic_id, row.name)))

@@ -1,4 +1,4 @@
-"""Sorted scans of several domains as one. Keys are unique over domains, since each is routed to one."""
+"""Merge of the sorted scans of several domains. Keys are unique across domains, since each is routed to one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ Chunk = tuple[list[bytes], list[bytes]]
 
 
 async def merged(scans: Sequence[AsyncIterator[Chunk]], *, reverse: bool = False) -> AsyncIterator[Chunk]:
-    """Chunks of (keys, values) in key order, descending when `reverse` (as the scans must be then).
+    """Yield chunks of (keys, values) in key order, descending if `reverse` (the scans must be descending then).
 
-    In every step the scan whose chunk ends first gives all it has, the others what lies before that: no row is
-    compared with another one by one.
+    In every step the scan whose current chunk ends first is drained, and the others up to that key: rows are never
+    compared one by one.
     """
     if len(scans) == 1:
         async for chunk in scans[0]:

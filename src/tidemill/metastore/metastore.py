@@ -1,7 +1,9 @@
-"""The metastore: typed rows over all domains of a cluster. Opened at first use, closed by who made it.
+"""The metastore: typed rows over all domains of a cluster. It opens at first use; its creator closes it.
 
-MS1  A read that is `fresh` holds everything whose write had returned before the read began, anywhere.
-     One that is not is at most STALE_S older, and never older than this process's own writes.
+Invariant (read freshness): a `fresh` read contains everything whose write had returned, in any process, before the read
+began. Another read is at most STALE_S older, and never older than this process's own writes.
+
+A domain whose handle fails permanently is reopened in the background until that succeeds.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ from tidemill.metastore.rows.row_family import Family
 _log = structlog.get_logger()
 
 STALE_S = 1.0
-"""What a caller who asks for less than the newest gets at worst."""
+"""Maximum staleness of a read that is not `fresh`."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 OpenDomain = Callable[[Cluster, int], Awaitable[Rows]]
 
 
 class _Opened:
-    """The domains, and when each was last known to hold everything."""
+    """The open domains, and when each was last synced."""
 
     def __init__(self, cluster: Cluster, domains: list[Rows]) -> None:
         self.cluster = cluster
@@ -50,8 +52,8 @@ class _Opened:
 
 
 class Metastore:
-    """Reads may raise UnavailableError (retry), ClosedError, Corrupt; the first use also Invalid (the cluster differs)
-    and Replaced (the bucket is another cluster's)."""
+    """Typed reads, scans and commits, routed to domains. Reads may raise UnavailableError (retry), ClosedError,
+    Corrupt; the first use also Invalid (the cluster differs) and Replaced (the bucket belongs to another cluster)."""
 
     def __init__(
         self,
@@ -64,8 +66,9 @@ class Metastore:
         before_create: Callable[[], Awaitable[None]] | None = None,
         claim: Callable[[Cluster], Awaitable[None]] | None = None,
     ) -> None:
-        """`domains` 0 = as the cluster has; a new cluster gets one, unless `before_create` raises. `claim(cluster)`
-        comes before anything is read or written: it raises where the bucket is another cluster's."""
+        """`domains` 0 = as many as the cluster has; a new cluster gets one domain. `before_create` runs before a new
+        cluster is created and raises to prevent it. `claim(cluster)` runs before anything is read or written and
+        raises if the bucket belongs to another cluster."""
         self._claim = claim
         self._consensus = consensus
         self._open_domain = open_domain
@@ -75,14 +78,14 @@ class Metastore:
         self._before_create = before_create
         self._opened: _Opened | None = None
         self._kept: dict[bytes, tuple[object, list[Any]]] = {}
-        """First byte of a catalogue family's keys → its stamp and its rows as of the last time they were read."""
+        """First byte of a catalogue family's keys → its stamp and rows at the last read."""
         self._opening = asyncio.Lock()
         self._closed = False
         self._tending = Tasks(self._tending_failed)
         self._failed = ""
 
     async def start(self) -> None:
-        """Open now what would be opened at first use."""
+        """Open now instead of at first use."""
         await self._open()
 
     async def cluster(self) -> Cluster:
@@ -98,24 +101,25 @@ class Metastore:
         return family.decode(family.key(*key), row.value) if row is not None and row.value else None
 
     async def get_row(self, key: bytes, *, fresh: bool = True) -> VersionedRow | None:
-        """The row of a raw key with its seqno; a deleted one may still be there, without value."""
+        """Return the row of an encoded key with its seqno. A deleted row may be returned with an empty value."""
         opened = await self._open()
         index = domain_of(key, len(opened.domains))
         await self._sync(opened, [index], fresh)
         return await _read(opened.domains[index].get_row(key))
 
     async def get_rows(self, keys: Sequence[bytes], *, fresh: bool = True) -> Sequence[VersionedRow | None]:
-        """As `get_row`, several keys of one entity, read in this order after one sync; not of one moment."""
+        """Return several rows of one entity, as `get_row` does. They are read in this order after one sync, not as one
+        snapshot."""
         opened = await self._open()
         [index] = {domain_of(key, len(opened.domains)) for key in keys}
         await self._sync(opened, [index], fresh)
         return [await _read(opened.domains[index].get_row(key)) for key in keys]
 
     async def rows(self, family: Family[R], *leading: Part, fresh: bool = True) -> list[R]:
-        """All rows of a family that begin with these columns, in key order.
+        """Return all rows of a family whose key begins with these columns, in key order.
 
-        A family of the catalogue, asked for whole, is read when one of its rows was written since the last time, and
-        is the very same list otherwise: who has dealt with it is done. Nobody may change it.
+        A whole catalogue family is cached: it is read again only after one of its rows was written, and otherwise the
+        identical list is returned, so that callers can detect a change with `is`. Callers must not modify it.
         """
         if not leading and not family.own_entity:
             return await self._catalogued(family, fresh)
@@ -129,7 +133,7 @@ class Metastore:
         await self._sync(opened, [0], fresh)
         catalogue = opened.domains[0]
         first = family.prefix()[:1]
-        # Before the rows: what is written while they are read has a stamp of its own.
+        # The stamp is read before the rows, so a row written during the scan gets a later stamp and is read next time.
         stamp = await _read(catalogue.stamp(first))
         kept = self._kept.get(first)
         if kept is not None and kept[0] == stamp:
@@ -141,15 +145,16 @@ class Metastore:
         return found
 
     async def stamp(self, key: bytes, *, fresh: bool = True) -> object:
-        """While it is equal to an earlier one, no row of this key's family and domain was written since: what was read
-        after that one is what a read of now would find. A new one may also mean nothing."""
+        """Return a change stamp of the rows of this key's family and domain. While it equals an earlier one, rows read
+        after that one are still current. A different stamp need not mean a change."""
         opened = await self._open()
         index = domain_of(key, len(opened.domains))
         await self._sync(opened, [index], fresh)
         return await _read(opened.domains[index].stamp(key[:1]))
 
     async def prefix(self, prefix: bytes, *, reverse: bool = False, fresh: bool = True) -> AsyncIterator[Chunk]:
-        """Live rows of all domains whose key begins with `prefix`, in key order; one domain's are of one moment."""
+        """Yield live rows of all domains whose key begins with `prefix`, in key order. Rows of one domain are one
+        snapshot."""
         opened = await self._open()
         indexes: Iterable[int] = range(len(opened.domains))
         if names_entity(prefix):
@@ -162,7 +167,8 @@ class Metastore:
     async def scan(
         self, lower: bytes, upper: bytes | None, *, reverse: bool = False, fresh: bool = True
     ) -> AsyncIterator[Chunk]:
-        """Live rows with lower ≤ key < upper, of the entity that `lower` names, in key order and of one moment."""
+        """Yield live rows with lower ≤ key < upper, of the entity that `lower` names, in key order, from one
+        snapshot."""
         opened = await self._open()
         index = domain_of(lower, len(opened.domains))
         await self._sync(opened, [index], fresh)
@@ -172,12 +178,12 @@ class Metastore:
     # writing --------------------------------------------------------------------------------------
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = {}) -> int:
-        """One domain's `Rows.commit`. Raises InvalidError when the keys belong to several domains, and as that does."""
+        """Commit to one domain, as `Rows.commit`. Raises InvalidError if the keys belong to several domains."""
         opened = await self._open()
         indexes = {domain_of(key, len(opened.domains)) for key in (*(key for key, _ in rows), *expects)}
         if len(indexes) != 1:
             raise InvalidError(
-                f"A batch must stay within one domain: rows={len(rows)} domains={sorted(indexes)}.",
+                f"a batch must stay within one domain: rows={len(rows)} domains={sorted(indexes)}.",
                 fix="Write rows of one entity at a time.",
             )
         [index] = indexes
@@ -185,21 +191,21 @@ class Metastore:
         try:
             return await opened.domains[index].commit(rows, expects=expects)
         finally:
-            # A read that began during the commit may have missed it: what it learned must not count as new.
+            # A read concurrent with the commit may have missed it: it must not count as a recent sync.
             opened.synced_s[index] = float("-inf")
 
     async def flush(self, timeout_s: float | None = None) -> list[int]:
-        """Every domain's rows into the bucket; the highest seqno there of each."""
+        """Flush the rows of every domain to the bucket; return the highest seqno stored there, by domain."""
         opened = await self._open()
         return [await domain.flush(timeout_s) for domain in opened.domains]
 
     def trouble(self) -> str:
-        """One sentence: what does not work here and now. Empty while all domains do their work. Never waits."""
+        """Return one sentence about what does not work here and now; empty while all domains work. Never waits."""
         domains = self._opened.domains if self._opened is not None else ()
         return next((found for domain in domains if (found := domain.trouble())), self._failed)
 
     async def aclose(self) -> None:
-        """Give up what is led and close. Consensus and objects stay open."""
+        """Give up leadership of all domains and close them. Consensus and objects stay open."""
         self._closed = True
         await self._tending.aclose()
         async with self._opening:
@@ -214,7 +220,7 @@ class Metastore:
             return self._opened
         async with self._opening:
             if self._closed:
-                raise ClosedError("The metastore was closed.")
+                raise ClosedError("the metastore is closed.")
             if self._opened is not None:
                 return self._opened
             cluster = await open_cluster(self._consensus, self._clock, self._rand, self._asked, self._before_create)
@@ -236,28 +242,29 @@ class Metastore:
             return opened
 
     async def _tend(self, opened: _Opened, index: int) -> None:
-        """A domain that failed for good is opened anew, as often as it takes; meanwhile its calls raise why."""
+        """Reopen a domain each time its handle fails permanently. Until that succeeds, calls raise the failure."""
         restarts = Backoff()
         while True:
             opened_s = self._clock.monotonic_s()
             failed = opened.domains[index]
             await failed.until_ended()
-            _log.error("a domain is opened anew", index=index, cause=failed.trouble())
+            _log.error("reopening a failed domain", index=index, cause=failed.trouble())
             await failed.aclose()
             while opened.domains[index] is failed:
                 await asyncio.sleep(restarts.pause_s(self._clock.monotonic_s() - opened_s))
                 opened_s = self._clock.monotonic_s()
                 try:
                     opened.domains[index] = await self._open_domain(opened.cluster, index)
-                except Exception as error:  # of whatever type: the next try may meet something else
+                except Exception as error:  # of any type: the next attempt may succeed
                     if ends_process(error):
                         raise
-                    _log.warning("a domain cannot be opened anew", index=index, cause=sentence(error))
+                    _log.warning("cannot reopen a domain", index=index, cause=sentence(error))
             opened.synced_s[index] = float("-inf")
 
     def _tending_failed(self, name: str, error: BaseException) -> None:
-        """Nobody is left to open that domain anew: told as trouble, so that the process is replaced."""
-        self._failed = f"The metastore does not tend a domain any more: task={name!r} reason={error!r}."
+        """Record that a domain will not be reopened any more, so that `trouble` reports it and the process is
+        replaced."""
+        self._failed = f"The metastore does not reopen a domain any more: task={name!r} reason={error!r}."
 
     async def _sync(self, opened: _Opened, indexes: Iterable[int], fresh: bool) -> None:
         for index in indexes:
@@ -265,7 +272,7 @@ class Metastore:
             if not fresh and now_s - opened.synced_s[index] < STALE_S:
                 continue
             await _read(opened.domains[index].sync())
-            # As of when the question was asked, not of when the answer came.
+            # The sync guarantees what had committed when it was requested, not when it returned.
             opened.synced_s[index] = max(opened.synced_s[index], now_s)
 
 
@@ -273,10 +280,10 @@ T = TypeVar("T")
 
 
 async def _read(reading: Awaitable[T]) -> T:
-    """A read that met a change of leadership did nothing: its caller may simply ask again."""
+    """Await a read and turn a change of leadership into UnavailableError: the read had no effect and can be retried."""
     try:
         return await reading
     except (FencedError, UnknownOutcomeError) as error:
         raise UnavailableError(
-            f"The metastore changed hands during a read: cause={error.message!r}.", fix="Retry."
+            f"the metastore's leader changed during a read: cause={error.message!r}.", fix="Retry."
         ) from error

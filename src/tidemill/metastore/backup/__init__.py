@@ -3,5 +3,5 @@
     consensus state ─► checkpoint.py ─► rows ─► files in the bucket ─► restore_source.py ─► restore.py ─► empty
     consensus
 
-Owns rows and domains. Logs of topics and shards are restored by their own rooms.
+Owns rows and domains. Logs of topics and shards are restored by their own packages.
 """

@@ -1,20 +1,21 @@
-"""The checkpoint: rows of what lives in consensus elsewhere, so that the bucket alone can bring it back (RFC 0002 §6).
+"""Checkpoint: rows that copy the consensus state of other packages, so that a restore needs only the bucket (RFC 0002
+§6).
 
     gather     downstream first:  shards → bindings → partitions
     write      upstream first:    partitions → bindings → shards
 
 The leader persists them like all rows, within its persist interval.
 
-CP1  After every commit of a round, and so in every manifest, each stage's inputs are at or beyond its outputs: what
-     an output of this round was made from had been there when its inputs were gathered, later, and is written
-     before it; and what an older output was made from is never taken away by a newer input.
-CP2  Domains persist on their own. With several of them, what a stage wrote is flushed before the next stage
-     writes, so that CP1 holds over all their manifests together.
-CP3  Every commit changes the domain's checkpoint row and expects it as this keeper left it: a keeper that was
-     replaced while it was paused writes nothing any more (its older state would break CP1).
-CP4  A commit is whole units as long as they fit; one unit larger than a commit is cut between its groups only.
-CP5  A log that cannot be read leaves its own rows as they are, and those of everything made from it (CP1): it is
-     *late*. All others are written. The round then fails with what is wrong, and counts for nobody's age.
+- Invariant (inputs cover outputs): after every commit of a round, and so in every manifest, the inputs of each stage
+  are at or beyond its outputs. The inputs of an output gathered in this round are gathered after it and written before
+  it; a newer input never removes the inputs of an older output.
+- Invariant (flush between stages): domains persist independently. If there are several, the rows of a stage are flushed
+  before the next stage writes, so that inputs cover outputs across all their manifests.
+- Invariant (one writer): every commit changes the domain's checkpoint row and expects it as this process left it. A
+  process that was replaced while it was paused writes nothing more; its older state would violate the first invariant.
+- Commits contain whole units as long as they fit; a unit larger than a commit is split only between its groups.
+- Late things: for a log that cannot be read, its rows and those of everything derived from it stay unchanged; all other
+  rows are written. The round then fails with the cause, and no domain's checkpoint age advances.
 """
 
 from __future__ import annotations
@@ -37,23 +38,24 @@ from tidemill.metastore.rows.checkpoints import CHECKPOINTS, CheckpointRow
 
 MARK = "checkpoint"
 COMMIT_BYTES = 1 << 20
-"""A quarter of what one batch may hold, so that no checkpoint keeps other commits waiting for long."""
+"""Size limit of a commit of several units: a quarter of a batch, so that a checkpoint never delays other commits for
+long."""
 
 UNIT_BYTES = 3 << 20
-"""One unit up to this size is still one commit: only then is there no moment at which half of it can be restored."""
+"""Limit up to which one unit is one commit. Only then is there no moment at which half of it can be restored."""
 
 COMMIT_ROWS = METASTORE_BATCH_ROWS - 2
-"""Beside the checkpoint's own row, and the one that says how far the request log was executed."""
+"""Limit of rows in a commit. It leaves room for the checkpoint's own row and the row for the request log's position."""
 
 FLUSH_TIMEOUT_S = 60.0
 RETRY_PAUSE_S = 1.0
 BUDGET_MS = 60_000
 
 Group = list[tuple[bytes, bytes]]
-"""Rows written at once: keys and values; the empty value deletes (L8)."""
+"""Rows written in one commit: keys and values; the empty value deletes."""
 
 Unit = list[Group]
-"""What one thing (a partition, a source, a shard) changed. After each group its rows can be restored."""
+"""Changes of one thing (a partition, a source, a shard). After each group its rows can be restored."""
 
 LATE_SHOWN = 10
 
@@ -63,32 +65,35 @@ _log = structlog.get_logger()
 
 
 class Stage(Protocol):
-    """One kind of thing that is checkpointed. Follows its logs in memory; reads only what they gained."""
+    """One kind of thing that is checkpointed. It follows its logs in memory and reads only new records."""
 
     name: str
 
     async def load(self) -> None:
-        """Begin from what the rows say, forgetting everything else."""
+        """Start from the stored rows and discard all other state."""
         ...
 
     async def gather(self) -> dict[str, Unit]:
-        """What the rows lack as of some moment during this call, by thing. Raises Unavailable, ClosedError."""
+        """Return the changes since the stored rows, as of some moment during this call, by thing. Raises Unavailable,
+        ClosedError."""
         ...
 
     unreadable: dict[str, TidemillError]
-    """The things that the last `gather` could not read, and why. What cannot be written is put there besides."""
+    """Things that the last `gather` could not read, and why. Things that cannot be written are added."""
 
     def late(self, before: Set[str]) -> set[str]:
-        """Of this stage: what is unreadable, and what may be made from it or from things `before` it that are late."""
+        """Return the late things of this stage: unreadable ones, and those that may derive from them or from
+        `before`."""
         ...
 
     def written(self, late: Set[str]) -> None:
-        """Everything the last `gather` returned is committed, but for what is late."""
+        """Record that everything the last `gather` returned is committed, except the late things."""
         ...
 
 
 class Checkpointer:
-    """`stages`: upstream first. One runs in the cluster; a second one is harmless (CP3)."""
+    """Writer of the checkpoint. `stages`: upstream first. One instance runs in the cluster; a second one is
+    harmless."""
 
     def __init__(
         self,
@@ -107,14 +112,14 @@ class Checkpointer:
         self._interval_s = interval_s
         self._tracker = tracker
         self._owned: dict[int, tuple[int, CheckpointRow]] = {}
-        """domain → seqno of its checkpoint row as this keeper left it, and the row"""
+        """domain → (seqno of its checkpoint row as this process left it, the row)"""
         self._round = 0
         self._position_ms = 0
         self._rows = 0
         self._late: set[str] = set()
 
     def facts(self) -> dict[str, object]:
-        """For reports: plain values."""
+        """Return plain values for reports."""
         age_ms = self._clock.now_ms() - self._position_ms if self._position_ms else None
         return {
             "checkpoint_age_ms": age_ms,
@@ -124,8 +129,8 @@ class Checkpointer:
         }
 
     async def run(self) -> None:
-        """For ever, a round every interval. Raises ClosedError; everything else is shown by the mark and tried
-        again."""
+        """Write a round every interval, indefinitely. Raises ClosedError; other errors appear in the stage status and
+        the round is retried."""
         try:
             while True:
                 started_s = self._clock.monotonic_s()
@@ -136,8 +141,8 @@ class Checkpointer:
                     raise
                 except TidemillError as error:
                     self._mark(self._clock.now_ms(), str(error))
-                    _log.warning("checkpoint not written, trying again", cause=str(error), late=len(self._late))
-                    # The logs that could be read are written, and nothing begins anew: no haste.
+                    _log.warning("checkpoint not written, retrying", cause=str(error), late=len(self._late))
+                    # With late things all other rows are written and nothing is reloaded: no need for a quick retry.
                     pause_s = self._interval_s if self._late else min(self._interval_s, RETRY_PAUSE_S)
                 await asyncio.sleep(pause_s)
         finally:
@@ -145,10 +150,10 @@ class Checkpointer:
                 self._tracker.remove(MARK)
 
     async def round(self) -> int:
-        """Gather and write; returns how many rows were written.
+        """Gather and write; return the number of rows written.
 
-        Raises FencedError when another keeper has taken over meanwhile, Unavailable, Unknown: then the next round
-        begins from the rows. What a log that cannot be read raised (CP5) comes after everything else was written.
+        Raises FencedError if another process took over the checkpoint, Unavailable, Unknown: the next round then starts
+        from the stored rows. The error of a log that cannot be read is raised after all other rows were written.
         """
         self._late = set()
         try:
@@ -182,7 +187,7 @@ class Checkpointer:
         if count:
             self._mark(gathered_ms, "writing")
             if several:
-                await self._metastore.flush(FLUSH_TIMEOUT_S)  # catalogue rows that the partitions refer to
+                await self._metastore.flush(FLUSH_TIMEOUT_S)  # the catalogue rows that the partitions refer to
         for stage, changed in units:
             wrote = await self._write(changed)
             stage.written(late)
@@ -201,7 +206,7 @@ class Checkpointer:
         return count, None
 
     async def _take_over(self) -> None:
-        """Read the checkpoint rows and make them this keeper's; then begin from what the rows say."""
+        """Read the checkpoint rows, claim them for this process, then load the stages from the stored rows."""
         domains = len(await self._metastore.domains())
         owned: dict[int, tuple[int, CheckpointRow]] = {}
         for index in range(domains):
@@ -218,7 +223,7 @@ class Checkpointer:
             await stage.load()
 
     async def _write(self, units: Iterable[Unit]) -> bool:
-        """One stage's units, domain by domain; their order among each other is free within a stage."""
+        """Write one stage's units, domain by domain; within a stage their order is free."""
         by_domain: dict[int, list[Unit]] = {}
         for unit in units:
             if unit:
@@ -229,7 +234,7 @@ class Checkpointer:
         return bool(by_domain)
 
     async def _commit(self, index: int, rows: Group, gathered_ms: int = 0) -> None:
-        """`gathered_ms` > 0: with these rows the domain holds all that was there then."""
+        """Commit rows. `gathered_ms` > 0: with these rows the domain is complete as of that time."""
         seqno, row = self._owned[index]
         row = msgspec.structs.replace(row, complete=gathered_ms > 0)
         if gathered_ms:
@@ -239,7 +244,7 @@ class Checkpointer:
             seqno = await self._metastore.commit([*rows, (key, value)], expects={key: seqno})
         except ConflictError as conflict:
             raise FencedError(
-                f"another process keeps the checkpoint now: holder={self._holder}.", current=conflict.current
+                f"another process writes the checkpoint now: holder={self._holder}.", current=conflict.current
             ) from conflict
         self._owned[index] = (seqno, row)
 
@@ -258,7 +263,7 @@ class Checkpointer:
 
 
 async def each_readable(gathering: Mapping[str, Awaitable[T]], unreadable: dict[str, TidemillError]) -> dict[str, T]:
-    """What these give, by thing; those that raise are put into `unreadable` instead. Raises ClosedError."""
+    """Return the results by thing; errors are put into `unreadable` instead. Raises ClosedError."""
     found: dict[str, T] = {}
     outcomes = await asyncio.gather(*gathering.values(), return_exceptions=True)
     for thing, outcome in zip(gathering, outcomes, strict=True):
@@ -272,21 +277,22 @@ async def each_readable(gathering: Mapping[str, Awaitable[T]], unreadable: dict[
 
 
 def too_large(units: Mapping[str, Unit]) -> dict[str, TidemillError]:
-    """The things with something that no commit takes: they alone are not written."""
+    """Return an error for each thing with a value or group too large for a commit. Only these things are not
+    written."""
     found: dict[str, TidemillError] = {}
     for thing, unit in units.items():
         value_bytes = max((len(value) for group in unit for _, value in group), default=0)
         group_rows = max(map(len, unit), default=0)
         if value_bytes > METASTORE_VALUE_BYTES or group_rows > COMMIT_ROWS:
             found[thing] = InvalidError(
-                f"Part of the checkpoint is too large: thing={thing} value_bytes={value_bytes} rows={group_rows}.",
-                fix="Report it; until then this thing is restored as it was last written.",
+                f"part of the checkpoint is too large: thing={thing} value_bytes={value_bytes} rows={group_rows}.",
+                fix="Report this. Until it is fixed, a restore uses this thing's last written rows.",
             )
     return found
 
 
 def slot_of(domain: int, domains: int) -> str:
-    """The first of keeper-0, keeper-1, … whose row lies in `domain`."""
+    """Return the first of keeper-0, keeper-1, … whose row belongs to `domain`."""
     number = 0
     while domain_of(CHECKPOINTS.key(f"keeper-{number}"), domains) != domain:
         number += 1
@@ -294,8 +300,9 @@ def slot_of(domain: int, domains: int) -> str:
 
 
 def packed(units: Iterable[Unit], limit_bytes: int, unit_bytes: int) -> Iterator[Group]:
-    """Rows for one commit after another, in order (CP4). Pure. One group larger than the limits goes alone."""
-    pending: dict[bytes, bytes] = {}  # a key that a unit writes twice is written as it ends
+    """Yield the rows of one commit after another, in order. Pure. A group larger than the limits gets its own
+    commit."""
+    pending: dict[bytes, bytes] = {}  # the last write of a key within a commit wins
     size = 0
     for unit in units:
         whole = [row for group in unit for row in group]

@@ -1,16 +1,18 @@
-"""The consensus half of a restore (RFC 0002 §6): claim it, make the domains go on, open the cluster.
+"""Consensus half of a restore (RFC 0002 §6): claim consensus and the bucket, reset the domains, open the cluster.
 
     begin          claim empty consensus for one attempt
-    take_claim     the bucket belongs to the new incarnation, before anything is written into it (`bucket_claim` CL3)
-    reset_domain   a domain goes on from its manifest
-    take_bucket    and says so in its manifest
-    finish         consensus is free for its nodes
+    take_claim     claim the bucket for the new incarnation, before anything else is written into it (`bucket_claim`)
+    reset_domain   let a domain continue from its manifest
+    take_bucket    write the new cluster manifest
+    finish         open consensus to its nodes
 
-RS1  Nothing is written into consensus that knows anything else: `read_attempt` names what it found.
-RS2  Every step may be repeated by the same attempt, whatever of it had happened; nobody else can open the cluster
-     before `finish`. The attempt remembers its manifests, so a second run restores the same rows.
-RS3  The manifest that is reset to is uploaded anew, above every epoch that names anything in the bucket: whatever
-     the old cluster left beyond it is older from then on, also for the next restore.
+- Invariant (empty consensus): a restore writes nothing into consensus that contains anything else; `read_attempt` names
+  what it found.
+- Invariant (repeatable steps): the same attempt may repeat every step, regardless of how much of it had happened. No
+  other process can open the cluster before `finish`. The attempt records its manifests, so a second run restores the
+  same rows.
+- Invariant (newest epoch): the restored manifest is uploaded again with an epoch above every epoch in the bucket.
+  Anything else that the old cluster left is older from then on, for later restores too.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ from tidemill.objects.store import ObjectStore
 
 ATTEMPT_REGISTER = "metastore/restore"
 EPOCHS_APART = 1 << 20
-"""A leader of the old cluster that is somehow still there would need so many terms to meet the new one's names."""
+"""Distance of the new epochs from the old ones. A surviving leader of the old cluster would need that many terms to
+reuse a name of the new one."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One restore, from its first run to its end. `manifests`: the key of each domain's, "" for none."""
+    """One restore, from its first run to its end. `manifests`: the key of each domain's manifest, "" without one."""
 
     nonce: str
     cluster_uuid: str
@@ -47,7 +50,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 async def attempt_of(consensus: Consensus) -> str:
-    """The nonce of the restore that made this cluster; "" of one that was never restored."""
+    """Return the nonce of the restore that created this cluster; "" if it was never restored."""
     claimed = await _registered(consensus)
     return claimed.nonce if claimed is not None else ""
 
@@ -58,9 +61,9 @@ async def _registered(consensus: Consensus) -> Attempt | None:
 
 
 async def read_attempt(consensus: Consensus) -> Attempt | None:
-    """The attempt that has claimed this consensus and not finished; None when it is empty.
+    """Return the unfinished attempt that has claimed this consensus; None if consensus is empty.
 
-    Raises InvalidError, naming what was found, when it is neither (RS1).
+    Raises InvalidError, naming what was found, in any other case.
     """
     claimed = await _registered(consensus)
     cluster = await read_cluster(consensus)
@@ -72,15 +75,15 @@ async def read_attempt(consensus: Consensus) -> Attempt | None:
         return None
     what = f"cluster={cluster[0].uuid} " if cluster is not None else ""
     raise InvalidError(
-        f"Consensus is not empty: {what}entries={len(present)} first={','.join(present[:3])}.",
-        fix="Restore into an empty one: name a new consensus.url, or move the old database away.",
+        f"consensus is not empty: {what}entries={len(present)} first={','.join(present[:3])}.",
+        fix="Restore into empty consensus: set a new consensus.url, or move the old database away.",
     )
 
 
 async def begin(consensus: Consensus, clock: Clock, rand: Rand, source: Source) -> Attempt:
-    """Claim the consensus for `source`; the attempt that stands there, the new one or the one begun earlier (RS2).
+    """Claim the consensus for `source`; return the stored attempt, either the new one or one begun earlier.
 
-    Raises InvalidError when that one is from other manifests, or consensus is not empty.
+    Raises InvalidError if that attempt uses other manifests, or if consensus is not empty.
     """
     while True:
         attempt = await read_attempt(consensus)
@@ -93,8 +96,8 @@ async def begin(consensus: Consensus, clock: Clock, rand: Rand, source: Source) 
             continue
     if (attempt.cluster_manifest, attempt.manifests) != (source.found.key, source.keys):
         raise InvalidError(
-            f"Another restore was begun here: attempt={attempt.nonce} cluster_manifest={attempt.cluster_manifest}.",
-            fix="Run it again without --manifest, or begin anew with an empty consensus.",
+            f"another restore was begun here: attempt={attempt.nonce} cluster_manifest={attempt.cluster_manifest}.",
+            fix="Run it again without --manifest, or restore into another, empty consensus.",
         )
     found = await read_cluster(consensus)
     if found is None:
@@ -113,15 +116,16 @@ async def begin(consensus: Consensus, clock: Clock, rand: Rand, source: Source) 
 
 
 async def has_claim(consensus: Consensus, objects: ObjectStore) -> bool:
-    """Has an attempt that stands here taken the bucket already? Then the old cluster has stopped, or does so."""
+    """Return whether this consensus's attempt has already claimed the bucket. Then the old cluster has stopped or is
+    about to."""
     found = await read_cluster(consensus)
     return found is not None and await claimed_by(objects, found[0])
 
 
 async def take_claim(consensus: Consensus, objects: ObjectStore, clock: Clock) -> Cluster:
-    """From here on what is left of the old cluster stops, and no other restore of this bucket goes on. Idempotent.
+    """Claim the bucket: the remains of the old cluster stop, and every other restore of this bucket fails. Idempotent.
 
-    Raises Replaced when another restore was first, Unavailable, UnknownOutcomeError.
+    Raises Replaced if another restore was first, Unavailable, UnknownOutcomeError.
     """
     cluster, _ = await _claimed(consensus)
     await claim(objects, clock, cluster)
@@ -129,7 +133,8 @@ async def take_claim(consensus: Consensus, objects: ObjectStore, clock: Clock) -
 
 
 async def reset_domain(objects: ObjectStore, rand: Rand, domain: Domain, source: DomainSource) -> None:
-    """RS3. Idempotent: a domain that has gone on from this uuid already is left alone."""
+    """Reset a domain to its manifest, under a new epoch. Idempotent: a domain that already continued from it is left
+    alone."""
     manifest = source.manifest
     await domain.sync()
     gone_on = manifest is None or domain.state.persisted_seqno >= manifest.last_seqno
@@ -148,7 +153,7 @@ async def reset_domain(objects: ObjectStore, rand: Rand, domain: Domain, source:
 
 
 async def take_bucket(consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, source: Source) -> Cluster:
-    """Show the new incarnation in the bucket: what is left of the old cluster stops (presence P1). Idempotent."""
+    """Write the new incarnation's cluster manifest, which stops the old cluster's leader. Idempotent."""
     cluster, _ = await _claimed(consensus)
     newest = await cluster_manifest.newest_manifest(objects)
     cluster_manifest.check_not_replaced(newest, cluster.uuid, cluster.incarnation)
@@ -160,7 +165,7 @@ async def take_bucket(consensus: Consensus, objects: ObjectStore, clock: Clock, 
 
 
 async def finish(consensus: Consensus, rand: Rand) -> Cluster:
-    """Open the cluster to its nodes. The last step."""
+    """Open the cluster to its nodes. This is the last step."""
     cluster, seq = await _claimed(consensus)
     return await write_cluster(consensus, rand, msgspec.structs.replace(cluster, restoring=""), seq)
 
@@ -169,6 +174,6 @@ async def _claimed(consensus: Consensus) -> tuple[Cluster, int]:
     found = await read_cluster(consensus)
     if found is None:
         raise CorruptError(
-            f"The cluster register is gone: register={REGISTER}.", fix="Restore into empty consensus again."
+            f"the cluster register is gone: register={REGISTER}.", fix="Restore into empty consensus again."
         )
     return found

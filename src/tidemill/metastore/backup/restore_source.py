@@ -1,4 +1,4 @@
-"""What a restore begins with, read from the bucket alone: manifests, signs of life, rows."""
+"""Source of a restore, read from the bucket alone: manifests, signs of life, rows."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tidemill.objects.store import ObjectStore
 _ANY_EPOCH = 10**20 - 1
 _MANIFEST_KEY = re.compile(r"metastore/([^/]+)/manifest/[^/]+")
 LOOK_S = 1.0
-"""So often the bucket is looked at for a new sign of life."""
+"""Interval at which the bucket is checked for new signs of life."""
 R = TypeVar("R", bound=msgspec.Struct)
 
 
 class DomainSource(msgspec.Struct, frozen=True):
-    """One domain's manifest to go on from; `key` "" and None when the domain never persisted anything."""
+    """Manifest of one domain to continue from; `key` "" and None if the domain never persisted anything."""
 
     uuid: str
     key: str
@@ -42,14 +42,14 @@ class DomainSource(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """What a restore would begin with."""
+    """Everything that a restore starts from."""
 
     found: Found
     domains: tuple[DomainSource, ...]
     signs: tuple[Alive, ...]
     """Signs of life of the newest incarnation, oldest first."""
     claimed: int
-    """The greatest incarnation that the bucket knows: of its manifest, or of a restore that began."""
+    """Greatest incarnation known in the bucket: that of the manifest, or of a restore that began."""
 
     @property
     def cluster(self) -> ClusterManifest:
@@ -61,10 +61,11 @@ class Source(msgspec.Struct, frozen=True):
 
 
 async def find_source(objects: ObjectStore, rand: Rand, chosen: Sequence[str] = (), cluster_key: str = "") -> Source:
-    """`chosen`: keys of manifests to use instead of the newest of their domains; `cluster_key`: likewise.
+    """Find the source of a restore. `chosen`: keys of manifests to use instead of the newest of their domains;
+    `cluster_key`: likewise.
 
-    Raises MissingError (no cluster in the bucket, or a chosen object is not there), CorruptError naming the damaged
-    object, InvalidError (a newer format, or a chosen key that is no manifest of this cluster), Unavailable.
+    Raises MissingError (no cluster in the bucket, or a chosen object does not exist), CorruptError naming the damaged
+    object, InvalidError (a newer format, or a chosen key that is not a manifest of this cluster), Unavailable.
     """
     found = await (
         cluster_manifest.load_manifest(objects, cluster_key)
@@ -73,16 +74,16 @@ async def find_source(objects: ObjectStore, rand: Rand, chosen: Sequence[str] = 
     )
     if found is None:
         raise MissingError(
-            "The bucket holds no cluster: nothing was ever persisted to it.",
-            fix="Check objects.url, its prefix included.",
+            "the bucket contains no cluster.",
+            fix="Check objects.url, including its prefix.",
         )
     by_domain: dict[str, str] = {}
     for key in chosen:
         parts = _MANIFEST_KEY.fullmatch(key)
         if parts is None or parts[1] not in found.manifest.domains:
             raise InvalidError(
-                f"Not a manifest of this cluster: manifest={key} domains={','.join(found.manifest.domains)}.",
-                fix="Name it as `restore --dry-run` and the bucket list it: metastore/<domain>/manifest/….",
+                f"not a manifest of this cluster: manifest={key} domains={','.join(found.manifest.domains)}.",
+                fix="Use a key that `restore --dry-run` or a bucket listing shows: metastore/<domain>/manifest/….",
             )
         by_domain[parts[1]] = key
     domains = [await _domain_source(objects, rand, uuid, by_domain.get(uuid)) for uuid in found.manifest.domains]
@@ -103,22 +104,22 @@ async def _domain_source(objects: ObjectStore, rand: Rand, uuid: str, chosen: st
         manifest = await bucket.load(chosen)
     except CorruptError as error:
         raise CorruptError(
-            f"The newest manifest of a domain is damaged: manifest={chosen} domain={uuid} cause={error.message}",
-            fix="Choose an older one with --manifest; `restore --dry-run --manifest …` says how old it is.",
+            f"the newest manifest of a domain is damaged: manifest={chosen} domain={uuid} cause={error.message}",
+            fix="Choose an older one with --manifest; `restore --dry-run --manifest …` shows its age.",
         ) from error
     if manifest.domain_uuid != uuid:
-        raise CorruptError(f"A manifest lies in another domain's place: manifest={chosen} uuid={manifest.domain_uuid}.")
+        raise CorruptError(f"the manifest is of another domain: manifest={chosen} uuid={manifest.domain_uuid}.")
     return DomainSource(uuid, chosen, manifest)
 
 
 async def check_not_alive(
     objects: ObjectStore, source: Source, clock: Clock, progress: Callable[[str, int, int], None] = lambda *_: None
 ) -> None:
-    """Raises InvalidError while the cluster may be alive: two clusters on one bucket would destroy each other's work.
+    """Raise InvalidError while the cluster may be alive: two clusters on one bucket would destroy each other's data.
 
-    A cluster that lives writes a new sign within a third of what its signs name. So the bucket is watched for as long
-    as they name, by this machine's monotonic clock: the clocks of two machines are never compared. Without a sign,
-    after an orderly end, nothing is waited for.
+    A live cluster writes a new sign within a third of its signs' `young_s`. So the bucket is watched for the longest
+    `young_s`, measured by this machine's monotonic clock: clocks of two machines are never compared. Without signs of
+    life, after a clean shutdown, there is no wait.
     """
     if not source.signs:
         return
@@ -131,10 +132,10 @@ async def check_not_alive(
         await asyncio.sleep(min(LOOK_S, watch_s / 10))
         if new := [key async for key in _signs_of(objects, sign.incarnation) if key not in before]:
             raise InvalidError(
-                "The bucket's cluster is alive: it wrote a sign of life while this command watched:"
+                "the bucket's cluster is alive, it wrote a sign of life while this command watched:"
                 f" cluster={sign.cluster_uuid} node={sign.node} watched_s={clock.monotonic_s() - began_s:.0f}"
                 f" object={new[0]}.",
-                fix="Stop every node of it and try again.",
+                fix="Stop all its nodes and try again.",
             )
     progress("signs of life", max(1, int(watch_s)), max(1, int(watch_s)))
 
@@ -146,7 +147,7 @@ async def _signs_of(objects: ObjectStore, incarnation: int) -> AsyncIterator[str
 
 
 class BucketRows:
-    """The rows of a source, read from the bucket. Reads raise MissingError, CorruptError, InvalidError, Unavailable."""
+    """Rows of a source, read from the bucket. Reads raise MissingError, CorruptError, InvalidError, Unavailable."""
 
     def __init__(self, databases: Sequence[Database]) -> None:
         self._databases = list(databases)
@@ -169,7 +170,7 @@ class BucketRows:
         return cls(databases)
 
     async def prefix(self, prefix: bytes) -> AsyncIterator[Chunk]:
-        """Live rows whose key begins with `prefix`, in key order over all domains."""
+        """Yield live rows whose key begins with `prefix`, in key order over all domains."""
         databases = self._databases
         if names_entity(prefix):
             databases = [databases[domain_of(prefix, len(databases))]]
@@ -177,7 +178,7 @@ class BucketRows:
             yield chunk
 
     async def each(self, family: Family[R], *leading: Part) -> AsyncIterator[R]:
-        """The rows of a family that begin with these columns, in key order."""
+        """Yield the rows of a family that begin with these columns, in key order."""
         async for keys, values in self.prefix(family.prefix(*leading)):
             for key, value in zip(keys, values, strict=True):
                 yield family.decode(key, value)
@@ -191,7 +192,7 @@ class BucketRows:
 
 
 class _Fixed:
-    """`lsm.manifests.Manifests` of one manifest that was chosen."""
+    """Read-only manifest store with one fixed manifest."""
 
     def __init__(self, manifest: Manifest | None) -> None:
         self._manifest = manifest
@@ -200,4 +201,4 @@ class _Fixed:
         return self._manifest
 
     async def write(self, manifest: Manifest) -> None:
-        raise InvalidError("A manifest that is restored from is not written.")
+        raise InvalidError("the manifest of a restore source is read-only.")

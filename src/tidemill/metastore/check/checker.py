@@ -79,7 +79,7 @@ class Checker:
         """When the oldest checkpoint row was last completed; 0 = never."""
 
     async def run(self) -> None:
-        """Raises Unavailable; everything else is a finding."""
+        """Raise Unavailable; everything else is a finding."""
         await self._keys()
         await self._topics()
         await self._partitions()

@@ -26,7 +26,7 @@ class Each(Protocol):
 
 
 async def check_registry(each: Each, findings: Findings) -> None:
-    """Raises Unavailable; everything else is a finding."""
+    """Raise Unavailable; everything else is a finding."""
     digests: dict[int, str] = {}
     referring: set[tuple[str, int, int]] = set()
     async for schema in each(SCHEMAS):

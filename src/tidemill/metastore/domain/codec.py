@@ -54,7 +54,7 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(data: bytes) -> Command:
-    """Raises CorruptError when the bytes are no update of this format."""
+    """Raise CorruptError when the bytes are no update of this format."""
     try:
         command: Command = _decode_command(data)
         return command
@@ -91,7 +91,7 @@ def _rollup(state: DomainState, volatile: list[VolatileBatch]) -> _Rollup[list[V
 
 
 def decode_state(data: bytes) -> DomainState:
-    """Raises CorruptError when the bytes are no rollup of this format."""
+    """Raise CorruptError when the bytes are no rollup of this format."""
     state, batches = _decode_steps(data)
     for _ in batches:
         pass

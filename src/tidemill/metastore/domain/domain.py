@@ -156,7 +156,7 @@ class Domain(Reading):
         return self._log.state
 
     async def until_leading(self, timeout_s: float) -> None:
-        """Raises UnavailableError when this process does not lead after so long, with the reason as far as known."""
+        """Raise UnavailableError when this process does not lead after so long, with the reason as far as known."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.leading:

@@ -73,7 +73,7 @@ class ForwardingServer:
         return self._executing or len(self._flushes) > 0
 
     async def run(self) -> None:
-        """Raises FencedError when the term is over."""
+        """Raise FencedError when the term is over."""
         async with self._flushes:
             await self._begin()
             while True:

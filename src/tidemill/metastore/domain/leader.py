@@ -179,7 +179,7 @@ class Leader:
         self._note_age(batches[0].seqno)
 
     async def stands(self) -> None:
-        """Raises FencedError unless this term stood after the call; the database holds all that was durable at the
+        """Raise FencedError unless this term stood after the call; the database holds all that was durable at the
         call."""
         self._check()
         head = await self._grounds.consensus.log_head(self._log.log)

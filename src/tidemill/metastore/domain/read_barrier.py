@@ -24,7 +24,7 @@ class Barrier:
         self._tasks = Tasks(on_failure)
 
     async def passed(self) -> None:
-        """Raises what the round raised, to each who shared it; Closed."""
+        """Raise what the round raised, to each who shared it; Closed."""
         if self._closed is not None:
             raise self._closed
         if self._joinable is None:

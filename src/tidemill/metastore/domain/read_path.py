@@ -120,7 +120,7 @@ class Reading:
         return await self._follower.advance()
 
     async def _begin_again(self, database: Database, error: TidemillError) -> None:
-        """Raises `error` when it is no consequence of a change."""
+        """Raise `error` when it is no consequence of a change."""
         self._check()
         leader = self._leader
         if leader is not None and leader.database is database and not leader.ended:

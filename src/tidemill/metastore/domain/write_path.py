@@ -266,7 +266,7 @@ class Writing:
         return self._log.state.volatile_bytes + self._group_bytes > self._volatile_bytes
 
     async def _make_room(self) -> None:
-        """Raises UnavailableError when none comes, FencedError when the term is over: nothing of the commit has
+        """Raise UnavailableError when none comes, FencedError when the term is over: nothing of the commit has
         happened."""
         if self._stopped is not None:
             raise self._stopped

@@ -106,7 +106,7 @@ def encode_block(keys: Sequence[bytes], values: Sequence[bytes], seqnos: Sequenc
 
 
 def decode_block(data: bytes, file: str, offset: int, rows: int) -> Block:
-    """Raises CorruptError naming the file, when any byte is not what was written or the block has not `rows` rows."""
+    """Raise CorruptError naming the file, when any byte is not what was written or the block has not `rows` rows."""
     payload = unseal(data, file, "block", offset)
     try:
         prefix, suffixes, values, base, width, deltas = _decode(payload)

@@ -401,7 +401,7 @@ class Database:
         return self._ended
 
     def check(self) -> None:
-        """Raises when the database has ended."""
+        """Raise when the database has ended."""
         if self._ended is not None:
             raise again(self._ended)
 

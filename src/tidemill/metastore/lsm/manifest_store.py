@@ -86,7 +86,7 @@ class BucketManifests:
         return newest
 
     async def load(self, key: str) -> Manifest:
-        """Raises MissingError, CorruptError (also when its content is not what its name says), InvalidError for a newer
+        """Raise MissingError, CorruptError (also when its content is not what its name says), InvalidError for a newer
         format."""
 
         async def read() -> Manifest:

@@ -11,7 +11,7 @@ KIB = 1 << 10
 
 
 class Options(msgspec.Struct, frozen=True):
-    """Raises InvalidError when a size is not positive or the three triggers of level 0 are out of order."""
+    """Raise InvalidError when a size is not positive or the three triggers of level 0 are out of order."""
 
     write_buffer_bytes: int = 16 * MIB
     """A stack of layers larger than this is flushed; counts keys, values and their overhead."""

@@ -48,7 +48,7 @@ class Scan:
         return self
 
     async def __anext__(self) -> Rows:
-        """Raises Missing, Corrupt, Invalid, Unavailable; after an error the scan is over."""
+        """Raise Missing, Corrupt, Invalid, Unavailable; after an error the scan is over."""
         runs = self._runs
         if not runs:
             raise StopAsyncIteration

@@ -43,7 +43,7 @@ class WriteStall:
         return len(database.version.levels[0]) >= database.options.l0_stop and database.compacts
 
     async def wait(self) -> None:
-        """Raises UnavailableError when the stop lasts because flush or compaction fail, or what ended one of them."""
+        """Raise UnavailableError when the stop lasts because flush or compaction fail, or what ended one of them."""
         database = self._database
         if database.read_only:
             return

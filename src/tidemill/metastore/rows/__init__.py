@@ -1,8 +1,8 @@
 """rows: one module per row family; each draws the layout of its keys and values.
 
     01 topic      02 topic id   03 capture    04 pipeline                    entity "": the catalogue itself
-    05 node       06 name       07 captured table                            entity "" as well
-    0A user       0B rule       0C quota      0D group config                entity "" as well
+    05 node       06 name       07 captured table                            entity ""
+    0A user       0B rule       0C quota      0D group config                entity ""
     10 partition  11 extent     12 aborted transaction                       entity: topic id
     13 l1 partition  14 l1 extent  15 l1 term  16 l1 object  17 l1 cleaned   entity: topic id
     30 group offset                31 group      32 group member             entity: group
@@ -11,9 +11,9 @@
     50 shape                                                                 entity: shape id
     60 checkpoint                                                            entity: slot
     70 schema     71 digest     72 version    73 use                         entity ""
-    74 referrer   75 registry config          76 registry head               entity "" as well
+    74 referrer   75 registry config          76 registry head               entity ""
 
-A tag is never given to another family; 20 had one of which no row was ever written.
+A tag is never reassigned to another family. 20 was assigned once, but no row of it was ever written.
 """
 
 from __future__ import annotations

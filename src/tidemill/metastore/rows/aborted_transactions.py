@@ -1,11 +1,11 @@
-"""Aborted transactions of a partition: which records of which producer nobody may take for committed.
+"""Aborted transactions of a partition: which records of which producer are not committed.
 
     aborted    12 | topic_id text | partition u32 | last_offset u64
                producer_id, first_offset, stable, others array of [producer_id, first_offset, stable]
 
-`last_offset` is that of the marker that ended it; every transaction that was aborted later begins at or after `stable`.
-`others`, in order, ended there too: a restore ends all that was open where its rows end, without markers.
-Rows past the partition row's next offset wait for it, and mean nothing before.
+`last_offset` is that of the abort marker; every transaction that was aborted later begins at or after `stable`.
+`others`, in order, ended at the same offset: a restore aborts all transactions that were open at the end of its rows,
+without markers. Rows beyond the partition row's next offset have no meaning until that row catches up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules that say who may do what: Kafka's ACLs, numbers as its protocol has them.
+"""ACL rules. Enum numbers are those of Kafka's protocol.
 
 rule       0B | "" | resource u32 | pattern u32 | name text | principal text | host text | operation u32 |
            permission u32

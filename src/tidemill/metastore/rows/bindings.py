@@ -1,9 +1,9 @@
-"""Bindings of a source: which offsets a time covers.
+"""Bindings of a source: a time and the offsets that it covers.
 
     binding    42 | source text | time_ms u64
                log_position, binding bytes
 
-`binding` belongs to `shards`, which alone reads it (layout: shards/bindings/remap).
+`binding` belongs to `shards`, the only reader (layout: shards/bindings/remap).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class BindingRow(msgspec.Struct, frozen=True):
-    """`source` as the remap collection is named; `log_position`: where the binding stands in its log."""
+    """One binding. `source` as the remap shard is named; `log_position`: position of the binding in its log."""
 
     source: str
     time_ms: int

@@ -1,4 +1,5 @@
-"""Captured databases and their tables, one row a table: no row grows with the number of something else.
+"""Captured databases and their tables. Each table has its own row, so that no row's size grows with the number of
+tables.
 
 capture         03 | "" | name text
                 system_id, slot, publication, generation, snapshot_done, topics map, snapshot_lsn,
@@ -11,8 +12,8 @@ captured table  07 | "" | capture text | table text
                 identity text, schemas array of arrays, copy map or nil, aside map or nil, publication array,
                 attached array
 
-The three maps of a capture's row are of the time before its tables had rows of their own: `of_old` reads them, and
-the next session of the capture writes them apart and empties them.
+The maps `topics`, `snapshots` and `columns` of a capture's row are from before tables had their own rows. `of_old`
+reads them; the next session of the capture writes table rows and empties the maps.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class TableSnapshot(msgspec.Struct, frozen=True):
-    """One captured table's finished initial snapshot: what the stream must skip, and where its topic began.
+    """Finished snapshot of one captured table: what the stream must skip, and where its topic began.
 
     xmin, xmax, xip     pg_current_snapshot() of the copying transaction (64-bit xids)
-    lsn                 WAL insert position right after that snapshot: a later commit is never in it
+    lsn                 WAL insert position right after that snapshot: the snapshot contains no later commit
     offsets             next offset per partition of the topic when the copy ended
-    joined_lsn          0, or the position at which it joined the stream: of every commit up to it the topic has what
-                        was set aside, behind the copied rows (SetAside), and `offsets` are behind that
-    settled_lsn         0, or WAL insert position right after the youngest snapshot that a part of it was read in: from
-                        there on the topic shows one state of the table, be it that the copy was cut off in between
+    joined_lsn          0, or the position at which the table joined the stream: the topic has the changes of the side
+                        topic for every commit up to it, after the copied rows (SetAside), and `offsets` are after them
+    settled_lsn         0, or WAL insert position right after the youngest snapshot in which a part of the table was
+                        read: from there on the topic shows one state of the table, even if the copy was interrupted
     """
 
     xmin: int
@@ -46,27 +47,26 @@ class TableSnapshot(msgspec.Struct, frozen=True):
 
     @property
     def exact_lsn(self) -> int:
-        """Before the stream has come to it, the topic is not to be bound."""
+        """LSN that the stream must reach before the topic may be bound."""
         return max(self.lsn, self.settled_lsn)
 
     @property
     def told_from_lsn(self) -> int:
-        """The first commit LSN of which the topic may lack something, while no binding has it."""
+        """First commit LSN of which the topic may lack changes, while no binding covers it."""
         return max(self.lsn, self.joined_lsn + 1)
 
 
 class TableCopy(msgspec.Struct, frozen=True):
-    """How far a copy that is under way has come: what a later session needs to go on with it
-    (capture/snapshot/chunks.py).
+    """Progress of an unfinished copy: what a later session needs to continue it (capture/snapshot/chunks.py).
 
     xmin, xmax, xip, lsn   of its first snapshot, as in TableSnapshot
-    settled_lsn            as in TableSnapshot, of what is done
-    topic_id               of the topic that has the rows
-    step_blocks, count     into how many ranges of how many blocks the table was cut; the last one has no end
-    done                   so many of them, from the first one on, are durable in the topic, with `rows` rows
-    storage, attributes    what held the rows and how many columns there were (capture/catalog/columns.py): other ones
-                           say that what was copied is not what is there
-    epoch                  of its producer: grows with each session that goes on with it
+    settled_lsn            as in TableSnapshot, for the part that is done
+    topic_id               topic that has the rows
+    step_blocks, count     the table is divided into `count` ranges of `step_blocks` blocks; the last one has no end
+    done                   number of ranges, from the first one on, whose `rows` rows are durable in the topic
+    storage, attributes    file that held the rows, and number of columns (capture/catalog/columns.py). If these differ,
+                           the copied rows no longer match the table
+    epoch                  of its producer: grows with each session that continues the copy
     """
 
     xmin: int
@@ -85,14 +85,14 @@ class TableCopy(msgspec.Struct, frozen=True):
 
 
 class SetAside(msgspec.Struct, frozen=True):
-    """Changes of a table since the first snapshot of its copy, in a topic of their own until the copy is complete
+    """Changes of a table since the first snapshot of its copy, in a side topic until the copy is complete
     (docs/rfcs/0009-changes-set-aside.md).
 
-    topic_id          of that topic: as many partitions, and the very records that the table's topic is to have
-    until_lsn         0, or the first commit LSN that is not set aside: WAL is kept from there on
-    ends              next offset per partition of the table's topic when all of the copy was durable; () = it is not
-    records, bytes    in it, as of a few seconds ago
-    appended          of them, to the table's topic
+    topic_id          of the side topic. It has the partitions and the records that the table's topic will get
+    until_lsn         0, or the first commit LSN that is not in the side topic: WAL is retained from there on
+    ends              next offset per partition of the table's topic when the whole copy was durable; () = not yet
+    records, bytes    size of the side topic, as of a few seconds ago
+    appended          number of its records appended to the table's topic
     """
 
     topic_id: str
@@ -104,7 +104,7 @@ class SetAside(msgspec.Struct, frozen=True):
 
 
 class FormerType(msgspec.Struct, frozen=True):
-    """A narrower type that a column had, up to and with this version of its table's description."""
+    """Narrower type that a column had, up to and including this version of its table's description."""
 
     version: int
     type_name: str
@@ -113,12 +113,13 @@ class FormerType(msgspec.Struct, frozen=True):
 
 
 class CapturedColumn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`type_name` is format_type's text; `key_index` its place in the primary key, -1 when not part of it.
+    """Column of a captured table. `type_name` is format_type's text; `key_index` its index in the primary key, -1 if
+    none.
 
-    `type_oid` and `type_mod` are what the stream says of the type; 0 = not known (a row of an older version).
-    `attnum`: PostgreSQL's number of it, which a rename keeps and a column made anew has not; 0 = not known.
-    `version`: the version of the description that brought it, and `default` what rows of before hold, as a shard
-    writes it (None = NULL). `was`: the types it had, oldest first.
+    `type_oid` and `type_mod` are the type as the stream reports it; 0 = unknown (a row of an older version).
+    `attnum`: PostgreSQL's attribute number, which a rename keeps but a re-created column does not; 0 = unknown.
+    `version`: version of the description that added the column; `default`: its value in rows from before that, in the
+    notation of a shard (None = NULL). `was`: its earlier types, oldest first.
     """
 
     name: str
@@ -133,8 +134,12 @@ class CapturedColumn(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """What an operator has accepted for one shard of a table, so that it follows the table's next copy: `gone` may be
-    null from then on; with `anew` it is dropped and made again where it cannot become what the table is."""
+    """Schema change that an operator accepted for one shard of a table, so that the shard follows the table's next
+    copy.
+
+    Columns `gone` may be null from then on. With `anew` set, the shard is dropped and re-created if it cannot be altered to
+    match the table.
+    """
 
     shard_id: str
     gone: tuple[str, ...] = ()
@@ -142,7 +147,7 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class CaptureRow(msgspec.Struct, frozen=True):
-    """A captured database: its tables and the topic of each. `generation` grows when a snapshot starts over."""
+    """A captured database. `generation` grows when its snapshot starts over."""
 
     name: str
     system_id: str
@@ -154,26 +159,27 @@ class CaptureRow(msgspec.Struct, frozen=True):
     """schema.table → topic name"""
     snapshot_lsn: int = 0
     snapshots: dict[str, TableSnapshot] = {}
-    """schema.table → its finished snapshot; a table that is captured but absent here starts over"""
+    """schema.table → its finished snapshot. A captured table without one starts over"""
     columns: dict[str, tuple[CapturedColumn, ...]] = {}
-    """schema.table → its columns as of its snapshot, in table order: what a pipeline makes its shard of"""
+    """schema.table → its columns as of its snapshot, in table order. A pipeline creates its shard from them"""
     restored: bool = False
-    """Written by a restore: the slot may be ahead of what came back. The next session compares, and clears it."""
+    """Set by a restore: the slot may be ahead of the restored state. The next session compares and clears it."""
     taps: tuple[str, ...] = ()
-    """Names of what is kept beside the topics by taps that saw all that was confirmed (taps.py, X6)."""
+    """Names of state stored apart from the topics, by taps that saw every confirmed change
+    (capture/delivery/taps.py)"""
     given_publication: bool = False
-    """It was there when the capture began, as one that alters nothing (manual): `capture drop` leaves it."""
+    """The publication existed when the capture began and is not altered (manual): `capture drop` does not drop it."""
     session: str = ""
-    """PostgreSQL's session of the process that captured last: its pid, and when it began"""
+    """PostgreSQL session of the process that captured last: its pid and start time"""
     epoch: int = 0
-    """Grows with each session that captures; only the newest one changes the row (capture/capture_row.py)."""
+    """Grows with each capture session; only the newest one changes the row (capture/capture_row.py)."""
     history: tuple[tuple[int, int], ...] = ()
-    """Of the server that was captured last: each timeline and the LSN at which it was left, the last one with 0
-    (capture/postgres/timeline.py); () = not known"""
+    """Timelines of the server that was captured last, each with the LSN at which it ended, the current one with 0
+    (capture/postgres/timeline.py); () = unknown"""
     era: int = 0
-    """How often that history was replaced by another one"""
+    """Number of times that history was replaced by another one"""
     recopied: str = ""
-    """Why tables were copied again last though nobody had asked: the database, its slot or its publication had moved"""
+    """Reason of the last automatic re-snapshot: the database, its slot or its publication had moved"""
     recopied_ms: int = 0
 
 
@@ -181,18 +187,18 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     """One table of a captured database, by its name (capture.naming): what the stream carries of it, or why nothing.
 
     state        reason, fix                    parked_lsn
-    captured     -, or why it is copied again   0                    it flows, or is being copied (no `snapshot` yet)
-    parked       the difference; the way out    first commit not     the topic holds every commit below, none from
-                                                carried              there on: only a new copy heals it
-    dropped      that it is gone                same                 gone from the source, or not wanted any more
-    refused      why; what to change            0                    cannot be captured as it is; tried again
-    left         why; what to change            0                    a pattern names it, but it is of no such kind
+    captured     -, or why it is re-snapshotted 0                    it flows, or is being copied (no `snapshot` yet)
+    parked       the difference; the way out    first commit not     paused: the topic holds every commit below, none
+                                                carried              from there on. Only a new copy repairs it
+    dropped      that it is gone                same                 dropped from the source, or no longer wanted
+    refused      why; what to change            0                    cannot be captured in its present state; retried
+    left         why; what to change            0                    matches a pattern, but its kind is not supported
 
-    `columns`: in table order, as of its snapshot and with what was added and widened since: what a pipeline makes its
-    shard of. `evolved[n]`: the commit LSN from which version n + 2 of them is in force. `generation` grows when the
-    table is copied again, into a new topic. `recopy`: an operator asked for that. `again_ms`: a parked table is copied
-    again by itself from then on (0 = when somebody asks), and `again_last_ms` is when that was last begun.
-    `accepted`: of the shards that there were then; it holds for one copy, and what grows out of that.
+    `columns`: in table order, as of its snapshot plus those added and widened since. A pipeline creates its shard from
+    them. `evolved[n]`: the first commit LSN of version n + 2 of them. `generation` grows when the table is
+    re-snapshotted into a new topic. `recopy`: an operator requested that. `again_ms`: from then on a paused table is
+    re-snapshotted automatically (0 = only on request); `again_last_ms`: when that last began. `accepted`: per shard
+    that existed then; it applies to one copy and the schema changes that follow from it.
     """
 
     capture: str
@@ -209,49 +215,49 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     columns: tuple[CapturedColumn, ...] = ()
     recopy: bool = False
     partitions: tuple[int, ...] | None = None
-    """Oids of the partitions whose rows its topic has; None = not known"""
+    """Oids of the partitions whose rows its topic has; None = unknown"""
     evolved: tuple[int, ...] = ()
     attributes: int = 0
-    """The highest number of a column, dropped ones too, when it was last seen as described; 0 = not known"""
+    """Highest attribute number, including dropped columns, when the table last matched the description; 0 = unknown"""
     storage: str = ""
-    """The files that held its rows then: other ones say that it was rewritten"""
+    """Files that held its rows at that time. Different files mean that the table was rewritten"""
     identities: dict[int, tuple[str, str]] = {}
-    """oid of the table, or of a partition of it → how SQL named it then, and the REPLICA IDENTITY that it had before
-    the capture gave it FULL. A rename keeps the oid; what is made anew under its name has never been given one."""
+    """oid of the table, or of a partition → its SQL name then, and its REPLICA IDENTITY before the capture set FULL.
+    A rename keeps the oid; a table re-created under the same name was never altered."""
     again_ms: int = 0
     again_last_ms: int = 0
     accepted: tuple[Accepted, ...] = ()
     envelope: str = "row"
-    """What its topic's records are: row, debezium or debezium-avro. It was so from the topic's first record on"""
+    """Envelope of the records of its topic: row, debezium or debezium-avro. It never changes within a topic"""
     identity: str = ""
-    """Its REPLICA IDENTITY when it was last looked at, as SQL writes it; of its partitions, too, where they differ"""
+    """REPLICA IDENTITY of the table when last checked, in SQL notation, with those of its partitions where they differ"""
     schemas: tuple[tuple[int, int], ...] = ()
-    """Of debezium-avro: the registry's ids of the key's and the value's schema under each version of the description"""
+    """Registry ids (debezium-avro) of the key and value schema under each version of the description"""
     copy: TableCopy | None = None
-    """Of one that has no `snapshot` yet: how far its copy has come; None = nothing that could be gone on with"""
+    """Progress of its copy while there is no `snapshot`; None = nothing that could be continued"""
     aside: SetAside | None = None
-    """Of one whose copy goes on while WAL is confirmed"""
+    """Side topic, if its copy runs while WAL is confirmed"""
     types: dict[int, str] = {}
-    """oid of a column's type → what that was made of when the table was last seen as described
+    """oid of a column's type → definition of that type when the table last matched the description
     (capture/catalog/type_dependencies.py)"""
     identities_asked: dict[int, tuple[str, str]] = {}
-    """As `identities`, of those that an administrator was asked to give FULL. The capture gives none of them back; it
-    says how it is done"""
+    """Same as `identities`, for tables that an administrator was asked to set to FULL. The capture does not restore them, it
+    reports the statements that do"""
     publication: tuple[int, ...] = ()
-    """oid and xmin of the rows of pg_publication and pg_publication_rel that its changes since its copy were published
-    under (capture/setup/publication.py); () = not known"""
+    """oid and xmin of the rows of pg_publication and pg_publication_rel under which its changes since its copy were
+    published (capture/setup/publication.py); () = unknown"""
     attached: tuple[int, ...] = ()
-    """Of each of `partitions`, the transaction that attached it: another one may have come with other rows; () = not
-    known"""
+    """Transaction, for each of `partitions`, that attached it. A different transaction may have brought other rows;
+    () = unknown"""
 
     @property
     def version(self) -> int:
-        """Of its description: 1 as of its snapshot."""
+        """Version of its description: 1 as of its snapshot."""
         return 1 + len(self.evolved)
 
     @property
     def flows(self) -> bool:
-        """Its topic holds it as of now, but for what is under way."""
+        """True if its topic follows the table."""
         return self.state == "captured" and self.snapshot is not None
 
 
@@ -262,7 +268,7 @@ CAPTURE_TABLES = Family(
 
 
 def of_old(row: CaptureRow) -> list[CaptureTableRow]:
-    """The tables that an older version kept within the capture's row."""
+    """Return the tables that an older version stored within the capture's row."""
     return [
         CaptureTableRow(
             row.name, table, topic, generation=row.generation, snapshot=row.snapshots.get(table),

@@ -1,9 +1,9 @@
-"""Who keeps the checkpoint, and how far it is: one row a domain, changed by every commit of a checkpoint.
+"""Owner and progress of the checkpoint: one row per domain, changed by every commit of a checkpoint.
 
 checkpoint   60 | slot text
              holder, round, gathered_ms, complete
 
-`slot` is chosen so that the row lies in its domain (`metastore.checkpoint.slot_of`).
+`slot` is chosen so that the row belongs to its domain (`metastore.backup.checkpoint.slot_of`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class CheckpointRow(msgspec.Struct, frozen=True):
-    """`gathered_ms`: what the rows hold is at least as new as this; 0 = not known yet. `complete`: no round is being
-    written."""
+    """State of one domain's checkpoint. `gathered_ms`: the rows are at least as new as this; 0 = unknown. `complete`:
+    no round is being written."""
 
     slot: str
     holder: str

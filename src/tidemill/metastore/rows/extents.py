@@ -1,10 +1,10 @@
-"""Extents: which bytes of which object hold a range of a partition's offsets.
+"""Extents of batches not in L1: the bytes of an object that hold a range of a partition's offsets.
 
     extent     11 | topic_id text | partition u32 | base_offset u64
                last_offset, max_timestamp_ms, object_key, first_byte, size_bytes, record_count, batches bytes
 
-An extent is one batch, or several that lie back to back in one object. `batches` belongs to `topics`, which
-alone reads it, and says where each begins, so that every placeholder can be written again as it was:
+An extent is one batch, or several that are contiguous in one object. `batches` belongs to `topics`, the only reader.
+It locates each batch, so that every placeholder can be written again unchanged:
 
     batches    empty (the extent is one batch), or
                msgpack array of [base_offset, first_byte, size_bytes, max_timestamp_ms], by base offset;
@@ -20,7 +20,8 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class ExtentRow(msgspec.Struct, frozen=True):
-    """Offsets base_offset to last_offset, both inclusive; `first_byte` and `size_bytes` within the object."""
+    """One extent: offsets base_offset to last_offset, both inclusive; `first_byte` and `size_bytes` within the
+    object."""
 
     topic_id: str
     partition: int

@@ -1,9 +1,9 @@
-"""Configs of consumer groups, also of groups that nobody has joined yet: they are an administrator's, not the group's.
+"""Configs of consumer groups. They belong to the administrator, so a group without members may have some.
 
 group config    0D | "" | group text
                 config
 
-A group without configs of its own has no row.
+A group without configs has no row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class GroupConfigRow(msgspec.Struct, frozen=True):
-    """config: name → value, as Kafka names and writes them."""
+    """Configs of one group. config: name → value, in Kafka's names and notation."""
 
     group: str
     config: dict[str, str] = {}

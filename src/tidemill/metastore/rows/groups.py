@@ -1,15 +1,16 @@
-"""Consumer groups: who is in them, and what they have committed. All rows of a group are in one domain.
+"""Consumer groups: their members and committed offsets. All rows of a group are in one domain.
 
-offset     30 | group text | topic_id text | partition u32        (layouts: rows.keys, rows.family)
+offset     30 | group text | topic_id text | partition u32        (layouts: rows.key_encoding, rows.row_family)
            offset, leader_epoch, metadata, commit_ms, expire_ms
 group      31 | group text
            kind, owner, protocol_type, protocol, generation, leader, members, since_ms, target_epoch, topics_digest
 member     32 | group text | member_id text
            instance_id, client_id, client_host, session_ms, rebalance_ms, protocols, assignment, consumer
 
-G1  Rows of a group are written only with the seqno that its head row (`group`) has: whoever takes the group over
-    changes that row first, and fences by it everybody who had it before.
-G2  Offsets are keyed by topic id: a re-created topic starts without the old one's.
+Invariant (fenced coordinator): rows of a group are written only with the expected seqno of its head row (`group`). A
+coordinator that takes over the group changes that row first, which fences every earlier coordinator.
+
+Offsets are keyed by topic id, so a re-created topic does not inherit the offsets of the old one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class GroupOffsetRow(msgspec.Struct, frozen=True):
-    """commit_ms: 0 where it was committed before this was kept. expire_ms: when it may go, 0 = as the cluster says."""
+    """Committed offset. commit_ms: 0 if committed by a version that did not store it. expire_ms: 0 = as the cluster's
+    config says."""
 
     group: str
     topic_id: str
@@ -34,14 +36,15 @@ class GroupOffsetRow(msgspec.Struct, frozen=True):
 
 
 class GroupRow(msgspec.Struct, frozen=True):
-    """
-    kind         "classic" or "consumer": the protocol of its members, or of those that were in it last
-    owner        the life of the node that coordinates it
+    """Head row of a group.
+
+    kind         "classic" or "consumer": the protocol of its members, or of its last ones
+    owner        incarnation of the node that coordinates it
     protocol_type, protocol, generation, leader    of the last generation whose assignment is durable; in the consumer
                  protocol the assignor and the group's epoch
-    members      how many member rows there are
-    since_ms     where `members` is 0: since when nobody is in it
-    target_epoch, topics_digest    consumer protocol: the epoch of the members' targets, and the topics they are of
+    members      number of member rows
+    since_ms     if `members` is 0: since when the group is empty
+    target_epoch, topics_digest    consumer protocol: epoch of the members' targets, and digest of the topics they cover
     """
 
     group: str
@@ -58,8 +61,8 @@ class GroupRow(msgspec.Struct, frozen=True):
 
 
 class ConsumerMember(msgspec.Struct, frozen=True, array_like=True):
-    """A member of the consumer protocol (`kafka.groups.consumer_state.Consumer`). held, revoking, target: topic id →
-    partitions."""
+    """State of a member of the consumer protocol (`kafka.groups.consumer_state.Consumer`). held, revoking, target:
+    topic id → partitions."""
 
     epoch: int = 0
     previous: int = -1
@@ -74,8 +77,8 @@ class ConsumerMember(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupMemberRow(msgspec.Struct, frozen=True):
-    """protocols: (name, metadata), the favourite first. consumer: None in a group of the classic protocol; beside it
-    protocols are those of a member that speaks the classic one in a group of the other."""
+    """Member of a group. protocols: (name, metadata), preferred first. consumer: None in a group of the classic
+    protocol. If both are set, the member speaks the classic protocol in a consumer protocol group."""
 
     group: str
     member_id: str

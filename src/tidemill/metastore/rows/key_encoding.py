@@ -1,17 +1,18 @@
-"""Bytes of keys: byte order is the order of the columns, and no key's prefix runs into another entity.
+"""Byte encoding of keys: byte order equals column order, and no key's prefix runs into another entity.
 
     key     family tag uint8 | entity | column…
-    entity  text; what the row belongs to, and what routes it to a domain (`cluster.domain_of`). Rows of the
+    entity  text; the owner of the row, which routes it to a domain (`cluster.domain_of`). Rows of the
             catalogue itself (topics, captures, pipelines, nodes) belong to the empty entity, so that one
             batch may change several of them.
-    text    UTF-8 with every 00 written as 00 FF, then 00 01. So "a" < "a\\0" < "ab", as the strings are.
+    text    UTF-8 with every 00 written as 00 FF, then 00 01. So "a" < "a\\0" < "ab", like the strings.
     u32     4 bytes, big-endian
     u64     8 bytes, big-endian
 
-Tag 00 belongs to the domains themselves (requests, marks of imports); families have tags from 01 on.
+Tag 00 belongs to the domains themselves (requests, import markers); families have tags from 01 on.
 
-K1  Keys are ordered as (tag, entity, columns…) are.
-K2  `00 01` ends a text and occurs nowhere inside one: the prefix of an entity is the prefix of no other.
+- Invariant (order): keys are ordered like (tag, entity, columns…).
+- Invariant (prefix-free entities): `00 01` ends a text and occurs nowhere inside one, so the prefix of an entity is
+  never a prefix of another.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Part = str | int
 
 
 class Kind(Enum):
-    """What one column of a key holds."""
+    """Type of a key column."""
 
     TEXT = "text"
     U32 = "u32"
@@ -41,18 +42,18 @@ class Column(NamedTuple):
 
 
 def put(column: Column, value: Part) -> bytes:
-    """One column. Raises InvalidError for a value of another kind or out of its range."""
+    """Encode one column. Raises InvalidError for a value of another kind or out of range."""
     try:
         return writer(column.kind)(value)
     except UNFIT as error:
         raise InvalidError(
-            f"A key cannot hold this value: column={column.name} kind={column.kind.value} value={value!r}.",
-            fix="Use a non-negative number in range, or text that UTF-8 can hold.",
+            f"a key cannot hold this value: column={column.name} kind={column.kind.value} value={value!r}.",
+            fix="Use a non-negative number in range, or text that UTF-8 can encode.",
         ) from error
 
 
 def writer(kind: Kind) -> Callable[[Any], bytes]:
-    """As `put` of a column of this kind, but what it raises is as it comes: of `UNFIT`."""
+    """Return the encoder of a column of this kind. It raises the exceptions in `UNFIT` untranslated."""
     writers: dict[Kind, Callable[[Any], bytes]] = {Kind.TEXT: put_text, Kind.U32: _put_u32, Kind.U64: _put_u64}
     return writers[kind]
 
@@ -73,29 +74,30 @@ def _put_u64(value: int) -> bytes:
 
 
 def take(column: Column, key: bytes, at: int) -> tuple[Part, int]:
-    """(value, where the next column begins). Raises CorruptError when the key ends too early."""
+    """Decode one column; return (value, where the next column begins). Raises CorruptError if the key ends too
+    early."""
     if column.kind is Kind.TEXT:
         end = key.find(END, at)
         if end < 0:
-            raise CorruptError(f"A key ends inside a text: column={column.name} key={key.hex()}.")
+            raise CorruptError(f"a key ends inside a text: column={column.name} key={key.hex()}.")
         return key[at:end].replace(ESCAPED, b"\x00").decode(), end + len(END)
     end = at + (4 if column.kind is Kind.U32 else 8)
     if end > len(key):
-        raise CorruptError(f"A key ends inside a number: column={column.name} key={key.hex()}.")
+        raise CorruptError(f"a key ends inside a number: column={column.name} key={key.hex()}.")
     return int.from_bytes(key[at:end], "big"), end
 
 
 def entity_of(key: bytes) -> bytes:
-    """The bytes of a key's entity, as they stand in it and without their end: what routing hashes.
+    """Return the encoded entity of a key without its end marker: the input of routing.
 
-    Raises CorruptError for bytes that are no row's key.
+    Raises CorruptError for bytes that are not a row's key.
     """
     end = key.find(END, 1)
     if end < 0:
-        raise CorruptError(f"A key has no entity: key={key.hex()}.")
+        raise CorruptError(f"a key has no entity: key={key.hex()}.")
     return key[1:end]
 
 
 def names_entity(prefix: bytes) -> bool:
-    """Does every key with this prefix belong to one entity?"""
+    """Return whether every key with this prefix belongs to one entity."""
     return prefix.find(END, 1) >= 0

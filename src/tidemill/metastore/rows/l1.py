@@ -1,7 +1,7 @@
-"""What lies in L1 (RFC 0005): extents of partitions, leader epochs, and the objects that hold them.
+"""Rows of L1 (RFC 0005): extents of partitions, leader epochs, and the objects that hold them.
 
-Unlike the rows of `partitions` and `extents`, which copy what partition logs say, these are the truth. All of a topic
-lie in one domain with those copies, and `topics.l1.rules` says how they change.
+Unlike the rows of `partitions` and `extents`, which copy the state of partition logs, these rows are the source of
+truth. All rows of a topic are in one domain with those copies; `topics.l1.rules` defines how they change.
 
 l1 partition  13 | topic_id text | partition u32
               start, next, size_bytes, extent_count, compaction_epoch, highest_timestamp_ms
@@ -24,19 +24,19 @@ from tidemill.metastore.rows.key_encoding import Column, Kind
 from tidemill.metastore.rows.row_family import Family
 
 NO_TIMESTAMP = -(2**63)
-"""Of what holds no batch."""
+"""Value for an extent or partition without batches."""
 
 PREFIX = "l1/"
 
 
 def l1_key(topic_id: str, object_id: str) -> str:
-    """Of the object in the bucket."""
+    """Return the object's key in the bucket."""
     return f"{PREFIX}{topic_id}/{object_id}"
 
 
 class L1PartitionRow(msgspec.Struct, frozen=True):
-    """Extents cover the offsets [start, next) without a gap; the first one may begin before `start`.
-    `size_bytes` is that of all extents' batches."""
+    """L1 part of a partition. Its extents cover the offsets [start, next) without a gap; the first one may begin before
+    `start`. `size_bytes`: the batches of all extents."""
 
     topic_id: str
     partition: int
@@ -49,8 +49,9 @@ class L1PartitionRow(msgspec.Struct, frozen=True):
 
 
 class L1ExtentRow(msgspec.Struct, frozen=True):
-    """Offsets base_offset to last_offset, both inclusive. `first_byte` and `size_bytes` of the batches, `index_byte`
-    and `index_bytes` of their index, within the object. `highest_timestamp_ms`: over this extent and all before it."""
+    """One extent: offsets base_offset to last_offset, both inclusive. `first_byte` and `size_bytes` locate the batches,
+    `index_byte` and `index_bytes` their index within the object. `highest_timestamp_ms`: over this extent and all
+    before it."""
 
     topic_id: str
     partition: int
@@ -71,12 +72,12 @@ class L1ExtentRow(msgspec.Struct, frozen=True):
 
     @property
     def weight_bytes(self) -> int:
-        """What it counts for in its object; never 0."""
+        """Bytes that the extent counts for in its object; never 0."""
         return self.size_bytes + self.index_bytes
 
 
 class L1TermRow(msgspec.Struct, frozen=True):
-    """The first offset that was placed in a term: Kafka's leader epochs."""
+    """First offset of a term: Kafka's leader epochs."""
 
     topic_id: str
     partition: int
@@ -85,8 +86,9 @@ class L1TermRow(msgspec.Struct, frozen=True):
 
 
 class L1ObjectRow(msgspec.Struct, frozen=True):
-    """`registered` false = announced before its upload, and not yet referred to. Bytes are those of its extents
-    (`weight_bytes`); it is garbage when removed_bytes reaches total_bytes. `object_bytes`: its size in the bucket."""
+    """An L1 object. `registered` false = announced before its upload, not referred to yet. `total_bytes` and
+    `removed_bytes` sum its extents' `weight_bytes`; the object is garbage when they are equal. `object_bytes`: its size
+    in the bucket."""
 
     topic_id: str
     object_id: str
@@ -98,11 +100,11 @@ class L1ObjectRow(msgspec.Struct, frozen=True):
 
 
 class L1CleanedRow(msgspec.Struct, frozen=True):
-    """How far a partition has been compacted by key: of each key at most one record lies below `cleaned`.
+    """Progress of log compaction of a partition: below `cleaned` there is at most one record of each key.
 
-    `tombstones`: (below, at_ms, count), ascending: those that lie below the offset `below`, and not below that of the
-    entry before, have been the only record of their key since `at_ms`; so many of them are still there.
-    `settled`: what was replaced below it, nobody reads any more.
+    `tombstones`: (below, at_ms, count), ascending. The `count` tombstones below the offset `below`, and not below that
+    of the entry before, have been the only record of their key since `at_ms`. `settled`: below it, no reader uses the
+    replaced records any more.
     """
 
     topic_id: str

@@ -1,11 +1,11 @@
-"""Names of the catalogue's rows, and who changed each last. Written with every change, deletions included.
+"""Names of the catalogue's rows and the last writer of each. Written with every change, including deletions.
 
     name       06 | "" | kind text | name text
                attempt
 
-A name row is never deleted, so its seqno says exactly whether a row was changed since it was read; the row itself,
-when it is absent, only says that it is absent again. `attempt` is the nonce of the write: whoever was never told an
-outcome finds it there, or knows that it did not land.
+A name row is never deleted, so its seqno shows exactly whether a row was changed since it was read. The row itself
+cannot: it may have been deleted and re-created. `attempt` is the nonce of the write: a writer that did not learn the
+outcome finds its nonce there, or knows that the write did not happen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class NameRow(msgspec.Struct, frozen=True):
-    """kind: the name of the family that the row is of."""
+    """Name row. kind: the name of the row's family."""
 
     kind: str
     name: str

@@ -1,4 +1,4 @@
-"""Nodes that ever ran under a name. Who is alive is told by leases, never by these rows.
+"""Nodes that ever ran under a name. Leases show which are alive; these rows do not.
 
 node       05 | "" | name text
            host, kafka_port, http_url, node_id, started_ms
@@ -13,7 +13,7 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class NodeRow(msgspec.Struct, frozen=True):
-    """`node_id` is Kafka's broker id: the same for a name for ever. `started_ms`: the newest start."""
+    """A node. `node_id` is Kafka's broker id, permanent for a name. `started_ms`: its last start."""
 
     name: str
     host: str = ""

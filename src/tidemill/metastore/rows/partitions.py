@@ -5,7 +5,7 @@
                terms array of [term, first offset], producers bytes, transactions bytes, reconciled,
                aborted_start
 
-`terms` are Kafka's leader epochs, ascending. `producers` and `transactions` belong to `topics`, which alone reads them:
+`terms` are Kafka's leader epochs, ascending. `producers` and `transactions` belong to `topics`, the only reader:
 
     producers     msgpack array of [producer id, [epoch, [[first sequence, last sequence, base offset, record
                   count]…], updated_ms]], the longest idle first
@@ -21,14 +21,15 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class PartitionRow(msgspec.Struct, frozen=True):
-    """
+    """State of a partition.
+
     log_start       first Kafka offset that may be read
     next_offset     the high watermark as of this row
-    leader_term     the newest term that placed a batch
+    leader_term     newest term that placed a batch
     log_position    next position of the partition's fenced log as of this row
-    last_at_ms      the newest proposer's time seen
-    reconciled      everything below it lies in L1: extent rows hold what comes after
-    aborted_start   no row tells of a transaction that was aborted wholly below it: compaction has taken its records
+    last_at_ms      newest proposer time seen
+    reconciled      everything below it is in L1: extent rows hold the offsets from there on
+    aborted_start   no row lists a transaction that was aborted wholly below it: compaction has removed its records
     """
 
     topic_id: str

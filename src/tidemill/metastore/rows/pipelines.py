@@ -1,4 +1,4 @@
-"""Pipelines.
+"""Pipelines: their tables and the sources of these.
 
 pipeline   04 | "" | name text
            tables map, dead_letters, derived map
@@ -13,9 +13,9 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class PipelineRow(msgspec.Struct, frozen=True):
-    """tables: shard name → what feeds it, for `status` and `verify`. Sources: `capture:<name>:<schema.table>`,
-    `topic:<name>`, `derived`. derived: derived shard → its inputs in their order → the input's columns that group it
-    (none: given whole); a row of an older version names none of them."""
+    """A pipeline. tables: shard name → its source, for `status` and `verify`. Sources: `capture:<name>:<schema.table>`,
+    `topic:<name>`, `derived`. derived: derived shard → its inputs in order → the columns that group the input (none:
+    the whole input); a row of an older version names none."""
 
     name: str
     tables: dict[str, str] = {}
@@ -27,6 +27,6 @@ PIPELINES = Family(0x04, "pipeline", PipelineRow, Column("name", Kind.TEXT), own
 
 
 def source_of(fed_by: str) -> str:
-    """The source of bindings that a pipeline's `capture:<name>:<table>` or `topic:<name>` names."""
+    """Return the source of bindings for a table's `capture:<name>:<table>` or `topic:<name>`."""
     kind, _, name = fed_by.partition(":")
     return f"{kind}/{name.partition(':')[0]}"

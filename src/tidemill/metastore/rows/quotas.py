@@ -1,9 +1,9 @@
-"""What somebody may use in a second: Kafka's client quotas.
+"""Client quotas, as in Kafka.
 
 quota      0C | "" | user text | client text | name text
            value
 
-`user` and `client`: "" = the quota says nothing of it, "*" = everyone that has none of their own, "=NAME" = NAME.
+`user` and `client`: "" = not part of the entity, "*" = the default for names without their own quota, "=NAME" = NAME.
 """
 
 from __future__ import annotations

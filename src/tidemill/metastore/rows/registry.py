@@ -1,4 +1,4 @@
-"""The schema registry: schemas by id, who uses them, subjects, and what is configured. One entity, one domain: a batch
+"""Schema registry: schemas by id, their uses, subjects, and configuration. One entity, one domain: a batch
 may change all of them, and every batch changes the head.
 
 schema          70 | "" | id u32
@@ -8,9 +8,9 @@ digest          71 | "" | digest text
 version         72 | "" | subject text | version u32
                 id, deleted, created_ms
 use             73 | "" | id u32 | subject text | version u32
-                (nothing more: the version's row tells)
+                (empty value: the version's row has the details)
 referrer        74 | "" | subject text | version u32 | id u32
-                (nothing more: schema `id` refers to this version)
+                (empty value: schema `id` refers to this version)
 registry config 75 | "" | subject text, "" for all subjects
                 compatibility, mode, normalize
 registry head   76 | "" | name text, always "head"
@@ -26,7 +26,8 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class Reference(msgspec.Struct, frozen=True, array_like=True):
-    """`name` is what the schema's text calls it: a full name (Avro), a URI (JSON), a file to import (Protobuf)."""
+    """Reference of a schema. `name`: how the schema's text calls it: a full name (Avro), a URI (JSON), an imported file
+    (Protobuf)."""
 
     name: str
     subject: str
@@ -34,9 +35,9 @@ class Reference(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SchemaRow(msgspec.Struct, frozen=True):
-    """kind: AVRO, JSON or PROTOBUF. digest: of what the schema means with its references, the same for equal schemas.
-    descriptor: a Protobuf schema's serialized FileDescriptorProto; its `text` is "" when it was given as that and no
-    text could say the same."""
+    """A schema. kind: AVRO, JSON or PROTOBUF. digest: of the schema's meaning with its references, the same for equal
+    schemas. descriptor: a Protobuf schema's serialized FileDescriptorProto; its `text` is "" if it was registered in
+    that form and has no textual equivalent."""
 
     id: int
     kind: str
@@ -47,7 +48,7 @@ class SchemaRow(msgspec.Struct, frozen=True):
 
 
 class DigestRow(msgspec.Struct, frozen=True):
-    """others: further ids of the same schema, which imports brought; `id` is the one that is given out."""
+    """Ids of equal schemas. `id` is the one returned to clients; others: further ids, created by imports."""
 
     digest: str
     id: int
@@ -79,7 +80,7 @@ class ReferrerRow(msgspec.Struct, frozen=True):
 
 
 class RegistryConfigRow(msgspec.Struct, frozen=True):
-    """ "" = not configured here."""
+    """Configuration of a subject, or the global one. "" = not configured here."""
 
     subject: str
     compatibility: str = ""
@@ -88,8 +89,9 @@ class RegistryConfigRow(msgspec.Struct, frozen=True):
 
 
 class RegistryHeadRow(msgspec.Struct, frozen=True):
-    """next_id only grows, so that no id is given twice. subjects: with a version, deleted ones included. attempts: the
-    nonces of the newest `changes`, by which who was never told an outcome finds it."""
+    """Head row. next_id only grows, so that no id is assigned twice. subjects: number of those with a version,
+    including deleted ones. attempts: nonces of the newest `changes`, so that a writer that did not learn the outcome
+    finds its own."""
 
     name: str
     next_id: int = 1

@@ -1,9 +1,9 @@
-"""A row family: a typed row, the columns of it that are its key, and the bytes of the rest.
+"""A row family: a typed row, its key columns, and the encoding of the other fields.
 
     value   format uint8 = 1 | msgpack array of the fields that are not in the key, in the order of the struct
 
-Fields are only ever added, at the end and with a default: a shorter array is an older row, and what a newer
-version appended is ignored. A value is never empty, since the empty value is the tombstone (L8).
+Fields are only added, at the end and with a default: a shorter array is an older row, and fields appended by a newer
+version are ignored. A value is never empty, since the empty value is the tombstone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Family(Generic[R]):
-    """One family. `key` are the first fields of `row`, in order; `own_entity` = the first of them is the entity."""
+    """A row family. `key`: the first fields of `row`, in order; `own_entity`: the first of them is the entity."""
 
     def __init__(self, tag: int, name: str, row: type[R], *key: Column, own_entity: bool = True) -> None:
         fields = msgspec.structs.fields(row)
@@ -44,16 +44,16 @@ class Family(Generic[R]):
         return f"Family({self.name})"
 
     def key(self, *parts: Part) -> bytes:
-        """The key of one row. Raises InvalidError for a wrong number of columns or a value that does not fit."""
+        """Encode the key of one row. Raises InvalidError for a wrong number of columns or an invalid value."""
         if len(parts) != len(self.columns):
-            raise InvalidError(f"A key of {self.name} has {len(self.columns)} columns: given={len(parts)}.")
+            raise InvalidError(f"a key of {self.name} has {len(self.columns)} columns: given={len(parts)}.")
         return self.prefix(*parts)
 
     def prefix(self, *parts: Part) -> bytes:
-        """What the keys of all rows with these first columns begin with; nothing given = the whole family."""
+        """Return the common prefix of the keys of all rows with these first columns; no columns = the whole family."""
         try:
             written = [write(part) for write, part in zip(self._writers[: len(parts)], parts, strict=True)]
-        except UNFIT:  # told by its column
+        except UNFIT:  # `put` raises an error that names the column
             written = [put(column, part) for column, part in zip(self.columns, parts, strict=False)]
         return self._head + b"".join(written)
 
@@ -61,41 +61,41 @@ class Family(Generic[R]):
         return self.prefix(*msgspec.structs.astuple(row)[: len(self.columns)])
 
     def encode(self, row: R) -> tuple[bytes, bytes]:
-        """(key, value). Raises InvalidError for a key that cannot be written."""
+        """Return (key, value). Raises InvalidError for a key that cannot be encoded."""
         fields, count = msgspec.structs.astuple(row), len(self.columns)
         return self.prefix(*fields[:count]), _FORMAT + _encoder.encode(fields[count:])
 
     def decode_key(self, key: bytes) -> tuple[Part, ...]:
-        """Raises CorruptError for a key of another family or a damaged one."""
+        """Decode a key into its columns. Raises CorruptError for a key of another family or a damaged one."""
         if not key.startswith(self._head):
-            raise CorruptError(f"Not a key of this family: family={self.name} key={key.hex()}.")
+            raise CorruptError(f"not a key of this family: family={self.name} key={key.hex()}.")
         parts: list[Part] = []
         at = len(self._head)
         for column in self.columns:
             part, at = take(column, key, at)
             parts.append(part)
         if at != len(key):
-            raise CorruptError(f"A key is longer than its columns: family={self.name} key={key.hex()}.")
+            raise CorruptError(f"a key is longer than its columns: family={self.name} key={key.hex()}.")
         return tuple(parts)
 
     def decode(self, key: bytes, value: bytes) -> R:
-        """Raises CorruptError (damaged) or InvalidError (written by a newer version)."""
+        """Decode a row. Raises CorruptError (damaged) or InvalidError (written by a newer version)."""
         parts = self.decode_key(key)
         if value[:1] != _FORMAT:
             raise InvalidError(
-                f"A row has another format: family={self.name} key={key.hex()} "
+                f"a row has an unknown format: family={self.name} key={key.hex()} "
                 f"format={value[:1].hex()} known={FORMAT}.",
                 fix="Upgrade tidemill: a newer version wrote this row.",
             )
         try:
             rest = self._decoder.decode(memoryview(value)[1:])
         except msgspec.DecodeError as error:
-            raise CorruptError(f"A row is unreadable: family={self.name} key={key.hex()} cause={error}.") from error
+            raise CorruptError(f"a row is unreadable: family={self.name} key={key.hex()} cause={error}.") from error
         return self.row(*parts, *msgspec.structs.astuple(rest))
 
 
 def _value_type(row: type[msgspec.Struct], skipped: int) -> type[msgspec.Struct]:
-    """An array-like struct of the fields after the key: types and defaults are those of the row."""
+    """Return an array-like struct of the fields after the key, with the row's types and defaults."""
     fields: list[Any] = []
     for field in msgspec.structs.fields(row)[skipped:]:
         if field.default is not msgspec.NODEFAULT:

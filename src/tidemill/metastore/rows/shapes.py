@@ -1,4 +1,4 @@
-"""Shapes: what each handle stands for.
+"""Shapes: the definition behind each handle.
 
 shape      50 | shape_id text
            handle, kind, database, schema, table, where, params array, columns array, replica, log_mode,
@@ -14,9 +14,9 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class ShapeRow(msgspec.Struct, frozen=True):
-    """kind: `table` (`schema`.`table` of a captured database) or `shard` (`table` is the shard's name).
+    """A shape. kind: `table` (`schema`.`table` of a captured database) or `shard` (`table` is the shard's name).
 
-    `shape_id` is the digest of the definition; `handle` names its present life.
+    `shape_id` is the digest of the definition; `handle` identifies the current log of the shape.
     """
 
     shape_id: str

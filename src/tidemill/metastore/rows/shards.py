@@ -1,16 +1,16 @@
-"""Shards: the state of each without its batches, and one row a batch.
+"""Shards: the state of each without its batches, and one row per batch.
 
     shard      40 | name text
                shard_id, since, upper, version, log_position, closed, header bytes
     batch      41 | name text | lower u64
                upper, batch bytes, objects array of keys
 
-`header` and `batch` belong to `shards`, which alone reads them (layouts: shards/state/codec):
+`header` and `batch` belong to `shards`, the only reader (layouts: shards/state/codec):
 
     header     a rollup with an empty list of batches: schema, holds, writers
-    batch      one batch with its parts, the inline ones included
+    batch      one batch with its parts, including inline ones
 
-`objects` repeats the keys of the batch's parts, so that a checker needs no codec of another room.
+`objects` repeats the keys of the batch's parts, so that a checker does not need the codec of `shards`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class ShardRow(msgspec.Struct, frozen=True):
-    """`log_position`: next position of the shard's fenced log as of this row."""
+    """State of a shard without its batches. `log_position`: next position of the shard's fenced log as of this row."""
 
     name: str
     shard_id: str
@@ -35,7 +35,7 @@ class ShardRow(msgspec.Struct, frozen=True):
 
 
 class ShardBatchRow(msgspec.Struct, frozen=True):
-    """The updates with lower ≤ time < upper. Batches of a shard are contiguous, so `lower` names one."""
+    """Updates with lower ≤ time < upper. Batches of a shard are contiguous, so `lower` identifies one."""
 
     name: str
     lower: int

@@ -1,6 +1,6 @@
-"""Topics, by name and by id. Both rows of a topic are written in one batch, so neither is ever without the other.
+"""Topics, by name and by id. Both rows of a topic are written in one batch, so neither exists without the other.
 
-topic      01 | "" | name text                                                  (layouts: rows.keys, rows.family)
+topic      01 | "" | name text                                 (layouts: rows.key_encoding, rows.row_family)
            topic_id, partitions, kind, created_ms, config map
 topic id   02 | "" | topic_id text
            name
@@ -15,7 +15,7 @@ from tidemill.metastore.rows.row_family import Family
 
 
 class TopicRow(msgspec.Struct, frozen=True):
-    """kind: `stream` (Kafka producers) or `capture` (written by capture only)."""
+    """A topic. kind: `stream` (Kafka producers) or `capture` (written by capture only)."""
 
     name: str
     topic_id: str

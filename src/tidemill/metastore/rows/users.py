@@ -1,4 +1,4 @@
-"""Users and what proves them: SCRAM credentials, from which no password follows.
+"""Users and their SCRAM credentials, from which a password cannot be recovered.
 
 user       0A | "" | user text | mechanism u32 (1 = SCRAM-SHA-256, 2 = SCRAM-SHA-512, as KIP-554)
            salt, stored_key, server_key, iterations, changed_ms

@@ -55,7 +55,7 @@ class WorkerMerger:
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
-        """Raises UnavailableError when the process cannot be started or dies; else as the protocol says."""
+        """Raise UnavailableError when the process cannot be started or dies; else as the protocol says."""
         async with self._turn:
             if self._closed:
                 raise ClosedError("The merge worker was closed.")
