@@ -62,7 +62,7 @@ def test_f518_a_failover_that_lost_commits_ends_every_client_that_had_seen_them_
             said = str(ended.value)
             assert f"consensus=postgresql://postgres@127.0.0.1,127.0.0.1:{pair.primary.port}" in said.replace("'", "")
             assert "log='log/a' seen=term:1,start:0,next:3 found=term:1,start:0,next:4" in said
-            assert "start again by themselves" in said
+            assert "restart automatically" in said
             assert "synchronous_standby_names" in said
             assert client.trouble() in said
             with pytest.raises(StoreRolledBackError):  # for ever, whatever is asked

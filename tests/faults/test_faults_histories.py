@@ -102,7 +102,7 @@ def test_f521_a_failover_of_consensus_that_lost_commits_restarts_the_node_which_
             before = cluster.children()["node"]
             pair.fail_over()
             until(lambda: cluster.children().get("node", before) != before, lambda: cluster.said)
-            until(lambda: "Consensus returned to an earlier state" in cluster.said, lambda: cluster.said)
+            until(lambda: "consensus returned to an earlier state" in cluster.said, lambda: cluster.said)
             [said] = [line for line in cluster.said.splitlines() if "returned to an earlier state" in line][:1]
             assert (
                 f"consensus=postgresql://postgres@127.0.0.1,127.0.0.1:{pair.primary.port},{pair.standby.port}" in said

@@ -3,9 +3,9 @@
     caller ─► api ─► client_base ─► sqlite | postgres | memory ─► transitions (the rules, pure)
     state_log: replicated state machines on one log; status: the status board
 
-Owns compare-and-set, fencing by term, group commit, notifications, leases, and the choice of the SQLite sequencer.
-Does not own what the bytes mean, when a leader should step down, or how objects are stored.
+Owns compare-and-set, fencing by term, group commit, notifications, leases, and the election of the SQLite sequencer.
+Does not own the meaning of the bytes, the decision to step down as a leader, or the storage of objects.
 
-Keeps C1-C4 of `api.py` on every engine, in one process and across processes. A lost acknowledgement is `Unknown` and is
-resolved by nonce (`resolve_append`, `resolve_cas`, or inside `StateLog`); it is never guessed.
+Every engine satisfies the invariants of `api.py`, within one process and across processes. A lost acknowledgement is
+`UnknownOutcomeError` and is resolved by nonce (`resolve_append`, `resolve_cas`, or inside `StateLog`), never guessed.
 """

@@ -1,13 +1,15 @@
 """The consensus contract: registers, fenced logs and leases over an existing engine.
 
-C1  After a term is fenced, none of its appends lands.
-C2  A register or log position is written by exactly one winner; every stored version holds its
-    sequence and the writer's nonce. A register that was dropped counts anew (`drop` says for whom that is right).
-C3  Exactly three outcomes: it returned (ok), Conflict/Fenced with the current state (did not happen),
-    Unknown (may have happened). Unavailable means it certainly did not happen.
-C5  What was acknowledged to a client, or read by it, is in every later state that it is shown; else it ends
-    (`rollback_detection`).
-C4  Expiry of a lease is decided by the engine's clock; safety comes only from fencing with its term.
+Invariants:
+
+- Fencing: after a term is fenced, no append of an earlier term takes effect.
+- Single winner: exactly one writer writes each register version and each log position. Every stored version holds its
+  sequence number and the writer's nonce. A dropped register counts from 1 again (see `Consensus.drop`).
+- Three outcomes: a call returns (it happened), raises ConflictError or FencedError with the current state (it did not
+  happen), or raises UnknownOutcomeError (it may have happened). UnavailableError means that it did not happen.
+- No rollback: state that was acknowledged to a client, or read by it, is part of every later state that it sees.
+  Otherwise the client fails permanently (`rollback_detection`).
+- Lease expiry: the engine's clock decides when a lease expires. Safety comes only from fencing with the lease's term.
 
 One contract suite (`tests/contracts/consensus.py`) runs on memory, SQLite and PostgreSQL.
 """
@@ -31,7 +33,10 @@ class Versioned(msgspec.Struct, frozen=True):
 
 
 class LogHead(msgspec.Struct, frozen=True):
-    """term: the highest term fenced or appended. [start, next): positions present. An unwritten log is (0, 0, 0)."""
+    """Bounds of a log: positions [start, next) are present, and `term` is the highest term fenced or appended.
+
+    An unwritten log is (0, 0, 0).
+    """
 
     term: int
     start: int
@@ -46,14 +51,14 @@ class LogRecord(msgspec.Struct, frozen=True):
 
 
 class LogSlice(msgspec.Struct, frozen=True):
-    """Records from the asked position on, consecutive; `head` as of the read."""
+    """Consecutive records from the requested position on; `head` is as of the read."""
 
     records: tuple[LogRecord, ...]
     head: LogHead
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """`heads`: names and heads of logs. `token` is where to go on; `more`: at once, for this was not all."""
+    """Heads of changed logs, by name. Pass `token` to the next call; `more` means that the answer is incomplete."""
 
     heads: tuple[tuple[str, LogHead], ...]
     token: str
@@ -61,13 +66,13 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 REPORTS = "board/"
-"""Registers that begin so are reports of processes (`board`): each is about its writer alone."""
+"""Key prefix of status reports (`status.board`). Each is about its writer alone."""
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """`term` grows by one at every change of holder and never repeats: use it to fence.
+    """A lease as read. `term` grows by one whenever the holder changes and never repeats, so fence with it.
 
-    `live` and `remaining_ms` are as of the engine's clock when this was read.
+    `live` and `remaining_ms` are as of the engine's clock at the time of the read.
     """
 
     name: str
@@ -80,93 +85,94 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Consensus(Protocol):
-    """Every method may raise Unavailable or Closed; every write may raise UnknownOutcomeError.
+    """The client's contract.
 
-    Every method raises MovedBack (a Closed), for ever, once an answer showed that the engine lost what this client had
-    seen of it (`rollback_detection`): the process ends.
+    Every method may raise UnavailableError or ClosedError; every write may also raise UnknownOutcomeError. Once an
+    answer shows that the engine lost state that this client had seen (`rollback_detection`), every method raises
+    StoreRolledBackError (a ClosedError) from then on, and the process must exit.
     """
 
     # registers -----------------------------------------------------------------------------------
     async def head(self, key: str) -> Versioned | None: ...
 
     async def cas(self, key: str, expected_seq: int, data: bytes, nonce: str) -> Versioned:
-        """Write version expected_seq + 1 if the current is expected_seq (0 = absent).
+        """Write version expected_seq + 1 if the current version is expected_seq (0 = absent).
 
-        Raises Conflict(current: Versioned | None). Data is at most limits.REGISTER_BYTES (Invalid).
+        Raises ConflictError(current: Versioned | None), and InvalidError if data exceeds limits.REGISTER_BYTES.
         """
         ...
 
     async def drop(self, key: str, expected_seq: int) -> None:
-        """Remove the register if its version is expected_seq ≥ 1. Raises Conflict(current: Versioned | None).
+        """Remove the register if its version is expected_seq ≥ 1. Raises ConflictError(current: Versioned | None).
 
-        A key that was dropped begins again at version 1: who still holds an older version may take the new one for
-        his own. So only keys whose writer is one process, or that are never written again, are dropped, and those that
-        `rollback_detection.REWRITTEN` names: a version below one that was seen shows otherwise that consensus moved
+        A dropped key starts again at version 1, so a client that remembers an older version could mistake the new one
+        for its own. Drop only keys that one process writes, keys that are never written again, and keys under
+        `rollback_detection.REWRITTEN`. For any other key, a version below one already seen means that the engine rolled
         back.
         """
         ...
 
     async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
-        """All registers whose key starts with `prefix`, in key order."""
+        """Return all registers whose key starts with `prefix`, in key order."""
         ...
 
     # fenced logs ---------------------------------------------------------------------------------
     async def log_head(self, log: str) -> LogHead: ...
 
     async def fence(self, log: str, term: int) -> LogHead:
-        """Raise the log's term to `term`. Same term again is a no-op. Raises Fenced(current: LogHead)."""
+        """Raise the log's term to `term`; a no-op for the current term. Raises FencedError(current: LogHead)."""
         ...
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
-        """Append records at expected_next, all or none; returns the new head.
+        """Append all records at expected_next, or none; return the new head.
 
-        term must be ≥ the stored term (and becomes it). Raises Fenced(current: LogHead) for an older term,
-        Conflict(current: LogHead) when next ≠ expected_next. Writers that race as equals all use term 0.
-        Concurrent appends to many logs share one durable commit (group commit).
+        `term` must be ≥ the stored term, and replaces it. Raises FencedError(current: LogHead) for an older term and
+        ConflictError(current: LogHead) if next ≠ expected_next. Writers that race as equals all use term 0. Concurrent
+        appends to many logs share one durable commit (group commit).
         """
         ...
 
     async def read(self, log: str, start: int, limit_records: int = 1000, limit_bytes: int = 4 << 20) -> LogSlice:
-        """Records from `start` (at least one if any is present). Raises Missing(…) when start < head.start."""
+        """Return records from `start` on, at least one if any is present. Raises MissingError if start < head.start."""
         ...
 
     async def changed(self, prefix: str, since: str = "") -> Changes:
-        """The logs whose name starts with `prefix` and whose head changed after the token `since` was handed out.
+        """Return the logs whose name starts with `prefix` and whose head changed since the token `since` was issued.
 
-        At least those: an engine may name others, and all there are, as for "". Who keeps something of every log asks
-        this instead of every log; while nothing happens it costs one request, however many there are.
+        An engine may return more logs than those; it returns all of them for "". A consumer that tracks every log calls
+        this instead of reading every head: while no log changes, it costs one request for any number of logs.
         """
         ...
 
     async def truncate(self, log: str, before: int) -> LogHead:
-        """Forget positions < before (monotone; before ≤ next, else Invalid). Numbering goes on."""
+        """Delete positions < before (monotone; InvalidError if before > next). Positions are not renumbered."""
         ...
 
     async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
-        """True as soon as head.next > beyond; False after timeout. A hint: callers read to be sure."""
+        """Return True as soon as head.next > beyond, False after the timeout. A hint: read to be certain."""
         ...
 
     # leases --------------------------------------------------------------------------------------
     async def acquire(self, name: str, holder: str, ttl_ms: int, info: bytes = b"") -> Lease:
-        """Take a free or expired lease, or renew one's own (term unchanged; info replaced).
+        """Acquire a free or expired lease, or renew the caller's own (same term; info is replaced).
 
-        Raises Conflict(current: Lease) while another holder's lease is live. A holder name is used by one
-        process life only, so that re-acquiring after a crash gets a new term.
+        Raises ConflictError(current: Lease) while another holder's lease is live. A holder name belongs to one process
+        life only, so that a process that acquires the lease again after a crash gets a new term.
         """
         ...
 
     async def release(self, name: str, holder: str, term: int) -> None:
-        """Give the lease up now; a no-op unless held by this holder in this term. The term stays spent."""
+        """Release the lease now; a no-op unless this holder holds it in this term. The term is not reused."""
         ...
 
     async def leases(self, prefix: str) -> list[Lease]:
-        """All leases, live and expired, whose name starts with `prefix`, in name order."""
+        """Return all leases, live and expired, whose name starts with `prefix`, in name order."""
         ...
 
     def trouble(self) -> str:
-        """One sentence: what does not work now, and what is known of why. Empty while this client does its work.
+        """Return one sentence on what does not work now, and the known cause; "" while the client works.
 
-        Never waits and never raises. A client does not die: it reconnects, and its trouble ends with that.
+        Never waits and never raises. A client does not die: it reconnects, and its trouble then ends.
         """
         ...
 
@@ -174,7 +180,7 @@ class Consensus(Protocol):
 
 
 async def changes(consensus: Consensus, prefix: str, since: str = "") -> tuple[dict[str, LogHead], str]:
-    """All that `changed` has to say: (head by log, the next token). Raises Unavailable."""
+    """Call `changed` until the answer is complete: (head by log, the next token). Raises UnavailableError."""
     heads: dict[str, LogHead] = {}
     while True:
         found = await consensus.changed(prefix, since)
@@ -185,10 +191,10 @@ async def changes(consensus: Consensus, prefix: str, since: str = "") -> tuple[d
 
 
 async def resolve_append(consensus: Consensus, log: str, expected_next: int, nonce: str) -> bool:
-    """After Unknown from `append`: did the attempt with `nonce` land at expected_next?
+    """Return whether the attempt with `nonce` landed at expected_next, after `append` raised UnknownOutcomeError.
 
-    True and False are both certain only while no other attempt with this nonce can still be on its
-    way; backends end an attempt before they answer Unknown, or refuse it later by expected_next.
+    The answer is certain only if no other attempt with this nonce can still be in flight. Backends end an attempt
+    before they raise UnknownOutcomeError, or reject it later by expected_next.
     """
     head = await consensus.log_head(log)
     if head.next <= expected_next:
@@ -198,9 +204,9 @@ async def resolve_append(consensus: Consensus, log: str, expected_next: int, non
 
 
 async def resolve_cas(consensus: Consensus, key: str, expected_seq: int, nonce: str) -> Versioned | None:
-    """After Unknown from `cas`: the version that `nonce` wrote, or None when it certainly wrote nothing.
+    """Return the version that `nonce` wrote, after `cas` raised UnknownOutcomeError; None if it wrote nothing.
 
-    Raises UnknownOutcomeError when a later version hides the answer: the register forgets what it overwrote.
+    Raises UnknownOutcomeError if a later version hides the answer: the register does not store what it overwrote.
     """
     current = await consensus.head(key)
     if current is None or current.seq <= expected_seq:
@@ -208,6 +214,6 @@ async def resolve_cas(consensus: Consensus, key: str, expected_seq: int, nonce: 
     if current.seq == expected_seq + 1:
         return current if current.nonce == nonce else None
     raise UnknownOutcomeError(
-        f"A later version hides the outcome: key={key!r} expected_seq={expected_seq} seq={current.seq}.",
-        fix="Re-read the register and decide again from its present contents.",
+        f"a later version hides the outcome: key={key!r} expected_seq={expected_seq} seq={current.seq}.",
+        fix="Re-read the register and decide again from its current contents.",
     )

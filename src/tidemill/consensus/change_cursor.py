@@ -1,4 +1,4 @@
-"""The logs of one prefix that changed since somebody dealt with them: who keeps something of every log asks this."""
+"""The logs of one prefix that changed since the caller last processed them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tidemill.consensus.api import Consensus, LogHead, changes
 
 
 class ChangedLogs:
-    """A log is due with every change of it until it is `done`; so what could not be dealt with is met again.
+    """Tracks changed logs until they are `done`, so that a log whose processing failed is returned again.
 
-    Names are given without the prefix. At first every log there is is due.
+    Names are given without the prefix. Initially every existing log is due.
     """
 
     def __init__(self, consensus: Consensus, prefix: str) -> None:
@@ -21,10 +21,10 @@ class ChangedLogs:
         self._strange: set[str] = set()
 
     async def look(self, known: Callable[[str], bool]) -> dict[str, LogHead]:
-        """The due logs that are `known`, with their heads as of their last change. Raises Unavailable.
+        """Return the due logs that are `known`, with their heads as of their last change. Raises UnavailableError.
 
-        One that is not known at two looks running is let go: whoever decides that asked before the first of them
-        what there is, and knows at the second whatever was made before that log.
+        A name that is unknown in two consecutive calls is dropped. The caller refreshes its set of logs between the
+        calls, so the second one sees every log that existed at the first.
         """
         heads, self._token = await changes(self._consensus, self._prefix, self._token)
         cut = len(self._prefix)
@@ -39,7 +39,7 @@ class ChangedLogs:
             self._due.pop(name, None)
 
     def restart(self) -> None:
-        """Nothing was ever dealt with."""
+        """Treat every log as changed."""
         self._token = ""
         self._due.clear()
         self._strange.clear()

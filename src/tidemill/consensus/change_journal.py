@@ -1,11 +1,11 @@
-"""Which logs changed lately, in the order of their last change: what one engine remembers of its own life.
+"""Journal of recently changed logs, in the order of their last change, kept in memory by one engine.
 
-    token   LIFE:N            "what changed after the N-th change?"
-            LIFE:N:NAME       "what else is there after NAME?"; LIFE:N follows when all of it was told
+    token   LIFE:N            "which logs changed after change N?"
+            LIFE:N:NAME       "which other logs are there after NAME?"; LIFE:N follows the last page
 
-J1  Who asks with a token hears of every log that changed after it was handed out. What changes while all there is is
-    being told has a number beyond N, so it is told again.
-J2  A token of another life, or older than what is remembered, is answered by all there is.
+Invariant (no missed change): a token's answer contains every log that changed after the token was issued. A log that
+changes during a listing of all logs gets a number above N, so it is reported again. Invariant (safe fallback): a token
+of another journal, or one older than the oldest remembered change, is answered with a listing of all logs.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from tidemill.consensus.api import Changes, LogHead
 from tidemill.consensus.operations import Changed
 
 PAGE = 1_000
-"""Heads in one answer: a millisecond of an engine's thread, or two."""
+"""Heads per answer: one or two milliseconds of an engine's thread."""
 
 REMEMBERED = 50_000
-"""Some 200 bytes each."""
+"""Number of remembered changes, at about 200 bytes each."""
 
 Listed = Callable[[str, str, int], list[tuple[str, LogHead]]]
-"""(prefix, after, limit) → the first logs with this prefix whose name is greater than `after`, by name."""
+"""(prefix, after, limit) → the first `limit` logs with this prefix whose name is greater than `after`, by name."""
 
 
 class Journal:
-    """Owned by one engine."""
+    """The journal of one engine."""
 
     def __init__(self, life: str, *, remembered: int = REMEMBERED, page: int = PAGE) -> None:
-        """`life`: another one for every journal there ever was, without a colon."""
+        """`life` identifies this journal: unique among all journals ever created, and without a colon."""
         self._life = life
         self._remembered = remembered
         self._page = page
         self._last = 0
         self._forgotten = 0
         self._changes: dict[str, int] = {}
-        """log → number of its last change, ascending"""
+        """log → number of its last change, ascending."""
 
     def note(self, logs: Iterable[str]) -> None:
-        """These changed, and it is durable."""
+        """Record that these logs changed. Call it only once the change is durable."""
         changes = self._changes
         for log in logs:
             self._last += 1

@@ -1,5 +1,8 @@
-"""The contract's methods, once: each makes an operation, validates it, hands it to the backend's `_submit`, and
-compares the answer with what this client has heard before (`rollback_detection`)."""
+"""The methods of the contract, common to all backends.
+
+Each method creates an operation, validates it, passes it to the backend's `_submit`, and compares the answer with what
+this client has seen before (`rollback_detection`).
+"""
 
 from __future__ import annotations
 
@@ -31,32 +34,38 @@ from tidemill.consensus.rollback_detection import RollbackDetector
 
 
 class Owner(Protocol):
-    """Knows whether this process may still acknowledge anything."""
+    """Decides whether this process may still acknowledge writes."""
 
     @property
     def stale(self) -> bool:
-        """Must it be asked? A plain look at a clock."""
+        """Return whether `assure` must be called first. Only compares a clock."""
         ...
 
     async def assure(self) -> None:
-        """Raises what ends this process when it may not."""
+        """Raises the error that ends this process if it may not acknowledge writes."""
         ...
 
 
 class ConsensusClientBase(abc.ABC):
     """Implements `api.Consensus` over one method. `_submit` raises the outcome or returns the operation's result.
 
-    Every method also raises MovedBack, for ever, once the engine returned to an earlier state (`rollback_detection`,
-    SE1).
+    Invariant: once an answer showed that the engine returned to an earlier state, every method raises
+    StoreRolledBackError (`rollback_detection`).
     """
 
     seen: RollbackDetector
     life: str = ""
-    """The server's, where commits may be lost between one and the next; what an earlier life accepted is in this one,
-    too, as far as this client had seen it."""
+    """The server's current life, "" if the engine has none.
+
+    Commits may be lost between two lives, but not those that this client had seen: that is checked before a new life is
+    adopted.
+    """
     owner: Owner | None = None
-    """While it is stale (after a process was frozen), it is asked before a write of a log or register is acknowledged.
-    Reports are exempt: a process that must end publishes the reason."""
+    """The check of this process's ownership.
+
+    While it is stale (after the process was frozen), it is consulted before a write of a log or register is
+    acknowledged. Status reports are exempt, so that a process that must end can publish the reason.
+    """
 
     @abc.abstractmethod
     async def _submit(self, op: AnyOp) -> Any: ...

@@ -1,4 +1,4 @@
-"""The engine's clock of the memory and SQLite backends: never goes back, within a process life or across them."""
+"""The engine's clock of the memory and SQLite backends. It never goes back, within a process life or across them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from tidemill.base.clock import Clock
 
 
 class EngineClock:
-    """Starts at the wall clock or at the last time ever seen, whichever is later, then runs monotonically.
+    """Clock that starts at the later of the wall clock and the last time ever seen, then runs monotonically.
 
-    Steps of the wall clock during a life therefore neither expire a lease early nor keep one alive.
+    Steps of the wall clock during a life therefore neither expire a lease early nor prolong one.
     """
 
     def __init__(self, clock: Clock, last_seen_ms: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""From a URL to a backend."""
+"""Opens the consensus backend that a URL names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FIX = "Write sqlite:///absolute/path/file.db, sqlite:relative/file.db, postgresq
 
 
 async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
-    """Connect, creating what is missing. Raises InvalidError (naming `consensus.url`), Corrupt or Unavailable (it is
-    away, full, or locked, and by whom: `base.waiting`).
+    """Connect, and create what is missing. Return one client, for one event loop.
 
-    `memory:` lives and dies with the returned object. One object per event loop.
+    Raises InvalidError (naming `consensus.url`), CorruptError, or UnavailableError if the engine is away, full or
+    locked. A `memory:` engine lives only as long as the returned object.
     """
     scheme, separator, rest = url.partition(":")
     file = sqlite_file(url)
@@ -35,16 +35,16 @@ async def open_consensus(url: str, clock: Clock, rand: Rand) -> Consensus:
         from tidemill.consensus.memory import MemoryConsensus
 
         return MemoryConsensus(clock)
-    raise InvalidError(f"The URL names no known engine: consensus.url={url!r}.", fix=FIX)
+    raise InvalidError(f"unknown engine in the URL: consensus.url={url!r}.", fix=FIX)
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The database file that a `sqlite:` URL names; None of every other URL. Raises InvalidError when it names none."""
+    """Return the database file of a `sqlite:` URL, None for any other URL. Raises InvalidError if it names no file."""
     scheme, separator, rest = url.partition(":")
     if not separator or scheme != "sqlite":
         return None
     host = rest.startswith("//") and not rest.startswith("///")
     path = "/" + rest.lstrip("/") if rest.startswith("/") else rest
     if host or not path or path.endswith("/"):
-        raise InvalidError(f"The URL names no database file: consensus.url={url!r}.", fix=FIX)
+        raise InvalidError(f"no database file in the URL: consensus.url={url!r}.", fix=FIX)
     return Path(path)

@@ -1,7 +1,7 @@
-"""Run something on one node of many: while this process holds a lease, the body runs; when it loses it, the body ends.
+"""Leader election: run a body on one of several nodes, for as long as this process holds a lease.
 
-The lease decides who tries. Safety comes from what the body fences (a replication slot serves one
-connection; log appends carry terms), so a late cancellation costs time, never data.
+The lease decides which node tries. Safety comes from what the body fences (a replication slot serves one connection;
+log appends carry terms), so a late cancellation costs time, never data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 Body = Callable[[Lease], Awaitable[None]]
 
 RELEASE_TIMEOUT_S = 2.0
-"""To give a lease up is a courtesy: whoever cannot do it in time leaves it to expire."""
+"""Timeout for the release of a lease. Releasing is optional: a lease that is not released in time expires."""
 
 
 async def lead(
@@ -35,11 +35,12 @@ async def lead(
     wanted: Callable[[], bool] = lambda: True,
     ttl_ms: int = LEASE_TTL_MS,
 ) -> None:
-    """For ever: acquire `name`, run `body`, renew. An error of the body is raised; its return ends this too.
+    """Acquire `name`, run `body` and renew the lease, and repeat after the lease is lost.
 
-    `own_earlier_life(holder)` recognises a lease that a killed process of this very node left behind: it
-    is released instead of waited out. `wanted` is asked before each attempt to acquire: False ends this.
-    However it ends, the body has ended first and the lease is given up if consensus takes that in time.
+    Returns when the body returns, and raises the body's error. `own_earlier_life(holder)` recognises a lease left
+    behind by a killed process of this node: it is released instead of waited out. `wanted` is checked before each
+    attempt to acquire; False ends the loop. In every case the body has ended before the lease is released, and the
+    release is attempted once, within RELEASE_TIMEOUT_S.
     """
     while wanted():
         try:
@@ -60,11 +61,11 @@ async def lead(
 
 
 async def _while_held(consensus: Consensus, lease: Lease, holder: str, info: bytes, body: Body) -> bool:
-    """True when the body returned by itself; False when the lease was lost."""
+    """Return True if the body returned, False if the lease was lost."""
     try:
         return await _held(consensus, lease, holder, info, body)
     except (Exception, asyncio.CancelledError):
-        # An error of the body or of consensus, or whoever runs this is being stopped. Nothing of it runs any more.
+        # The body or consensus failed, or this task is being cancelled. The body no longer runs.
         await _released(consensus, lease)
         raise
 
@@ -93,12 +94,12 @@ async def _held(consensus: Consensus, lease: Lease, holder: str, info: bytes, bo
 
 
 async def _released(consensus: Consensus, lease: Lease) -> bool:
-    """Give the lease up; False when that is not known to have happened. Raises nothing: it expires by itself."""
+    """Release the lease; False if the release is not confirmed. Never raises: the lease expires."""
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_S):
             await consensus.release(lease.name, lease.holder, lease.term)
     except (TidemillError, TimeoutError) as error:
-        log.info("lease not released; it expires by itself", lease=lease.name, term=lease.term, cause=str(error))
+        log.info("lease not released; it will expire", lease=lease.name, term=lease.term, cause=str(error))
         return False
     return True
 

@@ -1,7 +1,7 @@
-"""The contract in one process and no threads: for tests, and for the simulation's virtual time.
+"""The contract in one process and without threads, for tests and for the simulation's virtual time.
 
-`apply` is pure but for the state it owns; `MemoryConsensus` only schedules. Every operation yields to the
-loop once before it takes effect, so two callers interleave here as they would on a real engine.
+`apply` is pure except for the state that it owns; `MemoryConsensus` only schedules. Every operation yields to the event
+loop once before it takes effect, so that two callers interleave here as they would on a real engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tidemill.consensus.transitions import UNWRITTEN, LeaseRow
 
 
 class MemoryState:
-    """Everything durable, and who waits for more of it. `records[log][i]` stands at heads[log].start + i."""
+    """Durable state of the engine, and the waiters of each log. `records[log][i]` is at heads[log].start + i."""
 
     def __init__(self) -> None:
         self.registers: dict[str, Versioned] = {}
@@ -51,7 +51,7 @@ class MemoryState:
 
 
 def apply(state: MemoryState, op: AnyOp, now_ms: int) -> Any:
-    """Check, then write, then return the result; raises the outcome without having written."""
+    """Check, then write, then return the result. Raises the outcome without having written."""
     match op:
         case Append(log=log):
             head = state.heads.get(log, UNWRITTEN)
@@ -121,7 +121,7 @@ def _listed(state: MemoryState, prefix: str, after: str, limit: int) -> list[tup
 
 
 class MemoryConsensus(ConsensusClientBase):
-    """Deterministic. Several clients of one engine: pass one `state` to each (they then wake each other too)."""
+    """Deterministic client. Clients of one engine share one `state`, and then wake each other, too."""
 
     def __init__(self, clock: Clock, state: MemoryState | None = None) -> None:
         self.state = state if state is not None else MemoryState()
@@ -170,11 +170,11 @@ class MemoryConsensus(ConsensusClientBase):
     def trouble(self) -> str:
         if self.seen.lost is not None:
             return self.seen.lost.message
-        return "The consensus client was closed." if self._closed else ""
+        return "the consensus client was closed" if self._closed else ""
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("This consensus client was closed.")
+            raise ClosedError("this consensus client was closed.")
 
     async def aclose(self) -> None:
         self._closed = True

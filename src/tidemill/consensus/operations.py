@@ -1,7 +1,7 @@
-"""The operations of the contract as data: what every backend is handed, and what the SQLite wire carries.
+"""The operations of the contract as data: the input of every backend, and the payload of the SQLite protocol.
 
-Encoded by msgspec as arrays `[tag, field, …]`. A write changes durable state; everything else may be
-asked again after a lost connection.
+Encoded by msgspec as arrays `[tag, field, …]`. A write changes durable state. Every other operation may be repeated
+after a lost connection.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Truncate(Op, frozen=True, tag=8):
 
 
 class Wait(Op, frozen=True, tag=9):
-    """Answered once head.next > beyond. The deadline is the client's own; it cancels by `Forget`."""
+    """Answered as soon as head.next > beyond. The client owns the deadline; it cancels with `Forget`."""
 
     log: str
     beyond: int

@@ -1,15 +1,15 @@
-"""What this process has heard from consensus, and the proof that consensus did not return to an earlier state.
+"""Detection of a rollback: proof that consensus did not return to a state before one that this process has seen.
 
-    every answer      not below what was heard before its question was asked            `RollbackDetector.check`
-    every new server  the last record, version and holder that were heard are still there  `RollbackDetector.compare`
+    every answer      not below what had been seen before the request was sent                `RollbackDetector.check`
+    every new server  the newest record, version and holder seen are still there              `RollbackDetector.compare`
 
-A failover to an asynchronous standby, or a database restored from a backup, loses its newest commits. A process that
-had heard of them holds state that no log explains; it must not write on. A position below one that was heard shows
-that, until other processes have written past it. Then only the nonces differ, so a client that finds another life of
-its server compares those before anything else is asked (`postgres.admission`).
+A failover to an asynchronous standby, or a database restored from a backup, loses the newest commits. A process that
+has seen those commits holds state that no log explains; it must not write any more. A position below one already seen
+reveals the loss, until other processes write past it. From then on only the nonces differ, so a client that meets a new
+life of its server compares nonces before it sends anything else (`postgres.session_checks`).
 
-SE1  Nothing that was acknowledged to this process, or read by it, is missing from a later answer; else every call
-     raises StoreRolledBackError, for ever.
+Invariant (no rollback): state that was acknowledged to this process, or read by it, is not missing from any later
+answer; otherwise every further call raises StoreRolledBackError.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ from tidemill.consensus.operations import Acquire, AnyOp, Append, Cas, Drop, Fen
 UNSEEN = LogHead(0, 0, 0)
 
 REWRITTEN = ("board/", "kafka/")
-"""Registers below these prefixes may be dropped and created again by others: a low version proves nothing. No process
-acts on what it remembers of them without asking."""
+"""Registers below these prefixes may be dropped and re-created by other processes, so a low version proves nothing. No
+process acts on a remembered version of them without reading it again.
+"""
 
 FIX = (
-    "Nodes and drivers start again by themselves and continue from what exists; start any other process again."
+    "Nodes and drivers restart automatically and continue from the current state; restart any other process."
     " Set synchronous_standby_names so that a failover loses nothing."
 )
 
 
 class RollbackDetector:
-    """One client's. `where` names the engine in sentences, without secrets."""
+    """State seen by one client. `where` names the engine in error texts, without secrets."""
 
     def __init__(self, where: str) -> None:
         self.lost: StoreRolledBackError | None = None
         self._where = where
         self._heads: dict[str, LogHead] = {}
         self._records: dict[str, tuple[int, str]] = {}
-        """log → position and nonce of the newest record that was heard"""
+        """log → position and nonce of the newest record seen."""
         self._registers: dict[str, tuple[int, str]] = {}
         self._leases: dict[str, tuple[int, str]] = {}
 
     # each answer ---------------------------------------------------------------------------------
 
     def floor(self, op: AnyOp) -> Any:
-        """What an answer to `op` may not fall below: to be asked for before `op` is sent, and given to `check`."""
+        """Return the lower bound for an answer to `op`. Call it before `op` is sent, and pass the result to `check`."""
         match op:
             case Append(log=log) | HeadOfLog(log=log) | Read(log=log) | Fence(log=log) | Truncate(log=log):
                 return self._heads.get(log, UNSEEN)
@@ -59,8 +60,10 @@ class RollbackDetector:
         return None
 
     def check(self, op: AnyOp, floor: Any, answer: Any, *, done: bool) -> None:
-        """`answer`: the result of `op` (`done`), or the current state that its refusal carries. Raises
-        StoreRolledBackError."""
+        """Compare an answer with `floor`, then remember it. Raises StoreRolledBackError.
+
+        `answer` is the result of `op` (`done`), or the current state that its rejection carries.
+        """
         match op, answer:
             case Append(log=log), LogHead():
                 self._head(log, floor, answer)
@@ -73,7 +76,7 @@ class RollbackDetector:
             case ((HeadOfLog(log=log) | Fence(log=log) | Truncate(log=log)), LogHead()):
                 self._head(log, floor, answer)
             case Cas(key=key, expected_seq=0), Versioned() if done and not key.startswith(REWRITTEN):
-                # Whoever creates it knew that it was absent: it had been dropped.
+                # The writer that creates the register knew that it was absent: it had been dropped.
                 self._registers[key] = answer.seq, answer.nonce
             case ((Cas(key=key) | Head(key=key)), Versioned()):
                 self._register(key, floor, answer)
@@ -106,7 +109,7 @@ class RollbackDetector:
             self._registers[key] = version.seq, version.nonce
 
     def _lease(self, floor: tuple[int, str] | None, lease: Lease) -> None:
-        """A holder has one term, and a term one holder; a lease that was given up has none."""
+        """Check a lease. A term has one holder, which never changes; a released lease has none."""
         if floor is not None and (
             lease.term < floor[0] or (lease.term == floor[0] and lease.holder not in ("", floor[1]))
         ):
@@ -118,11 +121,11 @@ class RollbackDetector:
         if lease.holder and (known is None or lease.term > known[0]):
             self._leases[lease.name] = lease.term, lease.holder
 
-    # another life of the server ------------------------------------------------------------------
+    # a new life of the server -------------------------------------------------------------------
 
     @property
     def logs(self) -> list[tuple[str, int]]:
-        """Every log that was heard of, with the position of its newest record that was; -1 for none."""
+        """All logs seen, each with the position of its newest record seen; -1 for none."""
         return [(log, self._records.get(log, (-1, ""))[0]) for log in self._heads]
 
     @property
@@ -139,9 +142,12 @@ class RollbackDetector:
         registers: Mapping[str, Versioned],
         leases: Iterable[Lease],
     ) -> None:
-        """What is there now, asked while nothing else was: heads, with the nonce at the position that `logs` names
-        (None where there is no record), registers and leases. Raises StoreRolledBackError where it is no continuation
-        (SE1)."""
+        """Compare the state of a new server life with what was seen. Raises StoreRolledBackError if it is no
+        continuation.
+
+        The caller reads that state before it sends anything else: heads, each with the nonce at the position that
+        `logs` names (None if there is no record), registers and leases.
+        """
         for log, (head, nonce) in logs.items():
             known = self._heads[log]
             self._head(log, known, head)
@@ -156,10 +162,10 @@ class RollbackDetector:
             self._lease(self._leases.get(lease.name), lease)
 
     def end(self, what: str) -> StoreRolledBackError:
-        """From here on every call raises this."""
+        """Return the StoreRolledBackError that every call raises from now on."""
         if self.lost is None:
             self.lost = StoreRolledBackError(
-                f"Consensus returned to an earlier state, and commits that this process had seen are gone:"
+                f"consensus returned to an earlier state, and commits that this process had seen are lost:"
                 f" consensus={self._where} {what}.",
                 fix=FIX,
             )

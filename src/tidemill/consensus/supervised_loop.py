@@ -1,7 +1,8 @@
-"""A background loop of a client that cannot die: whatever ends it is told, and it begins again after a pause.
+"""Background loop of a client that restarts after any failure: the error is reported, and the loop restarts after a
+pause.
 
-A consensus client is its whole process's only way to consensus. So nothing that one request, one answer or one
-notification brings may end it: the loop fails what it had in hand, and goes on with the rest.
+A consensus client is the only way of its process to consensus. So no single request, answer or notification may end the
+loop: the loop fails the work in hand and continues with the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ LONGEST_PAUSE_S = 5.0
 
 
 async def kept(name: str, body: Callable[[], Awaitable[None]], told: Callable[[str], None]) -> None:
-    """Run `body` for ever. `told(sentence)` hears of every fault, of whatever type, before the pause."""
+    """Run `body` forever. Every error, of any type, is passed to the callback as a sentence before the pause."""
     now_s, restarts = asyncio.get_running_loop().time, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     attempts = RetryState(name, lambda error, parked: told(f"{name} failed: {error}"), now_s, restarts, may_park=False)
     await until_it_returns(body, attempts)

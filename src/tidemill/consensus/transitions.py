@@ -1,7 +1,8 @@
-"""The checks of C1, C2 and C4 as pure functions over one entity, shared by the memory and SQLite engines.
+"""The rules of the contract as pure functions over one entity, shared by the memory and SQLite engines.
 
-Each returns what the entity becomes, or raises the outcome; it never changes anything, so a refused
-operation has no effect. PostgreSQL states the same rules in SQL; the contract suite holds them together.
+Fencing, the single winner and lease expiry (see `api`) are checked here. Each function returns the entity's new state,
+or raises the outcome. None changes its arguments, so a rejected operation has no effect. PostgreSQL states the same
+rules in SQL; the contract suite proves that both agree.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ from tidemill.consensus.operations import (
 )
 
 APPEND_BYTES = 64 * MIB
-"""All records of one append together; it travels and commits as one piece."""
+"""Limit for all records of one append together; they are sent and committed as one piece."""
 
 NAME_BYTES = 512
-"""Keys, log names, lease names, holders and nonces, in UTF-8. PostgreSQL's index entries end near 2,700 bytes."""
+"""Limit for keys, log names, lease names, holders and nonces, in UTF-8.
+
+A PostgreSQL index entry holds about 2,700 bytes.
+"""
 
 UNWRITTEN = LogHead(0, 0, 0)
 
 
 class LeaseRow(msgspec.Struct, frozen=True):
-    """A lease as stored. A released one has holder "" and is never live; its term stays spent."""
+    """A lease as stored. A released one has holder "" and is never live; its term is not reused."""
 
     name: str
     holder: str
@@ -70,7 +74,7 @@ def drop(current: Versioned | None, op: Drop) -> None:
 def cas_conflict(current: Versioned | None, op: Cas | Drop) -> ConflictError:
     seq = current.seq if current else 0
     return ConflictError(
-        f"The register is at another version: key={op.key!r} expected_seq={op.expected_seq} seq={seq}.", current=current
+        f"the register is at another version: key={op.key!r} expected_seq={op.expected_seq} seq={seq}.", current=current
     )
 
 
@@ -89,19 +93,20 @@ def append(head: LogHead, op: Append) -> LogHead:
 
 
 def fenced(head: LogHead, log: str, term: int) -> FencedError:
-    return FencedError(f"A newer term was fenced: log={log!r} term={term} newer={head.term}.", current=head)
+    return FencedError(f"a newer term was fenced: log={log!r} term={term} newer={head.term}.", current=head)
 
 
 def append_conflict(head: LogHead, op: Append) -> ConflictError:
     return ConflictError(
-        f"The log ends elsewhere: log={op.log!r} expected_next={op.expected_next} next={head.next}.", current=head
+        f"the log ends at another position: log={op.log!r} expected_next={op.expected_next} next={head.next}.",
+        current=head,
     )
 
 
 def truncate(head: LogHead, op: Truncate) -> LogHead:
     if op.before > head.next:
         raise InvalidError(
-            f"Cannot truncate past the log's end: log={op.log!r} before={op.before} next={head.next}.",
+            f"cannot truncate past the log's end: log={op.log!r} before={op.before} next={head.next}.",
             fix="Truncate at or below head.next.",
         )
     return head if op.before <= head.start else LogHead(head.term, op.before, head.next)
@@ -114,13 +119,13 @@ def check_read(head: LogHead, op: Read) -> None:
 
 def truncated(head: LogHead, op: Read) -> MissingError:
     return MissingError(
-        f"The records were truncated: log={op.log!r} asked={op.start} start={head.start}.",
-        fix="Start again from head.start, where a rollup stands.",
+        f"the records were truncated: log={op.log!r} asked={op.start} start={head.start}.",
+        fix="Start again from head.start, where the rollup is.",
     )
 
 
 def within(records: list[LogRecord], limit_bytes: int) -> tuple[LogRecord, ...]:
-    """The longest prefix of at most limit_bytes, but at least one record."""
+    """Return the longest prefix of at most limit_bytes, but at least one record."""
     total = 0
     for index, record in enumerate(records):
         total += len(record.data)
@@ -143,20 +148,20 @@ def acquire(row: LeaseRow | None, op: Acquire, now_ms: int) -> LeaseRow:
 
 def lease_conflict(current: Lease) -> ConflictError:
     return ConflictError(
-        f"The lease is held: name={current.name!r} holder={current.holder!r} remaining_ms={current.remaining_ms}.",
+        f"the lease is held: name={current.name!r} holder={current.holder!r} remaining_ms={current.remaining_ms}.",
         current=current,
     )
 
 
 def release(row: LeaseRow | None, op: Release) -> LeaseRow | None:
-    """The row after giving up, or None when there is nothing to change."""
+    """Return the row after the release, or None if it does not change."""
     if row is None or row.holder != op.holder or row.term != op.term:
         return None
     return LeaseRow(row.name, "", row.term, row.ttl_ms, 0, row.info)
 
 
 def validate(op: AnyOp) -> None:
-    """Refuse what is wrong whatever the state, before it costs a round trip. Raises InvalidError."""
+    """Reject an operation that is invalid in any state, before it costs a round trip. Raises InvalidError."""
     check = _VALIDATIONS.get(type(op))
     if check is not None:
         check(op)
@@ -168,7 +173,9 @@ def _validate_append(op: Append) -> None:
     _not_negative("term", op.term)
     _not_negative("expected_next", op.expected_next)
     if not op.records:
-        raise InvalidError(f"An append carries at least one record: log={op.log!r}.", fix="Use fence to raise a term.")
+        raise InvalidError(
+            f"an append needs at least one record: log={op.log!r}.", fix="Use fence to raise a term without records."
+        )
     total = 0
     for record in op.records:
         if len(record) > LOG_RECORD_BYTES:
@@ -190,16 +197,16 @@ def _validate_drop(op: Drop) -> None:
     _name("key", op.key)
     _not_negative("expected_seq", op.expected_seq)
     if op.expected_seq == 0:
-        raise InvalidError(f"What is not there cannot be dropped: key={op.key!r}.", fix="Read the register first.")
+        raise InvalidError(f"cannot drop an absent register: key={op.key!r}.", fix="Read the register first.")
 
 
 def _validate_acquire(op: Acquire) -> None:
     _name("lease name", op.name)
     _name("holder", op.holder)
-    _not_negative("ttl_ms", op.ttl_ms << 8)  # added to a time, it still has 63 bits
+    _not_negative("ttl_ms", op.ttl_ms << 8)  # Added to a time, it still fits 63 bits.
     if op.ttl_ms <= 0:
         raise InvalidError(
-            f"A lease lasts at least 1 ms: name={op.name!r} ttl_ms={op.ttl_ms}.", fix="Ask for more time."
+            f"a lease lasts at least 1 ms: name={op.name!r} ttl_ms={op.ttl_ms}.", fix="Pass a longer ttl_ms."
         )
     if len(op.info) > REGISTER_BYTES:
         raise _too_large("lease info", op.name, len(op.info), REGISTER_BYTES)
@@ -232,10 +239,13 @@ def _validate_changed(op: Changed) -> None:
 
 
 def _asked(what: str, value: str) -> None:
-    """A question may name what cannot exist, but it travels with others: it must be text that every engine reads."""
+    """Check a name in a query.
+
+    It may name something that cannot exist, but it is batched with others, so every engine must accept it as text.
+    """
     if "\0" in value or not (value.isascii() or _is_text(value)):
         raise InvalidError(
-            f"A {what} is text without NUL: {what.replace(' ', '_')}={value[:80]!r}.", fix="Correct the name."
+            f"a {what} must be text without NUL: {what.replace(' ', '_')}={value[:80]!r}.", fix="Correct the name."
         )
 
 
@@ -262,7 +272,7 @@ def _name(what: str, value: str) -> None:
         return
     if not value or "\0" in value or len(value.encode(errors="replace")) > NAME_BYTES or not _is_text(value):
         raise InvalidError(
-            f"A {what} has 1 to {NAME_BYTES} bytes and no NUL: {what.replace(' ', '_')}={value[:80]!r}.",
+            f"a {what} must have 1 to {NAME_BYTES} bytes and no NUL: {what.replace(' ', '_')}={value[:80]!r}.",
             fix="Use a shorter, non-empty name.",
         )
 
@@ -274,11 +284,13 @@ def _is_text(value: str) -> bool:
 
 def _not_negative(what: str, value: int) -> None:
     if not 0 <= value < 1 << 63:
-        raise InvalidError(f"A {what} is not negative, and has 63 bits: {what}={value}.", fix="Count from 0.")
+        raise InvalidError(
+            f"a {what} must be between 0 and 2^63 - 1: {what}={value}.", fix="Pass a value in this range."
+        )
 
 
 def _too_large(what: str, name: str, size_bytes: int, limit_bytes: int) -> InvalidError:
     return InvalidError(
-        f"The {what} is too large: name={name!r} size_bytes={size_bytes} limit_bytes={limit_bytes}.",
+        f"the {what} is too large: name={name!r} size_bytes={size_bytes} limit_bytes={limit_bytes}.",
         fix="Store the bytes as an object and keep its key here.",
     )

@@ -1,9 +1,9 @@
-"""What changed, told by the client: the server keeps no journal of its logs.
+"""Detects which logs changed, in the client: the server has no journal of its logs.
 
-    sums of the heads, by parts of the logs ─► heads of the parts whose sum is another one ─► what differs is noted
+    sums of the heads, by part of the logs ─► heads of the parts whose sum changed ─► changed heads go to the journal
 
-So a question costs the server a look at all heads of its prefix, but only those of parts in which something changed
-travel, PAGE in one statement, and who asked hears of those that did.
+So a query makes the server read all heads of its prefix, but only the heads of changed parts are sent, PAGE per
+statement, and only changed heads are returned.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ HeadsAfter = Callable[[str, str, Collection[int], int], Awaitable[list[tuple[str
 
 
 class Differences:
-    """One client's. `sums(prefix)` and `heads_after(prefix, after, parts, limit)` are those of `single_ops`, and may
-    raise TidemillError."""
+    """Journal of one client. `sums(prefix)` and `heads_after(prefix, after, parts, limit)` are those of `single_ops`.
+
+    They may raise TidemillError.
+    """
 
     def __init__(self, life: str, sums: Sums, heads_after: HeadsAfter) -> None:
         self._read_sums = sums
         self._heads_after = heads_after
         self._journal = Journal(life, remembered=sys.maxsize, page=sys.maxsize)
         self._sums: dict[str, dict[int, int]] = {}
-        """prefix → sums before the heads that are known were read"""
+        """prefix → sums read before the known heads were."""
         self._heads: dict[str, LogHead] = {}
         self._lock = asyncio.Lock()
 

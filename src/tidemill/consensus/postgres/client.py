@@ -1,10 +1,10 @@
-"""The PostgreSQL client: three lanes with a line each.
+"""The PostgreSQL client: three connections with a queue each.
 
-    groups    appends and register writes, as many as wait, in one commit
+    groups    appends and register writes; all that wait share one commit
     singles   fences, truncations, leases, notifications: one commit each
-    reads     as many as wait, one statement per kind
+    reads     all that wait, one statement per kind
 
-Order within a line is the order of the calls. A caller that goes away does not disturb what is under way.
+Operations of one queue run in the order of their calls. Cancelling a caller does not disturb the operation in flight.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ from tidemill.consensus.supervised_loop import kept
 READ_GROUP_OPS = 256
 
 SLOW_AFTER_S = 2.0
-"""Without any answer for this long the client says that the server is away (`trouble`). A refusal counts from then on:
-one that the next piece of work does not meet is no trouble."""
+"""Time without any answer after which `trouble` reports the server as away.
+
+A server error also counts from this age on: one that does not recur with the next work is no trouble.
+"""
 UNANSWERED_AFTER_S = 3.0
-"""A request under way for this long is trouble."""
+"""A request in flight for longer than this is trouble."""
 
 log = structlog.get_logger()
 
 
 class _Line:
-    """Waiting work of one lane, and the event that it is not empty."""
+    """Queue of one connection, and the event that it is not empty."""
 
     def __init__(self, lane: ConnectionLane) -> None:
         self.lane = lane
@@ -73,7 +75,7 @@ class PostgresConsensus(ConsensusClientBase):
         self._closed: TidemillError | None = None
 
     async def start(self) -> None:
-        """Connect and make the schema. Raises Invalid (names, rights, version) or UnavailableError."""
+        """Connect and create the schema. Raises InvalidError (names, rights, version) or UnavailableError."""
         self._loop = asyncio.get_running_loop()
         try:
             connection = await connections.connect(self._url)
@@ -97,7 +99,7 @@ class PostgresConsensus(ConsensusClientBase):
     # requests ------------------------------------------------------------------------------------
 
     def _enqueue(self, line: _Line, op: object) -> asyncio.Future[Any]:
-        """Order is decided here, in a plain call."""
+        """Enqueue `op`. A plain function, so that the order of the calls is the order of execution."""
         if self._closed is not None:
             raise self._closed
         future: asyncio.Future[Any] = self._loop.create_future()
@@ -167,7 +169,7 @@ class PostgresConsensus(ConsensusClientBase):
         except TidemillError as error:
             group.fail(error)
         except BaseException:
-            group.fail(UnknownOutcomeError("The consensus client ended during a commit."))
+            group.fail(UnknownOutcomeError("the consensus client ended during a commit."))
             raise
 
     async def _serve_single(self, line: _Line) -> None:
@@ -187,7 +189,7 @@ class PostgresConsensus(ConsensusClientBase):
         except TidemillError as error:
             queued.fail(error)
         except BaseException:
-            queued.fail(UnknownOutcomeError("The consensus client ended during a write."))
+            queued.fail(UnknownOutcomeError("the consensus client ended during a write."))
             raise
 
     async def _serve_reads(self, line: _Line) -> None:
@@ -211,17 +213,19 @@ class PostgresConsensus(ConsensusClientBase):
                 queued.fail(error)
         except BaseException:
             for queued in batch:
-                queued.fail(self._closed or UnavailableError("The consensus client ended during a read."))
+                queued.fail(self._closed or UnavailableError("the consensus client ended during a read."))
             raise
 
     async def _writers_settled(self) -> None:
-        """Nobody may read around a write whose backend may still be at it: the answer would not be final."""
+        """Wait until no backend can still be executing an earlier write: otherwise the answer of a read would not be
+        final.
+        """
         for line in (self._groups, self._singles):
             if line.lane.owing:
                 await line.lane.run(_nothing)
 
     async def _sweep(self, log_name: str, start: int) -> None:
-        """Delete truncated rows piece by piece, between other work. What is left over, a later sweep takes."""
+        """Delete truncated rows piece by piece, between other work. A later sweep deletes any remainder."""
         log_id = self._log_ids.get(log_name)
         try:
             more = True
@@ -243,8 +247,11 @@ class PostgresConsensus(ConsensusClientBase):
         return Differences(self._rand.nonce(), self._sums, self._heads_after)
 
     def _in_life(self, life: str) -> None:
-        """The first one, or another: the server is another one, or was restarted. Its logs may have other ids, and what
-        changed is told from the beginning. A lane that still has a session of the earlier life asks on a new one."""
+        """Adopt a new life of the server: it was restarted or replaced.
+
+        After the first life, cached log ids may be wrong and change tokens start over. A connection whose session
+        belongs to the earlier life is replaced.
+        """
         earlier, self.life = self.life, life
         if not earlier:
             return
@@ -263,10 +270,10 @@ class PostgresConsensus(ConsensusClientBase):
         return self._trouble_of_lanes(self._loop.time()) or self._fault
 
     def _trouble_of_lanes(self, now_s: float) -> str:
-        """A request without an answer is trouble long before its timeout: a network that swallows packets is silent."""
+        """Report a request without an answer long before its timeout, since a network that drops packets is silent."""
         lanes = [line.lane for line in (self._groups, self._singles, self._reads)]
-        # One lane's word that the server is away counts while it answers none of them: a connection that broke long
-        # ago is found to be broken only when it is used.
+        # An error of one connection counts only while none of them gets an answer: a connection that broke long ago is
+        # noticed only when it is used.
         latest, answered_s = max(lanes, key=lambda lane: lane.away_s), max(lane.answered_s for lane in lanes)
         if latest.away_s > answered_s and now_s - answered_s > SLOW_AFTER_S:
             return latest.away
@@ -280,8 +287,8 @@ class PostgresConsensus(ConsensusClientBase):
         self._fault = fault
 
     def _task_failed(self, name: str, error: BaseException) -> None:
-        """Only what ends a process gets here: `kept` holds everything else."""
-        self._end(UnavailableError(f"The consensus client broke: task={name} reason={error!r}."))
+        """Close the client. Only an error that ends the process gets here: `kept` restarts the loop after any other."""
+        self._end(UnavailableError(f"the consensus client failed: task={name} reason={error!r}."))
 
     def _end(self, error: TidemillError) -> None:
         self._closed = self._closed or error
@@ -294,7 +301,7 @@ class PostgresConsensus(ConsensusClientBase):
     async def aclose(self) -> None:
         if isinstance(self._closed, ClosedError):
             return
-        self._closed = ClosedError("This consensus client was closed.")
+        self._closed = ClosedError("this consensus client was closed.")
         await self._tasks.aclose()
         self._end(self._closed)
         for line in (self._groups, self._singles, self._reads):

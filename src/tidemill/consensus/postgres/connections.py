@@ -1,12 +1,12 @@
-"""A lane: one connection, one piece of work at a time, and the truth about work whose connection was lost.
+"""A lane: one connection that does one piece of work at a time, and determines the outcome when the connection is lost.
 
-    server said an error               it was rolled back: Unavailable (or Invalid when it is about rights)
-    connection lost before sending     Unavailable after retries
-    connection lost after sending      writes: Unknown, and the lane owes an end to the attempt; reads: again
+    the server returned an error        it was rolled back: UnavailableError (or InvalidError about rights)
+    connection lost before sending      UnavailableError after retries
+    connection lost after sending       writes: UnknownOutcomeError, and the lane is `owing`; reads: retried
 
-A backend may go on with a commit after its client is gone. So a lane that lost a write first ends that backend:
-it takes the session lock the old one holds, which is free only when the old one is no more. Until then the lane
-is `owing`, and reads of this client wait, so that whoever resolves an Unknown sees the final truth.
+A backend may continue with a commit after its client is gone. So a lane that lost a write first ends that backend: it
+waits for the session lock of the old session, which is free only once the old backend has ended. Until then the lane is
+`owing`, and reads of this client wait, so that a reader that resolves an UnknownOutcomeError sees the final state.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Connection = psycopg.AsyncConnection[Any]
 
 CONNECT_S = 10.0
 UNAVAILABLE_AFTER_S = 15.0
-"""How long an operation waits for a connection before it ends as Unavailable."""
+"""Time that an operation waits for a connection before it ends with UnavailableError."""
 
 WORK_S = 30.0
-"""Above the session's statement_timeout: only a dead network gets here."""
+"""Timeout of one piece of work, above the session's statement_timeout: only a dead network reaches it."""
 
 BACKOFF_FIRST_S = 0.02
 BACKOFF_MOST_S = 1.0
@@ -46,7 +46,7 @@ KEEPALIVES = {
 
 
 async def connect(url: str) -> Connection:
-    """A prepared session. Raises psycopg.Error."""
+    """Return a prepared session. Raises psycopg.Error."""
     parameters = {**KEEPALIVES, "connect_timeout": str(int(CONNECT_S)), **psycopg.conninfo.conninfo_to_dict(url)}
     connection = await psycopg.AsyncConnection.connect(**parameters, autocommit=True, prepare_threshold=0)  # type: ignore[arg-type]
     try:
@@ -61,12 +61,15 @@ class ConnectionLane:
     def __init__(
         self, url: str, rand: Rand, *, writes: bool, admit: Callable[[Connection], Awaitable[None]] | None = None
     ) -> None:
-        """`admit(connection)` comes before anything else on a new session. Raises psycopg.Error, or TidemillError."""
+        """Set up a lane that connects on first use.
+
+        `admit(connection)` runs before anything else on a new session. It raises psycopg.Error or TidemillError.
+        """
         self._url = url
         self._admit = admit
         self._rand = rand
         self._writes = writes
-        # Names this lane's sessions to each other, on the server.
+        # Identifies the sessions of this lane to each other, on the server.
         self._session_lock = rand.below(1 << 62)
         self._connection: Connection | None = None
         self._previous_backend = 0
@@ -74,17 +77,19 @@ class ConnectionLane:
         self.owing = False
         self._renew = False
         self.refusal = ""
-        """What the server said to the last work; "" when it did it. It refuses since `refused_s`."""
+        """The server's error for the last work, "" if it succeeded. It has been failing since `refused_s`."""
         self.refused_s = float("-inf")
         self.began_s: float | None = None
-        """Begin of the work under way, also while it waits for a connection."""
+        """Start of the work in flight, which may still wait for a connection."""
         self.away = ""
-        """Why the last attempt got no answer; said at `away_s`. The server answered last at `answered_s`."""
+        """Reason why the last attempt got no answer, set at `away_s`. The server last answered at `answered_s`."""
         self.away_s = self.answered_s = float("-inf")
 
     async def run(self, work: Callable[[Connection], Awaitable[T]]) -> T:
-        """Do `work` on the connection. Raises what `work` raises, InvalidError, UnavailableError, or
-        UnknownOutcomeError (writes)."""
+        """Do `work` on the connection.
+
+        Raises the errors of `work`, InvalidError, UnavailableError, or UnknownOutcomeError (writes).
+        """
         async with self._one_at_a_time:
             self.began_s = asyncio.get_running_loop().time()
             try:
@@ -105,15 +110,15 @@ class ConnectionLane:
                 lost = await self._lost(error)
                 if lost is None and asyncio.get_running_loop().time() > deadline_s:
                     lost = UnavailableError(
-                        f"The connection to PostgreSQL keeps breaking: reason={_first_line(error)!r}."
+                        f"the connection to PostgreSQL keeps breaking: reason={_first_line(error)!r}."
                     )
                 if lost is not None:
                     raise lost from error
             except TidemillError:
-                self._answered("")  # an outcome: the server did the work, and the answer is no
+                self._answered("")  # an outcome: the server did the work, and its answer is a rejection
                 raise
             except BaseException:
-                # Work cut off in the middle leaves a connection nobody can reason about.
+                # Work interrupted in the middle leaves a connection in an unknown state.
                 await self._drop(owing=self._writes)
                 raise
 
@@ -127,7 +132,7 @@ class ConnectionLane:
         self.away, self.away_s = why, asyncio.get_running_loop().time()
 
     async def _lost(self, error: BaseException) -> TidemillError | None:
-        """The outcome of failed work; None: nothing happened, try again."""
+        """Return the outcome of failed work; None if nothing happened and it can be retried."""
         connection = self._connection
         refused = isinstance(error, psycopg.Error) and error.sqlstate is not None
         if refused and connection is not None and not connection.closed and not connection.broken:
@@ -135,19 +140,19 @@ class ConnectionLane:
             refused_for = as_unavailable(translate(error))
             self._answered(refused_for.message)
             return refused_for
-        self._unanswered(f"The connection to PostgreSQL was lost: reason={_first_line(error)!r}.")
+        self._unanswered(f"the connection to PostgreSQL was lost: reason={_first_line(error)!r}.")
         await self._drop(owing=self._writes)
         if isinstance(error, psycopg.DataError | psycopg.ProgrammingError) and not self._writes:
-            return UnavailableError(f"The driver cannot say this to PostgreSQL: reason={_first_line(error)!r}.")
+            return UnavailableError(f"the driver cannot encode this for PostgreSQL: reason={_first_line(error)!r}.")
         if self._writes:
             return UnknownOutcomeError(
-                f"The connection to PostgreSQL was lost before the answer: reason={_first_line(error)!r}."
+                f"the connection to PostgreSQL was lost before the answer: reason={_first_line(error)!r}."
             )
         return None
 
     async def _connected(self, deadline_s: float) -> Connection:
         if self._renew:
-            # Between two pieces of work: the session owes nothing.
+            # Between two pieces of work no outcome of this session is open.
             self._renew = False
             await self._drop(owing=False)
         if self._connection is not None and not self._connection.closed:
@@ -160,7 +165,7 @@ class ConnectionLane:
                 self._renew = False
                 return self._connection
             except (psycopg.Error, TimeoutError, OSError) as error:
-                # It was right at the start: what is wrong now may be mended, so it is waited for.
+                # The configuration was right at the start, so a fault of it now may be repaired: retry.
                 outcome = as_unavailable(translate_connect(error, self._url))
                 self._unanswered(outcome.message)
                 if loop.time() + backoff_s > deadline_s:
@@ -169,7 +174,7 @@ class ConnectionLane:
             backoff_s = min(backoff_s * 2, BACKOFF_MOST_S)
 
     async def reconnect(self) -> Connection:
-        """A new session, admitted; for a writing lane, one that proves the previous session has ended."""
+        """Return a new, admitted session. For a writing lane, the lock proves that the previous session has ended."""
         async with asyncio.timeout(CONNECT_S * 2):
             connection = await connect(self._url)
             try:
@@ -178,7 +183,7 @@ class ConnectionLane:
                 if not self._writes:
                     return connection
                 if self._previous_backend:
-                    # Only an acceleration, and only of our own: the lock below is the proof.
+                    # Only an acceleration, and only for our own backend: the lock below is the proof.
                     await connection.execute(
                         "SELECT pg_terminate_backend(l.pid) FROM pg_locks l WHERE l.locktype = 'advisory'"
                         " AND l.pid = %s AND l.objsubid = 1 AND ((l.classid::int8 << 32) | l.objid::int8) = %s",
@@ -193,7 +198,7 @@ class ConnectionLane:
             return connection
 
     def renew(self) -> None:
-        """Use no session of before now for the next work."""
+        """Use a new session for the next work."""
         self._renew = True
 
     async def _drop(self, *, owing: bool) -> None:
@@ -209,17 +214,19 @@ class ConnectionLane:
 
 
 def translate(error: psycopg.Error) -> TidemillError:
-    """What the server said, after it rolled back."""
+    """Translate an error that the server returned after it rolled back."""
     if isinstance(error, (pgerrors.InsufficientPrivilege, pgerrors.UndefinedTable, pgerrors.InvalidSchemaName)):
         return InvalidError(
-            f"The role of consensus.url may not use the schema tidemill: reason={_first_line(error)!r}.",
-            fix="Grant it: GRANT CREATE ON DATABASE to the role before the first start, or make it the schema's owner.",
+            f"the role of consensus.url may not use the schema tidemill: reason={_first_line(error)!r}.",
+            fix="Run GRANT CREATE ON DATABASE for the role before the first start, or make it the schema's owner.",
         )
-    return UnavailableError(f"PostgreSQL refused: sqlstate={error.sqlstate} reason={_first_line(error)!r}.")
+    return UnavailableError(f"PostgreSQL returned an error: sqlstate={error.sqlstate} reason={_first_line(error)!r}.")
 
 
 def translate_connect(error: BaseException, url: str) -> TidemillError:
-    """Why there is no connection. libpq gives no code here, so rights and names are told by the server's words."""
+    """Translate a failure to connect. libpq gives no code here, so rights and names are recognised by the server's
+    wording.
+    """
     reason = _first_line(error)
     where = without_password(url)
     wrong = (
@@ -230,16 +237,16 @@ def translate_connect(error: BaseException, url: str) -> TidemillError:
     mistaken = isinstance(error, psycopg.ProgrammingError) or any(words in str(error) for words in wrong)
     if mistaken and not unresolved:
         return InvalidError(
-            f"PostgreSQL does not let us in: consensus.url={where!r} reason={reason!r}.",
+            f"PostgreSQL rejected the login: consensus.url={where!r} reason={reason!r}.",
             fix="Correct user, password, host and database in consensus.url.",
         )
     if isinstance(error, TimeoutError | pgerrors.ConnectionTimeout):
-        # No connection was refused: the server is slow, or its packets are swallowed.
+        # No connection was refused: the server is slow, or its packets are dropped.
         return UnavailableError(
             f"PostgreSQL does not answer: consensus.url={where!r} reason={reason!r}.",
-            fix="See whether its server is overloaded, and whether a firewall drops its packets.",
+            fix="Check whether its server is overloaded, and whether a firewall drops its packets.",
         )
-    # A name that is not known is waited for like a server that is down: where both start together it comes later.
+    # An unknown host name is retried like a server that is down: if both start together, the name appears later.
     return UnavailableError(
         f"PostgreSQL cannot be reached: consensus.url={where!r} reason={reason!r}.",
         fix="Start it, or correct host and port in consensus.url.",
@@ -247,7 +254,7 @@ def translate_connect(error: BaseException, url: str) -> TidemillError:
 
 
 def without_password(url: str) -> str:
-    """The URL as sentences may name it."""
+    """Return the URL as error texts may name it, without secrets."""
     try:
         parts = psycopg.conninfo.conninfo_to_dict(url)
     except psycopg.Error:

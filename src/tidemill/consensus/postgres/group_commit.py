@@ -1,8 +1,8 @@
-"""What shares one commit: taking operations from the line, the statements' parameters, and each one's own outcome.
+"""Group commit: takes operations that may share a commit, builds the statement's parameters, and settles each outcome.
 
-One statement moves each log once. Appends of one log that follow each other (same term, each expecting where the
-one before ends) are merged; if the merged append is refused, the first is refused and the others are judged
-again by themselves. A second write of one register, or an append that does not follow, waits for the next group.
+One statement advances each log once. Consecutive appends to one log (same term, each expecting the position at which
+the previous one ends) are merged. If the merged append is rejected, the first is rejected and the others are decided
+again on their own. A second write of one register, or an append that is not consecutive, waits for the next group.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Queued:
 
 
 class Group:
-    """`chains`: per log the appends that follow each other. `registers`: per key its one write."""
+    """Operations of one commit: in `chains` the consecutive appends per log, in `registers` the one write per key."""
 
     def __init__(self) -> None:
         self.chains: dict[str, list[Queued]] = {}
@@ -55,14 +55,14 @@ class Group:
 
 
 def take(line: deque[Queued]) -> Group:
-    """Take what may share a commit from the front; what may not stays, in order."""
+    """Remove the operations that may share a commit from the queue; the others stay, in order."""
     group, left = Group(), deque[Queued]()
     try:
         _take(line, group, left)
     except BaseException as error:
-        # Taken from the line and not sent: nobody else would ever answer them.
+        # These left the queue and were not sent: nothing else would ever settle them.
         for queued in (*group.members, *left):
-            queued.fail(UnavailableError(f"The group could not be put together: reason={error!r}."))
+            queued.fail(UnavailableError(f"the group could not be assembled: reason={error!r}."))
         raise
     line.extendleft(reversed(left))
     return group
@@ -79,7 +79,7 @@ def _take(line: deque[Queued], group: Group, left: deque[Queued]) -> None:
         op = queued.op
         place = ("log", op.log) if isinstance(op, Append) else ("key", op.key)
         if place in waiting or not _joins(group, queued):
-            # Whoever comes later to the same place must not overtake.
+            # A later operation on the same log or register must not overtake this one.
             waiting.add(place)
             continue
         left.pop()
@@ -101,10 +101,10 @@ def _joins(group: Group, queued: Queued) -> bool:
 
 
 async def commit(connection: Connection, group: Group, log_ids: dict[str, int]) -> list[Queued]:
-    """Run the group as one statement and settle its members; returns those to be judged again, in order.
+    """Run the group as one statement and settle its members; return those to be decided again, in order.
 
-    Raises psycopg.Error or TimeoutError with none of those settled whose outcome it leaves open: what landed is
-    told before anybody asks why the rest did not, since a failure to answer that must not be taken for its own.
+    Raises psycopg.Error or TimeoutError with no member settled whose outcome is open. Successes are settled before the
+    reason of the rejections is read, since a failure of that read must not be mistaken for a failure of the commit.
     """
     await _learn_ids(connection, [log for log in group.chains if log not in log_ids], log_ids)
     chains = {log_ids[log]: chain for log, chain in group.chains.items()}
@@ -178,7 +178,7 @@ def _append_parameters(chains: dict[int, list[Queued]]) -> list[list[Any]]:
 
 
 async def _learn_ids(connection: Connection, names: list[str], log_ids: dict[str, int]) -> None:
-    """Ids never change and logs are never deleted, so what is learnt stays true."""
+    """Look up or create the ids of logs. Ids never change and logs are never deleted, so the cache stays valid."""
     if not names:
         return
     rows = await (await connection.execute(sql.LOG_IDS, (names,))).fetchall()
@@ -198,7 +198,7 @@ async def _heads(connection: Connection, ids: list[int]) -> dict[int, LogHead]:
     rows = await (await connection.execute(sql.HEADS_BY_ID, (ids,))).fetchall()
     found = {row[0]: LogHead(*row[1:]) for row in rows}
     if len(found) != len(ids):
-        raise UnavailableError("A log's head row is gone: somebody deleted from tidemill.logs.")
+        raise UnavailableError("a log's head row is missing: it was deleted from tidemill.logs.")
     return found
 
 

@@ -1,8 +1,8 @@
-"""Wake-ups: a hint that a log has grown, from this client at once, from others by NOTIFY, and by polling.
+"""Wake-ups: hints that a log has grown; immediate within this client, by NOTIFY from others, and by polling.
 
-NOTIFY inside commits takes a lock over the whole server's commits (measured 2-10 times slower), so one waker
-tells what grew at most every few milliseconds, in transactions that write nothing. A lost notification costs a
-poll interval. Everybody who may connect to the database may notify: a payload that is none of ours is ignored.
+NOTIFY inside a commit takes a lock that serialises the commits of the whole server (measured 2-10 times slower), so one
+task announces the growth at most every few milliseconds, in transactions that write nothing. A lost notification costs
+one poll interval. Any role that may connect to the database may notify: an unreadable payload is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidemill.consensus.supervised_loop import kept
 NOTIFY_INTERVAL_S = 0.005
 POLL_INTERVAL_S = 0.5
 PAYLOAD_CHARS = 3_000
-"""PostgreSQL takes payloads below 8,000 bytes; names may have four bytes a character."""
+"""Limit in characters: PostgreSQL accepts payloads below 8,000 bytes, and JSON escapes may lengthen a name."""
 
 log = structlog.get_logger()
 
@@ -34,9 +34,10 @@ _decode = msgspec.json.Decoder(list[tuple[str, int]]).decode
 
 
 class Wakeups:
-    """`notify` sends payloads; `heads` reads the heads of logs. Both may raise TidemillError.
+    """Waiters for the growth of logs. `notify` sends payloads; `heads` reads the heads of logs; both may raise
+    TidemillError.
 
-    `told(sentence)` hears of a loop that began again.
+    The callback `told` receives the error of a loop that restarted.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Wakeups:
     async def wait(self, name: str, beyond: int, timeout_s: float) -> bool:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         entry = (beyond, future)
-        # Registered before the look: growth in between wakes it.
+        # Registered before the read, so that growth in between wakes it.
         self._waiters.setdefault(name, set()).add(entry)
         try:
             async with asyncio.timeout(timeout_s):
@@ -75,7 +76,7 @@ class Wakeups:
             return False
         finally:
             if not future.cancel() and not future.cancelled():
-                # Its error, if it has one, is the one being raised from the look.
+                # If the future has an error, it is the one being raised from the read.
                 future.exception()
             waiting = self._waiters.get(name, set())
             waiting.discard(entry)
@@ -83,7 +84,7 @@ class Wakeups:
                 self._waiters.pop(name, None)
 
     def grown(self, name: str, next_position: int) -> None:
-        """An append of this client was acknowledged: wake our own now, tell the others soon."""
+        """Announce an acknowledged append of this client: wake local waiters now, notify other clients soon."""
         self._wake(name, next_position)
         self._grown[name] = max(next_position, self._grown.get(name, 0))
         self._has_grown.set()
@@ -107,7 +108,7 @@ class Wakeups:
             try:
                 await self._notify(_payloads(grown))
             except TidemillError as error:
-                # The others poll.
+                # Other clients poll.
                 log.debug("wake-ups not sent", error=str(error))
             await asyncio.sleep(NOTIFY_INTERVAL_S)
 
@@ -116,12 +117,12 @@ class Wakeups:
             try:
                 await self._listen_once()
             except Exception as error:
-                # Whatever it is, also what a driver raises over a payload: a new connection, and polling meanwhile.
-                log.info("listening for wake-ups again", reason=str(error))
+                # Any error, also one that the driver raises about a payload: reconnect, and rely on polling until then.
+                log.info("reconnecting to listen for wake-ups", reason=str(error))
             await asyncio.sleep(self._rand.uniform(0.5, 1.0) * connections.BACKOFF_MOST_S)
 
     async def _listen_once(self) -> None:
-        """Until the connection ends."""
+        """Listen until the connection ends."""
         connection = await connections.connect(self._url)
         try:
             await connection.execute("LISTEN tidemill")
@@ -132,11 +133,13 @@ class Wakeups:
             await connection.close()
 
     def _heard(self, payload: str) -> None:
-        """Positions are a hint, so a forged one costs its waiters a read; what cannot be read costs nothing."""
+        """Wake waiters. Positions are a hint: a forged one costs its waiters a read, an unreadable payload costs
+        nothing.
+        """
         try:
             grown = _decode(payload)
         except (msgspec.MsgspecError, ValueError) as error:
-            log.debug("a foreign notification", reason=str(error), payload=payload[:80])
+            log.debug("an unreadable notification was ignored", reason=str(error), payload=payload[:80])
             return
         for name, next_position in grown:
             self._wake(name, next_position)
@@ -159,7 +162,7 @@ class Wakeups:
 
 
 def _payloads(grown: dict[str, int]) -> list[str]:
-    """JSON lists of [log, next], each short enough for one notification."""
+    """Encode as JSON lists of [log, next], each short enough for one notification."""
     payloads: list[str] = []
     batch: list[tuple[str, int]] = []
     chars = 0

@@ -1,4 +1,4 @@
-"""The tables, made on first use: idempotent, and safe when many processes open an empty database at once."""
+"""The tables, created on first use: idempotent, and safe when many processes open an empty database concurrently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAYOUT_VERSION = 1
 OLDEST_SERVER = 140000
 
 MAKING = 0x7469_6465_6D69_6C6C
-"""Advisory lock held while the schema is made ("tidemill" in ASCII); transaction-scoped."""
+"""Advisory lock held during the creation of the schema ("tidemill" in ASCII); transaction-scoped."""
 
 LAYOUT = """
 CREATE SCHEMA IF NOT EXISTS tidemill;
@@ -37,24 +37,23 @@ log = structlog.get_logger()
 
 
 async def prepare_session(connection: Any) -> None:
-    """Settings every statement relies on, whatever the server's or the database's defaults say."""
+    """Apply the settings that every statement relies on, independent of the server's and database's defaults."""
     await connection.execute(
         "SELECT set_config('default_transaction_isolation', 'read committed', false),"
         " set_config('lock_timeout', '10s', false), set_config('statement_timeout', '25s', false),"
         " set_config('jit', 'off', false), set_config('search_path', 'pg_catalog', false),"
-        # An acknowledged write is on disk; stronger settings of the server stay.
+        # An acknowledged write is on disk; a stronger setting of the server stays.
         " CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')"
         " THEN set_config('synchronous_commit', 'on', false) END"
     )
 
 
 async def make_schema(connection: Any) -> None:
-    """Check the server and create what is missing. Raises InvalidError, or psycopg.Error for the caller to
-    translate."""
+    """Check the server and create missing tables. Raises InvalidError, or psycopg.Error for the caller to translate."""
     version = connection.info.server_version
     if version < OLDEST_SERVER:
         raise InvalidError(
-            f"The PostgreSQL of consensus.url is too old: version={version // 10000}.",
+            f"the PostgreSQL of consensus.url is too old: version={version // 10000}.",
             fix="Use PostgreSQL 14 or newer.",
         )
     cursor = await connection.execute(
@@ -63,24 +62,24 @@ async def make_schema(connection: Any) -> None:
     standby, fsync, exists = await cursor.fetchone()
     if standby:
         raise InvalidError(
-            "The PostgreSQL of consensus.url is a standby and cannot be written.",
+            "the PostgreSQL of consensus.url is a standby and cannot be written.",
             fix="Point consensus.url at the primary (target_session_attrs=read-write with several hosts).",
         )
     if fsync != "on":
         log.warning("PostgreSQL runs with fsync off: acknowledged writes do not survive a power cut")
     if not exists:
         make = f"BEGIN; SELECT pg_advisory_xact_lock({MAKING}); {_for_version(version)} COMMIT"
-        # Several commands in one string: the simple protocol only, so not prepared.
+        # Several commands in one string need the simple protocol, so the statement is not prepared.
         await connection.execute(make, prepare=False)
     cursor = await connection.execute("SELECT layout FROM tidemill.meta")
     row = await cursor.fetchone()
     if row is None or row[0] != LAYOUT_VERSION:
         raise InvalidError(
-            f"The schema tidemill has another layout: layout={row and row[0]} known={LAYOUT_VERSION}.",
-            fix="Run the tidemill version that made it, or use another database.",
+            f"the schema tidemill has another layout: layout={row and row[0]} known={LAYOUT_VERSION}.",
+            fix="Run the tidemill version that created it, or use another database.",
         )
 
 
 def _for_version(version: int) -> str:
-    """STORAGE inside CREATE TABLE exists from PostgreSQL 16; before, values may merely be compressed."""
+    """Return the layout for a server version. STORAGE inside CREATE TABLE needs 16; before, they may be compressed."""
     return LAYOUT if version >= 160000 else LAYOUT.replace(" STORAGE EXTERNAL", "")

@@ -1,11 +1,10 @@
-"""What a new session must show before anything is asked on it: a primary, and the history that this client has heard.
+"""Checks of a new session before its first use: the server is a primary, and has the history that this client has seen.
 
-    life    the server process and its timeline: the same one as before, and there is nothing to prove
-    proof   in another life, one look at what `RollbackDetector` names, before this client writes or reads anything
-            there
+    life    identifies the server process and its timeline; in the same life as before there is nothing to prove
+    proof   in another life, one comparison with `RollbackDetector`, before this client reads or writes anything there
 
-A promoted standby has another life, and so has a server that was restarted or restored. Other processes may write
-past what is missing; the proof compares nonces, so it does not depend on who comes first.
+A promoted standby has another life, and so has a server that was restarted or restored. Other processes may write past
+the lost commits. The proof compares nonces, so it does not depend on which process comes first.
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ from tidemill.consensus.rollback_detection import RollbackDetector
 
 
 class Admission:
-    """One client's. `adopted(life)` is called when the server has another life than before, which was proved to be a
-    continuation: whatever else was cached of the server is void."""
+    """Admits the sessions of one client.
+
+    `adopted(life)` is called when the server has a new life that was proved to continue the old one: anything else
+    cached about the server is invalid.
+    """
 
     def __init__(self, seen: RollbackDetector, adopted: Callable[[str], None]) -> None:
         self._seen = seen
@@ -33,7 +35,7 @@ class Admission:
         self._one_at_a_time = asyncio.Lock()
 
     async def admit(self, connection: Connection) -> None:
-        """Raises MovedBack (`consensus.seen` SE1), or psycopg.Error: a standby, or a session that broke."""
+        """Admit a session. Raises StoreRolledBackError, or psycopg.Error for a standby or a broken session."""
         life = await life_of(connection)
         async with self._one_at_a_time:
             if self._seen.lost is not None:
@@ -66,7 +68,7 @@ class Admission:
 
 
 async def life_of(connection: Connection) -> str:
-    """Names the server process and its timeline. Raises ReadOnlySqlTransaction of a standby."""
+    """Return the name of the server process and its timeline. Raises Standby if the server is a standby."""
     row = await (await connection.execute(sql.LIFE)).fetchone()
     assert row is not None
     if row[0]:
@@ -75,4 +77,4 @@ async def life_of(connection: Connection) -> str:
 
 
 class Standby(psycopg.OperationalError):
-    """Waited for, as a server that is away: it may be promoted, or the next host of the URL may be the primary."""
+    """Retried like a server that is away: it may be promoted, or the next host of the URL may be the primary."""

@@ -1,4 +1,4 @@
-"""Operations that commit by themselves (fences, truncations, leases) and the reads."""
+"""Operations with a commit of their own (fences, truncations, leases), and reads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> 
                 return _lease(rows[0])
             rows = await _rows(connection, sql.LEASE, (name,))
             if not rows:
-                raise UnavailableError(f"The lease vanished: name={name!r}.")
+                raise UnavailableError(f"the lease vanished: name={name!r}.")
             raise transitions.lease_conflict(_lease(rows[0]))
         case Drop(key=key, expected_seq=expected):
             if await _rows(connection, sql.DROP, (key, expected)):
@@ -50,13 +50,13 @@ async def write(connection: Connection, op: Single, log_ids: dict[str, int]) -> 
 
 
 async def sweep(connection: Connection, log_id: int, start: int) -> bool:
-    """Delete some of what lies below `start`; True while there may be more."""
+    """Delete some rows below `start`. True while there may be more."""
     cursor = await connection.execute(sql.SWEEP, (log_id, SWEEP_ROWS, log_id, start))
     return cursor.rowcount > 0
 
 
 async def read_group(connection: Connection, ops: list[Any]) -> list[Any]:
-    """One outcome (result or error) per read; heads and registers of the whole group by one statement each."""
+    """Return one outcome (result or error) per read. Heads and registers of the whole group take one statement each."""
     keys = list({op.key: None for op in ops if isinstance(op, Head)})
     logs = list({op.log: None for op in ops if isinstance(op, HeadOfLog)})
     versions = await group_commit.registers(connection, keys) if keys else {}
@@ -87,26 +87,26 @@ async def _read(connection: Connection, op: Read) -> Any:
 
 
 async def leases(connection: Connection, names: list[str]) -> list[Lease]:
-    """Of these, those that there are."""
+    """Return the leases that exist, of these names."""
     return [_lease(row) for row in await _rows(connection, sql.LEASES_NAMED, (names,))]
 
 
 async def sums(connection: Connection, prefix: str) -> dict[int, int]:
-    """By part of the logs with this prefix, of their heads."""
+    """Return the sum of the heads of each part of the logs with this prefix."""
     return dict(await _rows(connection, sql.SUMS, (prefix,)))
 
 
 async def heads_after(
     connection: Connection, prefix: str, after: str, parts: Collection[int], limit: int
 ) -> list[tuple[str, LogHead]]:
-    """The first logs of these parts with this prefix whose name is greater than `after`, by name."""
+    """Return the first `limit` logs of these parts with this prefix whose name is greater than `after`, by name."""
     bits = sum(1 << part for part in parts).to_bytes(sql.PARTS // 8, "little")
     rows = await _rows(connection, sql.HEADS_AFTER, (prefix, after, bits, limit))
     return [(row[0], LogHead(*row[1:])) for row in rows]
 
 
 async def heads(connection: Connection, logs: list[str]) -> dict[str, LogHead]:
-    """The heads of those of `logs` that were ever written."""
+    """Return the heads of those of `logs` that were ever written."""
     return {row[0]: LogHead(*row[1:]) for row in await _rows(connection, sql.HEADS, (logs,))}
 
 

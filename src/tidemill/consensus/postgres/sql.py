@@ -1,7 +1,7 @@
-"""The SQL of the contract. Every write judges and changes in one statement, under the row's lock.
+"""SQL of the contract. Every write decides and changes in one statement, under the row's lock.
 
-A statement that affects no row says "refused"; why is read afterwards, by a new statement with a new snapshot.
-Sequences, terms and positions only grow, so what is read then still explains the refusal.
+A statement that affects no row was rejected. The reason is read afterwards, by a new statement with a new snapshot.
+Sequences, terms and positions only grow, so that later state still explains the rejection.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MAKE_LOGS = (
 )
 
 # A group is one statement. Two statements of one transaction would be two messages: a process that is frozen between
-# them would hold the row locks of the first against every other process.
-# `UNION ALL` executes its branches in order, so every group locks heads before registers.
-# Columns of the result: whether the row is a log's, the log's id or the register's key, the log's start.
+# them would hold the row locks of the first one against every other process. `UNION ALL` executes its branches in
+# order, so every group locks heads before registers. Columns of the result: whether the row is a log's, the log's id or
+# the register's key, the log's start.
 
 # Parameters: per log id, term, expected next, record count; per record log id, ordinal, nonce, data.
 # `locked_logs` takes the row locks in id order before anything changes.
@@ -72,7 +72,7 @@ CREATE_REGISTERS = (
 
 
 def group(parts: Sequence[tuple[str, str]]) -> str:
-    """One statement of some of the three, in this order."""
+    """Build one statement from some of the three, in this order."""
     return f"WITH {', '.join(with_ for with_, _ in parts)} {' UNION ALL '.join(rows for _, rows in parts)}"
 
 
@@ -83,9 +83,9 @@ DROP = "DELETE FROM tidemill.registers WHERE key = %b::text AND seq = %b::int8 R
 REGISTERS = "SELECT key, seq, data, nonce FROM tidemill.registers WHERE key = ANY(%b::text[])"
 HEADS = "SELECT name, term, start, next FROM tidemill.logs WHERE name = ANY(%b::text[])"
 PARTS = 512
-"""Into so many the logs are divided, by their ids, to see which of them changed."""
+"""Number of parts into which the logs are divided, by id, to detect which of them changed."""
 
-# All that is added only grows, so a part's sum is another one whenever one of its logs is, or is new.
+# All addends only grow, so the sum of a part changes whenever one of its logs changes or is new.
 SUMS = (
     f"SELECT id & {PARTS - 1}, sum(term + start + next + 1)::int8 FROM tidemill.logs WHERE name ^@ %b::text GROUP BY 1"
 )
@@ -123,7 +123,7 @@ TRUNCATE = (
     " WHERE name = %b::text AND next >= %b::int8 RETURNING id, term, start, next"
 )
 
-# Deletes what a truncation left behind, a bounded number at a time, outside the head row's lock.
+# Deletes truncated records, a bounded number at a time, outside the head row's lock.
 SWEEP = """
 DELETE FROM tidemill.log_records WHERE log = %b::int8 AND position < (
     SELECT min(position) + %b::int8 FROM tidemill.log_records WHERE log = %b::int8
@@ -155,14 +155,14 @@ LEASES = (
 
 NOTIFY = "SELECT pg_notify('tidemill', p) FROM unnest(%b::text[]) AS p"
 
-# Whether it is a standby, and the server's life: its process, by when that began, and the timeline that it writes.
+# Whether the server is a standby, and its life: the server process, by its start time, and the timeline that it writes.
 LIFE = (
     "SELECT pg_is_in_recovery(), CASE WHEN pg_is_in_recovery() THEN '' ELSE"
     " extract(epoch FROM pg_postmaster_start_time())::text || '/' ||"
     " left(pg_walfile_name(pg_current_wal_insert_lsn()), 8) END"
 )
 
-# Parameters: names of logs, a position of each. Its head (zero when there is none), and the nonce there or null.
+# Parameters: names of logs, one position each. Returns the log's head (zero if absent), and the nonce there or null.
 HISTORY = """
 SELECT i.name, coalesce(l.term, 0), coalesce(l.start, 0), coalesce(l.next, 0), r.nonce
 FROM unnest(%b::text[], %b::int8[]) AS i (name, position)

@@ -6,7 +6,8 @@
 Owns the layout of the file (`schema`, `record_storage`, `row_checksums`), group commit under synchronous=FULL, the
 sequencer and its Unix socket. Does not own the rules of the contract (`transitions`).
 
-Several writing processes starve each other on SQLite's own locks, so exactly one writes: whoever holds an flock
-beside the database. A killed host frees the lock; another process takes it and goes on from the file. Should two
-ever write at once (somebody deleted the lock file), every commit still checks inside its own SQLite transaction.
+Several writing processes would starve each other on SQLite's own locks, so exactly one writes: the process that holds
+an flock on the lock file next to the database. If it is killed, the lock is freed and another process continues from
+the file. Should two processes ever write at the same time (because the lock file was deleted), every commit still
+checks inside its own SQLite transaction.
 """

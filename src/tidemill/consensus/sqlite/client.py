@@ -1,10 +1,10 @@
 """The asyncio client of a sequencer, which may be a thread of this process or of another one.
 
     submit → pending (not sent) → sent → answered
-    connection lost:  not sent → sent on the next connection;  sent read → sent again;  sent write → Unknown
-    orderly goodbye:  whatever was not answered was not executed → sent again
+    connection lost:  not sent → sent on the next connection;  sent read → sent again;  sent write → UnknownOutcomeError
+    orderly goodbye:  unanswered requests were not executed → sent again
 
-Requests of one turn of the loop leave in one write; answers of one read wake all their callers.
+Requests of one turn of the event loop are sent in one write; answers of one read wake all their callers.
 """
 
 from __future__ import annotations
@@ -35,23 +35,30 @@ from tidemill.consensus.sqlite.connection import Link, connect
 from tidemill.consensus.supervised_loop import kept
 
 UNSENT_AFTER_S = 15.0
-"""An operation that found no sequencer for this long ends as Unavailable."""
+"""Time without a sequencer after which an operation ends with UnavailableError."""
 
 UNANSWERED_AFTER_S = 30.0
-"""A sequencer silent for this long is given up: the connection is broken on purpose."""
+"""Silence of a sequencer after which the client breaks the connection."""
 
 GREETING_S = 5.0
-"""A socket whose owner is stopped, or that only a leftover copy keeps open, accepts but does not answer."""
+"""Timeout of the greeting.
+
+A socket whose owner is stopped, or of which only a leftover copy is open, accepts but does not answer.
+"""
 
 LOOK_S = 1.0
-"""Not greeted for so long, a client looks who holds the lock: a stopped process is named instead of waited for."""
+"""Time without a greeting after which a client checks who holds the lock: a stopped process is named, not waited for.
+"""
 
 SLOW_AFTER_S = 2.0
-"""Without a sequencer or an answer for this long the client says so (`trouble`)."""
+"""Time without a sequencer or an answer after which `trouble` reports it."""
 
 REFUSED_AFTER_S = 0.8
-"""A refusal counts as trouble from this age on, measured from the start of its write: one that a later write does not
-meet is no trouble, and one that waited for a lock until the busy timeout (`schema.BUSY_MS`) is trouble at once."""
+"""Age from which a rejected write counts as trouble, measured from the start of that write.
+
+A rejection that does not recur with a later write is no trouble. A write that waited for a lock until the busy timeout
+(`schema.BUSY_MS`) is trouble immediately.
+"""
 
 SWEEP_S = 1.0
 BACKOFF_FIRST_S = 0.002
@@ -85,12 +92,12 @@ class SqliteConsensus(ConsensusClientBase):
         self._link: Link | None = None
         self._flushing = False
         self._goodbye = False
-        self._away_s = 0.0  # since when there is no sequencer; only while `_link` is None
+        self._away_s = 0.0  # since when there is no sequencer; only while there is no `_link`
         self._misled_at_s = float("-inf")
         self._served = False
         self._reason = ""
         self._refusal = ""
-        self._refused_s = 0.0  # when the first write that was refused began
+        self._refused_s = 0.0  # start of the first rejected write
         self._closed = False
         self.seen = RollbackDetector(f"sqlite:{self._database}")
         self._broken: TidemillError | None = None
@@ -99,15 +106,17 @@ class SqliteConsensus(ConsensusClientBase):
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        """Attach, connect, and host the sequencer if nobody does. Raises InvalidError, CorruptError or
-        UnavailableError."""
+        """Attach, connect, and host the sequencer if no process does.
+
+        Raises InvalidError, CorruptError or UnavailableError.
+        """
         self._loop = asyncio.get_running_loop()
         self._seat = host_election.attach(self._database, self._clock)
         self._away_s = self._loop.time()
         self._tasks.spawn(kept("consensus-sqlite-link", self._stay_connected, self._told), name="consensus-sqlite-link")
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
         try:
-            # Any answer will do: a sequencer serves, here or elsewhere.
+            # Any answer suffices: it proves that a sequencer serves, here or elsewhere.
             await self._submit(HeadOfLog(""))
         except BaseException:
             await self.aclose()
@@ -117,14 +126,14 @@ class SqliteConsensus(ConsensusClientBase):
     # requests ------------------------------------------------------------------------------------
 
     def _enqueue(self, op: AnyOp) -> tuple[int, asyncio.Future[Any]]:
-        """Order is decided here, in a plain call."""
+        """Enqueue `op`. A plain function, so that the order of the calls is the order of sending."""
         if self._closed:
-            raise ClosedError("This consensus client was closed.")
+            raise ClosedError("this consensus client was closed.")
         if self._broken is not None:
             raise self._broken
         if self._generation != host_election.generation:
             raise ClosedError(
-                "This consensus client belongs to the parent process.", fix="Open a client after the fork."
+                "this consensus client belongs to the parent process.", fix="Open a client after the fork."
             )
         self._last_id += 1
         future: asyncio.Future[Any] = self._loop.create_future()
@@ -173,7 +182,7 @@ class SqliteConsensus(ConsensusClientBase):
             link.transport.write(self._encoded(batch))
 
     def _encoded(self, batch: list[tuple[int, object]]) -> bytes:
-        """One request that cannot be coded is refused; its neighbours go."""
+        """Encode a batch. A request that cannot be encoded is rejected; the others are sent."""
         try:
             return protocol.encode(batch)
         except Exception:
@@ -182,7 +191,7 @@ class SqliteConsensus(ConsensusClientBase):
                 try:
                     coded.append(protocol.encode([request]))
                 except Exception as error:
-                    refused = InvalidError(f"The operation cannot be coded: reason={error!r}.")
+                    refused = InvalidError(f"the operation cannot be encoded: reason={error!r}.")
                     self._settle(self._pending.pop(request[0], None), refused)
             return b"".join(coded)
 
@@ -202,7 +211,7 @@ class SqliteConsensus(ConsensusClientBase):
                 return
             error = protocol.decode_error(pending.op, answer)
         except Exception as unread:
-            said = f"The sequencer's answer cannot be read: op={type(pending.op).__name__} reason={unread}."
+            said = f"the sequencer's answer cannot be read: op={type(pending.op).__name__} reason={unread}."
             self._settle(pending, UnknownOutcomeError(said) if pending.op.writes else UnavailableError(said))
             raise
         if isinstance(error, UnavailableError | UnknownOutcomeError | CorruptError):
@@ -248,9 +257,10 @@ class SqliteConsensus(ConsensusClientBase):
             backoff_s = min(backoff_s * 1.6, BACKOFF_MOST_S)
 
     async def _greeted(self, link: Link) -> bool:
-        """Say hello and wait for the answer: by then the sequencer has ended what our earlier connection left behind.
+        """Send Hello and wait for the answer.
 
-        Nothing else is sent before, so a socket that nobody serves any more costs no Unknown.
+        The sequencer answers after it ended our earlier connection and dropped its unread requests. Nothing
+        else is sent before, so a stale socket never causes an UnknownOutcomeError.
         """
         assert link.transport is not None
         hello = protocol.Hello(protocol.WIRE_VERSION, self._name)
@@ -281,32 +291,35 @@ class SqliteConsensus(ConsensusClientBase):
         except TidemillError as error:
             failure = error
         except (OSError, RuntimeError) as error:
-            failure = UnavailableError(f"This process cannot host the sequencer: reason={error}.")
+            failure = UnavailableError(f"this process cannot host the sequencer: reason={error}.")
         if isinstance(failure, InvalidError) and self._served:
             failure = as_unavailable(failure)
         if failure is not None:
             self._reason = failure.message
             if isinstance(failure, InvalidError | CorruptError) or not self._served:
-                # Opening again would fail the same way: say so to everybody instead of timing out.
+                # Opening again would fail the same way: report it to all callers instead of letting them time out.
                 self._fail_all(failure)
         elif not self._seat.hosting:
             self._give_up_on_stopped()
 
     def _give_up_on_stopped(self) -> bool:
-        """True when the process that should serve us cannot, as anybody can see. Who just opens hears it at once; who
-        was served before waits as long as always, for it may go on."""
+        """Return whether the process that should serve this client is visibly stopped.
+
+        A client that is just starting fails immediately. One that was served before waits as usual, since the process
+        may continue.
+        """
         if self._loop.time() - self._away_s < LOOK_S:
             return False
         held = lock_holders.lock_holders(socket_address.lock_path(self._database))
         stopped = next((holder for holder in held if holder.state), None)
         if stopped is None:
             return False
-        self._reason = f"the process that holds its lock does not run: {stopped}"
+        self._reason = f"the process that holds its lock is stopped: {stopped}"
         if not self._served:
             self._fail_all(
                 UnavailableError(
-                    f"The process that serves the database does not run: database={self._database} {stopped}.",
-                    fix=f"Let it go on (kill -CONT {stopped.pid}) or end it.",
+                    f"the process that serves the database is stopped: database={self._database} {stopped}.",
+                    fix=f"Resume it (kill -CONT {stopped.pid}) or kill it.",
                 )
             )
         return True
@@ -320,7 +333,7 @@ class SqliteConsensus(ConsensusClientBase):
                 del self._pending[request_id]
                 if not pending.future.done():
                     pending.future.set_exception(
-                        UnknownOutcomeError(f"The connection broke before the answer: op={type(pending.op).__name__}.")
+                        UnknownOutcomeError(f"the connection broke before the answer: op={type(pending.op).__name__}.")
                     )
             else:
                 pending.sent = False
@@ -340,28 +353,28 @@ class SqliteConsensus(ConsensusClientBase):
                 if not pending.future.done():
                     pending.future.set_exception(
                         UnavailableError(
-                            f"No sequencer answers for the database: database={self._database} last={self._reason!r}"
+                            f"no sequencer answers for the database: database={self._database} last={self._reason!r}"
                             f" {lock_holders.who_locks(socket_address.lock_path(self._database))}.",
-                            fix="Look for a stopped process that holds the lock file beside it.",
+                            fix="Look for a stopped process that holds the lock file next to the database.",
                         )
                     )
             elif age_s > UNANSWERED_AFTER_S and self._link is not None:
                 if not pending.op.writes:
-                    # Not asked again for ever; a write is settled with its connection.
+                    # Otherwise it would be sent again forever. A write is settled when its connection is.
                     del self._pending[request_id]
-                    said = f"The sequencer does not answer: database={self._database} waited_s={age_s:.0f}."
+                    said = f"the sequencer does not answer: database={self._database} waited_s={age_s:.0f}."
                     self._settle(pending, UnavailableError(said))
                 self._link.abort()
                 return
 
     def _fail_all(self, error: TidemillError) -> None:
-        """Everybody hears `error`, except writes that were sent: of those nobody knows."""
+        """Fail all requests with `error`, except writes that were sent: their outcome is unknown."""
         for pending in self._pending.values():
             if pending.future.done():
                 continue
             doubtful = pending.sent and pending.op.writes
             pending.future.set_exception(
-                UnknownOutcomeError(f"No answer came before the end: {error.message}") if doubtful else error
+                UnknownOutcomeError(f"no answer came before the client ended: {error.message}") if doubtful else error
             )
         self._pending.clear()
         self._unsent.clear()
@@ -370,22 +383,22 @@ class SqliteConsensus(ConsensusClientBase):
         if self.seen.lost is not None:
             return self.seen.lost.message
         if self._closed or self._broken is not None:
-            return self._broken.message if self._broken is not None else "The consensus client was closed."
+            return self._broken.message if self._broken is not None else "this consensus client was closed."
         now_s = self._loop.time()
         if self._link is None and now_s - self._away_s > SLOW_AFTER_S:
-            return f"No sequencer answers for the database: database={self._database} last={self._reason!r}."
+            return f"no sequencer answers for the database: database={self._database} last={self._reason!r}."
         waited_s = max((now_s - p.started_s for p in self._pending.values() if not isinstance(p.op, Wait)), default=0.0)
         if waited_s > SLOW_AFTER_S:
             who = lock_holders.who_delays(self._database)
-            return f"The sequencer is slow to answer: database={self._database} waited_s={waited_s:.0f} {who}."
+            return f"the sequencer is slow to answer: database={self._database} waited_s={waited_s:.0f} {who}."
         return self._refusal if now_s - self._refused_s > REFUSED_AFTER_S else ""
 
     def _told(self, fault: str) -> None:
         self._reason = fault
 
     def _task_failed(self, name: str, error: BaseException) -> None:
-        """Only what ends a process gets here: `kept` holds everything else."""
-        self._broken = UnavailableError(f"The consensus client broke: task={name} reason={error!r}.")
+        """Fail the client. Only an error that ends the process gets here: `kept` restarts the loop after any other."""
+        self._broken = UnavailableError(f"the consensus client failed: task={name} reason={error!r}.")
         self._fail_all(self._broken)
 
     async def aclose(self) -> None:
@@ -397,7 +410,7 @@ class SqliteConsensus(ConsensusClientBase):
         await self._tasks.aclose()
         if self._link is not None:
             self._link.abort()
-        self._fail_all(ClosedError("This consensus client was closed."))
+        self._fail_all(ClosedError("this consensus client was closed."))
         seat, self._seat = self._seat, None
         if seat is not None:
             await asyncio.to_thread(host_election.detach, seat)

@@ -1,4 +1,4 @@
-"""One connection of a client to its sequencer. Knows nothing of retries."""
+"""One connection of a client to its sequencer, without retries."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROOM_BYTES = 256 << 10
 
 
 class Link(asyncio.BufferedProtocol):
-    """`answered` hears of each answer; `misled` of one that cannot be read, the last of its connection.
+    """Transport of one connection. `answered` receives each answer; `misled` receives the error of an unreadable one.
 
-    Answers are received into a buffer of its own: a plain protocol gets a fresh object of as many bytes, cut to size,
-    for each few hundred.
+    An unreadable answer ends its connection. Answers are received into one buffer: a plain protocol would get a fresh
+    object of as many bytes, cut to size, for each few hundred bytes.
     """
 
     def __init__(self, answered: Callable[[protocol.Answer], None], misled: Callable[[Exception], None]) -> None:
@@ -41,7 +41,7 @@ class Link(asyncio.BufferedProtocol):
                 for answer in protocol.decode_answers(body):
                     self._answered(answer)
         except Exception as error:
-            # Whatever it is: after an answer that cannot be read, nothing of this connection is trusted.
+            # After an answer that cannot be read, for any reason, nothing on this connection is trusted.
             self._misled(error)
             self.abort()
 
@@ -55,7 +55,7 @@ class Link(asyncio.BufferedProtocol):
 
 
 async def connect(database: Path, make: Callable[[], Link]) -> tuple[Link | None, str]:
-    """(a link to somebody who is trusted, or None; why a socket was refused, or "")."""
+    """Return (a link to a trusted sequencer, or None; the reason why a socket was rejected, or "")."""
     reason = ""
     with socket_address.addresses(database, create=False) as candidates:
         for path in candidates:

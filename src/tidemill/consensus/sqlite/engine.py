@@ -1,10 +1,10 @@
 """The synchronous engine: many operations decided by `transitions`, one transaction, one fsync.
 
-    commit(ops)   decide each against what is stored and staged so far → BEGIN IMMEDIATE … COMMIT → outcomes
+    commit(ops)   decide each against stored and staged state → BEGIN IMMEDIATE … COMMIT → outcomes
     answer(op)    a read of committed, durable state
 
-A refused operation stages nothing. What is known of heads and registers is cached between groups and thrown
-away when SQLite's data_version says that another connection wrote.
+A rejected operation stages nothing. Heads and registers are cached between groups; the caches are cleared when SQLite's
+data_version shows that another connection wrote.
 """
 
 from __future__ import annotations
@@ -52,27 +52,32 @@ CACHED_ENTRIES = 50_000
 CACHED_VALUE_BYTES = 4_096
 
 SPACE_RESERVE_BYTES = 32 << 20
-"""With less than this free, writes are refused for certain, before a COMMIT that runs out of space leaves an unknown
-outcome. It holds the largest append and the write-ahead log's checkpoint."""
+"""Free space below which writes are rejected, before a COMMIT that runs out of space leaves an unknown outcome.
+
+It fits the largest append and the checkpoint of SQLite's write-ahead log.
+"""
 
 SPACE_LOOK_S = 0.25
-"""How old the knowledge of the free space may be."""
+"""Maximum age of the measured free space."""
 
 FREE_PAGES = 1_024
 SHRINK_PAGES = 256
-"""Room below the first (4 MiB) is kept for what comes; of more than a quarter of the file, the second (1 MiB) is given
-back at each look, in the commit that is under way."""
+"""Sizes for shrinking the file.
+
+FREE_PAGES (4 MiB) stay free for new records. If more than a quarter of the file is free, SHRINK_PAGES (1 MiB) are
+returned to the file system at each check of the free space, in the commit in progress.
+"""
 
 
 _LIVES = itertools.count()
 
 
 class CommitOutcomeUnknownError(Exception):
-    """COMMIT itself failed: nobody knows whether the group happened until the file is opened anew."""
+    """COMMIT itself failed: whether the group happened is unknown until the file is reopened."""
 
 
 class _Staged:
-    """What a group will write, over what is stored."""
+    """Changes of a group, over the stored state."""
 
     def __init__(self) -> None:
         self.registers: dict[str, Versioned | None] = {}
@@ -86,7 +91,10 @@ class _Staged:
 
 
 class Engine:
-    """Owned by one thread. After `CommitOutcomeUnknownError` or Corrupt it must be closed and opened anew."""
+    """Engine of one database, owned by one thread.
+
+    After CommitOutcomeUnknownError or CorruptError it must be closed and reopened.
+    """
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path = path
@@ -104,14 +112,16 @@ class Engine:
         self._journal = self._begin_journal()
 
     def _begin_journal(self) -> Journal:
-        """What another connection wrote this engine cannot know of: from then on it remembers anew."""
+        """Start a new change journal: writes of another connection are not in the current one."""
         return Journal(f"{os.getpid()}.{next(_LIVES)}.{self._clock.now_ms()}")
 
     # writes --------------------------------------------------------------------------------------
 
     def commit(self, ops: list[WriteOp]) -> list[Outcome]:
-        """One outcome per operation, durable on return. Raises CommitOutcomeUnknownError, or UnavailableError when
-        nothing happened."""
+        """Return one outcome per operation, durable on return.
+
+        Raises CommitOutcomeUnknownError, or UnavailableError if nothing happened.
+        """
         look = self._check_space()
         staged = _Staged()
         try:
@@ -143,7 +153,7 @@ class Engine:
         return outcomes
 
     def _check_space(self) -> bool:
-        """Was the disk looked at now? Raises UnavailableError where it is as good as full."""
+        """Return whether the free space was measured now. Raises UnavailableError if the disk is nearly full."""
         now_s = self._steady.monotonic_s()
         look = now_s >= self._look_at_s
         if look:
@@ -152,13 +162,13 @@ class Engine:
             self._look_at_s = now_s + SPACE_LOOK_S
         if self._free_bytes < SPACE_RESERVE_BYTES:
             raise UnavailableError(
-                f"The disk is full: path={self._path} free_bytes={self._free_bytes} kept_bytes={SPACE_RESERVE_BYTES}.",
+                f"the disk is full: path={self._path} free_bytes={self._free_bytes} kept_bytes={SPACE_RESERVE_BYTES}.",
                 fix="Free space on the database's disk.",
             )
         return look
 
     def _shrink(self) -> None:
-        """Give a little of the room that deleted records left back to the disk, where it is much of the file."""
+        """Return some of the space of deleted records to the file system, if it is a large part of the file."""
         (free,), (pages,) = self._rows("PRAGMA freelist_count")[0], self._rows("PRAGMA page_count")[0]
         if free > FREE_PAGES and free > pages // 4:
             self._rows(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
@@ -215,9 +225,9 @@ class Engine:
                 self._db.execute("INSERT INTO logs (name, term, start, next) VALUES (?, 0, 0, 0)", (name,))
                 ids[name] = self._db.last_insert_rowid()
                 if ids[name] >= LOG_IDS:
-                    raise UnavailableError(f"The database holds as many logs as it can: logs={LOG_IDS}.")
+                    raise UnavailableError(f"the database has reached its maximum number of logs: logs={LOG_IDS}.")
         if staged.marked:
-            # Appends alone need no write here: their records say it.
+            # Logs that were only appended to need no write here: their records imply the head.
             marked = [(staged.heads[name], ids[name]) for name in sorted(staged.marked)]
             execute(
                 "UPDATE logs SET term = ?, start = ?, next = ? WHERE id = ?",
@@ -250,7 +260,7 @@ class Engine:
             self._db.execute("UPDATE meta SET clock_ms = max(clock_ms, ?)", (self._clock.now_ms(),))
 
     def _remember(self, staged: _Staged) -> None:
-        """Only what is durable enters the caches."""
+        """Update the caches after the commit; only durable state enters them."""
         self._records.committed()
         self._journal.note(staged.heads)
         if len(self._versions) + len(self._heads) > CACHED_ENTRIES:
@@ -273,7 +283,7 @@ class Engine:
         self._forget()
 
     def _forget(self) -> None:
-        """Start over from the file."""
+        """Clear all caches and reload from the file."""
         self._heads.clear()
         self._ids.clear()
         self._versions.clear()
@@ -283,7 +293,7 @@ class Engine:
     # reads ---------------------------------------------------------------------------------------
 
     def answer(self, op: AnyOp) -> Any:
-        """Read committed state. Raises Missing, Corrupt or UnavailableError."""
+        """Read committed state. Raises MissingError, CorruptError or UnavailableError."""
         try:
             self._refresh()
             match op:
@@ -309,7 +319,7 @@ class Engine:
                     sql = "SELECT name, holder, term, ttl_ms, expires_ms, info FROM leases WHERE {} ORDER BY name"
                     return [LeaseRow(*row).view(now_ms) for row in self._prefixed(sql, "name", prefix)]
                 case _:
-                    raise UnavailableError(f"Not a read: op={type(op).__name__}.")
+                    raise UnavailableError(f"not a read: op={type(op).__name__}.")
         except apsw.Error as error:
             raise schema.translate(error, self._path) from error
 
@@ -328,13 +338,13 @@ class Engine:
         return [(name, self._records.overlay(log_id, LogHead(*head))) for name, log_id, *head in rows]
 
     def _prefixed(self, sql: str, column: str, prefix: str) -> list[tuple[Any, ...]]:
-        """Rows whose column starts with prefix, by index range. No code point sorts above U+10FFFF."""
+        """Return the rows whose column starts with `prefix`, by index range. No code point sorts above U+10FFFF."""
         if not prefix:
             return self._rows(sql.format("TRUE"))
         return self._rows(sql.format(f"{column} >= ? AND {column} < ?"), (prefix, prefix + "\U0010ffff" * 4))
 
     def _refresh(self) -> None:
-        """Another connection's commit makes every cache stale."""
+        """Clear the caches if another connection committed."""
         data_version = self._rows("PRAGMA data_version")[0][0]
         if data_version != self._data_version:
             self._data_version = data_version

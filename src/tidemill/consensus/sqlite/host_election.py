@@ -1,10 +1,10 @@
-"""Which process hosts the sequencer of a database: the one whose open file holds an flock beside it.
+"""Elects the process that hosts the sequencer of a database: the one whose open file holds an flock next to it.
 
-A process's clients share one `Seat` per database. A client that finds nobody listening asks its seat to try:
-whoever gets the lock starts the sequencer thread. SIGKILL closes the file and so frees the lock.
+The clients of a process share one `Seat` per database. A client that finds no listening sequencer asks its seat to try:
+the process that gets the lock starts the sequencer thread. SIGKILL closes the file, which frees the lock.
 
-The descriptor is close-on-exec, and a fork closes its copy: a lock lives as long as any copy is open, so a
-child that outlived its killed parent would otherwise keep the database shut.
+The descriptor is close-on-exec, and a fork closes its copy. A lock lives as long as any copy is open, so a child that
+outlived its killed parent would otherwise keep the database locked.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _guard = threading.Lock()
 _seats: dict[str, Seat] = {}
 _leaked: list[object] = []
 generation = 0
-"""Grows in every forked child: clients opened before the fork know by it that they are copies."""
+"""Counter of forks, incremented in every forked child: clients opened before the fork recognise that they are copies.
+"""
 
 
 class Seat:
-    """One database in this process. All methods are safe from any thread."""
+    """One database in this process. All methods are thread-safe."""
 
     def __init__(self, database: Path, clock: Clock) -> None:
         self._database = database
@@ -40,7 +41,7 @@ class Seat:
         self.users = 0
 
     def try_host(self) -> None:
-        """Start the sequencer here if nobody holds the lock. Never blocks on other processes."""
+        """Start the sequencer here if no process holds the lock. Never blocks on other processes."""
         with self._mutex:
             if self._sequencer is not None:
                 return
@@ -52,7 +53,7 @@ class Seat:
                 self._sequencer = Sequencer(self._database, self._clock, self._ended)
                 self._sequencer.start()
             except BaseException:
-                # No descriptor or no thread to be had: a lock that nobody serves would shut everybody out.
+                # Out of descriptors or threads. A lock without a sequencer would lock every process out.
                 self._sequencer, self._lock_fd = None, -1
                 os.close(fd)
                 raise
@@ -62,14 +63,17 @@ class Seat:
         return self._sequencer is not None
 
     def take_failure(self) -> TidemillError | None:
-        """Why the sequencer that was started here ended by itself, once."""
+        """Return, once, why the sequencer that was started here ended on its own."""
         failure, self._failure = self._failure, None
         return failure
 
     _failure: TidemillError | None = None
 
     def _ended(self) -> None:
-        """Called by the sequencer thread after it closed the database: only now may another process open it."""
+        """Release the lock; the sequencer thread calls it after closing the database.
+
+        Only then may another process open it.
+        """
         sequencer, self._sequencer = self._sequencer, None
         if sequencer is not None:
             self._failure = sequencer.failure
@@ -83,13 +87,13 @@ class Seat:
             sequencer.stop()
 
     def abandon(self) -> None:
-        """In a forked child. Closing a copy of the descriptor does not release the parent's lock."""
+        """Close the copies of the descriptors in a forked child. This does not release the parent's lock."""
         if self._lock_fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._lock_fd)
         if self._sequencer is not None:
             self._sequencer.abandon()
-            # Closing an inherited SQLite connection could checkpoint under the parent's feet: keep it for ever.
+            # Closing an inherited SQLite connection could checkpoint concurrently with the parent: keep it forever.
             _leaked.append(self._sequencer)
 
 
@@ -104,7 +108,7 @@ def attach(database: Path, clock: Clock) -> Seat:
 
 
 def detach(seat: Seat) -> None:
-    """The last client of this process to leave stops the sequencer; blocks until the database is closed."""
+    """Detach a client. The last one of this process stops the sequencer, and blocks until the database is closed."""
     with _guard:
         seat.users -= 1
         if seat.users > 0:
@@ -115,20 +119,23 @@ def detach(seat: Seat) -> None:
 
 
 def _take_lock(path: Path) -> int:
-    """An open, locked descriptor, or -1 when another process holds the lock. Raises Invalid, Unavailable."""
+    """Return an open, locked descriptor, or -1 if another process holds the lock.
+
+    Raises InvalidError or UnavailableError.
+    """
     while True:
         schema.make_directory(path.parent)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            what = "The lock beside the database of consensus.url cannot be opened"
+            what = "the lock file of the database of consensus.url cannot be opened"
             raise schema.translate_os(error, what, path) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(fd)
             return -1
-        # A lock on a file that somebody removed meanwhile excludes nobody.
+        # A lock on a file that was removed in the meantime excludes no other process.
         try:
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return fd

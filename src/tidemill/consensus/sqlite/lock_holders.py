@@ -1,10 +1,10 @@
-"""Who holds a file: for the sentence that an operator reads when a lock is not given up.
+"""Finds the processes that lock a file, for the error text that an operator reads when a lock is not released.
 
     /proc/locks      lines `n: POSIX|FLOCK|OFDLCK … READ|WRITE pid major:minor:inode start end`; a blocked waiter
                      has `->` after the number. A pid of another pid namespace is 0 or −1.
-    /proc/PID/stat   the state stands after the last `)`: T, t = stopped, Z = dead and not waited for, D = disk wait
+    /proc/PID/stat   the state follows the last `)`: T, t = stopped, Z = zombie, D = disk wait
 
-Where there is no /proc, nobody is named.
+Without /proc no process is named.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "D": "waiting for a disk"
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """`state` is "" for a process that runs or sleeps as processes do. pid 0: not visible from here."""
+    """A process that holds a lock. `state` is "" for one that runs or sleeps normally. pid 0: not visible from here."""
 
     pid: int
     command: str
@@ -34,7 +34,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 def lock_holders(path: Path) -> list[Holder]:
-    """Other processes with a lock on the file, or on what SQLite keeps beside it."""
+    """Return the other processes with a lock on the file, or on SQLite's -shm and -wal files next to it."""
     inodes = set()
     for name in (path, path.with_name(path.name + "-shm"), path.with_name(path.name + "-wal")):
         with contextlib.suppress(OSError):
@@ -47,26 +47,28 @@ def lock_holders(path: Path) -> list[Holder]:
 
 
 def intruders(database: Path) -> list[Holder]:
-    """Who has locked the database's own files though it does not host its sequencer: commits wait for it."""
+    """Return the processes that lock the database's own files without hosting its sequencer: commits wait for them."""
     hosts = {holder.pid for holder in lock_holders(database.with_name(database.name + ".lock"))}
     return [holder for holder in lock_holders(database) if holder.pid not in hosts]
 
 
 def who_locks(path: Path) -> str:
-    """`holder_pid=… holder_command=…` of the first other holder; says so when nobody can be named."""
+    """Return `holder_pid=… holder_command=…` of the first other holder, or `holder_pid=unknown`."""
     found = lock_holders(path)
     return str(found[0]) if found else "holder_pid=unknown"
 
 
 def who_delays(database: Path) -> str:
-    """The process that an answer of the sequencer waits for: one that locked the database's own files, or else its
-    host. Says so when nobody can be named."""
+    """Name the process that delays the sequencer's answer, as `who_locks` does.
+
+    It is one that locks the database's own files, or else the sequencer's host.
+    """
     found = intruders(database)
     return str(found[0]) if found else who_locks(database.with_name(database.name + ".lock"))
 
 
 def _locks() -> list[tuple[int, int]]:
-    """(pid, inode) of every lock of this machine that is held."""
+    """Return (pid, inode) of every lock held on this machine."""
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():

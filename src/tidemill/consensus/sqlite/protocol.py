@@ -1,11 +1,11 @@
-"""The wire between clients and the sequencer: requests may be pipelined, answers come back in any order.
+"""The protocol between clients and the sequencer: requests may be pipelined, answers come back in any order.
 
     frame     length uint32 little-endian | body (msgpack): a list of requests, or a list of answers
     request   [id, [tag, field, …]]          id counts from 1 per client; tags: `operations`, 20 Hello, 21 Forget
     answer    [id, outcome, body]            outcome 0: body is the result; else body is [message, fix, current]
-    bye       [0, 99, nil]                   orderly end: nothing unanswered was executed
+    bye       [0, 99, nil]                   orderly end: unanswered requests were not executed
 
-What a side has to say in one turn goes into one frame, so that coding is one call for many.
+All messages of one side in one turn form one frame, so that one call encodes many.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from tidemill.consensus.operations import (
 
 WIRE_VERSION = 3
 FRAME_BYTES = 96 << 20
-"""More than the largest append; a longer frame means the peer does not speak this protocol."""
+"""Frame limit, above the largest append. A longer frame means that the peer does not speak this protocol."""
 
 OK = 0
 BYE = 99
 
 
 class Hello(Op, frozen=True, tag=20):
-    """First on every connection. Ends the client's earlier connection: what it sent there and was not read is void."""
+    """First request on a connection. Ends the client's earlier connection; requests not yet read from it are void."""
 
     version: int
     client: str
 
 
 class Forget(Op, frozen=True, tag=21):
-    """The wait of this request id is no longer wanted."""
+    """Cancels the wait with this request id."""
 
     request: int
 
@@ -129,11 +129,11 @@ _current_decoders = {op: msgspec.msgpack.Decoder(kind) for op, kind in _CURRENTS
 
 
 Said = tuple[int, Any] | tuple[int, int, Any]
-"""A request or an answer before coding."""
+"""A request or an answer before encoding."""
 
 
 def encode(said: list[Any]) -> bytes:
-    """One frame, or one per request or answer where together they would be too long."""
+    """Encode one frame, or one frame per message if together they would be too long."""
     body = _encoder.encode(said)
     if len(body) > FRAME_BYTES and len(said) > 1:
         return b"".join(encode([one]) for one in said)
@@ -153,7 +153,7 @@ GOODBYE: Said = (0, BYE, None)
 
 
 def decode_requests(body: bytes) -> list[Request]:
-    """Raises msgspec.MsgspecError on anything else."""
+    """Decode the body of a frame of requests. Raises msgspec.MsgspecError."""
     return _requests_decoder.decode(body)
 
 
@@ -176,13 +176,13 @@ def decode_error(op: Op, answer: Answer) -> TidemillError:
 
 
 class Splitter:
-    """Cuts a byte stream into frame bodies."""
+    """Splits a byte stream into frame bodies."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Whole bodies so far. Raises CorruptError when the stream cannot be this protocol's."""
+        """Return the bodies that are complete so far. Raises CorruptError if the stream cannot be of this protocol."""
         if self._buffer:
             self._buffer += data
             source: bytes | bytearray = self._buffer
@@ -193,7 +193,7 @@ class Splitter:
         while end - start >= 4:
             size = int.from_bytes(source[start : start + 4], "little")
             if size > FRAME_BYTES:
-                raise CorruptError(f"A frame is longer than the protocol allows: size_bytes={size}.")
+                raise CorruptError(f"a frame is longer than the protocol allows: size_bytes={size}.")
             if end - start - 4 < size:
                 break
             bodies.append(bytes(source[start + 4 : start + 4 + size]))

@@ -1,17 +1,17 @@
-"""Where log records lie: fresh ones as whole commit groups, older ones in chunks by log.
+"""Storage of log records: recent ones as whole commit groups, older ones in chunks by log.
 
-    append → recent     one row per group commit, whatever logs it holds; also kept in memory
-    settle → settled    some of the oldest groups, cut into one chunk per log
-    sweep  → gone       chunks that lie below their log's start, a bounded number per commit
+    append → recent     one row per group commit, for any number of logs; also held in memory
+    settle → settled    some of the oldest groups, split into chunks by log
+    sweep  → deleted    chunks below their log's start, a bounded number per commit
 
     recent.body     sealed (`row_checksums`) msgpack [[log id, position, term, nonce, data], …] in order
     settled.id      log id × 2^40 + position of the chunk's first record
-    settled.body    sealed msgpack [[term, nonce, data], …], consecutive positions; settled.count = how many
+    settled.body    sealed msgpack [[term, nonce, data], …], consecutive positions; settled.count = their number
 
-So a commit of many logs writes few pages and one row; a table keyed by log would dirty a page per log. Per log,
-positions below the first recent one are settled or swept, the rest is recent and served from memory. A log's row
-in `logs` may be behind its recent records; `overlay` adds them. What was truncated before it settled is never
-written again. Methods that write run inside the engine's transaction and change no memory; `committed` does.
+So a commit of many logs writes few pages and one row; a table keyed by log would dirty a page per log. In each log,
+positions below the first recent one are settled or swept, the others are recent and served from memory. A log's row in
+`logs` may be older than its recent records; `overlay` adds them. Records truncated before they settle are never written
+again. Methods that write run inside the engine's transaction and do not change memory; `committed` does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ POSITION_BITS = 40
 LOG_IDS = 1 << (63 - POSITION_BITS)
 
 RECENT_BYTES = 4 * MIB
-"""Held in memory and read back at every start; above it commits settle some of the oldest."""
+"""Limit for recent records, which are held in memory and read at every start; above it, commits settle some of the
+oldest.
+"""
 
 SETTLE_RECORDS = 1_024
 SETTLE_BYTES = 1 * MIB
@@ -42,7 +44,7 @@ RECORD_OVERHEAD_BYTES = 100
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A record with its log, as `recent.body` holds it."""
+    """A record with its log, as stored in `recent.body`."""
 
     log_id: int
     position: int
@@ -58,7 +60,7 @@ class _Group(NamedTuple):
 
 
 class _Tail:
-    """The recent records of one log, consecutive, oldest first; taking from the front is amortised."""
+    """The recent records of one log, consecutive, oldest first. Removal from the front is amortised."""
 
     __slots__ = ("records", "taken")
 
@@ -68,11 +70,11 @@ class _Tail:
 
     @property
     def first(self) -> int:
-        """Position of the oldest; only when there is any."""
+        """Position of the oldest record; only defined if there is one."""
         return self.records[self.taken].position
 
     def take(self, count: int) -> bool:
-        """Drop the oldest; True when nothing is left."""
+        """Drop the `count` oldest records. True if none is left."""
         self.taken += count
         if self.taken == len(self.records):
             return True
@@ -88,14 +90,14 @@ _decode_chunk = msgspec.msgpack.Decoder(list[tuple[int, str, bytes]]).decode
 
 
 class Records:
-    """Raises apsw.Error, and Corrupt when a body cannot be read or a record is missing."""
+    """The records of all logs. Raises apsw.Error, and CorruptError if a body is unreadable or a record is missing."""
 
     def __init__(self, db: apsw.Connection) -> None:
         self._db = db
         self.reload()
 
     def reload(self) -> None:
-        """Forget memory and start over from the file."""
+        """Clear memory and reload from the file."""
         self._tails: dict[int, _Tail] = {}
         self._groups: deque[_Group] = deque()
         self._recent_bytes = 0
@@ -105,14 +107,14 @@ class Records:
         self._next_id = 1
         for group_id, body in self._rows("SELECT id, body FROM recent ORDER BY id"):
             try:
-                records = _decode_group(unseal(body, f"A group of records is damaged: id={group_id}"))
+                records = _decode_group(unseal(body, f"a group of records is damaged: id={group_id}"))
             except msgspec.MsgspecError as error:
-                raise CorruptError(f"A group of records cannot be read: id={group_id} reason={error}.") from error
+                raise CorruptError(f"a group of records cannot be read: id={group_id} reason={error}.") from error
             self._remember(_Group(group_id, records, _size(records)))
         self.unswept: set[int] = {row[0] for row in self._rows("SELECT id FROM logs WHERE swept < start")}
 
     def overlay(self, log_id: int, stored: LogHead) -> LogHead:
-        """A log's head from its row and the recent records, whose terms and positions only grow."""
+        """Return a log's head, from its row and its recent records, whose terms and positions only grow."""
         tail = self._tails.get(log_id)
         if tail is None:
             return stored
@@ -122,7 +124,7 @@ class Records:
     # inside the transaction ----------------------------------------------------------------------
 
     def insert(self, records: list[Placed]) -> None:
-        """Each log's records consecutive and following what it has."""
+        """Insert a group of records. Those of each log are consecutive and follow its newest one."""
         group_id = self._next_id
         for part in _parts(records):
             self._db.execute("INSERT INTO recent (id, body) VALUES (?, ?)", (group_id, seal(_encode(part))))
@@ -130,7 +132,7 @@ class Records:
             group_id += 1
 
     def settle(self) -> None:
-        """Move some of the oldest groups to where they stay, if there is too much."""
+        """Move some of the oldest groups to `settled`, if the recent records exceed their limit."""
         if self._recent_bytes <= RECENT_BYTES:
             return
         count = size_bytes = 0
@@ -159,7 +161,7 @@ class Records:
         self._db.execute("DELETE FROM recent WHERE id <= ?", (self._settling[-1].id,))
 
     def sweep(self) -> None:
-        """Delete some chunks that were truncated away."""
+        """Delete some chunks that were truncated."""
         if not self.unswept:
             return
         log_id = min(self.unswept)
@@ -175,7 +177,7 @@ class Records:
             self._db.execute("UPDATE logs SET swept = ? WHERE id = ?", (start, log_id))
             self._swept = log_id
 
-    # after it ------------------------------------------------------------------------------------
+    # after the transaction -----------------------------------------------------------------------
 
     def committed(self) -> None:
         if self._settling:
@@ -209,7 +211,7 @@ class Records:
     # reading -------------------------------------------------------------------------------------
 
     def read(self, log_id: int, head: LogHead, start: int, limit_records: int, limit_bytes: int) -> list[LogRecord]:
-        """Consecutive records from `start` (head.start ≤ start < head.next), at least one."""
+        """Return consecutive records from `start` (head.start ≤ start < head.next), at least one."""
         tail = self._tails.get(log_id)
         first_recent = tail.first if tail is not None else head.next
         records: list[LogRecord] = []
@@ -228,11 +230,11 @@ class Records:
                     break
                 records.append(LogRecord(placed.position, placed.term, placed.nonce, placed.data))
         if not records or records[0].position != start:
-            raise CorruptError(f"A record is missing from the database: log_id={log_id} position={start}.")
+            raise CorruptError(f"a record is missing from the database: log_id={log_id} position={start}.")
         return records
 
     def _settled(self, log_id: int, start: int, end: int) -> Any:
-        """Settled records of [start, end), chunk by chunk as they are asked for."""
+        """Yield the settled records of [start, end), reading chunks lazily."""
         base = log_id << POSITION_BITS
         chunks: Any = self._db.execute(
             "SELECT id, body FROM settled WHERE id >= (SELECT max(id) FROM settled WHERE id >= ? AND id <= ?)"
@@ -241,9 +243,9 @@ class Records:
         )
         for chunk_id, body in chunks:
             try:
-                rows = _decode_chunk(unseal(body, f"A chunk of records is damaged: id={chunk_id}"))
+                rows = _decode_chunk(unseal(body, f"a chunk of records is damaged: id={chunk_id}"))
             except msgspec.MsgspecError as error:
-                raise CorruptError(f"A chunk of records cannot be read: id={chunk_id} reason={error}.") from error
+                raise CorruptError(f"a chunk of records cannot be read: id={chunk_id} reason={error}.") from error
             for position, (term, nonce, data) in enumerate(rows, chunk_id - base):
                 if position >= start:
                     yield LogRecord(position, term, nonce, data)
@@ -258,7 +260,7 @@ def _size(records: list[Placed]) -> int:
 
 
 def _parts(records: list[Placed]) -> list[list[Placed]]:
-    """One part, or several where one row would be too large."""
+    """Return one part, or several if one row would be too large."""
     if _size(records) <= GROUP_ROW_BYTES:
         return [records]
     parts: list[list[Placed]] = [[]]

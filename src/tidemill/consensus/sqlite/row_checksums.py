@@ -1,9 +1,9 @@
-"""Checksums of what the database holds: SQLite has none of its own.
+"""Checksums of stored values, since SQLite does not checksum its pages.
 
-    0xC1 | crc32c uint32, little end first | body
+    0xC1 | crc32c uint32, little-endian | body
 
-The checksum is of a context and the body. Bodies of log records that an older layout wrote are msgpack, which never
-begins with 0xC1, and are read as they are; registers were sealed when their database was brought to this layout.
+The checksum covers a context and the body. Log records of an older layout are plain msgpack, which never begins with
+0xC1, and are read without a check. Registers were sealed when their database was upgraded to this layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def seal(body: bytes, context: bytes = b"") -> bytes:
 
 
 def unseal(stored: bytes, what: str, context: bytes = b"") -> bytes:
-    """Raises CorruptError. What has no seal is given as it is."""
+    """Return the body. A value without a seal is returned unchanged. Raises CorruptError."""
     if stored[:1] != SEAL:
         return stored
     body = stored[_HEAD_BYTES:]
@@ -32,15 +32,15 @@ def unseal(stored: bytes, what: str, context: bytes = b"") -> bytes:
 
 
 def context_of(key: str, seq: int, nonce: str) -> bytes:
-    """Of a register: that it is this version of this key."""
+    """Return the context of a register, which binds the checksum to this version of this key."""
     return f"{key}\0{seq}\0{nonce}\0".encode()
 
 
 def unsealed_register(key: str, seq: int, nonce: str, stored: bytes) -> bytes:
-    """Raises CorruptError, also where there is no seal."""
+    """Return the body of a register. Raises CorruptError, also if there is no seal."""
     if stored[:1] != SEAL:
-        raise CorruptError(f"A register is damaged: key={key} bytes={len(stored)}.", fix=FIX)
-    return unseal(stored, f"A register is damaged: key={key}", context_of(key, seq, nonce))
+        raise CorruptError(f"a register is damaged: key={key} bytes={len(stored)}.", fix=FIX)
+    return unseal(stored, f"a register is damaged: key={key}", context_of(key, seq, nonce))
 
 
 def _crc(body: bytes, context: bytes) -> bytes:

@@ -1,9 +1,10 @@
-"""The database file: opening it, its layout, and the statements the engine runs.
+"""The database file: how it is opened, its layout, and the statements that create it.
 
-meta           one row: layout version, the last time the engine's clock is known to have shown
+meta           one row: layout version, and a lower bound of the engine's clock
 registers      one row per key: its current version, sealed (`row_checksums`)
-logs           one row per log: term, [start, next), and `swept`: rows below it are physically gone
-log_records    one row per record, in order of arrival, so that a group commit of many logs fills few pages
+logs           one row per log: term, [start, next), and `swept`: records below it are physically deleted
+recent         one row per group commit, in order, so that a commit of many logs fills few pages (`record_storage`)
+settled        one row per chunk of consecutive records of one log
 leases         one row per lease; a released one has holder ''
 """
 
@@ -23,19 +24,21 @@ from tidemill.consensus.sqlite.row_checksums import context_of, seal
 
 LAYOUT_VERSION = 4
 UNSEALED_LAYOUT = 3
-"""Without checksums. It is brought to this one when it is opened; an older version then refuses the file."""
+"""Layout without checksums. It is upgraded when it is opened; an older version of tidemill then rejects the file."""
 OLDEST_SQLITE = (3, 51, 3)
-"""3.7.0 to 3.51.2 can corrupt a database whose connections write and checkpoint a WAL at once (WAL-reset bug)."""
+"""Oldest safe version: 3.7.0 to 3.51.2 can corrupt a database whose connections write and checkpoint a WAL concurrently
+(WAL-reset bug).
+"""
 
 CHECKPOINT_PAGES = 4000
 
 BUSY_MS = 1_000
-"""How long a statement waits for another process's lock on the file. Nobody but the sequencer should hold one."""
+"""Time that a statement waits for another process's lock on the file. Only the sequencer should ever hold one."""
 
 _CONFIGURATION = {
     errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO,
 }  # fmt: skip
-"""What trying again cannot mend. Everything else may pass: no descriptors, no space, a disk that went read-only."""
+"""Errors that a retry cannot fix. Any other may pass: no descriptors, no space, a disk that became read-only."""
 
 OPEN_FLAGS = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_NOFOLLOW
 
@@ -60,7 +63,7 @@ def check_library() -> None:
     version = tuple(int(part) for part in apsw.sqlite_lib_version().split("."))
     if version < OLDEST_SQLITE:
         raise InvalidError(
-            f"This SQLite can corrupt a WAL database: version={apsw.sqlite_lib_version()}.",
+            f"this SQLite can corrupt a WAL database: version={apsw.sqlite_lib_version()}.",
             fix="Install apsw 3.51.3 or newer, which carries its own SQLite.",
         )
 
@@ -73,17 +76,17 @@ def connect(path: Path) -> apsw.Connection:
         _make_private(path)
         connection = apsw.Connection(str(path), OPEN_FLAGS, statementcachesize=256)
     except OSError as error:
-        raise translate_os(error, "The database of consensus.url cannot be made", path) from error
+        raise translate_os(error, "the database of consensus.url cannot be created", path) from error
     except apsw.Error as error:
         raise _why_not_opened(error, path) or translate(error, path, opening=True) from error
     try:
         connection.set_busy_timeout(BUSY_MS)
-        # Of a new file only; one that an older version made keeps its size.
+        # Takes effect in a new file only; a file of an older version does not shrink.
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchall()[0][0]
         if mode != "wal":
             raise InvalidError(
-                f"The file system does not support SQLite's WAL: path={path} journal_mode={mode}.",
+                f"the file system does not support SQLite's WAL: path={path} journal_mode={mode}.",
                 fix="Put the database on a local disk.",
             )
         connection.execute("PRAGMA synchronous = FULL")
@@ -97,7 +100,7 @@ def connect(path: Path) -> apsw.Connection:
             layout = LAYOUT_VERSION
         if layout != LAYOUT_VERSION:
             raise InvalidError(
-                f"The database has another layout: path={path} layout={layout} known={LAYOUT_VERSION}.",
+                f"the database has another layout: path={path} layout={layout} known={LAYOUT_VERSION}.",
                 fix="Run the tidemill version that wrote it, or point consensus.url at a new file.",
             )
         connection.execute(LAYOUT)
@@ -119,9 +122,10 @@ def _seal_registers(connection: apsw.Connection) -> None:
 
 
 def translate(error: apsw.Error, path: Path, *, opening: bool = False) -> TidemillError:
-    """An apsw error as one of ours; certain that the statement it came from took no effect, except for COMMIT.
+    """Translate an apsw error. Except for COMMIT, the failed statement certainly took no effect.
 
-    `opening`: what is wrong with the path is for the operator. Later the same is waited for, since it was right once.
+    While `opening`, an invalid path is an InvalidError for the operator. Later it is retried, since the path was valid
+    once.
     """
     if isinstance(error, (apsw.CorruptError, apsw.NotADBError)):
         return CorruptError(
@@ -129,22 +133,22 @@ def translate(error: apsw.Error, path: Path, *, opening: bool = False) -> Tidemi
         )
     if isinstance(error, (apsw.BusyError, apsw.LockedError)):
         return UnavailableError(
-            f"Another process has locked the database: path={path} {lock_holders.who_locks(path)}.",
-            fix="Let that process end its transaction, or end it; only tidemill may open this file.",
+            f"another process has locked the database: path={path} {lock_holders.who_locks(path)}.",
+            fix="Wait for that process to end its transaction, or kill it; only tidemill may open this file.",
         )
     if isinstance(error, (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError)):
         kind = InvalidError if opening else UnavailableError
         return kind(
-            f"The database of consensus.url cannot be written: path={path} reason={error}.",
+            f"the database of consensus.url cannot be written: path={path} reason={error}.",
             fix="Point consensus.url at a file in a directory this user may write.",
         )
     if isinstance(error, apsw.FullError):
-        return UnavailableError(f"The disk is full: path={path}.", fix="Free space on the database's disk.")
-    return UnavailableError(f"SQLite refused: path={path} reason={error}.")
+        return UnavailableError(f"the disk is full: path={path}.", fix="Free space on the database's disk.")
+    return UnavailableError(f"SQLite returned an error: path={path} reason={error}.")
 
 
 def translate_os(error: OSError, what: str, path: Path) -> TidemillError:
-    """An operating system error on the way to the database."""
+    """Translate an operating system error on the way to the database."""
     if error.errno in _CONFIGURATION:
         return InvalidError(
             f"{what}: path={path} reason={error.strerror}.",
@@ -154,17 +158,19 @@ def translate_os(error: OSError, what: str, path: Path) -> TidemillError:
 
 
 def make_directory(directory: Path) -> None:
-    """mkdir -p whose new entries survive power loss and are nobody else's to look into. Raises InvalidError,
-    UnavailableError."""
+    """Create a directory and its parents, durably and private to this user. Raises InvalidError or UnavailableError."""
     try:
         make_private_directory(directory)
     except OSError as error:
-        raise translate_os(error, "The directory of consensus.url cannot be made", directory) from error
+        raise translate_os(error, "the directory of consensus.url cannot be created", directory) from error
 
 
 def _make_private(path: Path) -> None:
-    """A new database is readable by its user only. An existing one is not opened here: to close any descriptor of a
-    file gives up all locks that this process has on it."""
+    """Create a new database that only its user can read.
+
+    An existing one is not opened here: closing any descriptor of a file releases all locks that this process holds on
+    it.
+    """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     except FileExistsError:
@@ -172,11 +178,14 @@ def _make_private(path: Path) -> None:
 
 
 def _why_not_opened(error: apsw.Error, path: Path) -> TidemillError | None:
-    """SQLite says only that it cannot open; the system says why. None: the file itself is not what is wrong."""
+    """Return the operating system's reason, since SQLite reports only a failure to open.
+
+    None if the file can be opened.
+    """
     if not isinstance(error, (apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError, apsw.IOError)):
         return None
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
     except OSError as cause:
-        return translate_os(cause, "The database of consensus.url cannot be opened", path)
+        return translate_os(cause, "the database of consensus.url cannot be opened", path)
     return None

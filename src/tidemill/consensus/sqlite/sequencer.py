@@ -1,10 +1,10 @@
 """The sequencer: one thread that owns the database, serves every local process and commits in groups.
 
-    round:  read what all connections have sent → one commit of all writes → reads → answers → waiters
+    round:  receive from all connections → one commit of all writes → reads → answers → waiters
 
-The thread runs its own selector, so a busy event loop of the hosting process does not hold up the others.
-Writes are decided before reads of the same round, and reads see only committed state: all of them were
-under way at once, so any order between them is linearizable.
+The thread runs its own selector, so a busy event loop of the hosting process does not delay other processes. Writes are
+decided before the reads of the same round, and reads see only committed state. All requests of a round are concurrent,
+so any order between them is linearizable.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError, Engine
 from tidemill.consensus.sqlite.server_sockets import Connection, listen
 
 RECEIVE_BYTES = 1 << 20
-"""Per connection and round: what makes every process progress, whatever the others send."""
+"""Limit per connection and round, so that every process progresses under any load of the others."""
 
 UNREAD_ANSWER_BYTES = 64 << 20
-"""A client that does not read its answers is not read from either."""
+"""Limit of unread answers; a client that exceeds it is not read from until it reads them."""
 
 REST_S = 0.2
-"""After an accept that failed although the reserve was given up, nobody is accepted for so long."""
+"""Pause in accepting after an accept failed although the reserve of descriptors was released."""
 
 log = structlog.get_logger()
 
 
 class Sequencer:
-    """`start` returns at once; `opened` is set when it serves or has failed (`failure`). `stop` is orderly."""
+    """The server of one database. `start` returns immediately; `stop` is orderly.
+
+    `opened` is set when it serves or has failed (`failure`).
+    """
 
     def __init__(self, database: Path, clock: Clock, on_end: Callable[[], None]) -> None:
         self._database = database
@@ -61,14 +64,14 @@ class Sequencer:
         self._most_clients = file_descriptors.current().sequencer
         self._rests = False
         self._room = memoryview(bytearray(RECEIVE_BYTES))
-        """To receive into: `recv` would make as large an object each time, for a few hundred bytes."""
+        """Reused receive buffer: `recv` would allocate an object of this size each time, for a few hundred bytes."""
         self._thread = threading.Thread(target=self._run, name="tidemill-sequencer", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the round under way, say goodbye, close the database. Blocks until done."""
+        """Finish the current round, send goodbyes, close the database. Blocks until done."""
         self._stopping = True
         with contextlib.suppress(OSError):
             self._wake_sender.send(b"x")
@@ -76,11 +79,11 @@ class Sequencer:
             self._thread.join(timeout=30)
 
     def abandon(self) -> None:
-        """In a forked child: close the inherited descriptors; the parent goes on. Never touches the database."""
+        """Close the inherited descriptors in a forked child, without touching the database; the parent continues."""
         sockets = [self._listener, self._wake_receiver, self._wake_sender]
         for sock in [*sockets, *(connection.sock for connection in self._connections.values())]:
             if sock is not None:
-                # An open copy of the listener would take clients in and never serve them.
+                # An open copy of the listener would accept clients and never serve them.
                 sock.close()
 
     # the thread ----------------------------------------------------------------------------------
@@ -92,7 +95,7 @@ class Sequencer:
             self.failure = error
             log.error("sequencer stopped", database=str(self._database), error=str(error))
         except BaseException as error:
-            self.failure = UnavailableError(f"The sequencer failed: database={self._database} reason={error!r}.")
+            self.failure = UnavailableError(f"the sequencer failed: database={self._database} reason={error!r}.")
             log.exception("sequencer failed", database=str(self._database))
         finally:
             for connection in list(self._connections.values()):
@@ -165,10 +168,10 @@ class Sequencer:
         try:
             outcomes = engine.commit([op for _, _, op in writes])
         except CommitOutcomeUnknownError as error:
-            doubt: TidemillError = UnknownOutcomeError(f"The commit's outcome is not known: reason={error}.")
+            doubt: TidemillError = UnknownOutcomeError(f"the commit's outcome is unknown: reason={error}.")
             self._refuse_all(writes, doubt)
-            self._refuse_all(reads, UnavailableError("The sequencer reopens its database after a failed commit."))
-            raise UnavailableError(f"A commit failed, the database is opened anew: reason={error}.") from error
+            self._refuse_all(reads, UnavailableError("the sequencer reopens its database after a failed commit."))
+            raise UnavailableError(f"a commit failed, the database is reopened: reason={error}.") from error
         except CorruptError as error:
             self._refuse_all(writes, error)
             self._refuse_all(reads, error)
@@ -177,7 +180,7 @@ class Sequencer:
             self._refuse_all(writes, error if isinstance(error, UnavailableError) else UnavailableError(str(error)))
             return
         except Exception as error:
-            # It was rolled back. One of them does what nobody foresaw: the others are made without it.
+            # The group was rolled back. One operation failed unexpectedly: commit each on its own.
             if len(writes) == 1:
                 self._refuse_all(writes, _foreign(writes[0][2], error))
                 return
@@ -251,13 +254,13 @@ class Sequencer:
             welcome = False
             log.warning("a client could not be served", reason=str(error))
         if not welcome:
-            log.warning("a client is turned away", clients=len(self._connections), most=self._most_clients)
+            log.warning("a client is rejected", clients=len(self._connections), most=self._most_clients)
             sock.close()
             return
         self._connections[sock.fileno()] = self._selector.get_key(sock).data
 
     def _accept_from_reserve(self, listener: socket.socket) -> socket.socket | None:
-        """This process has no descriptor left: the others still get theirs, from what was kept for them."""
+        """Accept a client with a descriptor of the reserve, since this process has none left."""
         log.warning(
             "no descriptor is left for a client", open=file_descriptors.open_count(), reserve=len(self._reserve)
         )
@@ -269,7 +272,10 @@ class Sequencer:
                 return None
 
     def _rest(self, listener: socket.socket) -> None:
-        """Not even the reserve helped: whoever knocks waits, instead of waking this thread without end."""
+        """Stop accepting for REST_S, since not even the reserve helped.
+
+        Otherwise waiting clients would wake this thread constantly.
+        """
         self._selector.unregister(listener)
         self._rests = True
 
@@ -308,7 +314,7 @@ class Sequencer:
     def _greet(self, connection: Connection, request_id: int, hello: protocol.Hello) -> None:
         if hello.version != protocol.WIRE_VERSION:
             mismatch = InvalidError(
-                f"Two versions of tidemill share a database: database={self._database}"
+                f"two versions of tidemill share a database: database={self._database}"
                 f" theirs={hello.version} ours={protocol.WIRE_VERSION}.",
                 fix="Run the same version in every process.",
             )
@@ -316,7 +322,8 @@ class Sequencer:
             return
         earlier = self._clients.get(hello.client)
         if earlier is not None and earlier is not connection:
-            # What the client sent there and we have not read must never land: it may already count it as lost.
+            # Requests that the client sent there and that are still unread must never take effect: it may already count
+            # them as lost.
             self._drop(earlier)
         connection.client = hello.client
         self._clients[hello.client] = connection
@@ -344,7 +351,7 @@ class Sequencer:
             self._selector.modify(connection.sock, events, connection)
 
     def _part(self, connection: Connection) -> None:
-        """An orderly goodbye: nothing this client has not been answered was executed."""
+        """Send an orderly goodbye: requests of this client without an answer were not executed."""
         connection.out += protocol.encode([*connection.answers, protocol.GOODBYE])
         with contextlib.suppress(OSError):
             connection.sock.settimeout(1.0)
@@ -365,6 +372,6 @@ class Sequencer:
 
 
 def _foreign(op: object, error: Exception) -> UnavailableError:
-    """A request that does what nobody foresaw is refused, and nothing larger."""
+    """Reject a request that failed unexpectedly, without harm to others."""
     log.error("an operation failed", op=type(op).__name__, exc_info=error)
-    return UnavailableError(f"The sequencer could not do it: op={type(op).__name__} reason={error!r}.")
+    return UnavailableError(f"the sequencer could not execute the operation: op={type(op).__name__} reason={error!r}.")

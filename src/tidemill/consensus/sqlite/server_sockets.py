@@ -12,7 +12,7 @@ from tidemill.consensus.sqlite import protocol, socket_address
 
 
 class Connection:
-    """`answers` wait for the end of the round, `out` for the socket; `waits`: request id → log."""
+    """A client's connection. `answers` wait for the round's end, `out` for the socket; `waits`: request id → log."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -25,9 +25,9 @@ class Connection:
 
 
 def listen(database: Path) -> tuple[socket.socket, str]:
-    """Bind the best address that works; returns the socket and the path to unlink at the end.
+    """Bind the best address that works; return the socket, and the path to unlink at the end.
 
-    The caller holds the lock, so whatever lies at any of the addresses is stale.
+    The caller holds the lock, so a file at any of the addresses is stale. Raises InvalidError.
     """
     reasons = []
     with socket_address.addresses(database, create=True) as candidates:
@@ -37,7 +37,7 @@ def listen(database: Path) -> tuple[socket.socket, str]:
         for path in candidates:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
-                os.fchmod(listener.fileno(), 0o600)  # Linux gives the name this mode at once, not a moment later
+                os.fchmod(listener.fileno(), 0o600)  # so that the path has this mode from its creation on (Linux)
                 listener.bind(path)
                 os.chmod(path, 0o600)
                 listener.listen(128)
@@ -46,6 +46,6 @@ def listen(database: Path) -> tuple[socket.socket, str]:
                 listener.close()
                 reasons.append(f"{path}: {error}")
     raise InvalidError(
-        f"No Unix socket can be made for the database: database={database} reasons={reasons}.",
+        f"no Unix socket can be created for the database: database={database} reasons={reasons}.",
         fix="Put the database in a directory on a local file system, with a shorter path.",
     )

@@ -1,12 +1,12 @@
-"""Where the sequencer of a database listens: names every process derives alike from the database's path.
+"""Addresses of a database's sequencer: paths that every process derives from the database's path.
 
-First choice is a socket beside the database (also right for containers that share only that directory). A
-path too long for sun_path (108 bytes with its NUL) goes through /proc/self/fd; a file system without sockets
-falls back to a private directory under /tmp. Clients try the addresses in the same order.
+The first choice is a socket next to the database (which also works for containers that share only that directory). A
+path too long for sun_path (108 bytes with its NUL) goes through /proc/self/fd. A file system without sockets falls back
+to a private directory under /tmp. Clients try the addresses in the same order.
 
-Who may speak to whom: the socket is made 0600, and both ends ask the kernel who the other is (SO_PEERCRED). The
-sequencer serves its own user and root; a client trusts its own user, root, and the owner of the database. The fallback
-directory must be a real directory of ours that nobody else may enter: a link there could lead to an impostor.
+Access control: the socket is created with mode 0600, and both ends ask the kernel for the peer's user (SO_PEERCRED).
+The sequencer serves its own user and root; a client trusts its own user, root, and the owner of the database. The
+fallback must be a real directory of this user that no other user may enter: a link there could lead to an impostor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def lock_path(database: Path) -> Path:
 
 @contextlib.contextmanager
 def addresses(database: Path, *, create: bool) -> Iterator[list[str]]:
-    """Candidate socket paths, best first, usable while the context lasts. `create` makes the fallback directory."""
+    """Yield candidate socket paths, best first, usable within the context. `create` makes the fallback directory."""
     digest = hashlib.sha256(os.fsencode(os.path.realpath(database))).hexdigest()[:16]
     name = database.name + ".sock"
     if len(os.fsencode(name)) > 64:
@@ -42,7 +42,7 @@ def addresses(database: Path, *, create: bool) -> Iterator[list[str]]:
         if len(os.fsencode(direct)) <= SUN_PATH_BYTES:
             candidates.append(direct)
         elif os.path.isdir("/proc/self/fd"):
-            # The directory is not there until the first sequencer makes it.
+            # The first sequencer creates the directory; until then it may be missing.
             with contextlib.suppress(OSError):
                 directory_fd = os.open(database.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 candidates.append(f"/proc/self/fd/{directory_fd}/{name}")
@@ -61,7 +61,7 @@ def addresses(database: Path, *, create: bool) -> Iterator[list[str]]:
 
 
 def peer_uid(sock: socket.socket) -> int | None:
-    """The user at the other end, as the kernel knows it; None where it cannot say. Raises OSError."""
+    """Return the user at the other end, as the kernel reports it; None if it cannot. Raises OSError."""
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         return None
@@ -70,12 +70,12 @@ def peer_uid(sock: socket.socket) -> int | None:
 
 
 def serves(uid: int | None) -> bool:
-    """Does the sequencer of this process serve that user?"""
+    """Return whether the sequencer of this process serves that user."""
     return uid is None or uid in (os.getuid(), 0)
 
 
 def trusts(uid: int | None, database: Path) -> bool:
-    """Does a client of this process believe a sequencer of that user?"""
+    """Return whether a client of this process trusts a sequencer of that user."""
     if uid is None or uid in (os.getuid(), 0):
         return True
     try:

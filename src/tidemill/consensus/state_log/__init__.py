@@ -1,7 +1,7 @@
-"""A replicated state machine on one fenced log.
+"""Replicated state machines, each on one fenced log.
 
     command ──► codec ──► append at the expected position ──► apply ──► state
-    open: newest rollup ──► records behind it ──► apply
+    open: newest rollup ──► records after it ──► apply
 
-Owns replay, following and rollups. Does not own commands, states or their transitions: each room brings its own.
+Owns replay, following a log, and rollups. Does not own commands, states or transitions: each caller brings its own.
 """

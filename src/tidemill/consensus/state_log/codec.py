@@ -1,7 +1,7 @@
 """Byte layout of the records of a `StateLog`.
 
 command   0x00 | command bytes
-rollup    0x01 | uint32 little-endian: parts that follow | state bytes of this part
+rollup    0x01 | uint32 little-endian: number of parts that follow | state bytes of this part
           (a large state spans several records of one append: concatenate the parts)
 """
 
@@ -19,12 +19,12 @@ def encode_command(command: bytes) -> bytes:
 
 
 def encode_rollup(state: bytes) -> list[bytes]:
-    """At least one record; the last has 0 parts following."""
+    """Return at least one record; the last one has 0 parts following."""
     whole = memoryview(state)
     parts = [whole[at : at + PART_BYTES] for at in range(0, max(1, len(state)), PART_BYTES)]
     return [b"".join((b"\x01", (len(parts) - 1 - i).to_bytes(4, "little"), part)) for i, part in enumerate(parts)]
 
 
 def decode_part(record: bytes) -> tuple[int, bytes]:
-    """(parts that follow, state bytes) of a rollup record."""
+    """Return (parts that follow, state bytes) of a rollup record."""
     return int.from_bytes(record[1:5], "little"), record[5:]

@@ -1,4 +1,4 @@
-"""The reading half of a `StateLog`: replay of commands and rollups into `state`, and following the log."""
+"""Reading half of a `StateLog`: replays commands and rollups into `state`, and follows the log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ S = TypeVar("S")
 
 
 class Replica(Generic[S]):
-    """SL1 and SL3 of `state_log`. Only `_replay` and `_restart` change state and position, both in one step."""
+    """State of one log up to `position`. Only `_replay` and `_restart` change state and position, both in one step.
+
+    Invariant (exact state): `state` is the result of applying every command below `position`, all of them durable.
+    """
 
     def __init__(
         self,
@@ -30,22 +33,22 @@ class Replica(Generic[S]):
         self._decode = decode
         self.state: S = initial()
         self.position = 0
-        """The position the next record will have."""
+        """Position of the next record to apply."""
         self.records_since_rollup = 0
         self._loaded = False
-        self._following = 0  # parts of a rollup still to be passed
+        self._following = 0  # number of rollup parts still to skip
         self._last_rollup = 0  # position of the last part of the newest rollup passed
-        self._rolled_over = 0  # start of the log when we last had to begin again from a rollup
+        self._rolled_over = 0  # start of the log at the last restart from a rollup
         self._reading = asyncio.Lock()
         self._broken: TidemillError | None = None
 
     async def load(self) -> S:
-        """Replay from the log's start. Same as the first `catch_up`."""
+        """Replay from the log's start; same as the first `catch_up`."""
         await self.catch_up()
         return self.state
 
     async def catch_up(self) -> bool:
-        """Apply everything durable as of now (a linearizable read); True if anything was new."""
+        """Apply everything that is durable now (a linearizable read). Return whether anything was new."""
         async with self._reading:
             self._check()
             before = self.position
@@ -61,16 +64,16 @@ class Replica(Generic[S]):
                     self._loaded = True
                     return self.position != before
                 if not found.records:
-                    raise self._break(f"The log has a gap: position={self.position} next={found.head.next}")
+                    raise self._break(f"the log has a gap: position={self.position} next={found.head.next}")
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait until the log has more than was applied, then catch up; False after the timeout."""
+        """Wait until the log has more records than were applied, then catch up. Return False after the timeout."""
         if not await self._consensus.wait(self.log, self.position, timeout_s):
             return False
         return await self.catch_up()
 
     async def until(self, reached: Callable[[S], bool], timeout_s: float) -> bool:
-        """Follow the log until `reached(state)`; False after the timeout (caught up at least once)."""
+        """Follow the log until `reached(state)`. Return False after the timeout, having caught up at least once."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         await self.catch_up()
@@ -82,19 +85,19 @@ class Replica(Generic[S]):
         return True
 
     def _replay(self, record: LogRecord) -> None:
-        """Apply one record. A plain function: no await splits it."""
+        """Apply one record. A plain function, so that no await splits it."""
         if record.position != self.position:
-            raise self._break(f"A record is out of place: expected={self.position} got={record.position}")
+            raise self._break(f"a record is out of place: expected={self.position} got={record.position}")
         kind = record.data[0] if record.data else -1
         if kind == codec.ROLLUP:
-            # Whoever has applied everything before a rollup already has its state.
+            # A replica that has applied everything before a rollup already has its state.
             self._following, _ = codec.decode_part(record.data)
             self.records_since_rollup = 0
             self._last_rollup = self.position
             self.position += 1
             return
         if kind != codec.COMMAND or self._following:
-            raise self._break(f"A record of unknown kind: position={record.position} kind={kind}")
+            raise self._break(f"a record has an unknown kind: position={record.position} kind={kind}")
         refused: TidemillError | None = None
         try:
             self.state = self._apply(self.state, record.data[1:], record.position, record.term)
@@ -107,12 +110,12 @@ class Replica(Generic[S]):
         self._replayed(record, refused)
 
     def _replayed(self, record: LogRecord, refused: TidemillError | None) -> None:
-        """A command was applied or refused; the writing half tells its proposer."""
+        """Hook: a command was applied or rejected. The writing half passes the outcome to its proposer."""
 
     async def _restart(self) -> None:
-        """We were rolled over: take the state of the rollup at the log's start (SL4), all at once.
+        """Load the rollup at the log's start, because the log was truncated past `position`. State changes in one step.
 
-        Returns without effect when the log is rolled over again meanwhile; the caller comes back.
+        Returns without effect if the log is truncated again in the meantime; the caller then calls again.
         """
         start = (await self._consensus.log_head(self.log)).start
         parts: list[bytes] = []
@@ -125,14 +128,14 @@ class Replica(Generic[S]):
                 return
             for record in found.records:
                 if not record.data or record.data[0] != codec.ROLLUP:
-                    raise self._break(f"The log does not start with a rollup: start={start} position={position}")
+                    raise self._break(f"the log does not start with a rollup: start={start} position={position}")
                 following, part = codec.decode_part(record.data)
                 parts.append(part)
                 position += 1
                 if following == 0:
                     break
             if not found.records:
-                raise self._break(f"The rollup is not whole: start={start} next={found.head.next}")
+                raise self._break(f"the rollup is incomplete: start={start} next={found.head.next}")
         decoded = self._decode(b"".join(parts))
         self.state = await decoded if isinstance(decoded, Awaitable) else decoded
         self.position = position
@@ -141,16 +144,16 @@ class Replica(Generic[S]):
         self._rolled_over = start
 
     def _break(self, reason: str) -> CorruptError:
-        """What this process holds can no longer be trusted: refuse everything from here on."""
+        """Return the error that every further call raises: the state of this process is no longer reliable."""
         error = CorruptError(
-            f"{reason} log={self.log!r}.", fix="Report it with the log's records; nothing was overwritten."
+            f"{reason} log={self.log!r}.", fix="Report this with the log's records; nothing was overwritten."
         )
         self._broken = self._broken or error
         return error
 
     @property
     def broken(self) -> TidemillError | None:
-        """Why every call is refused from here on (also Closed); None while this view can be trusted."""
+        """The error that every call raises from now on (also ClosedError); None while the state is reliable."""
         return self._broken
 
     def _check(self) -> None:

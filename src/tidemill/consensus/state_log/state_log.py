@@ -1,9 +1,12 @@
 """Replicated state on one fenced log: commands and rollups (`codec`), replayed by a pure `apply`.
 
-SL1  `state` is exactly what `apply` makes of every command below `position`, and all of those are durable.
-SL2  Proposals take effect in the order they were called; each learns its own outcome.
-SL3  A command that `apply` refuses is in the log but changes nothing, here and at every replay; its proposer is told.
-SL4  The log starts at position 0 or at a rollup, which holds everything before it. Nothing else truncates.
+Invariants:
+
+- Exact state: `state` is the result of applying every command below `position`, all of them durable (`Replica`).
+- Order: proposals take effect in the order in which they were called, and each receives its own outcome.
+- Rejection: a command that `apply` rejects is in the log but changes nothing, here and at every replay. Its proposer
+  receives the error.
+- Rollup: the log starts at position 0 or at a rollup that contains everything before it. Only a rollup truncates.
 """
 
 from __future__ import annotations
@@ -37,21 +40,24 @@ BATCH_COMMANDS = 512
 BATCH_BYTES = 4 * MIB
 
 CONFLICT_PAUSE_S = 0.02
-"""Racing equals pause for a random part of this, growing, after losing several times in a row."""
+"""Bound of the random pause of racing writers. It grows with consecutive losses."""
 
 RESOLVE_ATTEMPTS = 8
-"""How often the fate of an unknown append is asked for before its proposers are told Unknown."""
+"""Number of attempts to learn the outcome of an unknown append before its proposers receive UnknownOutcomeError."""
 
 
 class Applied(NamedTuple, Generic[S]):
-    """Where the command stands in the log, and the state right after it."""
+    """Position of the command in the log, and the state directly after it."""
 
     position: int
     state: S
 
 
 class _Proposal(Generic[S]):
-    """`alone`: its `decide` must see the state just before its own command, so it shares its append with nobody."""
+    """A command that waits for its append.
+
+    If `alone`, its `decide` must see the state directly before its own command, so it shares its append with no other.
+    """
 
     __slots__ = ("alone", "command", "decide", "future")
 
@@ -76,18 +82,19 @@ class _InFlight(NamedTuple, Generic[S]):
 
 
 class StateLog(Replica[S]):
-    """One process's view of, and way to change, the state kept on `log`.
+    """One process's view of the state stored on `log`, and the means to change it.
 
-    initial   makes the empty state
-    apply     (state, command, position, term) → state; the last two are those of the command's record.
-              Pure: no clock, randomness or I/O. Checks everything, then writes; may change and return the
-              same object. A TidemillError refuses the command and must leave the state as it was (SL3).
-              Any other exception is a bug and breaks the StateLog.
-    encode    state → bytes, for rollups;  decode  bytes → state. Either may give an awaitable instead, and let others
-              have their turn while it works: `encode` has what it needs of the state before its first await.
-    term      0 for writers that race as equals; a leader calls `lead(term)`
+        initial   creates the empty state
+        apply     (state, command, position, term) → state; the last two are those of the command's record.
+                  Pure: no clock, randomness or I/O. Checks everything, then writes; may change and return the
+                  same object. A TidemillError rejects the command and must leave the state unchanged.
+                  Any other exception is a bug and breaks the StateLog.
+        encode    state → bytes, for rollups;  decode  bytes → state. Either may return an awaitable, to yield to
+                  other tasks while it works: `encode` reads the state completely before its first await.
+        term      0 for writers that race as equals; a leader calls `lead(term)`
 
-    Every method may raise UnavailableError, ClosedError, CorruptError, and the writing ones FencedError (step down).
+    Every method may raise UnavailableError, ClosedError or CorruptError; those that write may also raise FencedError,
+    upon which the caller steps down.
     """
 
     def __init__(
@@ -103,8 +110,11 @@ class StateLog(Replica[S]):
         term: int = 0,
         rollup_after_records: int = 0,
     ) -> None:
-        """`rollup_after_records` > 0: a proposer rolls up once so many commands follow the last rollup, and one that
-        failed is tried again after so many more."""
+        """Create the view without I/O.
+
+        If `rollup_after_records` > 0, a proposer writes a rollup after that number of commands since the last one. A
+        failed rollup is retried after the same number of further commands.
+        """
         super().__init__(consensus, log, initial, apply, decode)
         self.term = term
         self._encode = encode
@@ -120,7 +130,7 @@ class StateLog(Replica[S]):
     # writing -------------------------------------------------------------------------------------
 
     async def lead(self, term: int) -> S:
-        """Fence the log at `term` and load everything before it. Raises FencedError when a newer term exists."""
+        """Fence the log at `term` and load everything before it. Raises FencedError if a newer term exists."""
         async with self._appending:
             await self._consensus.fence(self.log, term)
             self.term = term
@@ -128,13 +138,15 @@ class StateLog(Replica[S]):
             return self.state
 
     def propose_late_nowait(self, make: Callable[[S], bytes]) -> asyncio.Future[Applied[S]]:
-        """Take a place in line now; the command is made when its append is put together: what comes in until then can
-        still go along. Neighbours share the append, so `make` sees a state that may lack theirs; only `apply` checks
-        the command (SL3).
+        """Take a place in the queue now; `make(state)` creates the command when its append is assembled.
 
-        `make` is asked again after an append that did not land; it may raise to withdraw, as in `propose`. The future
-        fails with what `apply` or `make` raised, Fenced, Unavailable (it did not happen), or Unknown (only when the
-        log cannot be asked, or was rolled up over the answer). Cancelling it does not undo the command.
+        Work that arrives until then can still be included in the command. The command shares its append with its
+        neighbours, so `make` sees a state that may lack theirs; only `apply` checks the command.
+
+        `make` is called again after an append that did not land; it may raise to withdraw, as in `propose`. The future
+        fails with the error of `apply` or `make`, FencedError, UnavailableError (it did not happen), or
+        UnknownOutcomeError (only if the log cannot be read, or was rolled up over the answer). Cancelling the future
+        does not undo the command.
         """
         self._check()
         future: asyncio.Future[Applied[S]] = asyncio.get_running_loop().create_future()
@@ -142,10 +154,10 @@ class StateLog(Replica[S]):
         return future
 
     async def propose(self, command: bytes, *, check: Callable[[S], None] | None = None) -> int:
-        """Append `command`; returns its position once it is applied.
+        """Append `command`; return its position once it is applied.
 
-        `check(state)` raises to withdraw. It sees the state exactly as it is just before the command, and is
-        asked again whenever another writer got in between; its refusal rests on a linearizable read.
+        `check(state)` raises to withdraw. It sees the state directly before the command, and is called again whenever
+        another writer's command precedes it. Its refusal rests on a linearizable read.
         """
         if check is None:
             return (await self._enqueue(None, command)).position
@@ -157,31 +169,31 @@ class StateLog(Replica[S]):
         return (await self._enqueue(decide, b"")).position
 
     async def propose_from(self, decide: Callable[[S], bytes]) -> Applied[S]:
-        """Like `propose`, with the command made by `decide(state)` from the state just before it."""
+        """Propose the command that `decide(state)` makes from the state directly before it; else like `propose`."""
         return await self._enqueue(decide, b"")
 
     async def rollup(self) -> int:
-        """Write the whole state as one append and forget what is before it; returns the rollup's position.
+        """Write the whole state as one append and truncate everything before it; return the rollup's position.
 
-        Unknown and Unavailable are harmless: a rollup that landed is like any other, the next one truncates. So is
-        Invalid, for a state larger than one append takes: the log stays as long as it is.
+        UnknownOutcomeError and UnavailableError are harmless: a rollup that landed is like any other, and the next one
+        truncates. So is InvalidError, for a state larger than one append: the log is not shortened.
         """
         async with self._appending:
             position, ours = await self._append_rollup()
-        # Proposals go on meanwhile: what the rollup made needless may be forgotten at any time.
+        # Proposals continue concurrently: the records before the rollup may be truncated at any time.
         if ours:
             await self._consensus.truncate(self.log, position)
         return position
 
     async def _append_rollup(self) -> tuple[int, bool]:
-        """Its position, and False when another writer was first: his rollup is as good, and he truncates."""
+        """Append a rollup: return (position, True), or False if another writer's was first. That writer truncates."""
         attempts = 0
         while True:
             if attempts or not self._loaded:
                 await self.catch_up()
             if attempts and self.records_since_rollup == 0:
                 return self._last_rollup, False
-            # Only where the log ends at `start` is the append taken: nothing that this state lacks is before it.
+            # The append succeeds only if the log ends at `start`, so the state lacks nothing that is before the rollup.
             start, encoded = self.position, self._encode(self.state)
             records = codec.encode_rollup(encoded if isinstance(encoded, bytes) else await encoded)
             nonce = self._rand.nonce()
@@ -196,9 +208,9 @@ class StateLog(Replica[S]):
             return start, True
 
     async def aclose(self) -> None:
-        """Stop. A proposal under way ends as Unknown, waiting ones as Closed. The consensus stays open."""
+        """Stop. Proposals in flight end with UnknownOutcomeError, queued ones with ClosedError."""
         if self._broken is None:
-            self._broken = ClosedError(f"The state log was closed: log={self.log!r}.")
+            self._broken = ClosedError(f"the state log was closed: log={self.log!r}.")
         await self._tasks.aclose()
         self._fail_queue(self._broken)
 
@@ -230,13 +242,13 @@ class StateLog(Replica[S]):
             self._driver = None
 
     async def _step(self) -> bool:
-        """One append of what heads the line, or one refusal. True when another writer was first."""
+        """Append the next batch of the queue, or reject its first proposal. True if another writer was first."""
         try:
             if not self._loaded:
                 await self.catch_up()
             batch = self._take_batch()
             if not batch:
-                # The first one refused, or everybody went away. What comes in from here on is the next step's.
+                # The first proposal refused, or all were cancelled. Later arrivals belong to the next step.
                 if self._queue:
                     await self._refuse(self._queue[0])
                 return False
@@ -250,7 +262,7 @@ class StateLog(Replica[S]):
             ended = (
                 error
                 if isinstance(error, TidemillError)
-                else UnknownOutcomeError(f"An append was cut off: log={self.log!r}.")
+                else UnknownOutcomeError(f"an append was interrupted: log={self.log!r}.")
             )
             self._fail(batch, ended)
             raise
@@ -266,7 +278,7 @@ class StateLog(Replica[S]):
             await self._resolve(flight, landed=False)
             return True
         except UnknownOutcomeError:
-            # Ours is recognised by nonce while catching up; the backend ended the attempt before it told us.
+            # Catching up recognises this append by its nonce; the backend ended the attempt before it raised.
             await self._resolve(flight, landed=None)
             return False
         except FencedError as error:
@@ -281,7 +293,7 @@ class StateLog(Replica[S]):
         return False
 
     def _replay_own(self, start: int, records: Sequence[bytes], nonce: str) -> bool:
-        """Apply what was just appended at `start`; False while a reader is replaying, ours among the rest."""
+        """Apply the records just appended at `start`. False while a reader is replaying: it applies them."""
         if self.position != start or self._reading.locked():
             return False
         for index, record in enumerate(records):
@@ -289,7 +301,7 @@ class StateLog(Replica[S]):
         return True
 
     async def _resolve(self, flight: _InFlight[S], landed: bool | None) -> None:
-        """Catch up over the place of the append; whoever of the batch is still without an outcome gets it here."""
+        """Catch up past the position of the append. Proposals of the batch still without an outcome get one here."""
         for attempt in range(RESOLVE_ATTEMPTS):
             try:
                 await self.catch_up()
@@ -300,24 +312,30 @@ class StateLog(Replica[S]):
                     return
                 await self._pause(attempt + 2)
             except TidemillError as error:
-                hidden = UnknownOutcomeError(f"The outcome of an append cannot be read: reason={error.message!r}.")
+                hidden = UnknownOutcomeError(f"the outcome of an append cannot be read: reason={error.message!r}.")
                 self._fail(flight.batch, error if landed is False or isinstance(error, CorruptError) else hidden)
                 self._fail_queue(error)
                 return
         else:
-            self._fail(flight.batch, UnknownOutcomeError(f"The log cannot be asked for an outcome: log={self.log!r}."))
+            self._fail(
+                flight.batch,
+                UnknownOutcomeError(f"the log cannot be read for the outcome of an append: log={self.log!r}."),
+            )
             return
         if landed is False or all(proposal.future.done() for proposal in flight.batch):
             return
         if landed or self._rolled_over > flight.expected:
-            self._fail(flight.batch, UnknownOutcomeError(f"The log was rolled up over an outcome: log={self.log!r}."))
+            self._fail(
+                flight.batch,
+                UnknownOutcomeError(f"the log was rolled up over the outcome of an append: log={self.log!r}."),
+            )
         else:
             self._requeue(flight)
 
     def _take_batch(self) -> list[_Proposal[S]]:
-        """Proposals share an append, but for those that must see the exact state: they go alone.
+        """Remove the next batch from the queue. Proposals share an append, except those that must see the exact state.
 
-        Empty when the first proposal's `decide` refused (it stays first) or nobody waits.
+        Empty if the first proposal's `decide` refused (it stays first), or if the queue is empty.
         """
         batch: list[_Proposal[S]] = []
         size_bytes = 0
@@ -332,7 +350,7 @@ class StateLog(Replica[S]):
                 try:
                     proposal.command = proposal.decide(self.state)
                 except Exception:
-                    # First in line, it is refused next; behind others, they go first.
+                    # A refusing first proposal is rejected next; otherwise the ones before it go first.
                     break
             batch.append(self._queue.popleft())
             size_bytes += len(proposal.command)
@@ -341,10 +359,10 @@ class StateLog(Replica[S]):
         return batch
 
     async def _refuse(self, proposal: _Proposal[S]) -> None:
-        """A refusal by stale state proves nothing: it stands only if it repeats on the newest.
+        """Reject a proposal whose `decide` refused, if it refuses on the newest state, too: stale state proves nothing.
 
-        While that is read the proposal's caller may go away, and others come to stand where it stood: it is this
-        proposal that is asked again, not whoever is first by then.
+        During the read, the proposal's caller may cancel, and another proposal may become the first one: this proposal
+        is decided again, not the queue's current first.
         """
         await self.catch_up()
         if proposal.future.done() or proposal.decide is None:
@@ -367,14 +385,17 @@ class StateLog(Replica[S]):
         self._queue.clear()
 
     def _driver_failed(self, name: str, error: BaseException) -> None:
-        """Something nobody foresaw, in a task of ours. What was under way knows it (`_step`); what waits did not
-        happen; the next proposal starts another driver. Only a state that cannot be trusted breaks the log."""
+        """Fail the queue after an unexpected error in a task of this log.
+
+        Proposals in flight already have an outcome (`_step`), and queued ones did not happen. The next proposal starts
+        another driver. Only an unreliable state breaks the log.
+        """
         _log.error("a state log's task failed", log=self.log, task=name, exc_info=error)
-        failed = UnavailableError(f"The state log could not append: log={self.log!r} reason={error!r}.", fix="Retry.")
+        failed = UnavailableError(f"the state log could not append: log={self.log!r} reason={error!r}.", fix="Retry.")
         self._fail_queue(error if isinstance(error, TidemillError) else failed)
 
     async def _rollup_quietly(self) -> None:
-        """A rollup is an economy: one that fails is said, and tried again after as many commands as it waited for."""
+        """Write a rollup as an optimisation: a failure is logged, and retried after as many further commands."""
         due = self._rollup_after
         try:
             await self.rollup()

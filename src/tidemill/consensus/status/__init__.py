@@ -1,4 +1,4 @@
-"""The status board: each process publishes the statuses of its stages, every process can read all of them.
+"""The status board: every process publishes the statuses of its stages and can read those of all processes.
 
 base/status ──► pages.py (pieces that fit a register) ──► registers in consensus ──► board.py readers
 """

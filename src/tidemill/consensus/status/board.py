@@ -1,12 +1,12 @@
-"""The board: every process publishes its marks in a few registers of its own, anybody reads them all.
+"""The status board: every process publishes its stage statuses in its own registers, and any process reads them all.
 
     board/<process>              the head: when, who, how many pages; written every time, last
-    board/<process> 0x1f <n>     page n: marks and facts (`pages`); written when one of them changed
+    board/<process> 0x1f <n>     page n: statuses and facts (`pages`); written when one of them changed
 
-A report is written by its own process only, so the last writer wins and a lost acknowledgement is resolved by
-writing again. All registers are read by one scan; a page may be a moment newer than its head. No report is never read
-as health (M3): that is for `marks.derive_all` to say. Whoever publishes also drops what processes left behind that
-have been silent for an hour: they are gone, not blind.
+Only its own process writes a report, so the last write wins and a lost acknowledgement is resolved by writing again.
+One scan reads all registers; a page may be slightly newer than its head. This module never interprets a report as
+health: `base.status.status.derive_all` does that. A publishing process also drops the reports of processes that have
+been silent for an hour: those are gone, not blind.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ PREFIX = REPORTS
 SEPARATOR = "\x1f"
 
 FORGET_AFTER_MS = 3_600_000
-"""A process silent for this long is gone, not blind; its registers are dropped."""
+"""Silence after which a process counts as gone rather than blind; its registers are then dropped."""
 
 TIDY_EVERY_MS = 600_000
 
 ATTEMPTS = 5
 LOOK_S = 2.0
-"""A person, a load balancer or a scraper that asks how things are gets an answer by then."""
+"""Deadline for `look`: a person, a load balancer or a scraper gets an answer within this time."""
 
 log = structlog.get_logger()
 
 
 class Board:
-    """One per process and loop. Methods raise UnavailableError and Closed as the consensus does."""
+    """Reader and writer of the board, one per process and event loop.
+
+    Methods raise UnavailableError and ClosedError as the consensus does.
+    """
 
     def __init__(self, consensus: Consensus, rand: Rand) -> None:
         self._consensus = consensus
@@ -50,24 +53,26 @@ class Board:
         self._tidied_ms = 0
 
     async def publish(self, report: Report) -> None:
-        """Show `report` in place of this process's last one. Raises UnknownOutcomeError only when it could not be
-        settled."""
+        """Replace this process's last report by `report`.
+
+        Raises UnknownOutcomeError only if retries did not resolve it.
+        """
         key = PREFIX + report.process
         if report.process not in self._pagers:
-            # An earlier life under this name may have had more pages than this one will.
+            # An earlier life of this process may have had more pages than this one.
             await self._learn(key)
             self._pagers[report.process] = Pager()
         head, pages = self._pagers[report.process].cut(report)
         names = [f"{key}{SEPARATOR}{number:06d}" for number in range(len(pages))]
         changed = [(name, page) for name, page in zip(names, pages, strict=True) if self._written.get(name) != page]
-        # Started in order, they share few commits.
+        # Writes that start in order share few commits.
         outcomes = await asyncio.gather(*(self._write(*page) for page in changed), return_exceptions=True)
         for failed in outcomes:
             if isinstance(failed, BaseException):
                 raise failed
         await self._write(key, head)
         for name, page in zip(names, pages, strict=True):
-            if name not in self._written:  # somebody forgot us meanwhile
+            if name not in self._written:  # another process dropped our registers in the meantime
                 await self._write(name, page)
         stale = [name for name in self._seqs if name.startswith(key + SEPARATOR) and name not in names]
         for name in stale:
@@ -78,12 +83,14 @@ class Board:
             await self._tidy(report.at_ms)
 
     async def reports(self) -> list[Report]:
-        """All reports, by process name. One that cannot be read is there without marks, as of the beginning of time."""
+        """Return all reports, by process name. An unreadable one has no statuses and the time 0."""
         return [_read(process, registers) for process, registers in (await self._scan()).items()]
 
     async def sign(self, process: str) -> Report | None:
-        """The last report of one process without its marks and facts: one small read. None: there is none, or none
-        that can be read."""
+        """Return the last report of one process without statuses and facts, by one small read.
+
+        None if there is no readable report.
+        """
         head = await self._consensus.head(PREFIX + process)
         try:
             return None if head is None else head_of(head.data)
@@ -92,17 +99,19 @@ class Board:
             return None
 
     async def look(self, trouble: Callable[[], str]) -> list[Report]:
-        """`reports` within LOOK_S, for whoever waits for an answer. Raises UnavailableError with `trouble()`, or that
-        consensus does not answer."""
+        """Return `reports` within LOOK_S, for a caller that must answer in time.
+
+        Raises UnavailableError with `trouble()`, or with the fact that consensus does not answer.
+        """
         try:
             async with asyncio.timeout(LOOK_S):
                 return await self.reports()
         except TimeoutError as error:
-            said = trouble() or f"Consensus does not answer: waited_s={LOOK_S:g}."
-            raise UnavailableError(said, fix="See whether its server runs and can be reached.") from error
+            said = trouble() or f"consensus does not answer: waited_s={LOOK_S:g}."
+            raise UnavailableError(said, fix="Check that its server runs and can be reached.") from error
 
     async def forget(self, process: str) -> None:
-        """Drop the report of a process that ended for good; one that speaks up meanwhile keeps it."""
+        """Drop the report of a process that ended for good. If the process publishes concurrently, its report stays."""
         for key, version in reversed((await self._scan()).get(process, [])):
             if not await self._drop(key, version.seq):
                 return
@@ -110,7 +119,7 @@ class Board:
     # ----------------------------------------------------------------------------------------------
 
     async def _scan(self) -> dict[str, list[tuple[str, Versioned]]]:
-        """By process: its registers, the head first; without a head it is as if there was nothing."""
+        """Return the registers by process, the head first. Processes without a head are left out."""
         found: dict[str, list[tuple[str, Versioned]]] = {}
         for key, version in await self._consensus.scan(PREFIX):
             process = key[len(PREFIX) :].partition(SEPARATOR)[0]
@@ -133,9 +142,9 @@ class Board:
             except ConflictError as lost:
                 self._seqs[key] = lost.current.seq if isinstance(lost.current, Versioned) else 0
                 if not isinstance(lost.current, Versioned):
-                    self._written.clear()  # our registers were dropped: every page is to be written again
+                    self._written.clear()  # our registers were dropped: every page must be written again
             except UnknownOutcomeError:
-                # Whether it landed or not, writing the same again is right.
+                # Whether it landed or not, writing the same data again is right.
                 self._seqs.pop(key, None)
                 self._written.pop(key, None)
                 if attempt == ATTEMPTS - 1:
@@ -145,26 +154,28 @@ class Board:
                 self._written[key] = data
                 return
         raise InvalidError(
-            f"Several processes publish marks under one name: process={key[len(PREFIX) :]!r}.",
+            f"several processes publish statuses under one name: process={key[len(PREFIX) :]!r}.",
             fix="Give every process its own node name.",
         )
 
     async def _tidy(self, now_ms: int) -> None:
-        """Drop the registers of processes that are gone. What fails is left for the next time, or another process."""
+        """Drop the registers of processes that are gone. Failures are left for the next time, or another process."""
         for process, registers in (await self._scan()).items():
             if _read(process, registers).at_ms >= now_ms - FORGET_AFTER_MS:
                 continue
-            log.info("a process is forgotten", process=process, registers=len(registers))
-            for key, version in reversed(registers):  # the head last: until then it is all there to be found again
+            log.info("a silent process was removed from the status board", process=process, registers=len(registers))
+            for key, version in reversed(registers):  # the head last: until then the report can be found again
                 if not await self._drop(key, version.seq):
                     break
 
     async def _drop(self, key: str, seq: int) -> bool:
-        """False when it spoke up again, somebody else dropped it, or nobody knows."""
+        """Drop one register. False if its process published again, another process dropped it, or the outcome is
+        unknown.
+        """
         try:
             await self._consensus.drop(key, seq)
         except (ConflictError, UnknownOutcomeError, UnavailableError) as error:
-            log.debug("a register of the board stays", key=key, cause=error.message)
+            log.debug("a register of the status board was not dropped", key=key, cause=error.message)
             return False
         return True
 

@@ -1,7 +1,7 @@
-"""A report cut into pieces that fit a register, whatever the number of marks and facts. Pure.
+"""Splits a report into pages that fit a register, for any number of statuses and facts. Pure.
 
-A mark or a fact keeps its page while it lives, so that a page changes only when one of its own does; a page that lost
-entries takes new ones. What one process says therefore grows by pages, never by the size of one value.
+A status or a fact stays on its page for as long as it exists, so a page changes only when one of its entries does.
+Pages that lost entries accept new ones. A growing report therefore adds pages; no value grows.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class _Encoded(msgspec.Struct, frozen=True):
-    """A `Page` of entries that were encoded one by one."""
+    """A `Page` whose entries are already encoded."""
 
     marks: list[msgspec.Raw]
     facts: dict[str, msgspec.Raw]
 
 
 class Head(msgspec.Struct, frozen=True):
-    """`report` without marks and facts; those are in pages 0 … pages − 1."""
+    """The `report` without statuses and facts; those are in pages 0 … pages − 1."""
 
     report: Report
     pages: int
@@ -42,19 +42,20 @@ _decode_head = msgspec.msgpack.Decoder(Head).decode
 
 
 class Pager:
-    """Keeps where each entry of one process's reports stands, and what of it need not be encoded again."""
+    """Assigns each entry of one process's reports to a page, and caches the encoding of unchanged statuses."""
 
     def __init__(self) -> None:
         self._page_of: dict[str, int] = {}
         self._marks: dict[str, tuple[StageStatus, bytes]] = {}
 
     def cut(self, report: Report) -> tuple[bytes, list[bytes]]:
-        """The head, and every page in order, each below a register's limit."""
+        """Return the head, and every page in order, each below a register's limit."""
         known, self._marks = self._marks, {}
         for mark in report.marks:
             name = mark.name[:NAME_CHARS]
             old = known.get(name)
-            # A tracker hands out the same object as long as nothing of it changed: nearly all of many thousands.
+            # A tracker returns the same object while nothing in it changes, which is true of nearly all of many
+            # thousands.
             self._marks[name] = old if old is not None and old[0] is mark else (mark, _encode(_cut_mark(mark)))
         facts = {name[:NAME_CHARS]: encode_fact(fact) for name, fact in report.facts.items()}
         entries = {"m" + name: data for name, (_, data) in self._marks.items()}
@@ -70,7 +71,7 @@ class Pager:
         return _encode(head), [_encode(page) for page in pages]
 
     def _place(self, sizes: dict[str, int]) -> int:
-        """Give every entry a page; returns how many there are. None holds more than PAGE_BYTES and one entry."""
+        """Assign a page to every entry; return the number of pages. Each holds at most PAGE_BYTES plus one entry."""
         kept: dict[str, int] = {}
         full: list[int] = []
         waiting: list[str] = []
@@ -81,7 +82,7 @@ class Pager:
                 continue
             full.extend([0] * (page + 1 - len(full)))
             if full[page] >= PAGE_BYTES:
-                waiting.append(name)  # what is on it has grown
+                waiting.append(name)  # an entry on that page has grown
                 continue
             kept[name] = page
             full[page] += size
@@ -100,7 +101,10 @@ class Pager:
 
 
 def encode_fact(fact: object) -> bytes:
-    """At most PAGE_ENTRY_BYTES: of a larger mapping what fits, of anything else a note that says how large it is."""
+    """Encode a fact in at most PAGE_ENTRY_BYTES.
+
+    A larger mapping is cut to the entries that fit; any other value is replaced by a note of its size.
+    """
     try:
         data = _encode(fact)
     except Exception as error:
@@ -121,8 +125,11 @@ def encode_fact(fact: object) -> bytes:
 
 
 def join(head: bytes, pages: Iterable[bytes]) -> Report:
-    """The report again. Raises msgspec.MsgspecError, and ValueError where a page is missing: what is not there is
-    never read as health. An entry that stood on two pages for a moment is there once."""
+    """Return the report that `Pager.cut` split. An entry that was on two pages for a moment appears once.
+
+    Raises msgspec.MsgspecError, and ValueError if a page is missing, so that an incomplete report never passes for
+    health.
+    """
     found = _decode_head(head)
     marks: dict[str, StageStatus] = {}
     facts: dict[str, object] = {}
@@ -137,7 +144,7 @@ def join(head: bytes, pages: Iterable[bytes]) -> Report:
 
 
 def head_of(head: bytes) -> Report:
-    """The report without its marks and facts. Raises msgspec.MsgspecError."""
+    """Return the report without its statuses and facts. Raises msgspec.MsgspecError."""
     return _decode_head(head).report
 
 
