@@ -217,7 +217,7 @@ class Findings(Found):
 
     def ended(self, error: BaseException) -> None:
         self.ends[type(error).__name__] += 1
-        if not isinstance(error, TidemillError) or "is not taken" in str(error):
+        if not isinstance(error, TidemillError) or "cannot be delivered" in str(error):
             self.failures[f"the collector raised {error!r}"[:300]] += 1
 
 

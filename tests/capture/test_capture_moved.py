@@ -520,7 +520,7 @@ def test_doctor_names_a_standby_that_may_be_behind_what_is_captured_when_it_is_p
             assert "2 tables" in await check_capture(config)
             await world.sql(f"SELECT pg_create_physical_replication_slot('{slot}')")
             try:
-                with pytest.raises(InvalidError, match="may be behind what is captured") as caught:
+                with pytest.raises(InvalidError, match="may be behind the capture") as caught:
                     await check_capture(config)
                 assert f"synchronized_standby_slots = '{slot}'" in caught.value.fix
                 await check_capture(world.config())

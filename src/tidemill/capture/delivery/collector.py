@@ -1,20 +1,25 @@
-"""The collector: one queue, one task, between the stream and those who receive it.
+"""The collector: one queue and one task between the stream and its consumers.
 
     in      fragments and keepalives (in stream order), flush notices
     out     fragments to every tap and every sink, in commit order, one at a time; LSNs to confirm, through Status
 
-The ordering axiom. A sink's notice is a message in the same queue, never an inline call: a notice sent while a
-commit is being handled is handled after that commit was registered with the tracker. So no notice can be too
-early to be known, and none is forgotten (seed 002).
+Invariant (ordering): a sink's notice is a message in the same queue, never an inline call. A notice sent while a commit
+is being handled is processed after that commit was registered with the tracker. So no notice arrives too early to be
+recognised, and none is lost.
 
-    K1  A consumer is registered for a commit only if the transaction was delivered to its sink, or its tap owes it.
-    K2  Keepalives take their place behind the fragments that were read before them: one that overtook an
-        undelivered commit would confirm it.
-    K3  A fragment at or below the last processed position is a replay: dropped, but its commit is still
-        acknowledged. One that straddles it is an error: the stream was cut differently than before.
-    K4  Taps come before sinks: what they are handed never waits for room in a sink, and whatever they raise is theirs
-        alone (taps.py, X1).
-    K5  A fragment that begins nothing belongs to the transaction that is open: any other is an error.
+Invariant (registration): a consumer is registered for a commit only if the transaction was delivered to its sink, or
+its tap owes a notice for it.
+
+Invariant (keepalives in order): a keepalive queues behind the fragments that were read before it. Otherwise it could
+confirm an undelivered commit.
+
+Invariant (replays): a fragment at or below the last processed position is a replay. It is dropped, but its commit is
+still registered. A fragment that straddles that position is an error: the stream was cut differently than before.
+
+Invariant (taps first): taps come before sinks, so they never wait for room in a sink, and their errors affect only
+themselves (taps.py).
+
+Invariant (one open transaction): a fragment that begins no transaction belongs to the open one; any other is an error.
 """
 
 from __future__ import annotations
@@ -37,7 +42,9 @@ from tidemill.capture.delivery.taps import Taps
 from tidemill.capture.postgres.standby_status import Keepalive, Status
 
 QUEUE_FRAGMENTS = 64
-"""With the converter's FRAGMENT_BYTES this bounds the queue's memory, however wide the rows are."""
+"""Maximum number of queued fragments. With the converter's FRAGMENT_BYTES this bounds the queue's memory, regardless of
+the width of rows.
+"""
 
 
 class _Flushed(msgspec.Struct, frozen=True):
@@ -51,8 +58,9 @@ class _Progress(msgspec.Struct, frozen=True):
 
 
 class Collector:
-    """Implements sinks.FlushNotices. `on_keepalive(lsn)`: nothing up to the inclusive LSN is still to be delivered;
-    `on_status()`: received or flushed may have moved, or the server asked for an answer."""
+    """Implements sinks.FlushNotices. `on_keepalive(lsn)`: nothing up to the inclusive LSN is still to be delivered.
+    `on_status()`: received or flushed may have moved, or the server requested an answer.
+    """
 
     def __init__(
         self,
@@ -81,18 +89,18 @@ class Collector:
         self._queue_changes = queue_changes
         self._last_processed = BEFORE_ALL
         self._open_lsn = 0
-        """Commit LSN of the transaction of which more is to come, or 0."""
+        """Commit LSN of the transaction that is not complete yet, or 0."""
         self._touched: set[str] = set()
         self.taken_changes = 0
-        """Handed to every sink, in this session."""
+        """Number of changes passed to every sink, in this session."""
         self.last_commit_lsn = 0
         self.last_commit_time_ms = 0
         self.received_time_ms = 0
-        """Of the last commit that was put; whoever looks sets it back."""
+        """Commit time of the last commit that was put; the reader resets it."""
 
     # from the stream ------------------------------------------------------------------------------
     async def put(self, fragment: Fragment) -> None:
-        """Hand over a fragment; waits while the queue is full, so that the socket is not read meanwhile."""
+        """Queue a fragment; waits while the queue is full, during which the socket is not read."""
         while self._queued_changes >= self._queue_changes or self._queued_fragments >= QUEUE_FRAGMENTS:
             self._room.clear()
             await self._room.wait()
@@ -103,10 +111,10 @@ class Collector:
         self._put(fragment)
 
     def keepalive(self, keepalive: Keepalive, *, inside_txn: bool) -> None:
-        """`inside_txn` as of the moment it was read (K2)."""
+        """Queue a keepalive. `inside_txn`: whether a transaction was open when it was read."""
         last = self._queue[-1] if self._queue else None
         if isinstance(last, _Progress) and last.inside_txn == inside_txn:
-            # Those that wait behind a blocked sink become one.
+            # Keepalives that wait behind a blocked sink are merged.
             asked = keepalive.reply_requested or last.keepalive.reply_requested
             self._queue[-1] = _Progress(Keepalive(keepalive.wal_end, asked), inside_txn)
             return
@@ -118,7 +126,9 @@ class Collector:
 
     # the one task ---------------------------------------------------------------------------------
     async def run(self) -> None:
-        """For ever. Raises what a sink raises, and CorruptError (K3)."""
+        """Run until cancelled. Raises the errors of a sink, and CorruptError for a fragment that straddles the
+        processed position.
+        """
         while True:
             while self._queue:
                 await self._handle(self._queue.popleft())
@@ -165,7 +175,9 @@ class Collector:
             self._register(fragment, delivered)
 
     async def _deliver(self, sink: Sink, fragment: Fragment) -> list[str]:
-        """Raises what a sink says in our words as it is, and anything else with the place where it happened."""
+        """Deliver a fragment to a sink. Raises a sink's TidemillError unchanged, and any other error with the position
+        at which it happened.
+        """
         try:
             return await sink.deliver(fragment, self)
         except (TidemillError, asyncio.CancelledError):
@@ -173,14 +185,14 @@ class Collector:
         except Exception as error:
             tables = ",".join(sorted({change.relation.name for change in fragment.changes}))
             raise UnavailableError(
-                f"a transaction is not taken: xid={fragment.xid} commit={Lsn(fragment.commit_lsn)}"
+                f"a transaction cannot be delivered: xid={fragment.xid} commit={Lsn(fragment.commit_lsn)}"
                 f" last={fragment.last} tables={tables} error={sentence(error)!r}."
             ) from error
 
     def _register(self, fragment: Fragment, consumers: Iterable[str]) -> None:
         self.last_commit_lsn = max(self.last_commit_lsn, fragment.commit_lsn)
         self.last_commit_time_ms = max(self.last_commit_time_ms, fragment.commit_time_ms)
-        # A transaction nobody waits for is confirmed while it is handled, before it counts as seen.
+        # A transaction without waiting consumers is confirmed while it is handled, before it counts as seen.
         self._confirm(self.tracker.commit(fragment, consumers, self._clock.now_ms()))
         self.status.commit_handled(fragment.commit_lsn)
         self._on_status()
@@ -197,7 +209,9 @@ class Collector:
             self._on_status()
 
     def facts(self) -> dict[str, object]:
-        """What waits between the stream and the sinks, and the bounds: the socket is not read while one is reached."""
+        """Return the sizes of the queue between the stream and the sinks, and their limits. The socket is not read
+        while one is reached.
+        """
         return {
             "queue_fragments": self._queued_fragments,
             "queue_fragments_limit": QUEUE_FRAGMENTS,

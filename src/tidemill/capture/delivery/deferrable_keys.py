@@ -1,28 +1,34 @@
-"""Rows that hold one primary key at once inside a transaction, which a DEFERRABLE key allows until the statement ends,
-or the transaction does. Pure, but for the question that it hands to its caller.
+"""Resolves rows that share a primary key inside a transaction, which a DEFERRABLE key allows until the end of the
+statement or the transaction. Pure, except for the query that the caller executes.
 
     UPDATE t SET id = id + 1     1→2   row a leaves key 1, takes key 2
                                  2→3   row b leaves key 2: a tombstone of 2 here would delete row a
 
-    a row leaves a key        `Change.stays`
-      nobody took it before     None: a tombstone
-      another row holds it      that row: topics have it once more, in the place of the tombstone
-      it cannot be told         the row that the database has now, or None
+    a row leaves a key             `Change.stays`
+      no row took it before          None: a tombstone
+      another row has it             that row: topics get it again, in place of the tombstone
+      unknown                        the row that the database has now, or None
 
-    1→2 above is `over` row b, and 2→3 `replaced`: shapes make an update of key 2 of the first, and nothing of the
-    second. That is known of a transaction of WAITING_BYTES at most.
+In the example 1→2 is `over` row b, and 2→3 is `replaced`: shapes turn the first into an update of key 2, and ignore the
+second. This is known for transactions of at most WAITING_BYTES.
 
-The old tuple names the row that leaves by its whole content, so REPLICA IDENTITY FULL is needed. It does not tell two
-rows of equal content apart: whether key 2 of `1→2, 2→3` was free before is then known to the database alone.
+The old tuple identifies the leaving row by its whole content, so REPLICA IDENTITY FULL is needed. Two rows of equal
+content cannot be distinguished: whether key 2 of `1→2, 2→3` was free before is then known only to the database.
 
-R1  A departure makes as many records whatever stays, so a replay assigns the same offsets (partition_writer.py, L1).
-R2  An answer may come from the future: a later transaction changed the key already. Its own change follows in the
-    stream, hence the last record of the key is right.
-R3  Nothing is decoded before a row has left a key of a table that another row of this transaction has taken a key of.
-R4  What is remembered of a transaction is bounded. Beyond the bound each departure is asked for.
-R5  Of rows of equal content the one that took the key counts as the one that leaves it: it makes no difference to what
-    holds the key. Where all that took it have left, it is as it was before them: shapes show nothing of their changes,
-    and the answer is for the last record of the key in topics.
+Invariant (stable offsets): a departure makes the same number of records regardless of what stays under the key, so a
+replay assigns the same offsets (partition_writer.py).
+
+Invariant (answers from the future): the database may answer with the row of a later transaction that changed the key
+already. That change follows in the stream, hence the last record of the key is right.
+
+Invariant (lazy decoding): nothing is decoded before a row has left a key of a table in which another row of this
+transaction has taken a key.
+
+Invariant (bounded memory): the state of a transaction is bounded. Beyond the bound each departure is queried.
+
+Invariant (equal rows): of rows with equal content, the one that took the key counts as the one that leaves it, which
+makes no difference to the row under the key. Once all rows that took it have left, the key has its earlier row again:
+shapes show nothing of these changes, and the answer of the database is for the last record of the key in topics.
 """
 
 from __future__ import annotations
@@ -41,29 +47,31 @@ from tidemill.capture.encode.row_encoder import MINUS_ZERO, row_form
 from tidemill.capture.postgres.errors import SqlError
 
 REMEMBERED_BYTES = 32 << 20
-"""Messages of one transaction whose rows took keys."""
+"""Maximum size of the messages of one transaction whose rows took keys."""
 WAITING_BYTES = 4 << 20
-"""Fragments of one transaction that wait for its end, so that a row that takes a key knows whether another holds it."""
+"""Maximum size of the fragments of one transaction that wait for its end, so that it is known whether another row has a
+key that a row takes.
+"""
 ROW_BYTES = 200
-"""What a row takes beside its message, once it is decoded."""
+"""Size of a decoded row in addition to its message."""
 
 Key = tuple[str | None, ...]
 Ask = Callable[[Relation, Sequence[Row]], Awaitable[list[Row | None]]]
-"""ask(relation, rows): the rows that the database has now under the primary keys of these."""
+"""ask(relation, rows): return the rows that the database has now under the primary keys of these rows."""
 Refuse = Callable[[Relation, Fragment, TidemillError], Awaitable[None]]
-"""refuse(relation, fragment, error): PostgreSQL does not answer for this table; its changes are not to be carried."""
+"""refuse(relation, fragment, error): PostgreSQL does not answer for this table, so its changes cannot be carried."""
 _Piece = Change | tuple[Rows, Block, int, int]
 
 
 def key_of(relation: Relation, row: Row) -> Key:
-    """−0 and 0 of a float are one key, as in records."""
+    """Return the primary key of a row. −0 and 0 of a float are one key, as in records."""
     return tuple(
         "0" if row[c.name] == MINUS_ZERO and row_form(c) == "float" else row[c.name] for c in relation.key_columns
     )
 
 
 class _Known:
-    """What is known of one change, by its ordinal."""
+    """Facts about one change, by its ordinal."""
 
     __slots__ = ("over", "replaced", "stays")
 
@@ -83,7 +91,7 @@ class _Found(dict[int, _Known]):
 
 
 class _Holder(msgspec.Struct):
-    """A row that came to hold a key. `told`: the change that brought it says which row it came over."""
+    """A row that has a key. The flag: the change that brought it already names the row that it came over."""
 
     row: Row
     told: bool = False
@@ -98,9 +106,11 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 class _Held:
-    """`holders`: rows known to hold the key, the newest last. `all`: no other row may hold it. `first`: the change that
-    took the key, maybe over a row of which nothing is known yet; −1: none, or it is handed on. `events`: of the key,
-    while `holders` may not be all; None: some are handed on. `unsure`: what holds the key is not known any more."""
+    """State of one key. `holders`: rows known to have the key, the newest last. `all`: no other row may have it.
+    `first`: ordinal of the change that took the key, possibly over an unknown row; −1: none, or it is handed on.
+    `events`: changes of the key, while `holders` may be incomplete; None: some are handed on. `unsure`: the row under
+    the key is no longer known.
+    """
 
     __slots__ = ("all", "events", "first", "holders", "unsure")
 
@@ -120,13 +130,13 @@ class _Held:
 
 
 class TableRivals:
-    """Of one table, in one transaction."""
+    """Keys of one table, in one transaction."""
 
     def __init__(self, remembered_bytes: int = REMEMBERED_BYTES) -> None:
         self._limit = remembered_bytes
         self._bytes = 0
         self._pieces: list[_Piece] | None = []
-        """What came since the first row took a key, as long as none has left one (R3)."""
+        """Pieces since the first row took a key, as long as no row has left one."""
         self.took = False
         self._held: dict[Key, _Held] = {}
         self._lost = False
@@ -134,8 +144,9 @@ class TableRivals:
         self._recent: list[_Held] = []
 
     def passes(self, piece: _Piece) -> bool:
-        """Nothing has left a key that a row may have taken, so the piece is as it came; else `feed` its changes, after
-        those of `recall`."""
+        """Return whether the piece may pass unchanged, because no row has left a key that a row may have taken.
+        Otherwise call `feed` with its changes, after `recall`.
+        """
         if self._pieces is None:
             return False
         took, left, size = _looks(piece)
@@ -151,7 +162,7 @@ class TableRivals:
         return True
 
     def recall(self, found: _Found) -> None:
-        """Decode what was remembered: from here on each change is fed."""
+        """Decode the stored pieces. From here on each change is fed."""
         pieces, self._pieces = self._pieces or [], None
         self._bytes = 0
         self.took = True
@@ -165,8 +176,9 @@ class TableRivals:
         self._recent.clear()
 
     def feed(self, change: Change, found: _Found) -> bool:
-        """Note what stays under the key that the change leaves, and which row holds the key that it takes. True: the
-        database is to be asked what stays."""
+        """Note which row stays under the key that the change leaves, and which row has the key that it takes. Returns
+        True if the database must be queried for the row that stays.
+        """
         relation, old, new = change.relation, change.old, change.new
         ordinal = change.position.ordinal
         if change.op == "truncate":
@@ -212,7 +224,7 @@ class TableRivals:
 
     @staticmethod
     def _was_there(held: _Held, row: Row, found: _Found) -> None:
-        """This one held the key before any other took it."""
+        """Note that this row had the key before any other took it."""
         held.all, held.events = True, None
         if held.first >= 0:
             found[held.first].over = row
@@ -262,7 +274,7 @@ class TableRivals:
 
 
 class DeferrableKeys:
-    """Of all tables, in the transaction at hand."""
+    """Keys of all tables, in the current transaction."""
 
     def __init__(
         self, ask: Ask, refuse: Refuse, *, remembered_bytes: int = REMEMBERED_BYTES, waiting_bytes: int = WAITING_BYTES
@@ -277,8 +289,9 @@ class DeferrableKeys:
         self._found = _Found()
 
     async def settle(self, fragment: Fragment) -> list[Fragment]:
-        """The fragments that may be handed on now, with what stays under the keys that their changes leave. Raises what
-        the connection raises."""
+        """Return the fragments that may be handed on now, with the rows that stay under the keys that their changes
+        leave. Raises the errors of the connection.
+        """
         if fragment.begins:
             self._tables.clear()
             self._waiting.clear()
@@ -314,7 +327,7 @@ class DeferrableKeys:
                     self._found[change.position.ordinal].stays = row
 
     def _look(self, piece: _Piece) -> list[Change]:
-        """Those of its changes of which the database is to be asked what stays."""
+        """Return the changes of the piece for which the database must be queried."""
         oid = (piece if isinstance(piece, Change) else piece[1]).relation.oid
         rivals = self._tables.get(oid)
         if rivals is None:
@@ -333,7 +346,7 @@ def _may_rival(part: Part) -> bool:
 
 
 def _pieces(part: Part) -> Sequence[_Piece]:
-    """Those of tables with such a key."""
+    """Return the pieces that belong to tables with a deferrable key."""
     if isinstance(part, Change):
         return [part] if part.relation.deferrable else []
     ranges = part.segment.ranges(part.start, part.end)
@@ -348,7 +361,9 @@ def changes_of(piece: _Piece) -> Sequence[Change]:
 
 
 def _from_first_taken(piece: _Piece) -> _Piece:
-    """What left a key before one was taken is forgotten: one by one, and so by columns."""
+    """Remove the changes before the first insert: keys that were left before one was taken do not matter, by rows or
+    by columns.
+    """
     if isinstance(piece, Change):
         return piece
     rows, block, start, end = piece
@@ -357,7 +372,9 @@ def _from_first_taken(piece: _Piece) -> _Piece:
 
 
 def _looks(piece: _Piece) -> tuple[bool, bool, int]:
-    """(may a row take a key, may one leave one, bytes of the messages). A range has no UPDATE that changes its key."""
+    """Return (may a row take a key, may one leave one, bytes of the messages). A range has no UPDATE that changes its
+    key.
+    """
     if isinstance(piece, Change):
         old, new = piece.old, piece.new
         if piece.op == "truncate":
@@ -377,7 +394,7 @@ def _settled(fragment: Fragment, found: _Found) -> Fragment:
 
 
 def _with(part: Part, found: _Found) -> Sequence[Part]:
-    """The part with those changes decoded of which something is known."""
+    """Return the part with the changes decoded for which facts are known."""
     if isinstance(part, Change):
         known = found.get(part.position.ordinal)
         return [part] if known is None else [known.of(part)]

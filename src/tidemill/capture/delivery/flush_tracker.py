@@ -1,40 +1,44 @@
-"""The flush tracker: up to which commit has *every* consumer made everything durable?
+"""The flush tracker: computes up to which commit *every* consumer has made everything durable.
 
-Problem. One replication slot feeds many consumers. PostgreSQL may forget WAL only below the position
-that all of them hold durably. Consumers flush at their own pace, most transactions touch only few of
-them, and a consumer that is not touched must not hold anything back.
+Problem. One replication slot feeds many consumers. PostgreSQL may recycle WAL only below the position that all of them
+have stored durably. Consumers flush at their own pace, most transactions touch few of them, and an untouched consumer
+must not block the others.
 
 State. Positions are (commit LSN, ordinal), compared as tuples.
+
     G   greatest global flushed position that was derived so far, at first (−1, 0)
     S   position of the last commit seen
-    P   consumer → (sent, flushed, progress time): consumers that were sent something not yet flushed.
+    P   consumer → (sent, flushed, progress time): consumers with something sent and not yet flushed.
         sent     the last commit boundary delivered to the consumer
-        flushed  what it is known to hold; for a new entry (commit LSN − 1, 0): all before this commit
-    T   the `flushed` values of P in order, so that their minimum is at hand (here a heap with lazy deletion)
+        flushed  the position it has flushed; for a new entry (commit LSN − 1, 0): everything before this commit
+    T   the `flushed` values of P in order, for access to their minimum (here a heap with lazy deletion)
 
 Algorithm.
-    commit(position, consumers)   a tracked consumer gets a new `sent`, nothing else; an untracked one enters
-                                  P with flushed = (commit LSN − 1, 0). S = position. If P is empty, all there
-                                  is has been flushed: G = S, notify(S's LSN).
-    flushed(consumer, position)   untracked: ignored. position ≥ sent: the consumer leaves P. Otherwise its
-                                  flushed value moves. Then update.
-    update                        P empty: G = S, notify(S's LSN), even when nothing changed. Otherwise
-                                  G' = max(G, min T); only if that is new, notify(G's LSN − 1): of the
-                                  transaction G lies in, some part may be missing.
 
-Only commits are registered, never fragments before them (electric #3985, #4063): a consumer that wrote
-part of a transaction defers and aligns its notice at the commit (`flush_alignment.py`).
+    commit(position, consumers)   A tracked consumer gets a new `sent`, nothing else. An untracked one enters P with
+                                  flushed = (commit LSN − 1, 0). S = position. If P is empty, everything is flushed:
+                                  G = S, notify(S's LSN).
+    flushed(consumer, position)   Untracked: ignored. position ≥ sent: the consumer leaves P. Otherwise its flushed
+                                  value moves. Then update.
+    update                        P empty: G = S, notify(S's LSN), even if nothing changed. Otherwise
+                                  G' = max(G, min T). Only if that is new: notify(G's LSN − 1), because a part of the
+                                  transaction at G may be missing.
 
-Completion is position ≥ sent, not ==: a consumer may report further than it was told, and a near miss
-must not hold the slot for ever (electric #4744).
+Only commits are registered, never fragments before them (electric #3985, #4063). A consumer that wrote part of a
+transaction defers its notice and aligns it at the commit (`flush_alignment.py`).
 
-Invariants.
-    F1  P and T hold the same consumers, every entry of P is incomplete.
-    F2  G never goes back; every notified LSN is ≤ S's LSN and below the commit LSN of any unflushed commit.
-    F3  When every consumer has flushed what it was sent, P is empty.
+Completion is position ≥ sent, not ==. A consumer may report further than it was sent, and a near miss must not block
+the slot indefinitely (electric #4744).
 
-Time is passed in and used for one purpose: `stalled` names consumers without progress. New transactions do not
-count as progress.
+Invariant (members): P and T have the same consumers, and every entry of P is incomplete.
+
+Invariant (monotonic): G never goes back. Every notified LSN is ≤ S's LSN and below the commit LSN of any unflushed
+commit.
+
+Invariant (completion): when every consumer has flushed everything that it was sent, P is empty.
+
+Time is passed in and used for one purpose: `stalled` names consumers without progress. New transactions do not count as
+progress.
 """
 
 from __future__ import annotations
@@ -57,7 +61,9 @@ class _Entry:
 
 
 class FlushTracker:
-    """Every method returns the commit LSN to confirm upstream, or None when nothing new is known."""
+    """Flush positions of all consumers. Every method returns the commit LSN to confirm upstream, or None if nothing new
+    is known.
+    """
 
     def __init__(self, *, exact_completion: bool = False) -> None:
         """`exact_completion` plants the fault of electric #4744 (== instead of ≥), for tests that must find it."""
@@ -68,10 +74,11 @@ class FlushTracker:
         self._exact_completion = exact_completion
 
     def commit(self, fragment: Fragment, consumers: Iterable[str], now_ms: int) -> int | None:
-        """Register those to whom the transaction that `fragment` commits was delivered. Raises InvalidError on a
-        fragment that does not commit."""
+        """Register the consumers that received the transaction that `fragment` commits. Raises InvalidError for a
+        fragment that does not commit.
+        """
         if not fragment.commits:
-            raise InvalidError(f"only a commit is registered: xid={fragment.xid} last={fragment.last}.")
+            raise InvalidError(f"only a commit can be registered: xid={fragment.xid} last={fragment.last}.")
         position = fragment.last
         for consumer in sorted(set(consumers)):
             entry = self._pending.get(consumer)
@@ -98,24 +105,24 @@ class FlushTracker:
         return self._update()
 
     def stalled(self, now_ms: int, grace_ms: int) -> list[str]:
-        """Consumers without progress for strictly longer than `grace_ms`, in name order."""
+        """Return the consumers without progress for strictly longer than `grace_ms`, in name order."""
         return sorted(c for c, e in self._pending.items() if now_ms - e.progress_at_ms > grace_ms)
 
     @property
     def pending(self) -> dict[str, ChangePosition]:
-        """What each incomplete consumer holds; its argmin holds the slot."""
+        """Flushed position of each incomplete consumer; the lowest one holds the slot."""
         return {consumer: entry.flushed for consumer, entry in self._pending.items()}
 
     def holder(self) -> str:
-        """The consumer whose flushed position is the minimum, or "" when nothing is pending."""
+        """Return the consumer with the lowest flushed position, or "" if nothing is pending."""
         self._settle()
         return self._ordered[0][2] if self._ordered else ""
 
     def check(self) -> None:
-        """Assert F1 and the order half of F2."""
+        """Assert that P and T have the same, incomplete members, and that G has not gone back."""
         live = {(e.flushed.commit_lsn, e.flushed.ordinal, c) for c, e in self._pending.items()}
-        assert live <= set(self._ordered), "F1: an entry without its place in the order"
-        assert all(e.flushed < e.sent for e in self._pending.values()), "F1: a complete entry is still pending"
+        assert live <= set(self._ordered), "an entry is missing from the order"
+        assert all(e.flushed < e.sent for e in self._pending.values()), "a complete entry is still pending"
         assert self.global_flushed <= max(self.last_seen, self.global_flushed)
 
     def _update(self) -> int | None:
@@ -136,7 +143,7 @@ class FlushTracker:
 
     def _place(self, consumer: str, position: ChangePosition) -> None:
         heapq.heappush(self._ordered, (position.commit_lsn, position.ordinal, consumer))
-        # A pinned minimum keeps stale entries of others from ever reaching the top: rebuild before they pile up.
+        # A pinned minimum prevents stale entries of others from ever reaching the top: rebuild before they pile up.
         if len(self._ordered) > 64 + 2 * len(self._pending):
             self._ordered = [(e.flushed.commit_lsn, e.flushed.ordinal, c) for c, e in self._pending.items()]
             heapq.heapify(self._ordered)

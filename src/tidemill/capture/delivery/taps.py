@@ -1,32 +1,41 @@
-"""Taps: who sees every committed change as it passes by, in a plain call (shapes).
+"""Taps: observers that see every committed change as it passes by, in a synchronous call (shapes).
 
     sink    awaited; sends flush notices; its error ends the session                     the topic writer
-    tap     a plain call; may owe a flush notice for a commit; its error ends it alone   shapes
+    tap     synchronous; may owe a flush notice for a commit; its error ends only itself shapes
 
-X1  Nothing that a tap raises, of whatever type, reaches the collector. The tap is told that it ended, gets nothing
-    more of that transaction, and starts afresh with the next one: between the two it missed something.
-X2  A tap joins at the beginning of a transaction; a removed one gets nothing more, not even the fragment at hand.
-X3  Taps outlive sessions. After a restart the stream repeats what was not confirmed: a tap recognises it by position.
-X4  Before a session says that it captures a relation, taps are told which ones it carries on with. Any other is copied
-    anew, if it is captured at all: between what was told of it and what will be, changes are missing.
-X5  A relation that is carried no more is told when that is known: what is built on it ends, and nothing is built on it
-    anew until it is among the captured ones again. (The truncate that the converter adds may be dropped as a replay.)
-    What needs only columns that hold what they held goes on: for its sake the changes of the relation still come, and
-    sessions carry it on, until the relation is among the captured ones again or more of it is lost
-    (unaffected_columns.py).
+Invariant (isolation): no error that a tap raises, of any type, reaches the collector. The tap is informed that it
+ended, gets nothing more of that transaction, and starts afresh with the next one; it missed the changes in between.
 
-X6  A tap that keeps something over a restart has a name, of what it keeps. The capture's row has the names of the taps
-    that saw all that was confirmed: they are written before the stream begins. A tap whose name is not there when a
-    session begins may have missed changes, of this process or of another: what it keeps is over, and it takes another
-    name. So does one that lets a commit be confirmed that it does not hold.
-X7  What a tap owes is registered with the commit, under its consumer's name, and confirmed by a notice (K1). One that
-    cannot even end owes for ever: the session ends, and the next one begins without it.
+Invariant (transaction boundaries): a tap joins at the beginning of a transaction. A removed tap gets nothing more, not
+even the rest of the current fragment.
 
-X8  Where the captured database has returned to an earlier state, positions that a tap has seen are no order of what
-    comes: everything built on them ends, and the next transaction is the first one, whatever its position.
+Invariant (replays): taps outlive sessions. After a restart the stream repeats what was not confirmed, and a tap
+recognises it by position.
 
-`take` runs on the capture's turn of the loop and must be cheap: whoever has work to do queues it, bounds the queue,
-and ends what falls behind. What taps cost is measured and is among the capture's facts.
+Invariant (carried relations): before a session shows a relation as captured, it informs the taps which relations it
+carries on. Any other one is re-snapshotted, if it is captured at all: changes are missing between the old stream and
+the new one.
+
+Invariant (lost relations): taps are informed as soon as a relation is known to be no longer carried. Everything built
+on it ends, and nothing is built on it until it is captured again. (The truncate that the converter adds may be dropped
+as a replay.) A shape that needs only unaffected columns continues. For its sake the changes of the relation still
+arrive, and sessions carry it on, until the relation is captured again or more of it is lost (unaffected_columns.py).
+
+Invariant (durable taps): a tap that keeps something over a restart has a name for it. The capture's row has the names
+of the taps that saw everything that was confirmed; they are written before the stream begins. If the name of a tap is
+not there when a session begins, the tap may have missed changes, of this process or of another one: it drops what it
+kept, and takes another name. It does the same if it lets a commit be confirmed that it has not stored.
+
+Invariant (owed notices): a notice that a tap owes is registered with the commit, under its consumer's name, and
+confirmed by a flush notice. A tap that cannot even end would owe it forever: so the session ends, and the next one
+begins without it.
+
+Invariant (one history): if the captured database has returned to an earlier state, the positions that a tap has seen do
+not order what follows. Everything built on them ends, and the next transaction counts as the first one, at any
+position.
+
+`take` runs in the capture's turn of the event loop and must be cheap. A tap with more work queues it, bounds the queue,
+and ends what falls behind. The cost of taps is measured and reported in the capture's facts.
 """
 
 from __future__ import annotations
@@ -46,54 +55,59 @@ log = structlog.get_logger()
 
 
 class Stream(Protocol):
-    """What a tap that keeps something needs of a session."""
+    """Methods of a session that a durable tap needs."""
 
     def flushed(self, consumer: str, position: ChangePosition) -> None:
-        """`consumer` holds everything up to and including `position` durably."""
+        """Report that `consumer` has stored everything up to and including `position` durably."""
         ...
 
     async def name_taps(self) -> None:
-        """Write the names that the taps have now into the capture's row (X6). Raises what the catalogue raises; where
-        it is not known whether it is written, it may be."""
+        """Write the current names of the taps into the capture's row. Raises the catalogue's errors; after an unknown
+        outcome the names may have been written.
+        """
         ...
 
 
 class Tap(Protocol):
     name: str
-    """Of what it keeps over a restart (X6); "" when it keeps nothing."""
+    """Name of what it keeps over a restart; "" if it keeps nothing."""
     consumer: str
-    """Under which it owes notices."""
+    """Name under which it owes notices."""
 
     def claim(self, last: Collection[str]) -> None:
-        """A session begins; the stream begins where the taps of these names have seen all before (X6)."""
+        """Begin a session whose stream starts where the taps of these names have seen everything before."""
         ...
 
     def begin(self, stream: Stream, confirmed_lsn: int, wal_end: int = 0) -> None:
-        """The stream begins: every later commit comes, and those that were confirmed do not come again. What commits
-        below `wal_end` was written before: the stream catches up with it."""
+        """Begin the stream: every later commit arrives, and confirmed ones do not arrive again. Commits below `wal_end`
+        were written before the stream began, which catches up with them.
+        """
         ...
 
     def take(self, fragment: Fragment) -> Collection[str]:
-        """Fragments in commit order; returns consumers that owe a notice for this commit. Must be cheap: neither
-        capture nor tables wait for it."""
+        """Process fragments in commit order; return the consumers that owe a notice for this commit. Must be cheap,
+        because neither capture nor tables wait for it.
+        """
         ...
 
     def ended(self, reason: str) -> None:
-        """`take` raised: everything built from earlier fragments is incomplete from here on. The next call of
-        `take` begins a later transaction."""
+        """Note that `take` raised: everything built from earlier fragments is incomplete from here on. The next call of
+        `take` begins a later transaction.
+        """
         ...
 
     def carried(self, oids: Collection[int]) -> None:
-        """A session begins that carries these relations on (X4)."""
+        """Note that a session begins that carries these relations on."""
         ...
 
     def went_back(self) -> None:
-        """The captured database has another history than so far (X8)."""
+        """Note that the captured database now has another history."""
         ...
 
     def lost(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
-        """Changes of this relation are left out from now on, or were already, but for those who need only these
-        columns. Whether there are any."""
+        """Note that changes of this relation are left out from now on, or were already, except for shapes that need
+        only these columns. Returns whether there are any.
+        """
         ...
 
 
@@ -110,10 +124,10 @@ class Taps:
         self._busy_s = 0.0
         self._longest_s = 0.0
         self._broken = ""
-        """What kept a tap with a name from ending."""
+        """Error that prevented a tap with a name from ending."""
 
     def add(self, tap: Tap) -> None:
-        """It sees every transaction that begins from now on."""
+        """Add a tap, which sees every transaction that begins from now on."""
         self._joining.append(tap)
 
     def remove(self, tap: Tap) -> None:
@@ -125,7 +139,7 @@ class Taps:
         return tuple(sorted(tap.name for tap in [*self._active, *self._joining] if tap.name))
 
     def claim(self, last: Collection[str], era: int = 0) -> None:
-        """A session begins (X6, X8); `era`: of the captured database's history."""
+        """Begin a session. `era`: number of the captured database's history."""
         self._broken = ""
         if self._era not in (None, era):
             for tap in [*self._active, *self._joining]:
@@ -140,8 +154,9 @@ class Taps:
             self._call(tap, lambda tap=tap: tap.begin(stream, confirmed_lsn, wal_end))  # type: ignore[misc]
 
     def take(self, fragment: Fragment) -> set[str]:
-        """Hand the fragment to every tap; returns who owes a notice for it. Raises nothing that a tap raises (X1), and
-        UnavailableError when one could not end (X7)."""
+        """Pass the fragment to every tap; return the consumers that owe a notice for it. Raises no error of a tap, but
+        UnavailableError if a named tap could not end.
+        """
         owing: set[str] = set()
         if fragment.begins:
             self._active += self._joining
@@ -151,7 +166,7 @@ class Taps:
         started_s = self._clock.monotonic_s()
         for tap in list(self._active):
             if not any(tap is each for each in self._active):
-                continue  # one tap may remove another (X2)
+                continue  # one tap may remove another
             took = self._call(tap, lambda tap=tap: owing.update(tap.take(fragment)))  # type: ignore[misc]
             if not took and tap.name:
                 owing.add(tap.consumer)  # until its end is durable
@@ -159,26 +174,27 @@ class Taps:
         self._busy_s += took_s
         self._longest_s = max(self._longest_s, took_s)
         if self._broken:
-            raise UnavailableError(
-                f"a tap could not end, and the session begins anew without it: error={self._broken}."
-            )
+            raise UnavailableError(f"a tap could not end, so the session restarts without it: error={self._broken}.")
         return owing
 
     def carried(self, oids: Collection[int]) -> None:
-        """A session begins that carries these relations on (X4)."""
+        """Inform the taps that a session begins that carries these relations on."""
         for tap in [*self._active, *self._joining]:
             self._call(tap, lambda tap=tap: tap.carried(oids))  # type: ignore[misc]
 
     def lose(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
-        """From some transaction on changes of this relation are left out, or are for those alone who need only these
-        columns (X5): whether there are any."""
+        """Inform the taps that changes of this relation are left out from some transaction on, or are only for shapes
+        that need only these columns. Returns whether there are any.
+        """
         goes_on: list[bool] = []
         for tap in [*self._active, *self._joining]:
             self._call(tap, lambda tap=tap: goes_on.append(tap.lost(oid, reason, columns)))  # type: ignore[misc]
         return any(goes_on)
 
     def facts(self) -> dict[str, object]:
-        """`tap_busy_ms`: time of the loop that taps used so far; `tap_longest_ms`: the dearest fragment."""
+        """Return facts for reports. `tap_busy_ms`: event loop time that taps used so far. `tap_longest_ms`: the most
+        expensive fragment.
+        """
         facts: dict[str, object] = {
             "taps": len(self._active) + len(self._joining),
             "tap_busy_ms": round(self._busy_s * 1000, 1),
@@ -189,14 +205,14 @@ class Taps:
         return facts
 
     def _call(self, tap: Tap, what: Callable[[], None]) -> bool:
-        """False: it raised, and was ended."""
+        """Call a tap; return False if it raised, in which case it was ended."""
         try:
             what()
             return True
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            # Also CancelledError: a plain call cannot be cancelled, so one that comes out of it leaked from a future.
+            # Also CancelledError: a synchronous call cannot be cancelled, so this one leaked from a future.
             self._end(tap, error)
             return False
 
@@ -211,7 +227,7 @@ class Taps:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as again:
-            # It cannot even end: it would go on with a gap. It is out for good.
+            # It cannot even end, so it would continue with a gap. It is removed permanently.
             self.remove(tap)
             self.last_error = f"{self.last_error}; it could not end: {sentence(again)}"
             if tap.name:

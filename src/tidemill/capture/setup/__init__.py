@@ -1,4 +1,4 @@
-"""What a captured database must have: settings, rights, publication, replica identities, slot.
+"""Requirements of a captured database: settings, privileges, publication, replica identities, slot.
 
     server_checks ─► session_lock ─► privileges (missing grants as SQL) ─► publication ─► slot
     foreign_publications: demands of other publications; blockers: sessions that make the set-up wait

@@ -1,13 +1,14 @@
-"""Who keeps a capture waiting inside PostgreSQL, in one sentence: pid, application, client, state, and what it runs.
+"""Finds the session that blocks a capture inside PostgreSQL, and describes it in one sentence: pid, application,
+client, state, and its query.
 
     lock        another session holds this capture's advisory lock
     slot        another walsender streams from the slot
-    table       others hold a lock on a table that a statement of ours could not have in the time allowed
-    pinning     the oldest transaction that is not over: decoding would begin again with it, so its WAL is kept
-    walsender   it computes or reads, and looks at its input only now and then
+    table       others hold a lock on a table that a statement of ours could not acquire in the permitted time
+    pinning     the oldest open transaction: decoding would restart with it, so its WAL is retained
+    walsender   it computes or reads, and checks its input only occasionally
     blockers    sessions whose locks or open transactions a statement of ours waits for (pg_blocking_pids)
 
-Only reads; what a role may not see of others' sessions (their queries) is said as such by PostgreSQL itself.
+Only reads. PostgreSQL itself reports what a role may not see of other sessions (their queries).
 https://www.postgresql.org/docs/current/monitoring-stats.html
 """
 
@@ -21,12 +22,12 @@ from tidemill.capture.naming import readable
 from tidemill.capture.postgres.connection import SqlRow, Wire, literal
 
 QUERY_CHARS = 120
-"""Of a holder's query, in a message."""
+"""Length limit of a blocker's query in a message."""
 
 _CONFLICTING = (
     "'RowExclusiveLock', 'ShareUpdateExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'"
 )
-"""Modes that SHARE waits for. An ALTER waits for readers, too; they are named where nobody else is."""
+"""Modes that SHARE waits for. An ALTER waits for readers as well; they are reported if there is no other blocker."""
 
 _SESSION = """
 SELECT a.pid, a.application_name, coalesce(a.client_hostname, host(a.client_addr), 'local'), a.state,
@@ -46,8 +47,9 @@ OF_PREPARED = (
     "{lock}.pid IS NULL AND EXISTS (SELECT FROM pg_locks x WHERE x.pid IS NULL AND x.locktype = 'transactionid'"
     " AND x.transactionid = p.transaction AND x.virtualtransaction = {lock}.virtualtransaction)"
 )
-"""A lock of a prepared transaction p, which has no session but keeps the virtual id that it had, and the lock on its
-own id. https://www.postgresql.org/docs/current/view-pg-locks.html"""
+"""Condition for a lock of a prepared transaction p, which has no session but keeps its virtual id, and the lock on its
+own id. https://www.postgresql.org/docs/current/view-pg-locks.html
+"""
 
 
 _BLOCKS = """
@@ -60,8 +62,9 @@ EXISTS (SELECT FROM pg_locks w JOIN pg_stat_activity a USING (pid) JOIN pg_locks
 
 
 class Blocker(msgspec.Struct, frozen=True):
-    """A session, or with a `gid` a prepared transaction, which has none. `state`: of the session, or of its
-    replication. `age_s`: of its transaction, or since its state changed."""
+    """A session, or a prepared transaction, which has a `gid` and no session. `state`: of the session, or of its
+    replication. `age_s`: of its transaction, or since its state changed.
+    """
 
     pid: int
     application: str
@@ -73,12 +76,12 @@ class Blocker(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """For `held_by` of a mark."""
+        """Name for `held_by` of a stage status."""
         return f"postgres-prepared:{self.gid}" if self.gid else f"postgres-pid:{self.pid}"
 
     @property
     def end(self) -> str:
-        """What an operator does about it."""
+        """Instruction for an operator to end it."""
         if not self.gid:
             return "End that transaction"
         return f"Run COMMIT PREPARED {literal(self.gid).strip()} or ROLLBACK PREPARED {literal(self.gid).strip()}"
@@ -97,7 +100,7 @@ class Blocker(msgspec.Struct, frozen=True):
 
 
 async def sessions(wire: Wire, pids: Sequence[int]) -> list[Blocker]:
-    """At most three of these sessions, the oldest transaction first; those that are gone are left out."""
+    """Return at most three of these sessions, the oldest transaction first, without sessions that have ended."""
     if not pids:
         return []
     rows = await wire.query(_SESSION.format(chars=QUERY_CHARS, pids=", ".join(str(int(pid)) for pid in pids)))
@@ -105,7 +108,7 @@ async def sessions(wire: Wire, pids: Sequence[int]) -> list[Blocker]:
 
 
 async def lock_holder(wire: Wire, lock_class: int, lock_key: int) -> Blocker | None:
-    """Who holds an advisory lock of two 32-bit keys in this database."""
+    """Return the session that holds an advisory lock of two 32-bit keys in this database."""
     rows = await wire.query(
         "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 2"
         " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -115,7 +118,7 @@ async def lock_holder(wire: Wire, lock_class: int, lock_key: int) -> Blocker | N
 
 
 async def slot_holder(wire: Wire, slot: str) -> Blocker | None:
-    """Who streams from the slot just now."""
+    """Return the session that currently streams from the slot."""
     rows = await wire.query(
         f"SELECT active_pid FROM pg_replication_slots WHERE slot_name = {literal(slot)} AND active_pid IS NOT NULL"
     )
@@ -123,9 +126,9 @@ async def slot_holder(wire: Wire, slot: str) -> Blocker | None:
 
 
 async def busy_walsender(wire: Wire, slot: str) -> Blocker | None:
-    """The walsender of a slot while it is at work on WAL, or seems to be; None while it waits for input or output, and
-    would answer if it could.
-    https://www.postgresql.org/docs/current/monitoring-stats.html#WAIT-EVENT-TABLE"""
+    """Return the walsender of a slot while it works on WAL, or seems to; None while it waits for input or output and
+    could answer. https://www.postgresql.org/docs/current/monitoring-stats.html#WAIT-EVENT-TABLE
+    """
     rows = await wire.query(
         "SELECT pid FROM pg_replication_slots JOIN pg_stat_activity ON pid = active_pid"
         f" WHERE slot_name = {literal(slot)} AND coalesce(wait_event_type, '') NOT IN ('Activity', 'Client')"
@@ -134,8 +137,9 @@ async def busy_walsender(wire: Wire, slot: str) -> Blocker | None:
 
 
 async def table_holder(wire: Wire, oid: int) -> Blocker | None:
-    """Who holds a lock on a table or a partition of it: who excludes most, then the oldest. As of just after the wait,
-    which was short."""
+    """Return the session with a lock on a table or a partition of it: the strongest lock first, then the oldest. As of
+    right after the wait, which was short.
+    """
     rows = await wire.query(
         "SELECT a.pid, p.gid FROM pg_locks l LEFT JOIN pg_stat_activity a USING (pid)"
         f" LEFT JOIN pg_prepared_xacts p ON {OF_PREPARED.format(lock='l')}"
@@ -151,7 +155,7 @@ async def table_holder(wire: Wire, oid: int) -> Blocker | None:
 
 
 async def writers(wire: Wire, oid: int) -> frozenset[str]:
-    """The transactions that hold a lock under which rows of a table, or of a partition of it, are written."""
+    """Return the transactions that hold a lock for writing rows of a table, or of a partition of it."""
     rows = await wire.query(
         "SELECT DISTINCT virtualtransaction FROM pg_locks WHERE granted AND locktype = 'relation'"
         " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -162,7 +166,9 @@ async def writers(wire: Wire, oid: int) -> frozenset[str]:
 
 
 async def pinning(wire: Wire) -> Blocker | None:
-    """Whose transaction, open or prepared, is the oldest that may be decoded yet: WAL since it began is kept."""
+    """Return the oldest transaction, open or prepared, that may still have to be decoded: WAL since its start is
+    retained.
+    """
     rows = await wire.query(
         "SELECT pid FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND datname = current_database()"
         " ORDER BY age(backend_xid) DESC LIMIT 1"
@@ -173,14 +179,15 @@ async def pinning(wire: Wire) -> Blocker | None:
 
 
 async def blockers(wire: Wire, capture: str) -> list[Blocker]:
-    """Whom the sessions of this capture wait for, whichever of them it is: by their application names (connection.py).
-    Asked on a session of its own, for those that wait do not answer."""
+    """Return the sessions for which any session of this capture waits, found by application name (connection.py).
+    Called on a separate connection, because the waiting ones do not answer.
+    """
     rows = await wire.query(
         "SELECT DISTINCT unnest(pg_blocking_pids(pid)) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
         " AND datname = current_database() AND starts_with(application_name, 'tidemill ')"
         f" AND split_part(application_name, ' ', 3) = {literal(capture)}"
     )
-    # A prepared transaction has no session: it blocks as pid 0.
+    # A prepared transaction has no session and blocks as pid 0.
     pids = [int(found or 0) for (found,) in rows]
     found = await sessions(wire, [pid for pid in pids if pid])
     if not found and 0 in pids:
@@ -192,7 +199,7 @@ async def blockers(wire: Wire, capture: str) -> list[Blocker]:
 
 
 async def _prepared(wire: Wire, condition: str) -> Blocker | None:
-    """The oldest prepared transaction p that meets a condition."""
+    """Return the oldest prepared transaction p that satisfies the condition."""
     for gid, owner, age_s, xid in await wire.query(_PREPARED.format(condition=condition)):
         found = readable(gid or "")
         return Blocker(0, readable(owner or ""), "", "prepared transaction", int(age_s or 0), f"xid={xid}", gid=found)

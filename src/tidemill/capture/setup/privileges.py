@@ -1,9 +1,9 @@
-"""What a role may not do for its capture, as the statements that an administrator runs instead. Only reads.
+"""Reports missing privileges of a role for its capture as the statements that an administrator has to run. Only reads.
 
-A role that owns its tables and may CREATE in the database needs none of them. One with nothing but LOGIN, REPLICATION
-and SELECT captures as well, where an administrator has made the publication, put the tables into it and given them a
-whole identity. `tidemill doctor` prints what of that is missing, in the order in which it is to be run. For a capture
-that is manual it prints all that is missing, whatever its role may do.
+A role that owns its tables and may CREATE in the database needs none of them. A role with only LOGIN, REPLICATION and
+SELECT can capture as well, if an administrator has created the publication, added the tables to it and given them a
+full identity. `tidemill doctor` prints the missing statements, in the order in which they have to run. For a manual
+capture it prints all missing statements, regardless of the role's privileges.
 
 https://www.postgresql.org/docs/current/sql-createpublication.html, …/logical-replication-security.html
 """
@@ -28,7 +28,9 @@ from tidemill.capture.setup.statements import statements, whole_identity
 async def check_database(
     dsn: str, tables: Sequence[str] = ("public.*",), identity: Literal["full", "as-is"] = "full"
 ) -> str:
-    """One line that says the database can be captured, before `up`. Raises InvalidError or Unavailable."""
+    """Check before `up` whether the database can be captured, and return one line about it. Raises InvalidError or
+    UnavailableError.
+    """
     wire = await Wire.connect(dsn, purpose="check")
     try:
         config = CaptureConfig(name="check", dsn=dsn, tables=tuple(tables), identity=identity)
@@ -38,12 +40,13 @@ async def check_database(
 
 
 Keep = Callable[[dict[str, Identities]], Awaitable[None]]
-"""keep(by table, what it and its partitions have before an administrator gives them FULL)"""
+"""keep(by table: the identities of it and its partitions before an administrator sets them to FULL)"""
 
 
 async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
-    """The same for `tidemill doctor`, and that nothing is left for an administrator. Raises InvalidError or
-    Unavailable, and what `keep` raises."""
+    """Check for `tidemill doctor` that the database can be captured and that no statement is left for an administrator.
+    Raises InvalidError or UnavailableError, and the errors of `keep`.
+    """
     wire = await Wire.connect(config.dsn, purpose="doctor")
     try:
         found = await _looked_at(wire, config)
@@ -64,7 +67,7 @@ async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
         raise InvalidError(said, fix=f"{first.fix} {run}".strip())
     if missing:
         raise InvalidError(
-            f"the role {'is not to' if config.manual else 'may not'} do all that its capture needs:"
+            f"the role {'must not' if config.manual else 'may not'} do everything that its capture needs:"
             f" capture={config.name} statements={len(missing)}{_way_back(asked)}.",
             fix=run,
         )
@@ -72,25 +75,26 @@ async def check_capture(config: CaptureConfig, keep: Keep | None = None) -> str:
 
 
 async def check_standbys(wire: Wire) -> None:
-    """Whether a standby may be behind what is captured when it is promoted: PostgreSQL tells a failover slot nothing
-    that the slots named in `synchronized_standby_slots` have not confirmed. Raises InvalidError.
-    https://www.postgresql.org/docs/current/runtime-config-replication.html"""
+    """Check whether a standby may be behind the capture when it is promoted: PostgreSQL sends a failover slot only what
+    the slots named in `synchronized_standby_slots` have confirmed. Raises InvalidError.
+    https://www.postgresql.org/docs/current/runtime-config-replication.html
+    """
     named = await wire.value("SELECT current_setting('synchronized_standby_slots')") or ""
     slots = {name or "" for (name,) in await wire.query("SELECT slot_name FROM pg_replication_slots"
         " WHERE slot_type = 'physical' AND NOT temporary")}  # fmt: skip
     wanted = {name.strip().strip('"') for name in named.split(",") if name.strip()}
     if slots and not wanted:
         raise InvalidError(
-            f"a standby that is promoted may be behind what is captured: synchronized_standby_slots=''"
+            f"a promoted standby may be behind the capture: synchronized_standby_slots=''"
             f" physical_slots={','.join(sorted(slots))}.",
             fix=f"Run ALTER SYSTEM SET synchronized_standby_slots = {_list(slots)}; SELECT pg_reload_conf();"
             " with the slots of the standbys that may be promoted.",
         )
     if wanted - slots:
         raise InvalidError(
-            "PostgreSQL sends the capture nothing while a standby's slot is missing:"
+            "PostgreSQL sends nothing to the capture while a standby's slot is missing:"
             f" synchronized_standby_slots={named!r} missing={','.join(sorted(wanted - slots))}.",
-            fix="Create the physical slot for its standby, or take it out of synchronized_standby_slots.",
+            fix="Create the physical slot for its standby, or remove it from synchronized_standby_slots.",
         )
 
 
@@ -99,7 +103,7 @@ def _list(slots: set[str]) -> str:
 
 
 def _asked(identities: Identities, missing: Sequence[str]) -> Identities:
-    """Those that the statements replace."""
+    """Return the identities that the statements replace."""
     return {oid: (name, before) for oid, (name, before) in identities.items() if whole_identity(name) in missing}
 
 
@@ -111,8 +115,9 @@ def _way_back(asked: dict[str, Identities]) -> str:
 
 
 class _Looked(msgspec.Struct, frozen=True):
-    """`line`: what is said of the database. `able`: tables that can be captured, be it with another identity first.
-    `objected`: why others cannot, as publications hold them."""
+    """Result of a check. `line`: a sentence about the database. `able`: tables that can be captured, possibly after a
+    change of identity. `objected`: objections of publications to the others.
+    """
 
     line: str
     able: tuple[TableInfo, ...]

@@ -1,31 +1,40 @@
-"""The publication of a capture, and the one way in which a table gets into it.
+"""The publication of a capture, and the only way in which tables are added to it.
 
-P1  A table is published and given REPLICA IDENTITY FULL in one transaction: published without an identity, its
-    UPDATEs and DELETEs would fail. Where identities are taken as they are (capture.NAME.identity) none is altered, and
-    a table is published with one that says its key: looked at under the lock, which keeps it so. On PostgreSQL 18
-    stored generated columns are published from the start, and a table with virtual ones is never given here
-    (tables.refusal): both would make UPDATEs and DELETEs fail, too. So would other publications
-    (foreign_publications.py): where one does not fit a whole identity, the table is not given it.
-P2  A lock comes first and waits out writers that began before the table was published: rows of theirs would be in
-    neither snapshot nor stream (electric #4773). It is at once the strongest one that is needed, ACCESS EXCLUSIVE where
-    an identity is altered, else SHARE: whoever has SHARE and waits for more is in a deadlock with each transaction that
-    has read the table and is to write it now, and PostgreSQL ends that one at once, without asking how long we wait. A
-    fixed order, and ADD before ALTER, keep two configurators from deadlock.
-    Of a table that is published already they are waited out, too, when it is copied (`settle`), without a lock, which a
-    role that may only read cannot take: an administrator may have published it just now; and where it is copied again,
-    a commit that was decoded and confirmed may not be visible yet, and be in neither the copy nor the replayed stream.
-    A copy that is gone on with was settled when it began, and what was confirmed since then is set aside (wal_hold.py,
-    J1): whoever writes by now comes in the stream.
-P3  Whoever waits for a lock makes all who come later wait behind it, for ACCESS EXCLUSIVE readers, too. So each wait is
-    short and far from the next: they are delayed for at most LOCK_TIMEOUT_MS in LOCK_PAUSE_S, 5 % of the time.
-P4  One table's failure is that table's: it is told, and the others go on.
-P5  What identity a table had is written down before it is altered, so that `capture drop` can give it back whatever
-    dies in between. Only FULL is ever taken back: another one has been set by somebody else since.
-    It is given back only where no publication makes UPDATE and DELETE fail with it (foreign_publications.py).
-P7  The rows of the catalogue under which a table is published are recorded, by oid and xmin, before it is copied.
-    Whatever is altered of a publication writes a row anew, be it altered back at once: from then on changes may be
-    missing from the stream, and the table is copied again (continuity_check.py).
-P6  A capture that is manual alters nothing: what P1 would do to a table is what that table is refused with.
+Invariant (publish with identity): a table is published and set to REPLICA IDENTITY FULL in one transaction, because
+without an identity the UPDATEs and DELETEs of a published table fail. If identities are used unchanged
+(capture.NAME.identity), none is altered, and a table is published only if its identity includes its key, which is
+checked under the lock that preserves it. On PostgreSQL 18, stored generated columns are published from the start, and a
+table with virtual ones is never passed here (table_discovery.refusal), because both would make UPDATEs and DELETEs fail
+too. The same holds for other publications (foreign_publications.py): if one does not permit a full identity, the table
+does not get it.
+
+Invariant (wait for writers): a lock is acquired first and waits for writers that began before the table was published,
+because their rows would be in neither snapshot nor stream (electric #4773). It is immediately the strongest lock that
+is needed: ACCESS EXCLUSIVE if an identity is altered, otherwise SHARE. A session that has SHARE and waits for more is
+in a deadlock with each transaction that has read the table and now wants to write it, and PostgreSQL ends that one
+immediately, however short our wait is. A fixed order, and ADD before ALTER, prevent deadlocks of two configurators.
+
+Writers of a table that is already published are waited for as well when the table is copied (`settle`), but without a
+lock, which a read-only role cannot acquire. An administrator may have published the table recently. In a re-snapshot, a
+commit that was decoded and confirmed may not be visible yet, and be in neither the copy nor the replayed stream. A
+resumed copy was settled when it began, and everything confirmed since then is in its side topic (wal_hold.py), so the
+changes of present writers arrive in the stream.
+
+Invariant (short waits): a session that waits for a lock makes all later sessions wait too, and for ACCESS
+EXCLUSIVE even readers. So each wait is short and waits are far apart: others are delayed for at most LOCK_TIMEOUT_MS
+per LOCK_PAUSE_S, 5 % of the time.
+
+Invariant (isolated failures): the failure of one table is reported for that table, and the others continue.
+
+Invariant (restorable identity): the identity of a table is recorded before it is altered, so that `capture drop` can
+restore it after any crash. Only FULL is ever reverted: another identity was set by another client since. It is restored
+only if no publication makes UPDATE and DELETE fail with it (foreign_publications.py).
+
+Invariant (recorded publication): the catalogue rows under which a table is published are recorded, by oid and xmin,
+before the table is copied. Altering a publication writes a new row version, even if it is altered back immediately.
+From then on changes may be missing from the stream, and the table is re-snapshotted (continuity_check.py).
+
+A manual capture alters nothing. A table that would need an alteration is refused with the statements to run.
 """
 
 from __future__ import annotations
@@ -52,73 +61,75 @@ log = structlog.get_logger()
 LOCK_TIMEOUT_MS = 50
 LOCK_PAUSE_S = 1.0
 LOCK_ATTEMPTS = 5
-"""For the lock of one table while tables are copied; then that table is refused, and tried again later."""
+"""Attempts to lock one table while tables are copied. After that the table is refused, and retried later."""
 SETTLE_LOOK_S = 0.1
 SETTLE_LOOKS = 4
-"""For who writes to a published table, in each of the attempts."""
+"""Number of checks for writers of a published table, per attempt."""
 LOCKED = ("55P03", "40P01")
 """lock_not_available, deadlock_detected"""
 
 
 class TableLockedError(UnavailableError):
-    """The locks of one table could not be had in the time allowed. `held_by`: who has them, for a mark."""
+    """The locks of one table were not available in the permitted time. `held_by`: the blocker, for a stage status."""
 
     def __init__(self, table: TableInfo, holder: Blocker | None) -> None:
         super().__init__(
             f"the table is locked by others: table={table.name} {holder or 'pid=gone'}.",
-            fix=f"{holder.end if holder else 'End that transaction'}; the table is taken in once the lock is free.",
+            fix=f"{holder.end if holder else 'End that transaction'}; the table is added once the lock is free.",
         )
         self.held_by = holder.name if holder is not None else ""
 
 
 class SetupRequiredError(InvalidError):
-    """What a table is captured for is missing, and the capture is not to see to it (P6), or cannot know better."""
+    """A table lacks something that its capture needs and must not (manual) or cannot set up itself."""
 
     def __init__(self, table: TableInfo, statements: Sequence[str]) -> None:
         some = statements[:STATEMENTS]
         rest = f" and {len(statements) - len(some)} more, see `tidemill doctor`" if len(some) < len(statements) else ""
         super().__init__(
-            f"the table is not prepared for its capture, which does not do that itself: table={table.name}"
+            f"the table is not prepared for its capture, which must not prepare it itself: table={table.name}"
             f" statements={len(statements)}.",
             fix=f"Run {'; '.join(some)};{rest}",
         )
 
 
 class Entry(NamedTuple):
-    """A table in the publication: how SQL names it, and the rows that say so (P7)."""
+    """A table in the publication: its name in SQL, and the catalogue rows that publish it."""
 
     name: str
     rows: tuple[int, ...] = ()
 
 
 class IdentityConflictError(InvalidError):
-    """A publication makes the table's UPDATE and DELETE fail with the identity that it was to be given."""
+    """A publication makes the table's UPDATE and DELETE fail with the identity that it would get."""
 
 
 class IdentityRequiredError(InvalidError):
-    """`publications` make UPDATE or DELETE of a relation fail with the identity that was to be given back to it."""
+    """`publications` make UPDATE or DELETE of a relation fail with the identity that was to be restored."""
 
     def __init__(self, relation: str, before: str, found: Sequence[Failing]) -> None:
         self.publications = {each.publication for each in found}
         super().__init__(
-            f"an UPDATE or DELETE would fail with the identity from before: relation={relation} identity={before!r}"
+            f"an UPDATE or DELETE would fail with the original identity: relation={relation} identity={before!r}"
             f" publications={','.join(sorted(self.publications))} cause={found[0].cause!r}.",
-            fix=f"Take it out of those publications, then run ALTER TABLE {relation} REPLICA IDENTITY {before};",
+            fix=f"Remove it from those publications, then run ALTER TABLE {relation} REPLICA IDENTITY {before};",
         )
 
 
 class Published(msgspec.Struct, frozen=True):
-    """`newly`: oids that were not published before; `failed`: by name, what one table's statements ended with."""
+    """Result of publishing tables. `newly`: oids that were not published before. `failed`: error of each table that
+    failed, by name.
+    """
 
     newly: frozenset[int]
     failed: dict[str, TidemillError]
 
 
 async def published_tables(wire: Wire, publication: str, *, manual: bool = False) -> dict[int, Entry] | None:
-    """By oid, what the publication holds; None when there is no such publication.
+    """Return the tables of the publication by oid; None if there is no such publication.
 
-    Raises InvalidError when it is one that cannot serve (not all operations, or not through the partition root;
-    `manual`: without generated columns, which else are seen to).
+    Raises InvalidError if the publication is unsuitable: it lacks operations, or does not publish through the partition
+    root. In a manual capture also if it lacks generated columns, which are added otherwise.
     """
     generated = "pubgencols = 's'" if wire.server_version >= GENERATED_PUBLISHED else "true"
     rows = await wire.query(
@@ -134,7 +145,7 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
             + (f"{creation(publication, wire.server_version)};" if manual else "it is created again as needed."),
         )
     if rows[0][3] != "t":
-        # Made by an older version, or before the server was upgraded.
+        # Created by an older version, or before the server was upgraded.
         statement = with_generated(publication)
         if manual:
             raise InvalidError(
@@ -158,8 +169,9 @@ async def published_tables(wire: Wire, publication: str, *, manual: bool = False
 
 
 async def unpublished(wire: Wire, publication: str, oids: Collection[int]) -> set[int]:
-    """Of these tables, the ones that exist and that the publication lacks, as of one moment. A table that is dropped
-    leaves the database and the publication at once, but may do so between two questions."""
+    """Return those of these tables that exist and are not in the publication, as of one moment. Dropping a table
+    removes it from the database and the publication atomically, but possibly between two queries.
+    """
     if not oids:
         return set()
     rows = await wire.query(
@@ -171,7 +183,7 @@ async def unpublished(wire: Wire, publication: str, oids: Collection[int]) -> se
 
 
 def not_published(publication: str, version: int) -> InvalidError:
-    """There is no publication, and the capture is to make none (P6)."""
+    """Return the error for a manual capture without a publication, which must not create one."""
     return InvalidError(
         f"there is no publication, and its capture is manual: publication={publication}.",
         fix=f"Run {creation(publication, version)}; and then what `tidemill doctor` prints.",
@@ -179,7 +191,7 @@ def not_published(publication: str, version: int) -> InvalidError:
 
 
 async def create_publication(wire: Wire, publication: str) -> None:
-    """Of no table yet. Raises InvalidError without the right to."""
+    """Create the publication without tables. Raises InvalidError if the role lacks the privilege."""
     statement = creation(publication, wire.server_version)
     try:
         await wire.query(statement)
@@ -192,9 +204,9 @@ async def create_publication(wire: Wire, publication: str) -> None:
 
 
 Identities = dict[int, tuple[str, str]]
-"""oid → (how SQL names it, its identity as SQL writes it)"""
+"""oid → (its name in SQL, its identity in SQL)"""
 Note = Callable[[str, Identities], Awaitable[None]]
-"""note(table, the identities of it and its partitions): kept durably (P5). May raise UnknownOutcomeError."""
+"""note(table, the identities of it and its partitions): store them durably. May raise UnknownOutcomeError."""
 
 
 async def publish(
@@ -209,9 +221,10 @@ async def publish(
     asked: Note | None = None,
     done: Callable[[int], None] = lambda _: None,
 ) -> Published:
-    """Publish each table that is not, with a whole identity (P1 to P5). `settle`: oids of those that are about to be
-    copied though they are published already. `asked`: as `note`, of a table that an administrator is to give it (P6).
-    `done(n)`: the nth table begins. Raises only when the connection breaks, and what `note` and `asked` raise."""
+    """Publish each table that is not yet published, with a full identity. `settle`: oids of tables that are about to be
+    copied although they are already published. `asked`: like `note`, for tables whose identity an administrator has to
+    set. `done(n)`: the nth table begins. Raises only if the connection breaks, and the errors of `note` and `asked`.
+    """
     newly: set[int] = set()
     failed: dict[str, TidemillError] = {}
     for number, table in enumerate(tables, 1):
@@ -225,7 +238,7 @@ async def publish(
                 raise
             failed[table.name] = error
         except UnknownOutcomeError:
-            raise  # what is written down of it is not known: nothing about PostgreSQL
+            raise  # it is unknown what was stored: not an error of PostgreSQL
         except TidemillError as error:
             known = isinstance(error, SetupRequiredError | IdentityConflictError)
             failed[table.name] = error if known else await _refused(wire, config, table, error)
@@ -243,14 +256,14 @@ async def _refused(wire: Wire, config: CaptureConfig, table: TableInfo, error: T
 
 
 async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
-    """Take a table out (`name` as in Entry); False when its lock could not be had just now."""
+    """Remove a table from the publication (`name` as in Entry). Returns False if its lock was not available."""
     drop = f"ALTER PUBLICATION {identifier(config.publication)} DROP TABLE {name}"
     try:
         await _once(wire, [drop])
     except TidemillError as error:
         if isinstance(error, UnavailableError) and not isinstance(error, SqlError):
             raise
-        log.warning("table not taken out of the publication yet", capture=config.name, table=name, cause=str(error))
+        log.warning("table not removed from the publication yet", capture=config.name, table=name, cause=str(error))
         return False
     log.info("table is no longer published", capture=config.name, table=name)
     return True
@@ -259,7 +272,9 @@ async def unpublish(wire: Wire, config: CaptureConfig, name: str) -> bool:
 async def _publish_table(
     wire: Wire, config: CaptureConfig, table: TableInfo, published: bool, attempts: int, note: Note, asked: Note | None
 ) -> bool:
-    """True when its lock was had, False when there was nothing to do. Raises SetupRequiredError."""
+    """Publish one table. Returns True if its lock was acquired, False if nothing had to be done. Raises
+    SetupRequiredError.
+    """
     name = target(table)
     for attempt in range(1, attempts + 1):
         earlier = await not_full(wire, table.oid) if config.whole else {}
@@ -288,24 +303,26 @@ async def _publish_table(
 
 
 async def _check_others(wire: Wire, config: CaptureConfig, table: TableInfo) -> None:
-    """Under the table's lock (foreign_publications.py, O1). Raises IdentityConflictError."""
+    """Check other publications under the table's lock (foreign_publications.py). Raises IdentityConflictError."""
     objection = (await objections(wire, config)).get(table.oid)
     if objection is not None and objection.refuses:
         raise IdentityConflictError(objection.reason, fix=objection.fix)
 
 
 async def _check_identity(wire: Wire, table: TableInfo) -> None:
-    """Under the table's lock. Raises SetupRequiredError when an UPDATE or DELETE of it would not say whose row it
-    was."""
+    """Check the identity under the table's lock. Raises SetupRequiredError if an UPDATE or DELETE would not identify
+    its row.
+    """
     missing = (await keyless(wire, [table.oid])).values()
     if missing:
         raise SetupRequiredError(table, [statement for each in missing for statement in each])
 
 
 async def _settle(wire: Wire, table: TableInfo, attempts: int) -> None:
-    """Until nobody who wrote to the table when this began still does (P2). Raises TableLockedError, sooner than a lock
-    is given up: nobody waits behind this, and it is tried again as soon as who is named for it is gone (table_adder.py,
-    J2)."""
+    """Wait until all transactions that wrote to the table at the beginning have ended. Raises TableLockedError, sooner
+    than for a lock, because no session waits behind this, and it is retried as soon as the reported blocker is gone
+    (table_adder.py).
+    """
     behind = await writers(wire, table.oid)
     for _ in range(attempts * SETTLE_LOOKS):
         if not behind:
@@ -317,7 +334,7 @@ async def _settle(wire: Wire, table: TableInfo, attempts: int) -> None:
 
 
 async def not_full(wire: Wire, oid: int) -> Identities:
-    """The table and its partitions that do not log whole old rows (WAL carries the identity of the partition)."""
+    """Return the table and its partitions that do not log whole old rows (WAL uses the identity of the partition)."""
     rows = await wire.query(
         f"WITH RECURSIVE tree(oid) AS (SELECT {oid}::oid UNION ALL"
         " SELECT i.inhrelid FROM pg_inherits i JOIN pg_class p ON p.oid = i.inhparent AND p.relkind = 'p'"
@@ -328,7 +345,7 @@ async def not_full(wire: Wire, oid: int) -> Identities:
         " FROM tree JOIN pg_class c USING (oid) JOIN pg_namespace n"
         " ON n.oid = c.relnamespace WHERE c.relreplident <> 'f' ORDER BY 2, 3"
     )
-    # An index that is gone leaves the table with what NOTHING says; DEFAULT is the one that works.
+    # If its index was dropped, a table acts as with NOTHING; DEFAULT is the identity that works.
     return {
         int(found or 0): (qualified(schema or "", name or ""), before or "DEFAULT")
         for found, schema, name, before in rows
@@ -336,9 +353,10 @@ async def not_full(wire: Wire, oid: int) -> Identities:
 
 
 async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
-    """Set the identity that a table or partition had (P5): how SQL names it now, or "" when there is nothing to give
-    back: it is gone, or somebody set another one. Raises IdentityRequiredError, and SqlError when its lock cannot be
-    had, or PostgreSQL refuses the identity."""
+    """Restore the identity that a table or partition had, and return its present name in SQL. Returns "" if nothing has
+    to be restored: it was dropped, or another client set another identity. Raises IdentityRequiredError, and SqlError
+    if its lock is not available, or PostgreSQL rejects the identity.
+    """
     for attempt in range(1, attempts + 1):
         rows = await wire.query(
             "SELECT n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
@@ -348,7 +366,7 @@ async def give_back(wire: Wire, oid: int, before: str, *, attempts: int) -> str:
             return ""
         name = qualified(rows[0][0] or "", rows[0][1] or "")
         check = partial(_check_needed, wire, oid, name, before)
-        await check()  # nobody waits behind this one
+        await check()  # no session waits behind this check
         try:
             lock = f"LOCK TABLE ONLY {name} IN ACCESS EXCLUSIVE MODE"
             await _once(wire, [lock, f"ALTER TABLE ONLY {name} REPLICA IDENTITY {before}"], check)
@@ -367,8 +385,9 @@ async def _check_needed(wire: Wire, oid: int, name: str, before: str) -> None:
 
 
 async def _once(wire: Wire, statements: Sequence[str], sound: Callable[[], Awaitable[None]] | None = None) -> None:
-    """One transaction whose every lock is waited for at most LOCK_TIMEOUT_MS (P3). `sound` raises where, after the
-    first statement, the others are not to be run."""
+    """Run one transaction that waits for each lock for at most LOCK_TIMEOUT_MS. `sound` is called after the first
+    statement, and raises if the others must not run.
+    """
     await wire.query("BEGIN")
     try:
         await wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")

@@ -1,10 +1,11 @@
-"""Checks and set-up of a captured database (PostgreSQL 14 to 18): settings, rights, publication, identities, slot.
+"""Checks and set-up of a captured database (PostgreSQL 14 to 18): settings, privileges, publication, identities, slot.
 
-Order, and the race each step prevents:
-    1  session advisory lock       one capture of this name at a time, whatever process it lives in
+Order, and the race that each step prevents:
+
+    1  session advisory lock       one capture of this name at a time, in any process
     2  publication, then per table, in name order (publication.py)
     3  slot                         after the publication, which the decoder looks up as of each change
-    4  snapshot (exported_snapshot.py)       after the slot, so that nothing commits between them unseen
+    4  snapshot (exported_snapshot.py)       after the slot, so that every commit is in one of them
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ _CURES = {
     "wal_level_insufficient": "Set wal_level = logical.",
     "rows_removed": "Set hot_standby_feedback = on at the standby.",
 }
-"""By PostgreSQL's reason for invalidating a slot; another one is that of max_slot_wal_keep_size.
-https://www.postgresql.org/docs/current/view-pg-replication-slots.html"""
+"""Remedy for each reason for which PostgreSQL invalidates a slot. Any other reason is that of max_slot_wal_keep_size.
+https://www.postgresql.org/docs/current/view-pg-replication-slots.html
+"""
 SLOT_ATTEMPTS = 5
-"""Afterwards the slot is taken as it is: most transactions are decoded well, and else all starts over
-(bootstrap.py)."""
+"""Attempts to create a slot that can decode everything. Afterwards the slot is used as created: most transactions
+decode well, and otherwise everything starts over (bootstrap.py).
+"""
 ADVISORY_CLASS = 0x7469_6465  # "tide"
 
 
@@ -46,7 +49,9 @@ class ServerFacts(msgspec.Struct, frozen=True):
 
 
 class SlotState(msgspec.Struct, frozen=True):
-    """`retained_bytes`: WAL the slot keeps; `headroom_bytes`: until it is invalidated, None = unlimited."""
+    """State of the slot. `retained_bytes`: WAL that the slot retains. `headroom_bytes`: until it is invalidated, None =
+    unlimited.
+    """
 
     confirmed_lsn: int
     active_pid: int | None
@@ -55,14 +60,15 @@ class SlotState(msgspec.Struct, frozen=True):
     headroom_bytes: int | None
     wal_end: int
     pinned_bytes: int = 0
-    """Of what it keeps: WAL that is confirmed, kept for a transaction that is open yet"""
+    """Part of the retained WAL that is confirmed, but retained for an open transaction"""
     invalidated: str = ""
-    """Why it was, as PostgreSQL 17 and newer say"""
+    """Reason of the invalidation, as PostgreSQL 17 and newer report it"""
 
 
 async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
-    """Raises InvalidError, naming the setting or right that is missing and the statement that gives it, and
-    UnavailableError."""
+    """Check the settings of the server and the privileges of the role. Raises InvalidError, which names the missing
+    setting or privilege and the statement that sets it, and UnavailableError.
+    """
     if wire.server_version < OLDEST_VERSION:
         raise InvalidError(f"PostgreSQL is too old: version={wire.server_version}.", fix="Use PostgreSQL 14 or newer.")
     rows = await wire.query(
@@ -81,7 +87,7 @@ async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
             fix=f"Run ALTER SYSTEM SET wal_level = 'logical' {restart}",
         )
     if in_recovery == "t":
-        # One that is promoted is no standby any more: nobody need do anything.
+        # A promoted standby is a primary, so an operator may not have to act.
         raise UnavailableError(
             f"the server is a standby: {wire.target}.",
             fix="Point the DSN at the primary, or promote the standby.",
@@ -98,13 +104,14 @@ async def check_server(wire: Wire, config: CaptureConfig) -> ServerFacts:
         )
     if may_replicate != "t":
         raise InvalidError(
-            f"the role may not replicate: role={user}.", fix=f"Run ALTER ROLE {identifier(user or '')} REPLICATION."
+            f"the role lacks the REPLICATION attribute: role={user}.",
+            fix=f"Run ALTER ROLE {identifier(user or '')} REPLICATION.",
         )
     system_id = await wire.value("SELECT system_identifier FROM pg_control_system()")
     if config.failover and wire.server_version < FAILOVER_VERSION:
         raise InvalidError(
             f"this PostgreSQL has no failover slots: version={wire.server_version // 10_000}.",
-            fix=f"Take capture.{config.name}.failover out of tidemill.toml, or use PostgreSQL 17 or newer.",
+            fix=f"Remove capture.{config.name}.failover from tidemill.toml, or use PostgreSQL 17 or newer.",
         )
     return ServerFacts(wire.server_version, system_id or "", int(sender_timeout or 0))
 
@@ -114,12 +121,12 @@ def lock_key(config: CaptureConfig) -> int:
 
 
 async def try_lock(wire: Wire, config: CaptureConfig) -> bool:
-    """Take the session's advisory lock; False while another session has it. It ends with the connection."""
+    """Acquire the session's advisory lock; False while another session has it. It is released with the connection."""
     return await wire.value(f"SELECT pg_try_advisory_lock({ADVISORY_CLASS}, {lock_key(config)})") == "t"
 
 
 async def slot_state(wire: Wire, slot: str) -> SlotState | None:
-    """None when there is no such slot."""
+    """Return the state of the slot, or None if it does not exist."""
     rows = await wire.query(
         "SELECT confirmed_flush_lsn, active_pid, wal_status, pg_current_wal_lsn() - restart_lsn, safe_wal_size,"
         " pg_current_wal_flush_lsn(), confirmed_flush_lsn - restart_lsn,"
@@ -143,20 +150,24 @@ async def slot_state(wire: Wire, slot: str) -> SlotState | None:
 
 
 def start_over(config: CaptureConfig) -> str:
-    """What an operator does about a gap in the stream: without its publication a capture copies all tables anew."""
-    return f"Run DROP PUBLICATION {identifier(config.publication)} in the database: all its tables are copied anew."
+    """Return the instruction for an operator after a gap in the stream: without its publication a capture copies all
+    tables again.
+    """
+    return (
+        f"Run DROP PUBLICATION {identifier(config.publication)} in the database; all its tables are then copied again."
+    )
 
 
 def is_good(state: SlotState | None) -> bool:
-    """Whether the slot exists and retains all WAL after its confirmed LSN."""
+    """Return whether the slot exists and retains all WAL after its confirmed LSN."""
     return state is not None and state.wal_status != "lost" and bool(state.confirmed_lsn)
 
 
 def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
-    """Raises SlotLostError when a slot that must be there is gone or was invalidated."""
+    """Return the state of a slot that must exist. Raises SlotLostError if it does not, or was invalidated."""
     if state is None:
         raise SlotLostError(
-            f"the replication slot is gone: slot={config.slot}.",
+            f"the replication slot does not exist: slot={config.slot}.",
             fix=f"Changes since are not in the stream. {start_over(config)}",
         )
     if not is_good(state):
@@ -170,12 +181,12 @@ def check_slot(config: CaptureConfig, state: SlotState | None) -> SlotState:
 
 
 async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
-    """Create the slot; waits for transactions that are running. A left-over of the same name is dropped first.
+    """Create the slot, which waits for running transactions. A left-over slot of the same name is dropped first.
 
-    PostgreSQL (seen on 18.6, snapbuild.c) leaves out of its first picture of the catalogue what a transaction changed
-    that began after the slot's first waiting point and committed after its second: a TRUNCATE there, and an INSERT
-    into the new file by a transaction that outlasts the set-up, cannot be decoded at any later try. All such have
-    committed when the slot is there, so it is seen then, and the slot made again.
+    The initial catalogue snapshot of PostgreSQL's decoder (seen on 18.6, snapbuild.c) omits what a transaction changed
+    that began after the slot's first waiting point and committed after its second. A TRUNCATE there, and an INSERT into
+    the new file by a transaction that outlasts the set-up, can never be decoded. All such transactions have committed
+    when the slot exists, so they are detected then, and the slot is created again.
     """
     database = await wire.value(
         f"SELECT database FROM pg_replication_slots WHERE slot_name = {literal(config.slot)}"
@@ -198,15 +209,16 @@ async def create_slot(wire: Wire, config: CaptureConfig) -> SlotState:
         changed = await _changed_since(wire, began or "")
         if not changed:
             break
-        log.info("tables changed while the slot was made", capture=config.name, tables=changed, attempt=attempt)
+        log.info("tables changed while the slot was created", capture=config.name, tables=changed, attempt=attempt)
         if attempt < SLOT_ATTEMPTS:
             await wire.query(f"SELECT pg_drop_replication_slot({literal(config.slot)})")
     return check_slot(config, await slot_state(wire, config.slot))
 
 
 async def _changed_since(wire: Wire, xid: str) -> list[str]:
-    """A few of the relations of this database that a transaction not older than `xid` made, rewrote or altered. What
-    is temporary is in no WAL."""
+    """Return a few of the relations of this database that a transaction not older than `xid` created, rewrote or
+    altered. Temporary relations are not in WAL.
+    """
     newer = since("xmin", xid)
     rows = await wire.query(
         "SELECT oid::regclass::text FROM pg_class c WHERE relpersistence <> 't' AND relkind IN ('r', 'p', 'm', 't')"
@@ -217,5 +229,5 @@ async def _changed_since(wire: Wire, xid: str) -> list[str]:
 
 
 async def heartbeat(wire: Wire) -> None:
-    """A transaction with nothing but an empty message: it crosses every stage and lets an idle slot advance."""
+    """Commit a transaction with only an empty message: it passes through every stage and lets an idle slot advance."""
     await wire.query("SELECT pg_logical_emit_message(true, 'tidemill', '')")

@@ -1,8 +1,8 @@
-"""One session captures under a name: PostgreSQL's advisory lock, and what becomes of who held it before.
+"""Ensures that one session captures under a name, with PostgreSQL's advisory lock, and ends a stale predecessor.
 
-A process that is stopped, or cut off, keeps its connections as long as PostgreSQL takes them for alive, and with them
-the lock and the slot. Whoever has the capture's lease ends them: the catalogue has which session captured last, so no
-other one is ever meant, neither of another cluster nor of another capture.
+A stopped or disconnected process keeps its connections, and with them the lock and the slot, as long as PostgreSQL
+believes that they are alive. The process that has the capture's lease ends them. The catalogue names the last session
+that captured, so no other session is ever ended, neither of another cluster nor of another capture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ log = structlog.get_logger()
 
 POLL_S = 0.5
 DEPOSED_S = 2.0
-"""Who lost the capture's lease ends its session by itself within less, where it runs."""
+"""Waiting time before a predecessor is ended. A running process that lost the capture's lease ends its session on its
+own in less time.
+"""
 SLOT_POLL_S = 0.2
 SLOT_ATTEMPTS = 400
 """A walsender whose client died holds the slot until wal_sender_timeout (60 s by default) has passed."""
@@ -38,18 +40,18 @@ _SESSION = "pid || ' ' || extract(epoch FROM backend_start)"
 async def take_lock(
     control: Control, config: CaptureConfig, catalogue: Catalogue, clock: Clock, wait: Callable[[Blocker | None], None]
 ) -> None:
-    """Wait until no other session captures under this name; `wait` is told who does."""
+    """Wait until no other session captures under this name. `wait` is called with the session that does."""
     began_s = clock.monotonic_s()
     while not await control.ask(lambda wire: try_lock(wire, config)):
         holder = await control.ask(lambda wire: lock_holder(wire, ADVISORY_CLASS, lock_key(config)))
         wait(holder)
         if clock.monotonic_s() - began_s >= DEPOSED_S:
             row = await catalogue.get(CaptureRow, config.name)
-            # What a restore brought back may be of a cluster that lives on.
+            # A restored row may belong to a cluster that is still running.
             known = row.session if row is not None and not row.restored else ""
             ended = bool(known) and await control.ask(partial(end_session, config=config, session=known))
             if ended:
-                log.warning("the session of who captured before is ended", capture=config.name, held_by=str(holder))
+                log.warning("the previous capture session was ended", capture=config.name, held_by=str(holder))
         await asyncio.sleep(POLL_S)
 
 
@@ -60,10 +62,12 @@ async def start_when_free(
     answers: Answers,
     wait: Callable[[Blocker | None], None],
 ) -> None:
-    """A predecessor's walsender may outlive its client for a moment. Raises SqlError when it stays."""
+    """Start the stream once the slot is free: a predecessor's walsender may outlive its client for a moment. Raises
+    SqlError if it stays.
+    """
     for attempt in range(1, SLOT_ATTEMPTS + 1):
         try:
-            # An answer to START_REPLICATION takes no longer than any other.
+            # The answer to START_REPLICATION takes no longer than any other.
             with answers.expected("the start of the stream"):
                 await stream.start(config.slot, config.publication)
             return
@@ -75,20 +79,22 @@ async def start_when_free(
 
 
 async def own_session(wire: Wire) -> str:
-    """As CaptureRow.session has it: no other session of the server ever has the same."""
+    """Return the id of this session, in the form of CaptureRow.session. It is unique on the server at all times."""
     return await wire.value(f"SELECT {_SESSION} FROM pg_stat_activity WHERE pid = pg_backend_pid()") or ""
 
 
 async def end_session(wire: Wire, config: CaptureConfig, session: str) -> bool:
-    """End this session where it holds the capture's lock, and what its process streams from the capture's slot; True
-    where it was there. The caller holds the capture's lease, and `session` is who held it before: a process that stands
-    still, or was cut off, and whose connections PostgreSQL takes for alive. Raises SqlError where the role may not."""
+    """End this session if it holds the capture's lock, and what its process streams from the capture's slot. Returns
+    True if it was found. The caller has the capture's lease, and `session` is the previous owner of it: a frozen or
+    disconnected process whose connections PostgreSQL believes to be alive. Raises SqlError if the role lacks the
+    privilege.
+    """
     rows = await wire.query(
         f"WITH before AS (SELECT a.* FROM pg_stat_activity a JOIN pg_locks l USING (pid) WHERE {_SESSION} ="
         f" {literal(session)} AND locktype = 'advisory' AND granted AND objsubid = 2"
         f" AND classid::bigint = {ADVISORY_CLASS} AND objid::bigint = {lock_key(config)})"
         " SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity a, before WHERE a.pid = before.pid OR"
-        # By the word that says which process it is (connection.application_name).
+        # By the word that identifies the process (connection.application_name).
         " (split_part(a.application_name, ' ', 2) = split_part(before.application_name, ' ', 2)"
         " AND a.client_addr IS NOT DISTINCT FROM before.client_addr AND a.pid IN"
         f" (SELECT active_pid FROM pg_replication_slots WHERE slot_name = {literal(config.slot)}))"

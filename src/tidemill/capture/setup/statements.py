@@ -1,4 +1,4 @@
-"""The statements that give a capture what it needs of a database: as it runs them, and as an administrator does.
+"""SQL statements that prepare a database for a capture, executed by the capture itself or by an administrator.
 
 https://www.postgresql.org/docs/current/sql-createpublication.html, …/logical-replication-security.html
 """
@@ -27,7 +27,7 @@ SELECT DISTINCT n.nspname, c.relname, has_schema_privilege(n.oid, 'USAGE'), has_
    AND NOT (has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT'))
  ORDER BY 1, 2
 """
-"""Partitions that the role may not read by themselves, as it does with one that is new (tables.came_with_rows)."""
+"""Partitions that the role may not read directly, as it has to for a new one (table_discovery.came_with_rows)."""
 
 _PARTIAL = """
 SELECT DISTINCT n.nspname, c.relname
@@ -38,7 +38,9 @@ SELECT DISTINCT n.nspname, c.relname
 
 
 def target(table: TableInfo) -> str:
-    """Without ONLY the tables that inherit from this one would be published too: without an identity (P1)."""
+    """Return the table as SQL names it in a publication. Without ONLY, tables that inherit from this one would be
+    published too, without an identity.
+    """
     return ("" if table.kind == "p" else "ONLY ") + qualified(table.schema, table.table)
 
 
@@ -55,7 +57,7 @@ def with_generated(publication: str) -> str:
 
 
 def creation(publication: str, version: int) -> str:
-    """The statement that makes the publication, of no table yet."""
+    """Return the statement that creates the publication, without tables."""
     options = "publish = 'insert, update, delete, truncate', publish_via_partition_root = true"
     if version >= GENERATED_PUBLISHED:
         options += ", publish_generated_columns = stored"
@@ -63,8 +65,10 @@ def creation(publication: str, version: int) -> str:
 
 
 async def statements(wire: Wire, config: CaptureConfig, tables: Sequence[TableInfo]) -> list[str]:
-    """For an administrator, in order; [] = the role can do all of it itself, or it is done. `tables`: such as can be
-    captured (resolve); of those whose identity is taken as it is and does not say the key, that is the first thing."""
+    """Return the statements for an administrator, in order; [] = the role can execute all of them itself, or all is
+    done. `tables` can be captured (resolve). If identities are used unchanged and the one of a table lacks the key,
+    the first statement corrects that.
+    """
     if not tables:
         return []
     role = identifier(await wire.value("SELECT current_user") or "")
@@ -99,7 +103,7 @@ async def statements(wire: Wire, config: CaptureConfig, tables: Sequence[TableIn
     elif found and found[0][1] != "t" and not may_alter:
         out.append(with_generated(config.publication))
     if not config.whole:
-        # Before it is published: from then on its UPDATEs and DELETEs would fail.
+        # Before it is published, because afterwards its UPDATEs and DELETEs would fail.
         out += [table.lacking for table in tables if table.lacking]
     out += [
         add_table(config.publication, table)

@@ -1,18 +1,22 @@
-"""Tables copied into their topics, chunk by chunk, on several connections, each recorded once it is complete.
+"""Copies tables into their topics chunk by chunk, on several connections, and records each table that is complete.
 
-    reader ─► next chunk of any table ─► its rows, throttled ─► lanes        one task a connection, one snapshot
-    recorder ─► chunks whose records are durable ─► the table's row          at most once in RECORD_S
-             ─► gives way to a session that sets aside what changes          after a while (Y6)
+    reader ─► next chunk of any table ─► its rows, throttled ─► partition writers   a task per connection, one snapshot
+    recorder ─► chunks whose records are durable ─► the table's row                 at most once per RECORD_S
+             ─► yields to a session with a side topic                               after copy_aside_after_s
 
-Y2  A chunk is told to be done only after its records are durable, so whoever goes on after SIGKILL misses none; what
-    was written and not told yet is written twice, which by key is the same.
-Y3  A copy is gone on with only under the lock of the table, after its files, columns and partitions were compared
-    (chunks.py, K3), and by a producer of a newer epoch (partition_writer.py, L3).
-Y4  What a copy is begun with (the schemas that were registered, what the session knows of the table) was asked without
-    the table's lock. So a table whose columns are other ones under the lock is not copied: its rows would be written
-    under the ids of another schema, for good.
-Y6  A copy that takes longer is cut off of our own accord, once a chunk of it is told: the next session goes on with it
-    as with any that was cut off, and sets aside what changes meanwhile (side_topic.py). What is complete by then stays.
+Invariant (durable chunks): a chunk is recorded as done only after its records are durable, so a session that resumes
+the copy after SIGKILL misses none. A chunk that was written but not yet recorded is written twice, which is harmless
+because records are keyed.
+
+Invariant (safe resumption): a copy is resumed only under the lock of the table, after its files, columns and partitions
+were compared (chunks.py), and by a producer of a newer epoch (partition_writer.py).
+
+Invariant (matching schema): the registered schemas and the session's description of the table are read without the
+table's lock. So a table whose columns differ under the lock is not copied: its rows would be written under the ids of
+another schema, permanently.
+
+A long copy yields: once a chunk of it is recorded, the copier interrupts it, and the next session resumes it like any
+interrupted copy, with a side topic for the changes (side_topic.py). Completed tables stay complete.
 """
 
 from __future__ import annotations
@@ -58,49 +62,52 @@ log = structlog.get_logger()
 
 RECORD_S = 1.0
 LEAST_LEFT_SHARE = 1 / 3
-"""Of copy_aside_after_s: a copy that is done sooner is not worth another session."""
+"""Share of copy_aside_after_s: a copy that needs less time than this is finished without another session."""
 MOST_ROWS = 2048
-"""Encoded in one turn of the loop, which the stream of the other tables shares."""
+"""Rows encoded per turn of the event loop, which the stream of the other tables shares."""
 BACKLOG_BYTES = 2 << 20
-"""Waiting to become durable: what the stream writes of other tables waits behind it."""
+"""Limit of bytes that wait to become durable. Writes of the stream for other tables queue behind them."""
 
 
 class CopyPreemptedError(UnavailableError):
-    """The copy goes on in a session that sets aside what changes meanwhile (Y6)."""
+    """Ends a copy that the next session resumes with a side topic."""
 
 
 class _Table:
-    """One table's copy: `plan` says what it was when this session began with it."""
+    """Copy of one table. `plan` is its state when this session began with it."""
 
     def __init__(self, table: TableInfo, target: CapturedTable, plan: TableCopy, *, tells: bool) -> None:
         self.info = table
         self.target = target
         self.plan = plan
         self.tells = tells
-        """What is done of it is recorded (chunks.py, K3)."""
+        """True if completed chunks are recorded, which requires whole rows in the stream (chunks.py)."""
         self.chunks = Chunks(plan.step_blocks, plan.count)
         self.durable = Prefix(plan.done, plan.rows)
         self.failed = False
         self._written: deque[tuple[int, int, list[tuple[PartitionWriter, int]]]] = deque()
 
     def wrote(self, number: int, rows: int) -> None:
-        """The last row of a chunk has its offset."""
+        """Note the next offsets of the partitions after the last row of a chunk was written."""
         self._written.append((number, rows, [(lane, lane.next) for lane in self.target.lanes]))
 
     def settle(self) -> None:
-        """Lanes land in order, so chunks become durable in the order in which they ended."""
+        """Move written chunks whose records are durable to `durable`. Records of a partition land in order, so chunks
+        become durable in the order in which they were completed.
+        """
         while self._written and all(lane.expected >= end for lane, end in self._written[0][2]):
             number, rows, _ = self._written.popleft()
             self.durable.add(number, rows)
 
     @property
     def reopens(self) -> bool:
-        """A later session has in each lane the record with which it opens its epoch (partition_writer.py, L3). Until
-        then nothing is told: chunks may be without rows, and partitions without keys."""
+        """Return whether a later session finds, in each partition, the record that opens its epoch
+        (partition_writer.py). Until then no chunk is recorded, because chunks may have no rows, and partitions no keys.
+        """
         return all(lane.expected > 0 for lane in self.target.lanes)
 
     def now(self, lsn: int) -> TableCopy:
-        """As it stands, after chunks that were read in a snapshot at `lsn`."""
+        """Return the state of the copy, with chunks that were read in a snapshot at `lsn`."""
         settled_lsn = max(self.plan.settled_lsn, lsn) if self.durable.done > self.plan.done else self.plan.settled_lsn
         return replace(self.plan, done=self.durable.done, rows=self.durable.rows, settled_lsn=settled_lsn)
 
@@ -117,10 +124,11 @@ async def take_snapshot(
     *,
     gives_way: bool = False,
 ) -> list[str]:
-    """Copy tables into their topics as of one moment, then record each that is complete; returns their names. One whose
-    row has a copy that was cut off is gone on with, on a target of that copy's epoch. `gives_way`: see Y6.
+    """Copy tables into their topics as of one moment, record each complete one, and return their names. An interrupted
+    copy is resumed with a target of that copy's epoch. `gives_way`: a long copy yields to a session with a side topic.
 
-    A table that cannot be copied or recorded is refused, and the others go on. Raises what is not one table's.
+    A table that cannot be copied or recorded is refused, and the others continue. Raises errors that do not belong to
+    one table.
     """
     writer = TopicWriter(
         f"{config.mark}/copy", captured.values(), topics, rand, lambda boundaries: None, backlog_bytes=BACKLOG_BYTES
@@ -129,7 +137,7 @@ async def take_snapshot(
         opened.push_async_callback(writer.aclose)
         copied = []
         for number, table in enumerate(tables, 1):
-            progress.steps.step("topics are opened", number, len(tables))
+            progress.steps.step("opening topics", number, len(tables))
             try:
                 await writer.open_table(captured[table.name], None)
                 copied.append(table)
@@ -140,7 +148,7 @@ async def take_snapshot(
 
 
 class Copy:
-    """Of several tables, in one snapshot."""
+    """Copy of several tables in one snapshot."""
 
     def __init__(
         self,
@@ -166,7 +174,7 @@ class Copy:
         self._source = f"postgres:{server(config.dsn)}"
 
     async def run(self, tables: list[TableInfo], opened: AsyncExitStack) -> list[str]:
-        """As `take_snapshot`. Connections are left to `opened`."""
+        """Copy the tables; see `take_snapshot`. `opened` closes the connections."""
         wire = await self._connect(opened)
         snapshot = Snapshot(wire, tables, self._progress)
         unread = await snapshot.begin()
@@ -174,7 +182,7 @@ class Copy:
             if table.name in unread:
                 await self._refuse(table, unread[table.name])
         for number, table in enumerate(snapshot.tables, 1):
-            self._progress.steps.step("copies are planned", number, len(snapshot.tables))
+            self._progress.steps.step("planning copies", number, len(snapshot.tables))
             planned = await self._planned(snapshot, table)
             if planned is not None:
                 self._tables.append(planned)
@@ -186,7 +194,7 @@ class Copy:
         await self._writer.drained()
         done = []
         for number, copied in enumerate(self._tables, 1):
-            self._progress.steps.step("copies are recorded", number, len(self._tables))
+            self._progress.steps.step("recording copies", number, len(self._tables))
             if await self._complete(snapshot, copied):
                 done.append(copied.info.name)
         self._progress.steps.end()
@@ -200,13 +208,14 @@ class Copy:
         return wire
 
     async def _refuse(self, table: TableInfo, error: TidemillError) -> None:
-        """Told at once: the copy of the others may take long."""
+        """Refuse a table immediately, because the copy of the others may take long."""
         await self._desk.refuse(table.name, refusal_of(error), table.oid, going_on=may_pass(error))
 
     # plans ----------------------------------------------------------------------------------------
     async def _planned(self, snapshot: Snapshot, table: TableInfo) -> _Table | None:
-        """Y3, Y4. None = what was copied of it before, or begun with, is not what is there: it is refused, and begins
-        anew."""
+        """Plan the copy of a table, new or resumed. Returns None, after refusing the table, if it no longer matches
+        what was copied or described before. It then starts over.
+        """
         target = self._captured[table.name]
         found = snapshot.attributes[table.oid]
         row = self._desk.rows[table.name]
@@ -214,8 +223,8 @@ class Copy:
         as_begun = columns_of(snapshot.relations[table.oid]) == row.columns
         if row.copy is None:
             if not as_begun:
-                why = f"the table was altered just before its copy: table={table.name}."
-                await self._refuse(table, InvalidError(why, fix="It is tried again by itself."))
+                why = f"the table was altered right before its copy: table={table.name}."
+                await self._refuse(table, InvalidError(why, fix="It is retried automatically."))
                 return None
             chunks = cut(*await snapshot.blocks(table), self._config.copy_chunk_blocks)
             seen = snapshot.seen
@@ -227,10 +236,10 @@ class Copy:
         plan = row.copy
         same = as_begun and (found.copied_as, found.count) == (plan.storage, plan.attributes)
         if not same or not tells or await snapshot.divided_since(table, plan.xmin):
-            why = f"the table was altered or written anew while its copy was cut off: table={table.name}."
-            await self._refuse(table, InvalidError(why, fix="Its copy begins anew by itself."))
+            why = f"the table was altered or rewritten while its copy was interrupted: table={table.name}."
+            await self._refuse(table, InvalidError(why, fix="Its copy starts over automatically."))
             return None
-        log.info("a copy goes on", capture=self._config.name, table=table.name, chunks=plan.count, done=plan.done)
+        log.info("a copy is resumed", capture=self._config.name, table=table.name, chunks=plan.count, done=plan.done)
         return _Table(table, target, plan, tells=tells)
 
     # reading --------------------------------------------------------------------------------------
@@ -265,11 +274,13 @@ class Copy:
                 tasks.spawn(read(each), name="capture copy")
             tasks.spawn(self._record(snapshot), name="capture copy recorder")
             await ended
-        for each in wires[1:]:  # nothing is left open while the last records become durable
+        for each in wires[1:]:  # no transaction stays open while the last records become durable
             await each.query("COMMIT")
 
     async def _another(self, snapshot: Snapshot, exported: str, opened: AsyncExitStack) -> Wire | None:
-        """One more connection that reads the same. None = the server has none to spare: the others read all chunks."""
+        """Open another connection that reads the same snapshot. None = the server has no free connection, and the
+        others read all chunks.
+        """
         try:
             wire = await self._connect(opened)
             await snapshot.join(wire, exported)
@@ -279,7 +290,7 @@ class Copy:
         return wire
 
     def _work(self) -> Iterator[tuple[_Table, int]]:
-        """Each chunk once, whoever asks."""
+        """Yield each chunk exactly once, whichever connection asks."""
         for table in self._tables:
             for number in range(table.plan.done, table.plan.count):
                 if table.failed:
@@ -287,7 +298,7 @@ class Copy:
                 yield table, number
 
     async def _chunk(self, snapshot: Snapshot, wire: Wire, table: _Table, number: int) -> None:
-        """One chunk. Whatever fails, what the server sends of it is read to its end first."""
+        """Copy one chunk. After an error the rest of the server's output is read to its end first."""
         self._progress.table, self._progress.held_by = table.info.name, self._source
         relation = snapshot.relations[table.info.oid]
         failure: Exception | None = None
@@ -317,7 +328,7 @@ class Copy:
             self._progress.chunks_done += 1
         except (CorruptError, ConflictError, FencedError):
             raise
-        except Exception as error:  # of whatever type: it is about a row of this table
+        except Exception as error:  # of any type: the cause is a row of this table
             if may_pass(error):
                 raise
             await wire.query("ROLLBACK TO one_chunk")
@@ -328,8 +339,9 @@ class Copy:
 
     # recording ------------------------------------------------------------------------------------
     async def _record(self, snapshot: Snapshot) -> None:
-        """For as long as it copies. Raises Unrecorded, ClosedError where another session has the copy, and
-        CopyPreemptedError."""
+        """Record completed chunks until cancelled. Raises TableStateUnknownError, ClosedError if another session has
+        the copy, and CopyPreemptedError.
+        """
         while True:
             await asyncio.sleep(RECORD_S)
             for table in [table for table in self._tables if table.tells and not table.failed]:
@@ -342,7 +354,9 @@ class Copy:
                 await self._give_way(snapshot)
 
     async def _give_way(self, snapshot: Snapshot) -> None:
-        """Y6. Raises CopyPreemptedError, once there is a table that is gone on with."""
+        """Yield to a session with a side topic. Raises CopyPreemptedError, once there is a table whose copy can be
+        resumed.
+        """
         rows = self._desk.rows
         waits = [
             table.info.name
@@ -357,7 +371,7 @@ class Copy:
             if not table.failed and table.durable.done == table.plan.count:
                 await self._complete(snapshot, table)
         raise CopyPreemptedError(
-            f"what changes while a table is copied is set aside from now on: table={','.join(waits)}."
+            f"changes of tables that are being copied go to side topics:  table={','.join(waits)}."
         )
 
     async def _tell(self, table: _Table, now: TableCopy) -> None:
@@ -371,7 +385,7 @@ class Copy:
             raise ClosedError(f"another session copies the table: table={table.info.name}.")
 
     async def _complete(self, snapshot: Snapshot, table: _Table) -> bool:
-        """Record that all of it is in its topic; False when it is refused, or another session has it."""
+        """Record that the table is completely in its topic. Returns False if it is refused or taken over."""
         if table.failed:
             return False
         table.settle()
@@ -386,7 +400,7 @@ class Copy:
         columns, attached = columns_of(snapshot.relations[oid], found_as), snapshot.partitions.get(oid)
 
         def copied(found: CaptureTableRow | None) -> CaptureTableRow | None:
-            # Another session may have begun to copy it anew meanwhile: then this copy is nobody's.
+            # Another session may have started the copy over in the meantime; then this one is obsolete.
             if found is None or not _is_ours(found, generation, plan.epoch):
                 return found
             found = replace(
@@ -394,7 +408,7 @@ class Copy:
                 attached=tuple((attached or {}).values()), evolved=(), attributes=found_as.count,
                 storage=found_as.storage, types=types_as(found_as),
             )  # fmt: skip
-            if found.aside is not None:  # what it holds comes first (side_topic.py)
+            if found.aside is not None:  # the changes in it come first (side_topic.py)
                 return replace(found, copy=now, aside=replace(found.aside, ends=ends))
             return replace(found, snapshot=taken, copy=None, reason="")
 

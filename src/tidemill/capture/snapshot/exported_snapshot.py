@@ -1,14 +1,15 @@
-"""The initial snapshot: every row of the captured tables as of one moment, stitched to the stream by xids.
+"""A snapshot of the captured tables: every row as of one moment, joined to the stream by transaction ids.
 
-Several connections may read it at once, each in a transaction of its own that sees the same (pg_export_snapshot).
+Several connections may read it concurrently, each in its own transaction that sees the same state (pg_export_snapshot).
 
-Order: the slot exists already; tables are locked against DDL (ACCESS SHARE; each wait is short and far from the next,
-and holds no other table's lock meanwhile: publication.py, P3); then the REPEATABLE READ
-transaction takes its snapshot, whose pg_current_snapshot() and WAL insert position are recorded; then each
-table is copied out in PostgreSQL's text format, exactly as the stream would print it.
+Order: the slot exists already. Tables are locked against DDL (ACCESS SHARE; each wait is short, waits are far apart,
+and no other table's lock is held during one: publication.py). Then the REPEATABLE READ transaction takes its snapshot,
+whose pg_current_snapshot() and WAL insert position are recorded. Then each table is copied out in PostgreSQL's text
+format, exactly as the stream would print it.
 
-A transaction is in the snapshot, in the stream, or in both, never in neither: the slot sees all that commits
-after its creation. Those in both are skipped from the stream (boundaries.in_snapshot).
+Invariant (no gap): a transaction is in the snapshot, in the stream, or in both, never in neither, because the slot sees
+everything that commits after its creation. Transactions that are in both are skipped from the stream
+(commit_boundaries.in_snapshot).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from tidemill.capture.setup.publication import LOCK_ATTEMPTS, LOCK_PAUSE_S, LOCK
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 
 DESCRIBED_AT_ONCE = 250
-"""Tables in one question, so that thousands of them are progress."""
+"""Tables per query, so that describing thousands of tables shows progress."""
 
 
 class Snapshot:
-    """One open snapshot transaction on a connection of its own. Use as: begin, rows of each of `tables`, end."""
+    """One open snapshot transaction on its own connection. Call begin, then rows for each of `tables`, then end."""
 
     seen: PgSnapshot
     lsn: int
@@ -49,10 +50,11 @@ class Snapshot:
         self.partitions: dict[int, dict[int, int]] = {}
 
     async def begin(self) -> dict[str, TidemillError]:
-        """Take it, as `seen` and `lsn` say; the tables that cannot be read, by name: `tables` are the others.
+        """Take the snapshot and set `seen` and `lsn`. Returns the errors of tables that cannot be read, by name;
+        `tables` has the others.
 
-        Row-level security would leave rows out without a word: it is switched off, which makes reading such a table
-        an error for a role that it binds.
+        Row-level security would silently omit rows. It is switched off, so reading such a table is an error for a role
+        that it binds.
         """
         await self._wire.query("SET row_security = off")
         failed: dict[str, TidemillError] = {}
@@ -69,30 +71,32 @@ class Snapshot:
         self._progress.held_by = self._progress.blocked = ""
         rows = await self._wire.query("SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text")
         for start in range(0, len(self.tables), DESCRIBED_AT_ONCE):
-            self._progress.steps.step("tables are described", start, len(self.tables))
+            self._progress.steps.step("describing tables", start, len(self.tables))
             oids = [table.oid for table in self.tables[start : start + DESCRIBED_AT_ONCE]]
             self.relations |= await describe(self._wire, oids)
             self.attributes |= await attributes_of(self._wire, oids)
         for table in self.tables:
             if table.kind == "p":
                 self.partitions[table.oid] = await list_partitions(self._wire, table.oid)
-            # One that was renamed since has left its name, and the lock, to another.
+            # A renamed table has left its name, and the lock, to another table.
             relation = self.relations.get(table.oid)
             if table.name not in failed and (relation is None or relation.name != table.name):
-                failed[table.name] = MissingError(f"the table is gone: table={table.name}.")
+                failed[table.name] = MissingError(f"the table does not exist: table={table.name}.")
         self.tables = [table for table in self.tables if table.name not in failed]
         self.seen, self.lsn = PgSnapshot.parse(rows[0][0] or ""), Lsn.parse(rows[0][1] or "").value
         return failed
 
     async def _locked(self, failed: dict[str, TidemillError]) -> TableInfo | None:
-        """Begin, and lock what has not failed. A table whose lock others have; None when all the rest is locked."""
+        """Begin a transaction and lock the tables that have not failed. Returns a table that others have locked, or
+        None when all remaining ones are locked.
+        """
         await self._wire.query("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await self._wire.query(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
         # Locks first: the first query takes the snapshot, and no DDL may come between the two.
         for number, table in enumerate(self.tables, 1):
             if table.name in failed:
                 continue
-            self._progress.steps.step("tables are locked", number, len(self.tables))
+            self._progress.steps.step("locking tables", number, len(self.tables))
             await self._wire.query("SAVEPOINT one_table")
             try:
                 await self._wire.query(f"LOCK TABLE {_scope(table)} IN ACCESS SHARE MODE")
@@ -103,7 +107,7 @@ class Snapshot:
                     raise
                 failed[table.name] = error
                 await self._wire.query("ROLLBACK TO one_table")
-            # No snapshot is exported from within a subtransaction.
+            # A snapshot cannot be exported from within a subtransaction.
             await self._wire.query("RELEASE one_table")
         await self._wire.query("SET LOCAL lock_timeout = 0")
         return None
@@ -116,7 +120,7 @@ class Snapshot:
         return int(total or 0)
 
     async def blocks(self, table: TableInfo) -> tuple[int, int]:
-        """How many a table has with its partitions, and how many the longest of these has."""
+        """Return the number of blocks of a table with its partitions, and of the longest of these."""
         rows = await self._wire.query(
             f"WITH RECURSIVE tree(oid) AS (SELECT {table.oid}::oid UNION ALL SELECT i.inhrelid FROM tree t"
             " JOIN pg_class p ON p.oid = t.oid AND p.relkind = 'p' JOIN pg_inherits i ON i.inhparent = t.oid),"
@@ -126,8 +130,9 @@ class Snapshot:
         return int(rows[0][0] or 0), int(rows[0][1] or 0)
 
     async def divided_since(self, table: TableInfo, xid: int) -> bool:
-        """Whether a partition was attached by a transaction that is not older than `xid`: be it one that was detached
-        before, its rows changed in between, of which the stream says nothing."""
+        """Return whether a transaction that is not older than `xid` attached a partition. Such a partition may have
+        been detached before, and changed in between, which the stream does not show.
+        """
         if table.kind != "p":
             return False
         found = await self._wire.value(
@@ -137,18 +142,19 @@ class Snapshot:
         return found == "t"
 
     async def export(self) -> str:
-        """A name for `join`, good until `end`."""
+        """Return a snapshot id for `join`, valid until `end`."""
         return await self._wire.value("SELECT pg_export_snapshot()") or ""
 
     async def join(self, wire: Wire, exported: str) -> None:
-        """Let another connection read what this one does."""
+        """Let another connection read the same snapshot."""
         await wire.query("SET row_security = off")
         await wire.query("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await wire.query(f"SET TRANSACTION SNAPSHOT {literal(exported)}")
 
     async def rows(self, wire: Wire, table: TableInfo, condition: str = "") -> AsyncIterator[list[bytes]]:
-        """Lines of COPY's text format, some hundred kilobytes at a time, of the rows that meet a condition. The caller
-        reads them to the end: only then does the connection take the next question."""
+        """Yield lines of COPY's text format, some hundred kilobytes at a time, of the rows that satisfy `condition`.
+        The caller must read to the end, because only then does the connection accept the next query.
+        """
         columns = ", ".join(identifier(column.name) for column in self.relations[table.oid].columns)
         where = f" WHERE {condition}" if condition else ""
         lines: list[bytes] = []

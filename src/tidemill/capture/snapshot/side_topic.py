@@ -1,20 +1,25 @@
-"""Changes of a table that is being copied, set aside in a topic of their own, so that WAL is confirmed meanwhile
+"""Stores the changes of a table that is being copied in a side topic, so that WAL can be confirmed during the copy
 (docs/rfcs/0009-changes-set-aside.md).
 
-    stream ─► topic writer ─► aside       lanes as of any table: tails, rounds, bindings; skips what the first snapshot
-                               │          shows (boundaries.in_snapshot)
+    stream ─► topic writer ─► side topic  partition writers as for any table: tails, rounds, bindings; changes in the
+                               │          first snapshot are skipped (commit_boundaries.in_snapshot)
     copy ─────────► topic ◄────┘          appended once the copy is complete (side_topic_append.py), then the table
                                           joins
 
-Z1  What the stream tells of the table from its slot on is either set aside, shown by the first snapshot, or at or above
-    `until_lsn`, where WAL is kept. A topic is made for it only while nothing was confirmed beyond the first snapshot,
-    and something is only once a binding has that topic: from there on a binding says how far it goes (W2).
-Z2  Record n of a partition of the aside is record `ends` + n of that partition of the topic. So what is appended is
-    known from the topic's own high watermark, whoever appended it, and whoever was cut off in that.
-Z3  The table joins the stream with one write of its row: at a position up to which all was appended, and told by nobody
-    again but from there on. Before it nothing of its topic is in a binding.
-Z4  What cannot be set aside exactly (another description, a row that cannot be read or written, more bytes than are
-    allowed) is not: `until_lsn` is durable before that transaction is handed on, and WAL is kept, as without all this.
+Invariant (no change lost): each change of the table that the stream sends from its slot on is either in the side topic,
+in the first snapshot, or at or above `until_lsn`, where WAL is retained. A side topic is created only while nothing was
+confirmed beyond the first snapshot, and changes are confirmed only once a binding includes the side topic. From then on
+a binding says how far it reaches.
+
+Invariant (offset arithmetic): record n of a partition of the side topic is record `ends` + n of that partition of the
+topic. So the topic's own high watermark shows what is appended, whichever process appended it or was interrupted.
+
+Invariant (atomic join): the table joins the stream with one write of its row, at a position up to which everything was
+appended and from which on the stream sends the changes. Before that, nothing of its topic is in a binding.
+
+Invariant (exactness): what cannot be stored exactly (another description, a row that cannot be read or written, more
+bytes than allowed) is not stored. `until_lsn` is durable before that transaction is handed on, and from there on WAL is
+retained as without a side topic.
 """
 
 from __future__ import annotations
@@ -40,18 +45,18 @@ from tidemill.topics.api import TopicLog
 log = structlog.get_logger()
 
 FINISHED_RECORDS = 100_000
-"""So few are appended while the stream stands, between two sessions."""
+"""Maximum number of records that are appended between two sessions, while the stream is paused."""
 
 
 def first_snapshot(row: CaptureTableRow, partitions: int) -> TableSnapshot:
-    """As the stream is to skip what it shows. The aside begins empty."""
+    """Return the first snapshot of the copy, whose changes the stream has to skip. The side topic begins empty."""
     assert row.copy is not None
     copy = row.copy
     return TableSnapshot(copy.xmin, copy.xmax, copy.xip, copy.lsn, 0, (0,) * partitions)
 
 
 def as_copied(row: CaptureTableRow, relation: Relation) -> bool:
-    """Whether rows of this description are what the copy's are."""
+    """Return whether rows of this description match those of the copy."""
     as_begun = [(c.name, c.type_oid, c.type_mod, c.key_index) for c in row.columns]
     return as_begun == [(c.name, c.type_oid, c.type_mod, c.key_index) for c in relation.columns]
 
@@ -64,13 +69,14 @@ async def carried_aside(
     now: Relation | None,
     database: str,
 ) -> tuple[CapturedTable, Relation] | None:
-    """A table whose copy was cut off, as the stream is to carry it: into its aside, which is made where it has none.
-    None = WAL is kept for it. Raises Unrecorded, and what the catalogue raises."""
+    """Return a table whose copy was interrupted, as the stream has to carry it: into its side topic, which is created
+    if necessary. None = WAL is retained for it. Raises TableStateUnknownError, and the catalogue's errors.
+    """
     if row.copy is None or row.snapshot is not None or not row.topic:
         return None
     name = aside_name(row.topic)
     topic = await catalogue.get(TopicRow, name)
-    # What is set aside from now on might be less than whole rows (RFC 0008), where that is demanded no more.
+    # If whole rows are no longer configured, the side topic might get rows that are not whole (RFC 0008).
     if row.aside is not None and (topic is None or topic.topic_id != row.aside.topic_id or not config.whole):
         await desk.give_up(row.table)
         return None
@@ -95,19 +101,23 @@ async def carried_aside(
 
 
 def may_set_aside(config: CaptureConfig) -> bool:
-    """The stream says whole rows, of every table and at any time (chunks.py, K3), and there is room for them."""
+    """Return whether side topics are possible: the stream carries whole rows of every table at all times (chunks.py),
+    and space for them is configured.
+    """
     return config.whole and config.copy_aside_max_mb > 0
 
 
 async def _begun(
     catalogue: Catalogue, desk: TableStates, row: CaptureTableRow, name: str, partitions: int
 ) -> TopicRow | None:
-    """A new topic, and the row that says so. Without compaction: Z2 counts records."""
+    """Create the side topic and record it in the row. It has no compaction, because the offset arithmetic counts
+    records.
+    """
     await delete_topic(catalogue, name)
     try:
         topic = await catalogue.create_topic(name, partitions, kind="capture", config={})
     except (InvalidError, ConflictError) as error:
-        log.warning("WAL is kept for a copy", table=row.table, cause=str(error))
+        log.warning("WAL is retained for a copy", table=row.table, cause=str(error))
         return None
     copy = row.copy
 
@@ -119,15 +129,16 @@ async def _begun(
     now = await desk.change(row.table, begun)
     if now is None or now.aside is None or now.aside.topic_id != topic.topic_id:
         return None
-    log.info("changes of a table are set aside while it is copied", table=row.table, topic=name)
+    log.info("changes of a table go to a side topic while it is copied", table=row.table, topic=name)
     return topic
 
 
 def joins_at(row: CaptureTableRow, latest: Binding | None, slot: SlotState) -> tuple[int, tuple[int, ...]] | None:
-    """Of a table that is copied whole: the position at which it may join (inclusive), and how far its aside goes there.
-    None = no binding says so yet. Pure.
+    """Return, for a completely copied table, the position at which it may join (inclusive) and the offsets of its side
+    topic there. None = no binding determines it yet. Pure.
 
-    The slot may be ahead of the newest binding, by WAL that holds nothing (postgres/standby_status.py)."""
+    The slot may be ahead of the newest binding, by WAL without changes (postgres/standby_status.py).
+    """
     aside = row.aside
     offsets = latest.offsets.get(aside.topic_id) if aside is not None and latest is not None else None
     if aside is None or latest is None or offsets is None or not aside.ends:
@@ -138,8 +149,9 @@ def joins_at(row: CaptureTableRow, latest: Binding | None, slot: SlotState) -> t
 
 
 def ready_to_join(row: CaptureTableRow, latest: Binding | None) -> bool:
-    """The stream is past the youngest snapshot that the copy was read in, so that nobody's bindings wait for it (B2);
-    or past what was set aside. Pure."""
+    """Return whether the stream is past the newest snapshot in which the copy was read, so that no other table's
+    bindings wait for it, or past the end of the side topic. Pure.
+    """
     assert row.aside is not None and row.copy is not None
     until = row.aside.until_lsn - 1 if row.aside.until_lsn else max(row.copy.lsn, row.copy.settled_lsn)
     return latest is not None and latest.lsn >= until
@@ -148,7 +160,9 @@ def ready_to_join(row: CaptureTableRow, latest: Binding | None) -> bool:
 async def join(
     catalogue: Catalogue, desk: TableStates, row: CaptureTableRow, lsn: int, offsets: tuple[int, ...]
 ) -> bool:
-    """Z3. All of the aside up to `offsets` is in the table's topic. Raises Unrecorded."""
+    """Let the table join the stream with one write of its row. All of the side topic up to `offsets` is in the table's
+    topic. Raises TableStateUnknownError.
+    """
     copy, aside = row.copy, row.aside
     assert copy is not None and aside is not None
     taken = TableSnapshot(
@@ -174,9 +188,11 @@ async def join_ended(
     config: CaptureConfig, catalogue: Catalogue, desk: TableStates, topics: TopicLog, latest: Binding | None, slot:
     SlotState, clock: Clock,
 ) -> None:  # fmt: skip
-    """Tables that are copied whole, and lack little of what was set aside, join the stream that is about to begin.
+    """Let completely copied tables whose side topic is almost appended join the stream that is about to begin.
 
-    Nothing is bound or confirmed meanwhile. Raises what a topic or the catalogue raises, and Unrecorded."""
+    Nothing is bound or confirmed in the meantime. Raises errors of a topic and of the catalogue, and
+    TableStateUnknownError.
+    """
     for row in [row for row in desk.rows.values() if row.copy is not None and row.snapshot is None]:
         at = joins_at(row, latest, slot)
         topic = await catalogue.get(TopicRow, row.topic) if at is not None else None
@@ -196,7 +212,7 @@ def appending_of(config: CaptureConfig, row: CaptureTableRow, topics: TopicLog, 
 
 
 async def sweep(catalogue: Catalogue, desk: TableStates) -> None:
-    """Topics of asides that no row knows are deleted: who made or left them died before it could."""
+    """Delete side topics that no row refers to, because the process that created or abandoned them died."""
     rows = {aside_name(row.topic): row for row in desk.rows.values() if row.topic}
     for topic in await catalogue.list(TopicRow):
         row = rows.get(topic.name)

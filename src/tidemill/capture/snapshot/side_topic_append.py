@@ -1,11 +1,13 @@
-"""What was set aside of a table goes into its topic, behind the copied rows, partition by partition.
+"""Appends the side topic of a table to its topic, behind the copied rows, partition by partition.
 
-    aside offset n   ►   topic offset ends + n        as its stream's producer, with that offset for a sequence (L1)
+    side topic offset n   ►   topic offset ends + n        as its stream's producer, with that offset as the sequence
 
-Y5  So the topic takes a batch only where it belongs, whoever else believes that he appends, and where one was cut off
-    the topic's high watermark says where to go on (side_topic.py, Z2). What fails is looked up there, and sent again.
-Y7  A partition takes any sequence of a producer that it does not know. So the first batch goes alone: had it failed,
-    the one behind it would be taken in its place.
+Invariant (exact place): because the sequence is the offset, the topic accepts a batch only at its place, even if
+another process also appends. After an interruption the topic's high watermark says where to resume (side_topic.py).
+After a failure the position is looked up there, and the batch is sent again.
+
+Invariant (first batch alone): a partition accepts any sequence from a producer that it does not know. So the first
+batch is sent alone: if it failed, the next one would be accepted in its place.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ log = structlog.get_logger()
 
 READ_BYTES = 4 << 20
 IN_FLIGHT = 3
-"""Fewer than the five batches that a partition remembers of a producer."""
+"""Fewer than the five batches that a partition remembers per producer."""
 ATTEMPTS = 20
 PAUSE_S = 0.1
 PAUSE_MAX_S = 2.0
 _RETRIABLE = (UnavailableError, UnknownOutcomeError, OutOfOrderSequenceError)
 
 Batch = tuple[int, int, bytearray]
-"""Aside offsets [start, end), and the bytes for the topic."""
+"""Side topic offsets [start, end), and the bytes for the topic."""
 
 
 class Appending:
-    """Of one table. `ends`: next offset per partition of its topic when its copy was complete."""
+    """Append task of one table. `ends`: next offset per partition of its topic when its copy was complete."""
 
     def __init__(
         self, topics: TopicLog, topic_id: str, aside_id: str, ends: Sequence[int], producer_id: int, pace: CoopBudget
@@ -52,17 +54,19 @@ class Appending:
         self._producer_id = producer_id
         self._pace = pace
         self.appended = [0] * len(ends)
-        """Per partition, as far as is known."""
+        """Number of appended records per partition, as far as is known."""
 
     async def look(self) -> int:
-        """How many records are appended. Raises what the topic raises."""
+        """Return how many records are appended. Raises the topic's errors."""
         for partition in range(len(self._ends)):
             await self._look(partition)
         return sum(self.appended)
 
     async def to(self, offsets: Sequence[int], moved: Callable[[int], None] = lambda _: None) -> int:
-        """Append what was set aside below these offsets; returns how many records that were. `moved`: told how many
-        are appended in all, as they are. Raises UnavailableError, UnknownOutcomeError, CorruptError, Missing."""
+        """Append the side topic's records below these offsets, and return how many records were appended. `moved` is
+        called with the total number of appended records as it grows. Raises UnavailableError, UnknownOutcomeError,
+        CorruptError, MissingError.
+        """
         before = await self.look()
         for partition, end in enumerate(offsets):
             failures = 0
@@ -71,7 +75,7 @@ class Appending:
                 try:
                     await self._go_on(partition, end, moved)
                 except _RETRIABLE as error:
-                    log.warning("what was set aside is not appended yet", topic=self._topic_id, cause=str(error))
+                    log.warning("the side topic is not appended yet", topic=self._topic_id, cause=str(error))
                     await asyncio.sleep(min(PAUSE_MAX_S, PAUSE_S * 2 ** min(failures, 10)))
                     await self._look(partition)
                     failures = failures + 1 if known == self.appended[partition] else 0
@@ -96,7 +100,7 @@ class Appending:
         self.appended[partition] = high - self._ends[partition]
 
     async def _go_on(self, partition: int, end: int, moved: Callable[[int], None]) -> None:
-        """Until all is appended, or something fails; then nothing is in flight any more."""
+        """Append batches until all are appended, or one fails. No batch is in flight afterwards."""
         flying: deque[tuple[Batch, asyncio.Future[ProduceResult]]] = deque()
         try:
             at, known = self.appended[partition], False
@@ -113,7 +117,7 @@ class Appending:
             while flying:
                 await self._landed(partition, *flying.popleft(), moved)
         finally:
-            # What follows a batch that failed fails as well: it is looked up when all have ended.
+            # The batches after a failed one fail too: the position is looked up when all have ended.
             await asyncio.gather(*(future for _, future in flying), return_exceptions=True)
 
     async def _landed(
@@ -123,7 +127,7 @@ class Appending:
         found = (await future).base_offset
         if found != self._ends[partition] + start:
             raise CorruptError(
-                f"somebody else wrote to a capture's topic: topic={self._topic_id} partition={partition}"
+                f"another client wrote to a capture's topic: topic={self._topic_id} partition={partition}"
                 f" expected={self._ends[partition] + start} found={found}.",
                 fix="Let only the capture write to it; start the capture over.",
             )
@@ -136,19 +140,19 @@ class Appending:
         if fetched.error is not None:
             raise fetched.error
         if not fetched.batches:
-            # Bound, hence durable (W1): who serves the partition now has yet to read so far.
-            raise UnavailableError(f"what was set aside is not served yet: topic={self._aside_id} offset={at}.")
+            # Bound, hence durable: the partition's present leader has not yet read up to there.
+            raise UnavailableError(f"the side topic is not readable yet: topic={self._aside_id} offset={at}.")
         return fetched.batches
 
     def _batches(self, found: Sequence[Buffer], partition: int, at: int, end: int) -> Iterator[Batch]:
-        """The batches from `at` up to `end`, as the topic is to have them."""
+        """Yield the batches from `at` up to `end`, in the form that the topic needs."""
         for data in found:
             header = parse_header(data)
             start, stop = max(header.base_offset, at), min(header.next_offset, end)
             if start >= stop:
                 continue
             if start != at:
-                raise CorruptError(f"what was set aside has a gap: topic={self._aside_id} at={at} found={start}.")
+                raise CorruptError(f"the side topic has a gap: topic={self._aside_id} at={at} found={start}.")
             sequence = (self._ends[partition] + start) % SEQUENCE_MODULUS
             if (start, stop) == (header.base_offset, header.next_offset):
                 yield start, stop, _numbered(data, self._producer_id, sequence)
@@ -162,7 +166,7 @@ class Appending:
 
 
 def _numbered(data: Buffer, producer_id: int, sequence: int) -> bytearray:
-    """The same records in a batch of this producer, epoch 0, with this sequence."""
+    """Return the same records in a batch of this producer, epoch 0, with this sequence."""
     batch = bytearray(data)
     fields = list(HEADER.unpack_from(batch))
     fields[9:12] = producer_id, 0, sequence

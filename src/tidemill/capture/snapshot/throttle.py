@@ -1,4 +1,4 @@
-"""A copy that is not to be faster than so many rows a second, however many connections read it."""
+"""Limits a copy to a number of rows per second, over all connections that read it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from tidemill.base.clock import Clock
 
 PART_S = 0.25
-"""So much of a second is written at once, so that what waits moves all the while."""
+"""Seconds of rows written at a time, so that waiting writes keep moving."""
 
 
 class Throttle:
-    """`rows_per_s` 0 = as fast as it goes; `most_rows` are written at once in any case."""
+    """Rate limit of a copy. `rows_per_s` 0 = unlimited. At most `most_rows` are written at a time in any case."""
 
     def __init__(self, rows_per_s: int, most_rows: int, clock: Clock) -> None:
         self._rows_per_s = rows_per_s
@@ -25,7 +25,9 @@ class Throttle:
             yield lines[at : at + self._most_rows]
 
     async def turn(self, rows: int) -> None:
-        """Until so many rows may be written. Who comes first takes its time first; nothing is saved up."""
+        """Wait until this number of rows may be written. Callers are served in order of arrival, and unused time is not
+        saved up.
+        """
         if not self._rows_per_s:
             return
         now_s = self._clock.monotonic_s()

@@ -1,13 +1,15 @@
-"""Which WAL PostgreSQL keeps for the sake of copies, and what is set aside so that it need not.
+"""Determines which WAL PostgreSQL must retain for copies, and limits the side topics that make this unnecessary.
 
-J1  While a table is copied that is not set aside, nothing is confirmed to PostgreSQL beyond where the copy began: what
-    the stream tells of it meanwhile is told again by the next session, which begins when the copy is done, or gives way
-    (copier.py, Y6). The other tables know their part of that by their bindings. That holds from the start of a session
-    that finds a copy cut off. Once a table was taken in nothing is let go by this session any more; and by the next one
-    once each table that it carries, and each aside, is in a binding. Else who comes after it could not tell what of it
-    was let go, and the copy would be for nothing.
-J4  An aside takes `copy_aside_max_mb`. Where it has them, changes are not set aside from the WAL's end on, which is
-    made durable while the stream's reader stands, as a park is (context.py, J3); WAL is kept from there on.
+Invariant (WAL of a copy): while a table without a side topic is copied, the confirmed LSN stays at the start of the
+copy. The next session, which begins when the copy is done or yields (copier.py), replays the table's changes in
+between. The other tables find their place in that replay by their bindings. The hold starts with a session that finds
+an interrupted copy. Once a table was added, this session confirms nothing more, and the next session confirms only once
+each table that it carries, and each side topic, is in a binding. Otherwise its successor could not know which changes
+were already confirmed, and the copy would be useless.
+
+Invariant (bounded side topic): a side topic holds at most `copy_aside_max_mb`. When it is full, it ends at the WAL end.
+That end is made durable while the stream's reader is paused, as for a paused table (context.py), and WAL is retained
+from there on.
 """
 
 from __future__ import annotations
@@ -29,19 +31,20 @@ from tidemill.shards.api import Binding
 KEEPING_POLL_S = 0.5
 RECORD_S = 5.0
 FIRST_RECORD_S = 1.0
-"""After a session's beginning: what it knows of an aside is what was recorded."""
+"""First interval after the start of a session, whose knowledge of a side topic is what was last recorded."""
 
 
 def kept_for(desk: TableStates, carried: Sequence[CapturedTable], latest: Binding | None) -> list[str]:
-    """J1: names of the tables. Pure."""
+    """Return the names of the tables for whose copy WAL is retained. Pure."""
     bound = latest.offsets if latest is not None else {}
     unbound = {table.name for table in carried if table.topic.topic_id not in bound and table.name in desk.rows}
     return sorted(unbound | desk.keeps_wal())
 
 
 class WalHold:
-    """`carried`: tables that this session writes, `aside` by name those that it sets aside. `hold`, `retire`: as of
-    Joining. `latest()`: the newest binding."""
+    """Holds the confirmed LSN for copies. `carried`: tables that this session writes. `aside`: those with a side topic,
+    by name. `hold`, `retire`: as in TableAdder. `latest()`: the newest binding.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class WalHold:
 
     @property
     def tables(self) -> list[str]:
-        """For whose copies WAL is kept. The same list while nothing that it follows from is another."""
+        """Tables for whose copies WAL is retained. The same list is returned until one of its inputs changes."""
         desk, latest = self._desk, self._latest()
         state = (desk.changes, tuple(desk.copying), latest)
         if self._kept is None or self._kept[0] != state:
@@ -76,7 +79,7 @@ class WalHold:
         return self._kept[1]
 
     def copies(self, on: bool) -> None:
-        """A copy that is not set aside begins, or all that began have ended without anything taken in (J1)."""
+        """Note that a copy without a side topic begins, or that all such copies ended without adding a table."""
         self._copies = on
         self.settle()
 
@@ -87,7 +90,7 @@ class WalHold:
         self._appended[name] = records
 
     def sizes(self, name: str) -> SetAside | None:
-        """What is set aside of a table as of now."""
+        """Return the current size of a table's side topic."""
         row = self._desk.rows.get(name)
         if row is None or row.aside is None:
             return None
@@ -99,7 +102,9 @@ class WalHold:
         return replace(found, appended=max(found.appended, self._appended.get(name, 0)))
 
     async def run(self) -> None:
-        """For ever. Raises Unrecorded, and what breaks the control connection, the topics or the catalogue."""
+        """Run until cancelled. Raises TableStateUnknownError, and errors of the control connection, the topics or the
+        catalogue.
+        """
         recorded_s = self._clock.monotonic_s() - RECORD_S + FIRST_RECORD_S
         while True:
             await asyncio.sleep(KEEPING_POLL_S)
@@ -118,7 +123,7 @@ class WalHold:
     async def _look(self, name: str) -> None:
         table, _ = self._aside[name]
         if self._known(name).topic_id != table.topic.topic_id:
-            # Its copy was given up: nothing of it is wanted any more.
+            # Its copy was abandoned, so its side topic is not needed any more.
             del self._aside[name]
             await self._retire(table.oid)
             await self._forget(table)
@@ -126,7 +131,7 @@ class WalHold:
         found = self.sizes(name)
         limit_mb = self._beside.config.copy_aside_max_mb
         if found is not None and not found.until_lsn and found.bytes > limit_mb * MIB:
-            why = f"more changed than may be set aside: bytes={found.bytes} copy_aside_max_mb={limit_mb}"
+            why = f"the side topic is full: bytes={found.bytes} copy_aside_max_mb={limit_mb}"
             async with self._beside.parking:
                 await self._desk.set_aside_until(name, await self._beside.wal_end(), why)
                 self.settle()
@@ -137,7 +142,7 @@ class WalHold:
             await delete_topic(self._beside.catalogue, topic.name)
 
     async def _record(self, name: str) -> None:
-        """For whoever lists the tables, and for the next session."""
+        """Record the sizes for table listings and for the next session."""
         now = self.sizes(name)
 
         def recorded(found: CaptureTableRow | None) -> CaptureTableRow | None:

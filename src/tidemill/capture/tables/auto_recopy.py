@@ -121,7 +121,7 @@ class AutoRecopy:
 
 
 async def table_bytes(wire: Wire, oid: int) -> int:
-    """Return the size of a table with its partitions, without indexes. Raises SqlError if a lock is not available now."""
+    """Return the size of a table with its partitions, without indexes. Raises SqlError if a lock is not available."""
     await wire.query("BEGIN")
     try:
         await wire.query(f"SET LOCAL lock_timeout = {LOOK_TIMEOUT_MS}")

@@ -165,7 +165,7 @@ def columns_of(relation: Relation, found: Attributes | None = None) -> tuple[Cap
 
 
 def as_described(table: CaptureTableRow, now: Relation | None) -> Relation:
-    """Return the relation as of its newest version. Values that an older version did not store come from the catalogue."""
+    """Return the relation as of its newest version. The catalogue adds what an older version did not store."""
     schema, name = split_name(table.table)
     known = {c.name: c for c in now.columns} if now is not None else {}
     columns = []
