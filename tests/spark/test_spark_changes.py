@@ -115,7 +115,7 @@ def test_a_stream_whose_shard_gets_a_column_ends_and_goes_on_from_its_checkpoint
     assert latest(reader, end) == {"ts": 200} == latest(late, {"ts": 0})
     for asked, start in ((reader, 100), (late, 0)):
         with pytest.raises(
-            SchemaEvolvedError, match=r"schema changed since this query began: shard=t\. Start the query again"
+            SchemaEvolvedError, match=r"schema changed since this query started: shard=t\. Restart the query"
         ):
             asked.partitions({"ts": start}, {"ts": 200})
     assert read(reader_of(harbour), end, {"ts": 200}) == [(2, 150, 1)]
@@ -126,7 +126,7 @@ def test_a_schema_given_by_hand_names_what_the_shard_has(harbour: Any) -> None:
     for column, kind in (("k", "string"), ("x", "long"), (TIME, "timestamp")):
         reader = reader_of(harbour)
         reader._schema = StructType().add(column, kind)
-        with pytest.raises(InvalidError, match=f"the shard has another column: shard=t column={column}"):
+        with pytest.raises(InvalidError, match=f"the shard's column differs: shard=t column={column}"):
             latest(reader, {"ts": 0})
 
 

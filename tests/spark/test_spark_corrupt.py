@@ -77,7 +77,7 @@ def test_a_reader_gives_what_its_schema_says(harbour: Any) -> None:
     harbour.mint("topic/clicks", 10, topic)
     given = {"source": "topic/clicks", "schema": "k long, _corrupt_record string", "key": "k"}
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
-    with pytest.raises(InvalidError, match="the topic has this column itself: column=_corrupt_record"):
+    with pytest.raises(InvalidError, match="the topic already has a column of this name: column=_corrupt_record"):
         row_columns(Options({**given, **urls}))
     options = Options({**given, **urls, "columnNameOfCorruptRecord": "bad"})
     reader = FeedReader(options)

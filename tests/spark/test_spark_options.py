@@ -41,7 +41,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_name_and_all_of_them() ->
         Options({"shrad": "t"})
     with pytest.raises(InvalidError, match=r"option=zzz. Known are"):
         Options({"zzz": "t"})
-    with pytest.raises(InvalidError, match="means nothing to a batch read: option=max_rows"):
+    with pytest.raises(InvalidError, match="has no effect on a batch read: option=max_rows"):
         Options({"SHARD": "t", "max_rows": "3"}).only(BATCH, "a batch read")
 
 

@@ -80,7 +80,7 @@ def test_a_shard_is_read_by_name_and_configuration_in_every_way_spark_has(
     [
         ({"shrad": "t"}, None, "Did you mean shard"),
         ({"shard": "t", "as_of": "99"}, None, "time is not readable.*as_of=99"),
-        ({"shard": "t", "rows": "true"}, None, "means nothing to a batch read: option=rows"),
+        ({"shard": "t", "rows": "true"}, None, "has no effect on a batch read: option=rows"),
         ({"shard": "t"}, "v long", "column=v wanted=bigint there=string"),
         ({"shard": "t"}, "w long", "column=w wanted=bigint there=no such column"),
     ],

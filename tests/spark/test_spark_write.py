@@ -486,7 +486,7 @@ def test_a_writer_of_sparks_stages_commits_and_leaves_nothing_behind(harbour: An
         ),
         ("k BIGINT, k BIGINT", {"shard": "t", "key": "k"}, "column named twice: column=k"),
         ("k BIGINT", {"shard": "t", "kee": "k"}, r"unknown option: option=kee\. Did you mean key"),
-        ("k BIGINT", {"shard": "t", "key": "k", "as_of": "5"}, "means nothing to a write: option=as_of"),
+        ("k BIGINT", {"shard": "t", "key": "k", "as_of": "5"}, "has no effect on a write: option=as_of"),
         ("k BIGINT", {"shard": "t", "key": "k", "mergeSchema": "yes"}, "neither true nor false: option=mergeschema"),
         ("k BIGINT", {"shard": "a/b", "key": "k"}, "bad shard name"),
         ("k BIGINT", {"shard": "t", "key": "k", "beside": "p"}, "does not maintain this shard"),

@@ -1,11 +1,13 @@
 """Change events in Avro (capture/encode/debezium_avro.py) → rows and keys: by columns, and one by one.
 
-    0x00 │ value's id │ before │ after │ source …     each of the two: 0x00, or 0x02 and the row
+    0x00 │ value's id │ before │ after │ source …     before and after: 0x00, or 0x02 and the row
     0x00 │ key's id   │ the key's columns
-    row               its columns in the order of the description; one that may be null is 0x00, or 0x02 and its body
 
-Records are walked with one cursor each, a step a field. None leaves its record: whatever the bytes say, nothing is read
-outside of them, and what does not read as it should is left to the slow path, which says what is wrong with it.
+    row               its columns in the order of the description; a nullable one is 0x00, or 0x02 and its body
+
+Each record has a cursor, and all cursors advance field by field together.
+Invariant (bounds): a cursor never leaves its record, so no bytes outside of it are read. A record that does not decode
+is left to the slow path, which reports what is wrong with it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _UNPACK = {"float": struct.Struct("<f"), "double": struct.Struct("<d")}
 
 
 class AvroVersion(msgspec.Struct, frozen=True):
-    """What records under one version of a table's description are: ids of their schemas, and the fields."""
+    """Schema of the records under one version of a table's description: ids of the key and value schemas, and the
+    fields."""
 
     key_id: int
     value_id: int
@@ -42,11 +45,11 @@ class AvroVersion(msgspec.Struct, frozen=True):
 
 
 class SchemaMismatchError(ValueError):
-    """A record whose schema is not that of its version."""
+    """The record's schema is not that of its version."""
 
 
 class Walk:
-    """Cursors of many records that lie in one body, ascending."""
+    """Cursors of many records of one body, ascending."""
 
     def __init__(self, body: bytes, at: Places, ends: Places) -> None:
         self._body = body
@@ -61,7 +64,7 @@ class Walk:
             self.good &= self._next() == byte
 
     def branches(self) -> Mask:
-        """Which of them are there."""
+        """Read a union branch at every cursor; return a mask of the records whose value is present."""
         found = self._next()
         there: Mask = found == 2
         self.good &= there | (found == 0)
@@ -71,7 +74,7 @@ class Walk:
         self.good &= self.at == self._ends
 
     def fields(self, layout: Layout, there: Mask) -> dict[str, Field]:
-        """The row of each of those that are there; of the others the cursors stay."""
+        """Read the row of each record in `there`; the other cursors do not move."""
         out = {}
         for name, kind, may_be_null in layout:
             mine = there
@@ -110,7 +113,7 @@ class Walk:
             at[going] += 1
             more = found > 0x7F
             if step == _VARINT_BYTES - 1:
-                more |= found > 1  # beyond eight bytes
+                more |= found > 1  # the value exceeds 64 bits
             going = going[more]
             if not len(going):
                 break
@@ -137,7 +140,7 @@ class Walk:
 
 
 class Field:
-    """One column of many rows: where each of those that are `there` lies, or its number."""
+    """Column of many rows: for those in `there` the byte range, or the number."""
 
     def __init__(
         self, kind: Kind, there: Mask, begins: Places, ends: Places, numbers: npt.NDArray[np.int64] | None
@@ -149,7 +152,7 @@ class Field:
         self._numbers = numbers
 
     def array(self, body: bytes, good: Mask) -> pa.Array:
-        """Of the good ones. Raises ArrowInvalid for strings that are no UTF-8."""
+        """Return the values of the good rows. Raises ArrowInvalid for strings that are not UTF-8."""
         there = self.there[good]
         mask = None if there.all() else ~there
         if self._numbers is not None:
@@ -171,7 +174,8 @@ class Field:
 
 
 class AvroReader:
-    """Of the rows of one version, or of its keys (`key`): as `ObjectReader.read`, and as a RowDecoder."""
+    """Reader of the rows of one version, or of its keys (`key`): by columns as `ObjectReader.read`, and as a
+    RowDecoder."""
 
     def __init__(
         self, layout: Layout, columns: Sequence[Column], dialect: Dialect, forms: Mapping[str, str],
@@ -214,11 +218,11 @@ class AvroReader:
         return array.cast(arrow_type(column.type))
 
     def decode(self, data: bytes) -> Any:
-        """Raises ValueError for what is no such row."""
+        """Return the row. Raises ValueError for bytes that are not such a row."""
         return self._row(**{f"c{i}": value for i, value in enumerate(self._values(data).values())})
 
     def values(self, data: bytes) -> dict[str, Any]:
-        """By column, as the JSON of the same event says them."""
+        """Return the values by column, as the JSON of the same event represents them."""
         return {c.name: v for c, v in zip(self._columns, self._values(data).values(), strict=True)}
 
     def _values(self, data: bytes) -> dict[str, Any]:
@@ -226,13 +230,13 @@ class AvroReader:
             raise SchemaMismatchError(_other(data, self._key))
         found, at = row_of(data, len(self._key), self._layout)
         if self._key and at != len(data):
-            raise ValueError(f"a key has {len(data) - at} bytes more than its columns")
+            raise ValueError(f"a key has {len(data) - at} bytes after its columns")
         values = {c.name: found[c.name] for c in self._columns}
         return {name: v.decode() if isinstance(v, bytes) else v for name, v in values.items()}
 
 
 def found_in(columns: Columns, places: Places, version: AvroVersion) -> tuple[Places, Places, Places, Places]:
-    """See events.found_in."""
+    """Locate the rows in events; see events.found_in."""
     if not len(places):
         return places, places, places, places
     at = columns.value_at[places]
@@ -247,8 +251,10 @@ def found_in(columns: Columns, places: Places, version: AvroVersion) -> tuple[Pl
 
 
 def after_in(value: bytes, version: AvroVersion) -> bytes | None:
-    """What an event says of the row after it, from there on; None: it is gone. Raises SchemaMismatchError, ValueError,
-    IndexError."""
+    """Return the event's bytes from its `after` row on; None if the row is deleted.
+
+    Raises SchemaMismatchError, ValueError, IndexError.
+    """
     if value[:PREFIX_BYTES] != prefix(version.value_id):
         raise SchemaMismatchError(_other(value, prefix(version.value_id)))
     there, at = _branch(value, PREFIX_BYTES)
@@ -259,7 +265,7 @@ def after_in(value: bytes, version: AvroVersion) -> bytes | None:
 
 
 def row_of(data: bytes, at: int, layout: Layout) -> tuple[dict[str, Any], int]:
-    """(values by column, texts as they lie there; where they end). Raises ValueError."""
+    """Return (values by column, texts as bytes; the end position). Raises ValueError."""
     out: dict[str, Any] = {}
     for name, kind, may_be_null in layout:
         try:
@@ -270,7 +276,7 @@ def row_of(data: bytes, at: int, layout: Layout) -> tuple[dict[str, Any], int]:
             if there:
                 out[name], at = _value(data, at, kind)
         except (ValueError, IndexError, struct.error) as error:
-            raise ValueError(f"it is no Avro of its schema: column={name} byte={at}") from error
+            raise ValueError(f"not valid Avro of its schema: column={name} byte={at}") from error
     return out, at
 
 
@@ -280,7 +286,7 @@ def _value(data: bytes, at: int, kind: Kind) -> tuple[Any, int]:
     if kind == "string":
         size, at = _varint(data, at)
         if size < 0 or at + size > len(data):
-            raise ValueError(f"a text of {size} bytes where {len(data) - at} are left")
+            raise ValueError(f"a text of {size} bytes, but only {len(data) - at} bytes are left")
         return data[at : at + size], at + size
     if kind == "boolean":
         return data[at] == 1, at + 1
@@ -290,7 +296,7 @@ def _value(data: bytes, at: int, kind: Kind) -> tuple[Any, int]:
 
 def _branch(data: bytes, at: int) -> tuple[bool, int]:
     if data[at] not in (0, 2):
-        raise ValueError(f"no branch of a union: {data[at]}")
+        raise ValueError(f"not a branch of the union: {data[at]}")
     return data[at] == 2, at + 1
 
 
@@ -300,8 +306,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         value |= (data[at + step] & 0x7F) << 7 * step
         if data[at + step] <= 0x7F and value < 1 << 64:
             return (value >> 1) ^ -(value & 1), at + step + 1
-    raise ValueError("a number of more than eight bytes")
+    raise ValueError("a number that exceeds 64 bits")
 
 
 def _other(data: bytes, expected: bytes) -> str:
-    return f"it has schema {data[:PREFIX_BYTES].hex()}, its version of the table {expected.hex()}"
+    return f"its schema is {data[:PREFIX_BYTES].hex()}, but that of its table version is {expected.hex()}"

@@ -1,16 +1,16 @@
-"""JSON objects → Arrow columns by blocks, as a row-by-row decoder reads them, several times faster.
+"""JSON objects → Arrow columns in blocks, with the same results as a row-by-row decoder, several times faster.
 
     values ─► lines (newline_text.py) ─► Arrow's JSON reader ─► a dialect ─► arrays
-                 └─ what they refuse, or could read otherwise: places for the slow path ─┘
+                 └─ values that they reject, or might read differently: places for the slow path ─┘
 
-A line is one object for certain when it begins with { and ends with }: a string cannot hold a line's end, and behind a
-closing bracket no other one may open. Where the readers differ otherwise:
+A line that begins with { and ends with } is certainly a single object: a string cannot contain a newline, and after a
+closing bracket no other one may open. Other differences between the readers:
 
-    a field twice, another type, a surrogate without its pair, a number out of range     refused by Arrow
-    NaN and Infinity, nesting that ends the other reader, bytes that are no UTF-8,
-    exponents of decimals that Arrow does not check                                       looked for in the text
-    a field that is left out, where that is not null                                     the text's quotes are counted
-    what is particular to a column: a null key, a number that is not finite, …           looked for by the dialect
+    a duplicate field, another type, an unpaired surrogate, a number out of range        rejected by Arrow
+    NaN and Infinity, nesting beyond the other reader's limit, bytes that are not UTF-8,
+    exponents of decimals that Arrow does not check                                       detected in the text
+    an omitted field, if it is not the same as null                                       detected by counting quotes
+    rules of a column: a null key, a number that is not finite, …                         detected by the dialect
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tidemill.shards.api import Column
 from tidemill.spark.decode.newline_text import Lines, Mask, Places, quotes, stretches, texts
 
 FEW = 64
-"""So few values are left to the slow path."""
+"""Fewer values than this are left to the slow path."""
 
 LEAF = 32
-"""So few rows are not looked at by halves."""
+"""A range of at most this many rows is not halved further."""
 
 REFUSALS = 16
-"""Of a stretch; after so many the rest of it is for the slow path, which costs less then."""
+"""Limit of rejections in a stretch; after it, the slow path is cheaper for the rest."""
 
 _ROW = re.compile(r"in row (\d+)$")
 _NULL = msgspec.Raw(b"null")
@@ -42,22 +42,25 @@ _EXPONENT = np.uint64(0x7FF0000000000000)
 
 
 class Dialect(Protocol):
-    """How columns are written. `exact`: an object has all of them and no other."""
+    """Representation of columns in JSON. `exact`: an object has exactly these columns."""
 
     exact: bool
 
     def read_as(self, column: Column, seen: bytes) -> pa.DataType:
-        """What Arrow is to read; `seen` is how one of the objects has it, b"" where none is known."""
+        """Return the type that Arrow shall read; `seen` is an example value of one of the objects, or b""."""
         ...
 
     def typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
-        """The column of what Arrow read. What the slow path may read otherwise joins `odd`, and is anything. Raises
-        ArrowInvalid where there are such rows, and it does not know which."""
+        """Convert the array that Arrow read to the column's type.
+
+        Rows that the slow path may read differently are added to `odd`; their values are arbitrary. Raises ArrowInvalid
+        if there are such rows that it cannot identify.
+        """
         ...
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Rows that were read: `places` of the records, ascending, and an array for each column."""
+    """Decoded rows: `places` of their records, ascending, and an array for each column."""
 
     places: Places
     arrays: dict[str, pa.Array]
@@ -68,7 +71,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class ObjectReader:
-    """Of one list of columns."""
+    """Reader of objects with given columns."""
 
     def __init__(self, columns: Sequence[Column], dialect: Dialect) -> None:
         self._columns = columns
@@ -76,8 +79,8 @@ class ObjectReader:
         self._decimals = any(pa.types.is_decimal(dialect.read_as(column, b"")) for column in columns)
 
     def read(self, body: bytes, at: Places, sizes: Places, places: Places) -> tuple[list[Block], Places]:
-        """(what was read, places that only the slow path may judge) of the values that lie at `at` in `body`; their
-        records are `places`, ascending as they do."""
+        """Return (decoded blocks, places that only the slow path can decide). The values are at `at` in `body`; their
+        records are `places`, ascending in the same order."""
         if len(places) < FEW:
             return [], places
         blocks: list[Block] = []
@@ -103,9 +106,9 @@ class ObjectReader:
                 text = lines.between(first, last)
                 table = _parse(text, options)
                 if len(table) != last - first:
-                    raise pa.ArrowInvalid("not an object a line")
+                    raise pa.ArrowInvalid("not one object per line")
                 if self._dialect.exact and _fields_left_out(text, table):
-                    raise pa.ArrowInvalid("a field is left out")
+                    raise pa.ArrowInvalid("a field is omitted")
                 arrays, odd = self._typed(table)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as refused:
                 refusals += 1
@@ -139,7 +142,7 @@ class ObjectReader:
         return pj.ParseOptions(explicit_schema=pa.schema(kinds), unexpected_field_behavior=others)
 
     def _typed(self, table: pa.Table) -> tuple[dict[str, pa.Array], Mask]:
-        """The columns' arrays, and which rows are odd."""
+        """Return the columns' arrays, and a mask of the odd rows."""
         odd = np.zeros(len(table), dtype=bool)
         arrays = {}
         for column in self._columns:
@@ -152,7 +155,7 @@ class ObjectReader:
 def texts_as_they_are(
     column: Column, body: bytes, at: Places, sizes: Places, places: Places
 ) -> tuple[list[Block], Places]:
-    """As `ObjectReader.read` for values that are no JSON, but the one column's text."""
+    """Read plain text values of one column, with the signature of `ObjectReader.read`."""
     if len(places) < FEW:
         return [], places
     try:
@@ -167,8 +170,11 @@ def _parse(text: pa.Buffer, options: pj.ParseOptions) -> pa.Table:
 
 
 def _fields_left_out(text: pa.Buffer, table: pa.Table) -> bool:
-    """A field is left out exactly where the text has fewer strings than names and values: no row has a name twice, or
-    one that is no column's."""
+    """Return whether any object omits a field.
+
+    That is so exactly if the text has fewer strings than names and values, because no row has a duplicate name or an
+    unknown one.
+    """
     if not any(column.null_count for column in table.columns):
         return False
     strings = table.num_rows * table.num_columns
@@ -177,20 +183,20 @@ def _fields_left_out(text: pa.Buffer, table: pa.Table) -> bool:
 
 
 def strange_floats(array: pa.Array) -> Mask:
-    """Which float64s are not finite."""
+    """Return a mask of the float64s that are not finite."""
     bits = np.frombuffer(array.buffers()[1], dtype=np.uint64)[array.offset : array.offset + len(array)]
     found: Mask = (bits & _EXPONENT) == _EXPONENT
     return found & bools(array.is_valid()) if array.null_count and found.any() else found
 
 
 def bools(array: pa.Array) -> Mask:
-    """A copy, of an array of booleans without nulls."""
+    """Return a copy of a boolean array without nulls."""
     bits = np.unpackbits(np.frombuffer(array.buffers()[1], dtype=np.uint8), bitorder="little")
     return bits[array.offset : array.offset + len(array)].view(bool)
 
 
 def in_order(blocks: Sequence[Block]) -> tuple[dict[str, pa.Array], Places]:
-    """All blocks as one, by place."""
+    """Join all blocks into one, ordered by place."""
     filled = [block for block in blocks if len(block.places)] or list(blocks[-1:])
     if len(filled) == 1:
         return filled[0].arrays, filled[0].places

@@ -1,20 +1,20 @@
-"""Topics written by capture → commands, dead letters, and the place where the table must stop.
+"""Topics written by capture → commands, dead letters, and the position where the table must stop.
 
 key      JSON object of the key columns
-value    JSON object of all columns; numbers and booleans as such, else PostgreSQL's text; null = deletion
-headers  tm.op = "truncate": every live key of the table is gone at this place
-         tm.unchanged: the value lacks these columns, which the row has from before (partial_rows.py)
+value    JSON object of all columns; numbers and booleans as JSON, everything else as PostgreSQL's text; null = deletion
+headers  tm.op = "truncate": every live key of the table is deleted at this position
+         tm.unchanged: the value lacks these columns, which keep their previous values (partial_rows.py)
 
-Of a topic of events (events.py, in Avro avro.py) a value has the row in it, in forms of its own; the rest is the same.
+In a topic of events (events.py, in Avro avro.py), the value contains the row, in other forms; the rest is the same.
 
-A value that its column cannot hold (NaN in numeric(6,2), a timestamp past the year 294246) makes the row a dead
-letter, and its key absent: an old value never stays as if it were current. The next good value of the key heals it.
-A record with other columns than its version of the table is no matter of one row: the table stops before its time, at a
-`Stop`. So it does before a version that the reader does not know yet.
-So it does before a batch that cannot be read, for nobody knows which keys were in it.
+A value that its column cannot represent (NaN in numeric(6,2), a timestamp past the year 294246) makes the row a dead
+letter, and its key absent: an old value never stays as if it were current. The next good value of the key restores it.
+A record whose columns differ from its version of the table does not concern one row only: the table stops before its
+time, at a `Stop`. So it does before a version that the reader does not know yet, and before a batch that cannot be
+read, because its keys are unknown.
 
-Values, and the keys of deletions, are read by blocks (block_decoder.py); what those leave out, and what may be a
-truncation, record by record.
+Values, and the keys of deletions, are read in blocks (block_decoder.py); rejected ones, and possible truncations, are
+read one by one.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _NATIVE: dict[str, Any] = {
 
 
 class Stop(msgspec.Struct, frozen=True, order=True):
-    """The table cannot be brought to `time_ms` or beyond; `reason` says what is there, and where. `grown`: it can once
-    it is opened again, since the catalogue knows of a newer version of its description."""
+    """Reason why the table cannot advance to `time_ms` or beyond, with the position. `grown`: it can once it is
+    reopened, because the catalogue has a newer version of its description."""
 
     time_ms: int
     partition: int
@@ -81,7 +81,7 @@ class Captured(msgspec.Struct, frozen=True):
 
 
 class _Found:
-    """What the records come to, run by run."""
+    """Results of decoding, run by run."""
 
     def __init__(self, stop: Stop | None) -> None:
         self.stop = stop
@@ -96,7 +96,7 @@ class _Found:
 
 
 class CapturedDecoder:
-    """Of one table."""
+    """Decoder of one table's records."""
 
     def __init__(
         self,
@@ -106,8 +106,11 @@ class CapturedDecoder:
         forms: Mapping[str, str] | None = None,
         avro: Sequence[AvroVersion] = (),
     ) -> None:
-        """`known`: the columns of each version of the table's description (schema_versions.py). `forms`: of the
-        columns, where records are events (base/pgtypes/debezium). `avro`: of each version, where they are Avro."""
+        """Create the decoder of a table.
+
+        `known`: the columns of each version of the table's description (schema_versions.py). `forms`: of the columns,
+        if records are events (base/pgtypes/debezium). `avro`: the schemas of each version, if they are Avro.
+        """
         self.schema = schema
         self.table = table
         self._events = forms is not None
@@ -116,7 +119,7 @@ class CapturedDecoder:
         self._generations = Generations(schema, known, _NATIVE, exact, partial, self._forms, avro)
 
     def decode(self, records: Records) -> Captured:
-        """The records before the stop, if there is one; else all."""
+        """Decode all records, or those before the stop, if there is one."""
         found = _Found(stop=min((self._unread(letter) for letter in records.unread), default=None))
         kinds = _kinds(records.columns)
         for first, end, version in self._generations.runs(records.columns, len(records)):
@@ -143,8 +146,11 @@ class CapturedDecoder:
         return Captured(Commands(table, tuple(found.truncates)), letters, found.stop)
 
     def _leaving(self, under: Generation, some: OmittedColumns, records: Records, found: _Found) -> bool:
-        """Records that leave the same columns out. Where the key changed with them the row before is that of another
-        key, which nobody has who has a part of the keys: a dead letter, for every reader alike."""
+        """Decode records that omit the same columns; False if the table stops at one of them.
+
+        If the key changed too, the previous row belongs to another key, which a reader of a part of the keys does not
+        have: such a record is a dead letter, for every reader alike.
+        """
         nothing = some.places[:0]
         try:
             under = under.without(names_of(some.names))
@@ -160,7 +166,8 @@ class CapturedDecoder:
     def _run(
         self, under: Generation, records: Records, kinds: Sequence[Places], found: _Found, dies_of: str = ""
     ) -> bool:
-        """Records of one version; False when the table stops at one of them. `dies_of`: none can be read."""
+        """Decode records of one version; False if the table stops at one of them. `dies_of`: reject all with this
+        reason."""
         live_at: list[int] = []
         rows: list[Any] = []
         absent_at: list[int] = []
@@ -190,7 +197,7 @@ class CapturedDecoder:
                 elif truncated:
                     truncate = Truncate(int(records.times[at]), records.partition, int(records.offsets[at]))
                     found.truncates.append(truncate)
-                elif columns.value_bytes[at] < 0:  # else a deletion's event: its tombstone says it
+                elif columns.value_bytes[at] < 0:  # not a deletion's event, whose tombstone carries the deletion
                     keys.append(self._key_of(under, columns.key(at)))
                     absent_at.append(at)
             except BaseException as error:
@@ -199,13 +206,13 @@ class CapturedDecoder:
                 difference = str(error) if isinstance(error, SchemaMismatchError) else self._difference(under, value)
                 if difference:
                     found.stops(self._differs(records, at, difference))
-                    # In offset order, so in time order: what follows is beyond it.
+                    # Offset order is time order, so everything after this record is beyond the stop.
                     blocks, gone = [b.before(at) for b in blocks], [b.before(at) for b in gone]
                     goes_on = False
                     break
                 dead.append((at, sentence(error)))
         alone, live_at = columns_of_rows(under.columns, rows, live_at, dead, self._array)
-        # What a poisoned row was before is not what it is: its key is absent until a good value comes.
+        # The previous value of a rejected row is not current: its key is absent until a good value arrives.
         for at, _ in dead:
             if columns.value(at) is not None:
                 try:
@@ -224,8 +231,8 @@ class CapturedDecoder:
         return goes_on
 
     def _row_of(self, under: Generation, columns: Columns, at: int) -> tuple[bytes | None, bool]:
-        """The row in a record, if there is one, and whether the table was truncated there. Raises whatever a stranger's
-        bytes make it raise."""
+        """Return the row in a record, if any, and whether the record truncates the table. Raises exceptions of any
+        type, depending on the bytes."""
         value = columns.value(at)
         if value is None:
             return None, _truncates(columns, at)
@@ -251,7 +258,7 @@ class CapturedDecoder:
 
     @staticmethod
     def _difference(under: Generation, value: bytes | None) -> str:
-        """How the columns of a record differ from the table's; "" when they do not, or when it is no JSON object."""
+        """Return how a record's columns differ from the table's; "" if they do not, or if it is not a JSON object."""
         if value is None:
             return ""
         try:
@@ -270,7 +277,7 @@ class CapturedDecoder:
             int(records.times[at]),
             records.partition,
             int(records.offsets[at]),
-            f"the source has other columns than the table: table={self.table} difference=[{difference}] {place}.",
+            f"the source's columns differ from the table's: table={self.table} difference=[{difference}] {place}.",
             _start_over(self.table),
         )
 
@@ -280,8 +287,8 @@ class CapturedDecoder:
             int(records.times[at]),
             records.partition,
             int(records.offsets[at]),
-            f"the source has described the table anew: table={self.table} {place}.",
-            "It is opened again, with the columns it has now.",
+            f"the source has a new description of the table: table={self.table} {place}.",
+            "The pipeline reopens the table with its present columns.",
             grown=True,
         )
 
@@ -312,7 +319,7 @@ class CapturedDecoder:
         )
 
     def _key_said(self, columns: Columns, at: int) -> str:
-        """As JSON, which those of rows and of JSON's events are."""
+        """Return the key as JSON, which keys of rows and of JSON events already are."""
         key = columns.key(at) or b""
         keys = self._generations[version_at(columns, at)].keys
         if isinstance(keys, AvroReader):
@@ -325,7 +332,7 @@ class CapturedDecoder:
 
 
 class _Carried:
-    """See objects.Dialect: columns as capture writes them."""
+    """Dialect of JSON that capture writes; see block_decoder.Dialect."""
 
     def __init__(self, forms: Mapping[str, str], *, exact: bool) -> None:
         self.exact = exact
@@ -360,7 +367,7 @@ class _Carried:
 
 
 def _unusual(texts: pa.Array, *, moment: bool) -> Mask:
-    """Which texts are what only PostgreSQL writes: NaN, infinity, years of another length, BC."""
+    """Return a mask of texts in forms that only PostgreSQL writes: NaN, infinity, years of another length, BC."""
     _, offsets, data = texts.buffers()
     places = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
     if places[0] == places[-1]:
@@ -375,12 +382,12 @@ def _unusual(texts: pa.Array, *, moment: bool) -> Mask:
 
 
 def _kinds(columns: Columns) -> tuple[Places, Places, Places]:
-    """Places of the records with a value, of deletions for certain, of the others."""
+    """Return the places of records with a value, of certain deletions, and of the others."""
     valued = columns.value_bytes >= 0
     deleted = ~valued & (columns.key_bytes >= 0)
     with_headers = np.flatnonzero(deleted & (columns.header_counts > 0))
     if len(with_headers):
-        # The headers of a record end before the key of the next one; of the last one nobody knows where.
+        # The headers of a record end before the key of the next one; the end of the last one is unknown.
         ends = np.append(columns.key_at, -1)[with_headers + 1]
         known = ends >= 0
         deleted[with_headers[~known]] = False
@@ -398,14 +405,14 @@ def _truncates(columns: Columns, at: int) -> bool:
 
 
 def _float_said(value: object) -> object:
-    """What JSON has no number for is told as PostgreSQL's text."""
+    """Return floats that JSON cannot represent as PostgreSQL's text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
 def _start_over(table: str) -> str:
-    return f"Run `tidemill capture recopy {table}`, or `tidemill shard drop` for a shard of another make."
+    return f"Run `tidemill capture recopy {table}`, or `tidemill shard drop` if the shard was made from another source."
 
 
 def _array(values: Sequence[Any], column: Column) -> pa.Array:

@@ -1,4 +1,4 @@
-"""Decoded columns → one command table: live rows, then deletions with their key columns only; keys as S7 has them."""
+"""Decoded columns → one command table: live rows, then deletions with key columns only; keys are normalized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def command_table(
     absent_at: npt.NDArray[np.int64],
     records: Records,
 ) -> pa.Table:
-    """`live_at` and `absent_at` are places in `records`; the mappings hold their columns."""
+    """Build the table. `live_at` and `absent_at` are places in `records`; the mappings hold their columns."""
     at = np.concatenate([live_at, absent_at])
     gone = len(absent_at)
     meta = {

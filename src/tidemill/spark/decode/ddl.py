@@ -1,4 +1,4 @@
-"""`"click_id string, product_id long, at timestamp"` → shard columns, by the names Spark's DDL uses."""
+"""Column declarations in Spark's DDL (`"click_id string, product_id long, at timestamp"`) → shard columns."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _ONE = re.compile(
 
 
 def parse_column(text: str) -> Column:
-    """`name type` or `name type default value`; types by Spark's names or the shard's own, text in quotes or without.
+    """Parse `name type` or `name type default value`; types by Spark's or the shard's names, text quoted or unquoted.
 
-    Raises InvalidError naming what does not parse.
+    Raises InvalidError naming the text that does not parse.
     """
     found = _ONE.fullmatch(text)
     if found is None:
@@ -56,7 +56,7 @@ def parse_column(text: str) -> Column:
 
 
 def parse_ddl(text: str) -> tuple[Column, ...]:
-    """Columns in order. Raises InvalidError naming what does not parse."""
+    """Return the columns in order. Raises InvalidError naming the text that does not parse."""
     out: list[Column] = []
     at = 0
     while at < len(text.rstrip()):
@@ -78,7 +78,7 @@ def parse_ddl(text: str) -> tuple[Column, ...]:
 
 
 def stream_schema(ddl: str, key: str | tuple[str, ...]) -> ShardSchema:
-    """The shard of a stream topic: declared columns, and the names of the key. Raises InvalidError."""
+    """Return the shard schema of a stream topic: declared columns, and the names of the key. Raises InvalidError."""
     names = tuple(n.strip() for n in key.split(",")) if isinstance(key, str) else tuple(key)
     if not names or not all(names):
         raise InvalidError("a table needs a key.", fix='Name the key columns, e.g. key="click_id".')

@@ -1,7 +1,7 @@
-"""Dead letters: what no table can hold, with its position and the reason. One row a record, or one a batch.
+"""Dead letters: records that no table can hold, with position and reason. One row per record, or per unreadable batch.
 
-A record that cannot be read says nothing about its neighbours; a batch that cannot be read is one letter for its
-whole range. Both are functions of the stored bytes alone, so every writer says the same.
+An unreadable record does not affect its neighbours; an unreadable batch is one letter for its whole range. Both depend
+on the stored bytes alone, so every writer produces the same letters.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ DEAD_LETTERS = ShardSchema(
     ),
     ("topic", "partition", "offset"),
 )
-"""`at` is the record's tidemill time. [offset, last_offset] is more than one record where a batch cannot be read.
-`table` and `key` (JSON of the key columns, "" = not known) name the row that a captured table lacks because of it."""
+"""`at` is the record's tidemill time. [offset, last_offset] covers several records if a batch cannot be read.
+`table` and `key` (JSON of the key columns, "" = unknown) name the row that a captured table lacks because of it."""
 
 DEAD_BYTES_MAX = 64 << 10
-"""A dead letter keeps at most this much of the record."""
+"""A dead letter stores at most this many bytes of the record."""
 REASON_CHARS_MAX = 500
 
 
@@ -51,7 +51,7 @@ class Letter(msgspec.Struct, frozen=True):
 
 
 def letter_table(letters: Sequence[Letter]) -> pa.Table:
-    """Updates of the dead-letter shard, by offset. Each has the record's time."""
+    """Return updates of the dead-letter shard, ordered by offset, each with the record's time."""
     if not letters:
         return no_dead_letters()
     letters = sorted(letters, key=lambda x: (x.topic, x.partition, x.offset))
@@ -73,7 +73,7 @@ def letter_table(letters: Sequence[Letter]) -> pa.Table:
 
 
 def _text(text: str) -> str:
-    """Without what UTF-8 cannot hold: an error may quote half a surrogate pair."""
+    """Replace characters that UTF-8 cannot encode: an error may quote half a surrogate pair."""
     return text.encode("utf-8", "replace").decode()
 
 

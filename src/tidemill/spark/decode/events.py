@@ -1,11 +1,11 @@
-"""Change events (capture's envelope of Debezium) → where the row behind each lies; and their forms → shard columns.
+"""Change events (capture's Debezium envelope) → position of the row in each; and values in their forms → shard columns.
 
-    {"before":…,"after":{row},"source":{…},…"op":"c|u|r",…}   the row is there
-    {"before":…,"after":null,…"op":"d",…}                     nothing: the tombstone behind it says it
-    {"before":null,"after":null,…"op":"t",…}                  every live key of the table is gone, without a key
+    {"before":…,"after":{row},"source":{…},…"op":"c|u|r",…}   the row after the change
+    {"before":…,"after":null,…"op":"d",…}                     nothing: the tombstone after it carries the deletion
+    {"before":null,"after":null,…"op":"t",…}                  every live key of the table is deleted; the key is absent
 
-Events are found by columns: a quote within a string of JSON is behind a backslash, and no column's value is an object,
-so what is looked for stands where the envelope has it, and nowhere else. In doubt an event is read by itself.
+Events are located by pattern, many at a time: a quote within a JSON string is escaped, and no column's value is an
+object, so the patterns occur only where the envelope has them. An ambiguous event is parsed individually.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DAY_US = 86_400_000_000
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What is read of one. Raises msgspec's errors on what is none."""
+    """Fields that are read of an event. Decoding raises msgspec's errors for values that are not events."""
 
     op: str
     after: msgspec.Raw
@@ -50,8 +50,10 @@ read_event = msgspec.json.Decoder(Event).decode
 
 
 def found_in(columns: Columns, places: Places) -> tuple[Places, Places, Places, Places]:
-    """(where the rows behind the events at `places` begin, their sizes, their places; the places of those that only
-    reading them can tell). Deletions are in neither."""
+    """Locate the rows in the events at `places`: return (starts, sizes, places, places of events that must be parsed).
+
+    Deletions are in neither.
+    """
     if not len(places):
         return places, places, places, places
     at, sizes = columns.value_at[places], columns.value_bytes[places]
@@ -68,12 +70,12 @@ def _where(values: pa.Array, pattern: bytes) -> Places:
 
 
 def read_as(form: str) -> pa.DataType | None:
-    """None: as if there were no forms."""
+    """Return the type that Arrow shall read; None for a form that needs no conversion."""
     return pa.int64() if form in NUMBERS else None
 
 
 def typed(form: str, column: Column, array: pa.Array, odd: Mask) -> pa.Array | None:
-    """See objects.Dialect, of a form; None: as if there were no forms."""
+    """Convert an array of a form; see block_decoder.Dialect. None for a form that needs no conversion."""
     if form == "hex":
         return cast_text(pc.binary_join_element_wise("\\x", array, ""), column.type)
     if form not in NUMBERS:
@@ -89,12 +91,13 @@ def typed(form: str, column: Column, array: pa.Array, odd: Mask) -> pa.Array | N
     micros = pa.array(numbers, mask=mask)
     if form not in CLOCKS:
         return micros.view(arrow_type(column.type))
-    # Arrow prints six digits of a second; PostgreSQL no zeros behind the last one that is none.
+    # Arrow prints six fractional digits; PostgreSQL omits trailing zeros.
     return pc.utf8_rtrim(pc.utf8_rtrim(micros.view(pa.time64("us")).cast(pa.string()), "0"), ".")
 
 
 def to_arrow(form: str, values: Sequence[Any], column: Column) -> pa.Array | None:
-    """The same value by value; None: as if there were no forms. Raises ValueError, Invalid, ArrowInvalid."""
+    """Convert value by value, as `typed`. None for a form that needs no conversion. Raises ValueError, InvalidError,
+    ArrowInvalid."""
     if form == "hex":
         return parse_column([None if v is None else f"\\x{v}" for v in values], column)
     if form == "zoned":
@@ -147,4 +150,4 @@ _LIMITS = {
     "clock_micros": (-1, _DAY_US),
     "clock_millis": (-1, _DAY_US // 1_000),
 }
-"""What lies between them needs no look."""
+"""Exclusive range in which values need no special handling."""

@@ -1,5 +1,5 @@
-"""How strangers write the columns of a declared schema in JSON, as far as Arrow and the row-by-row decoder (stream.py)
-read it alike."""
+"""Dialect of JSON that other producers write for a declared schema, as far as Arrow and the row-by-row decoder
+(stream.py) read it alike."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _NUMBER = re.compile(rb"-?\d+$")
 
 
 class Declared:
-    """See objects.Dialect. `us_range`: the timestamps that the table may hold, µs."""
+    """Dialect of a declared schema; see block_decoder.Dialect. `us_range`: timestamps that the table may hold, in
+    µs."""
 
     exact = False
 
@@ -40,7 +41,7 @@ class Declared:
 
     @staticmethod
     def reads(columns: Sequence[Column]) -> bool:
-        """Can these columns be read by blocks?"""
+        """Return whether these columns can be read in blocks."""
         return all(c.type in _PLAIN or c.type in _FORMS or c.type.startswith("decimal") for c in columns)
 
     def read_as(self, column: Column, seen: bytes) -> pa.DataType:
@@ -48,7 +49,7 @@ class Declared:
             return pa.int64() if column.type == "timestamp" and _NUMBER.match(seen) else pa.string()
         kind = arrow_type(column.type)
         if pa.types.is_decimal(kind):
-            return pa.decimal256(DIGITS, kind.scale)  # which holds every product of Arrow's reader: no number wraps
+            return pa.decimal256(DIGITS, kind.scale)  # wide enough for every product of Arrow's reader: none overflows
         return pa.float64() if column.type == "float32" else kind
 
     def typed(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
@@ -69,8 +70,9 @@ class Declared:
 
 
 def _moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) -> pa.Array:
-    """ISO 8601 texts as dates or timestamps (`kind`); what is in no usual form, or out of range, joins `odd` and is
-    null. Raises ArrowInvalid where a text of that form is no moment: the 30th of February."""
+    """Convert ISO 8601 texts to dates or timestamps (`kind`). Texts in an unusual form, or out of range, are added to
+    `odd` and become null. Raises ArrowInvalid if a text of the usual form is no valid date, e.g. the 30th of
+    February."""
     if not _plainest(texts, kind):
         strange = pc.fill_null(pc.invert(pc.match_substring_regex(texts, _FORMS[kind])), False)
         odd |= bools(strange)
@@ -81,13 +83,13 @@ def _moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) -
 
 
 def _millis(numbers: pa.Array, us_range: tuple[int, int], odd: Mask) -> pa.Array:
-    """Integer milliseconds as timestamps; what is out of range joins `odd` and is null."""
+    """Convert integer milliseconds to timestamps. Values out of range are added to `odd` and become null."""
     found = _in_range(numbers, us_range[0] // 1000 + 1, us_range[1] // 1000, odd)
     return pc.multiply(found, 1000).cast(arrow_type("timestamp"))
 
 
 def _in_range(array: pa.Array, low: int, high: int, odd: Mask) -> pa.Array:
-    """What is not from `low` to `high` joins `odd` and is null."""
+    """Add values outside [low, high] to `odd` and make them null."""
     numbers = array.view(pa.int32() if array.type.bit_width == 32 else pa.int64())
     seen = pc.min_max(numbers)
     if not numbers.null_count < len(numbers) or (low <= seen["min"].as_py() and seen["max"].as_py() <= high):
@@ -98,8 +100,11 @@ def _in_range(array: pa.Array, low: int, high: int, odd: Mask) -> pa.Array:
 
 
 def _plainest(texts: pa.Array, kind: str) -> bool:
-    """Is each of them as long, and ends, as nearly all do: 2026-11-22, 2026-11-22T01:02:03.5Z? What else of that kind
-    Arrow's cast takes, the other reader takes too, and for the same; it holds neither +02 nor a part of a time."""
+    """Return whether all texts have a common length and ending: 2026-11-22, 2026-11-22T01:02:03.5Z.
+
+    Of such texts Arrow's cast accepts only those that the other reader accepts with the same result: neither +02 nor
+    a partial time has such a length and ending.
+    """
     _, offsets, data = texts.buffers()
     places = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
     ends, sizes = places[1:], np.diff(places)
@@ -111,6 +116,6 @@ def _plainest(texts: pa.Array, kind: str) -> bool:
     low, high = int(sizes.min()), int(sizes.max())
     if kind == "date":
         return low == high == 10
-    if kind == "timestamp_ntz":  # of 19 and more the cast takes whole times alone, and no zone
+    if kind == "timestamp_ntz":  # of 19 and more characters the cast accepts only complete times, without a zone
         return low >= 19 and high <= 26
     return low >= 20 and high <= 27 and bool((np.frombuffer(data, dtype=np.uint8)[ends - 1] == ord("Z")).all())

@@ -1,11 +1,11 @@
-"""Values → one text with a line each, without an object per value: what Arrow's readers of text take.
+"""Values → one text with one value per line, without an object per value: the input of Arrow's text readers.
 
     body      … │ header │ value │ header │ value │ …       places of the values by columns
-    lines            value ⏎ value ⏎ …                     one copy by Arrow: of a binary array (value, gap, value, …)
-                                                            the gaps are left out
+    lines            value ⏎ value ⏎ …                     one copy by Arrow: the gaps of a binary array
+                                                            (value, gap, value, …) are filtered out
 
-The byte behind a value is never another value's (in a batch it is the header count), so the line's end takes its place.
-Lines are bounded by count and bytes.
+The byte after a value never belongs to another value (in a batch it is the header count), so the newline replaces it.
+The number of lines and their bytes are limited.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Mask = npt.NDArray[np.bool_]
 
 LINES = 5_000
 SPAN_BYTES = 2 << 20
-"""At most so many values at once, which lie within so many bytes (a value larger than that is alone). Measured: every
-stretch is a visit to another thread for Arrow's reader, and what is larger leaves the cache."""
+"""Limits of a stretch: its number of values, and the bytes in which they are (a larger value is alone). Measured: every
+stretch costs a handover to another thread for Arrow's reader, and a larger one exceeds the CPU cache."""
 
 NESTED = 200
-"""With so many brackets in it, a row may be nested as deep as only the other reader knows."""
+"""A row with more brackets than this may exceed the nesting limit of the other reader."""
 
 _OPENING, _CLOSING, _LINE = b"{}\n"
 _BEFORE_VALUES = np.zeros(256, dtype=bool)
@@ -44,21 +44,20 @@ _BEFORE_NUMBERS = _BEFORE_VALUES.copy()
 _BEFORE_NUMBERS[list(b'" \t\r\n')] = True
 _ESCAPED = (b"2d", b"2D", b"45", b"65", *(b"3%d" % digit for digit in range(10)))
 _OF_NUMBERS = np.array([int.from_bytes(pair) for pair in _ESCAPED])
-"""What stands behind \\u00 of a minus, an E, an e and the digits."""
+"""Characters after \\u00 of an escaped minus, E, e or digit."""
 _WORDS = (b"NaN", b"Inf")
 _QUOTE, _ESCAPE = b'"\\'
 _ESCAPES_MAX = 32
 
 
 class Lines:
-    """Objects that Arrow's reader may see: UTF-8, not too deep, without a number that is none; where it reads decimals,
-    without an exponent that it does not check. `places[i]` is the record of line i, `left_out` those of the other
-    values."""
+    """Objects that may be passed to Arrow's reader: UTF-8, not too deep, without NaN or Infinity; for decimals, without
+    exponents that Arrow does not check. `places[i]` is the record of line i, `left_out` those of the other values."""
 
     def __init__(self, body: pa.Buffer, at: Places, sizes: Places, places: Places, *, decimals: bool = False) -> None:
         self._checks = (_not_text, _too_deep, _no_numbers, *((_small_exponents,) if decimals else ()))
         data = np.frombuffer(body, dtype=np.uint8)
-        # A byte that is looked at for too short a value is anyone's, and does not count.
+        # For a value that is too short the bytes belong to other data, and the size check rejects it.
         good = (sizes >= 2) & (data[at] == _OPENING) & (data[at + sizes - 1] == _CLOSING)
         self._take(of_ranges(body, at, at + sizes + 1, good))
         odd = self._odd() if good.any() else None
@@ -76,19 +75,19 @@ class Lines:
     def _take(self, array: pa.Array) -> None:
         _, offsets, data = array.buffers()
         self._offsets = np.frombuffer(offsets, dtype=np.int32)[: len(array) + 1]
-        self._text = np.frombuffer(data, dtype=np.uint8)[: self._offsets[-1]].copy()  # its memory may be the batches'
+        self._text = np.frombuffer(data, dtype=np.uint8)[: self._offsets[-1]].copy()  # it may share the batches' memory
         self._text[self._offsets[1:] - 1] = _LINE
 
     def _odd(self) -> Mask | None:
-        """Which lines only the other reader may see; None where there are none."""
+        """Return a mask of the lines that only the other reader may read; or None."""
         found = [odd for odd in (check(self._text, self._offsets) for check in self._checks) if odd is not None]
         return np.logical_or.reduce(found) if found else None
 
 
 def stretches(body: pa.Buffer, at: Places, sizes: Places, places: Places, *, decimals: bool = False) -> Iterator[Lines]:
-    """The values that begin at `at`, ascending, in order."""
+    """Yield the values that start at `at`, ascending, as lines in order."""
     ends = at + sizes
-    first, most = 0, -(-len(at) // max(1, -(-len(at) // LINES)))  # all of about one size
+    first, most = 0, -(-len(at) // max(1, -(-len(at) // LINES)))  # stretches of about equal size
     while first < len(at):
         reached = int(np.searchsorted(ends, at[first] + SPAN_BYTES, side="right"))
         last = min(first + most, max(reached, first + 1))
@@ -97,7 +96,7 @@ def stretches(body: pa.Buffer, at: Places, sizes: Places, places: Places, *, dec
 
 
 def texts(body: bytes, at: Places, sizes: Places) -> pa.Array:
-    """The fields that lie at `at`, ascending, as strings. Raises ArrowInvalid where one of them is no UTF-8."""
+    """Return the fields that start at `at`, ascending, as strings. Raises ArrowInvalid if one is not UTF-8."""
     if not len(at):
         return pa.array([], pa.string())
     found = of_ranges(pa.py_buffer(body), at, at + sizes, np.ones(len(at), dtype=bool))
@@ -107,7 +106,7 @@ def texts(body: bytes, at: Places, sizes: Places) -> pa.Array:
 
 
 def of_ranges(body: pa.Buffer, begins: Places, ends: Places, good: Mask) -> pa.Array:
-    """The bytes of the good ones of some ranges, which ascend, as a binary array."""
+    """Return the bytes of the good ranges as a binary array; the ranges ascend."""
     count, low = len(begins), int(begins[0])
     offsets = np.empty(2 * count + 1, dtype=np.int32)
     offsets[0:-1:2] = begins - low
@@ -121,7 +120,7 @@ def of_ranges(body: pa.Buffer, begins: Places, ends: Places, good: Mask) -> pa.A
 
 
 def _not_text(text: Bytes, offsets: Offsets) -> Mask | None:
-    """Rows that are no UTF-8, which Arrow would take for a string."""
+    """Return a mask of rows that are not UTF-8, which Arrow would accept as a string; None if all are."""
     try:
         lines = pa.Array.from_buffers(pa.string(), len(offsets) - 1, [None, *map(pa.py_buffer, (offsets, text))])
         lines.validate(full=True)
@@ -145,20 +144,22 @@ def _too_deep(text: Bytes, offsets: Offsets) -> Mask | None:
 
 
 def _no_numbers(text: Bytes, offsets: Offsets) -> Mask | None:
-    """Rows with NaN or Infinity where a value may stand: behind one of `:,[`, blanks and a sign."""
+    """Return a mask of rows with NaN or Infinity at the place of a value: after one of `:,[`, blanks and a sign."""
     at = np.concatenate([_found(text, word) for word in _WORDS])
     if not len(at):
         return None
-    rows, before = _rows(offsets, at), at - 1  # within the row, whose first byte is none of those
+    rows, before = _rows(offsets, at), at - 1  # within the row, whose first byte is {
     return _begun(text, rows, before, _BEFORE_VALUES, _SKIPPED, len(offsets) - 1)
 
 
 def _small_exponents(text: Bytes, offsets: Offsets) -> Mask | None:
-    """Rows with a number, or a text of one, that has an exponent of -10 or less: Arrow does not check the power of ten
-    that it looks up for a decimal (shards/parts/decimals.py). A digit, e or - that is escaped in a string may be of
-    one."""
+    """Return a mask of rows with a number, also within a string, whose exponent is -10 or less.
+
+    Arrow does not check the power of ten that it looks up for a decimal (shards/parts/decimals.py). An escaped digit, e
+    or - in a string may belong to such a number.
+    """
     last = len(text) - 1
-    small = np.flatnonzero(text == _MINUS) - 1  # no row begins with it
+    small = np.flatnonzero(text == _MINUS) - 1  # a minus is never the first byte of a row
     small = small[(text[small] | 0x20) == _E]
     small = small[_DIGIT[text[np.minimum(small + 2, last)]] & _DIGIT[text[np.minimum(small + 3, last)]]]
     odd = _begun(text, _rows(offsets, small), small - 1, _BEFORE_NUMBERS, _IN_NUMBERS, len(offsets) - 1)
@@ -171,7 +172,8 @@ def _small_exponents(text: Bytes, offsets: Offsets) -> Mask | None:
 
 
 def _begun(text: Bytes, rows: Places, before: Places, begins: Mask, skipped: Mask, count: int) -> Mask | None:
-    """Rows with one of `begins` before these places, behind any of `skipped`; where that takes long to say, too."""
+    """Return a mask of rows where one of `begins` precedes these places, with any of `skipped` in between; rows where
+    the search takes too many steps are included."""
     odd = np.zeros(count, dtype=bool)
     for _ in range(_SKIPPED_MAX):
         if not len(rows):
@@ -184,7 +186,7 @@ def _begun(text: Bytes, rows: Places, before: Places, begins: Mask, skipped: Mas
 
 
 def _found(text: Bytes, word: bytes) -> Places:
-    """Where the word stands. The last byte of a text is a line's end."""
+    """Return the places of the word. The last byte of a text is a newline."""
     at = np.flatnonzero(text[: -len(word)] == word[0])
     for further in range(1, len(word)):
         at = at[text[at + further] == word[further]]
@@ -192,14 +194,15 @@ def _found(text: Bytes, word: bytes) -> Places:
 
 
 def quotes(text: Bytes) -> int:
-    """How many strings begin or end in a text of JSON; −1 where that takes long to say."""
+    """Return the number of unescaped quotes in a JSON text; −1 if counting takes too many steps."""
     marks, escapes = text == _QUOTE, text == _ESCAPE
     count = int(np.count_nonzero(marks))
     before = np.flatnonzero(marks[1:] & escapes[:-1])
     for n in range(_ESCAPES_MAX):
         if not len(before):
             return count
-        # One escape more: what had an even number of them has an odd one now, so it is escaped; or the reverse.
+        # One more backslash: quotes after an even number of them now have an odd number, so they are escaped; or
+        # reverse.
         count += -len(before) if n % 2 == 0 else len(before)
         before = before[escapes[before - 1]] - 1
     return -1

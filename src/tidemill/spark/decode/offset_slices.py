@@ -1,8 +1,8 @@
-"""Which offsets of a topic belong to an interval of time, and which time each of them has (B2 of remap).
+"""Slices of offsets: the offsets of a topic in an interval of time, and the time of each, by the bindings of remap.
 
-A record gets the smallest time whose binding passes its offset. For [lower, upper) one slice a partition:
+A record gets the smallest time whose binding passes its offset. For [lower, upper) there is one slice per partition:
 
-    base      the binding in force at lower - 1: what was covered before
+    base      the binding in force at lower - 1: the offsets covered before
     bindings  those with lower ≤ time < upper, oldest first, contiguous
 """
 
@@ -21,8 +21,8 @@ from tidemill.topics.api import BatchRef
 class Slice(msgspec.Struct, frozen=True):
     """Offsets [start, end) of one partition; an offset below ends[i] (and not below ends[i-1]) has times[i].
 
-    Both tuples grow strictly; ends[-1] == end. `begins_ms`: the time of the first binding that knows
-    this topic, when that is in the interval: what a table holds by then is of an earlier topic. Else -1.
+    Both tuples increase strictly; ends[-1] == end. `begins_ms`: the time of the first binding that knows this topic, if
+    it is in the interval: the table's contents before that time come from an earlier topic. Else -1.
     """
 
     topic: str
@@ -40,7 +40,7 @@ class Slice(msgspec.Struct, frozen=True):
 
 
 class Descriptor(msgspec.Struct, frozen=True):
-    """A slice and where its record batches lie: all that an executor needs besides the bucket."""
+    """A slice and the positions of its record batches: all that an executor needs apart from the bucket."""
 
     slice: Slice
     refs: tuple[BatchRef, ...]
@@ -49,10 +49,11 @@ class Descriptor(msgspec.Struct, frozen=True):
 def cut(
     base: Binding | None, bindings: Sequence[Binding], topic: str, topic_id: str, *, begins_first: bool = True
 ) -> list[Slice]:
-    """The non-empty slices of a topic, by partition; a topic that begins here without a record has one empty slice.
+    """Return the non-empty slices of a topic, by partition; a topic that begins here without records has one empty
+    slice.
 
-    `begins_first`: it begins here also where no topic was bound before it. For a stream it does not: what its table
-    held by then is of no earlier topic, but was written into it, and stays.
+    `begins_first`: the topic begins here even if no topic was bound before it. For a stream that is false: the contents
+    of its table before that time do not come from an earlier topic but were written into it, and stay.
     """
     if not bindings:
         return []
@@ -82,5 +83,5 @@ def cut(
 
 
 def record_count(slices: Sequence[Slice]) -> int:
-    """At most this many records (compacted topics have gaps)."""
+    """Return an upper bound of the number of records (compacted topics have gaps)."""
     return sum(s.end - s.start for s in slices)

@@ -1,11 +1,11 @@
-"""Records of a captured table whose values lack columns, which the row has from before: found by their headers.
+"""Partial rows: records of a captured table that omit columns whose values did not change, identified by their headers.
 
-tm.unchanged   JSON array of the columns: TOASTed values that an UPDATE left as they were, under an identity that does
-               not say the old row (capture/topics/topic_writer.py)
-tm.was         the key that the row had before, where that changed as well
+tm.unchanged   JSON array of the columns: TOASTed values that an UPDATE left unchanged, under an identity that does not
+               include the old row (capture/topics/topic_writer.py)
+tm.was         the key of the row before, if it changed as well
 
-Only a record with more headers than its version has is looked at, and those of one set of columns are read together,
-by columns. What the columns come to is resolved beside the mirror (upsert/toast_fill.py).
+Only records with more headers than their version has are checked; those that omit the same columns are decoded
+together, by columns. The values of the columns are resolved with the mirror (upsert/toast_fill.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ UNCHANGED_HEADER, WAS_HEADER = "tm.unchanged", "tm.was"
 
 
 class OmittedColumns(msgspec.Struct, frozen=True):
-    """Records that leave the same columns. `names`: the header as it is; `moved`: their keys changed."""
+    """Records that omit the same columns. `names`: the header's bytes; `moved`: their keys changed."""
 
     names: bytes
     moved: bool
@@ -32,8 +32,8 @@ class OmittedColumns(msgspec.Struct, frozen=True):
 
 
 def set_aside(columns: Columns, valued: Places, plain: int) -> tuple[Places, list[OmittedColumns]]:
-    """Of the records at these places those that have all columns, and the others. `plain`: the headers of one that has
-    all."""
+    """Separate the records with all columns from the others. `plain`: the number of headers of a record with all
+    columns."""
     more = columns.header_counts[valued] > plain
     if not more.any():
         return valued, []
@@ -50,8 +50,10 @@ def set_aside(columns: Columns, valued: Places, plain: int) -> tuple[Places, lis
 
 
 def with_leaving(table: pa.Table, live_at: Places, leaving: Sequence[OmittedColumns], columns: Columns) -> pa.Table:
-    """Commands, of which the first ones are those of the records at `live_at`, with what the records leave. One that is
-    not among them turned out to be a dead letter."""
+    """Add the columns of partial rows to commands, the first of which are those of the records at `live_at`.
+
+    A partial record that is not among them became a dead letter.
+    """
     row_of = {place: row for row, place in enumerate(live_at.tolist())}
     names: list[bytes | None] = [None] * table.num_rows
     keys: list[bytes | None] = [None] * table.num_rows

@@ -1,7 +1,8 @@
-"""Record batches cut to a slice: columns of what lies in [start, end), each record with its time.
+"""Record batches cut to a slice: columns of the records in [start, end), each with its time.
 
-A batch that cannot be read, for whatever reason, is one letter for its range of offsets, at the time of its first
-one: told by the slice that holds this first offset, whatever the slices, so that every writer tells it once.
+A batch that cannot be read for any reason is one letter for its range of offsets, at the time of its first offset.
+Invariant (one letter per batch): the slice that holds the first offset reports it, so every writer reports it once,
+independent of how slices are cut.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tidemill.topics.batch.records import Headers
 
 BLOCK_RECORDS = 20_000
 BLOCK_BYTES = 8 << 20
-"""A block has at most so many records, and bytes of values (a record larger than that is a block)."""
+"""A block has at most this many records, and bytes of values (a larger record is a block)."""
 
 
 class Records(msgspec.Struct, frozen=True):
-    """`unread`: letters of whole batches; with records beside them or alone."""
+    """Records of a slice with their times. `unread`: letters of whole batches, with or without records."""
 
     topic: str
     partition: int
@@ -64,7 +65,7 @@ def blocks_of(
     block_records: int = BLOCK_RECORDS,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[Records]:
-    """The records of the slice in blocks, in offset order. `refs[i]` says which offsets `batches[i]` has."""
+    """Yield the records of the slice in blocks, in offset order. `refs[i]` names the offsets of `batches[i]`."""
     unread: list[Letter] = []
     for found in decode_opened(_opened(piece, batches, refs, unread)):
         if isinstance(found, tuple):
@@ -82,7 +83,8 @@ def blocks_of(
 def _opened(
     piece: Slice, batches: Sequence[Buffer], refs: Sequence[BatchRef], unread: list[Letter]
 ) -> Iterator[Opened]:
-    """Those that hold records of users; what cannot be opened joins `unread`."""
+    """Yield the opened batches that hold user records; letters of batches that cannot be opened are added to
+    `unread`."""
     for number, batch in enumerate(batches):
         ref = refs[number] if refs else None
         try:
@@ -97,7 +99,7 @@ def _opened(
 
 
 def _cuts(columns: Columns, records: int, size: int) -> Iterator[tuple[int, int]]:
-    """Blocks of at most so many records, and bytes of values where a block has more than one record."""
+    """Yield ranges of at most `records` records, and at most `size` bytes of values unless it is a single record."""
     ends = np.cumsum(np.maximum(columns.value_bytes, 0))
     first, before = 0, 0
     while first < len(columns):
@@ -108,14 +110,14 @@ def _cuts(columns: Columns, records: int, size: int) -> Iterator[tuple[int, int]
 
 
 def _block(piece: Slice, columns: Columns, unread: list[Letter]) -> Records:
-    """With the letters so far, which are told once."""
+    """Return a block with the letters so far, each of which is reported once."""
     told = tuple(unread)
     unread.clear()
     return Records(piece.topic, piece.partition, piece.times_of(columns.offsets), columns, told)
 
 
 def _range(batch: Buffer, ref: BatchRef | None) -> tuple[int, int]:
-    """First and last offset, inclusive."""
+    """Return the first and last offset, inclusive."""
     if ref is not None:
         return ref.base_offset, ref.base_offset + ref.record_count - 1
     header = parse_header(batch)

@@ -1,7 +1,8 @@
-"""JSON objects → rows with fields c0, c1, … by a list of columns; and rows → Arrow columns, the bad ones named.
+"""JSON objects → rows with fields c0, c1, … by a list of columns; and rows → Arrow columns, with the invalid rows
+named.
 
-The good path is one call a row and one array a column. A block that an array refuses is bisected down to the rows
-that no such column can hold: the others are decoded as if those were not there.
+The fast path is one call per row and one array per column. A block that cannot be converted is bisected down to the
+rows that the column cannot represent: the others are decoded as if those did not exist.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tidemill.shards.parts.schema import arrow_type
 
 FLOATS = frozenset({"float32", "float64"})
 NESTED_MAX = 500
-"""A value nested deeper is refused. msgspec has a limit that depends on the stack of the caller, which differs between
+"""A value nested deeper is rejected. msgspec has a limit that depends on the stack of the caller, which differs between
 a driver and a task."""
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _MINUS_ZERO = re.compile(rb"-0\s*[,}]")
@@ -30,7 +31,7 @@ ToArrow = Callable[[Sequence[Any], Column], pa.Array]
 
 class RowDecoder(Protocol):
     def decode(self, data: bytes, /) -> Any:
-        """An object with fields c0, c1, …. Raises whatever a stranger's bytes make it raise."""
+        """Return an object with fields c0, c1, …. Raises exceptions of any type, depending on the bytes."""
         ...
 
 
@@ -45,7 +46,7 @@ def check_nesting(data: bytes) -> None:
 
 
 def row_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, *, exact: bool = False) -> RowDecoder:
-    """`kinds`: column type → Python type. `exact`: an object has these columns, no other and none left out."""
+    """Return a decoder. `kinds`: column type → Python type. `exact`: an object has exactly these columns."""
     plain = _plain_decoder(columns, kinds, other, exact)
     signed = [(f"c{i}", c.name) for i, c in enumerate(columns) if c.type in FLOATS]
     return _SignedZeros(plain, signed) if signed else plain
@@ -62,12 +63,12 @@ def _plain_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: A
 
 
 def _odd(name: str) -> bool:
-    """Names that msgspec has no struct field for."""
+    """Return whether msgspec cannot use the name for a struct field."""
     return '"' in name or "\\" in name or any(ord(c) < 32 for c in name)
 
 
 class _OddDecoder:
-    """The same for columns with a quote, a backslash or a control character in a name; several times slower."""
+    """Decoder for columns with a quote, a backslash or a control character in a name; several times slower."""
 
     def __init__(self, columns: Sequence[Column], types: Sequence[Any], exact: bool) -> None:
         self._fields = [
@@ -86,7 +87,8 @@ class _OddDecoder:
 
 
 class _SignedZeros:
-    """msgspec reads the number -0 as an integer, so as 0; -0.0 it reads as it is."""
+    """Decoder that keeps the sign of zero: msgspec reads the number -0 as an integer, so as 0; -0.0 it reads
+    correctly."""
 
     def __init__(self, plain: RowDecoder, floats: Sequence[tuple[str, str]]) -> None:
         self._plain = plain
@@ -106,7 +108,7 @@ class _SignedZeros:
 def columns_of_rows(
     columns: Sequence[Column], rows: list[Any], places: list[int], dead: list[tuple[int, str]], to_arrow: ToArrow
 ) -> tuple[dict[str, pa.Array], list[int]]:
-    """(columns of the rows that can be held, their places); the others join `dead` with the reason."""
+    """Return (columns of the valid rows, their places); the others are added to `dead` with the reason."""
     bad: dict[int, str] = {}
     out: dict[str, pa.Array] = {}
     for i, column in enumerate(columns):
@@ -127,10 +129,10 @@ def columns_of_rows(
 
 
 def _by_halves(values: Sequence[Any], column: Column, to_arrow: ToArrow, bad: dict[int, str]) -> pa.Array:
-    """The whole column, null where no such column holds the value, which joins `bad`.
+    """Return the whole column, with null for values that it cannot represent, which are added to `bad`.
 
-    What a value is does not depend on its neighbours: a block that is refused though each of its values is taken
-    alone (two spellings of a timestamp, which one call does not mix) is put together from its halves.
+    Neighbours do not influence a value: a block that fails although each of its values is valid (two forms of a
+    timestamp, which one call does not mix) is assembled from its halves.
     """
     parts: list[pa.Array] = []
     open_ranges = [(0, len(values))]

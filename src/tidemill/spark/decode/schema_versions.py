@@ -1,10 +1,10 @@
-"""Records of a captured table under each version of its description, as columns under the newest one.
+"""Versions of a captured table's description: read records of each version, as columns of the newest one.
 
-    version 1   no header `tm.version`, as before there was any      version n   the header says it
+    version 1   no header `tm.version`, as before versions existed      version n   the header has the number
 
-Within a partition versions only rise, since the stream's do. A record is read with the columns and types of its own
-version: what those lack is the column's default, which is what PostgreSQL reads there, and what was narrower is widened
-after it was read (0.1 of a real is 0.10000000149011612 as a double precision, not 0.1).
+Within a partition versions only increase, as those of the stream do. A record is read with the columns and types of its
+own version. A column that the version lacks has the column's default, as PostgreSQL reads it; a narrower value is
+widened after reading (0.1 of a real is 0.10000000149011612 as a double precision, not 0.1).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tidemill.topics.batch import Columns
 
 VERSION_HEADER = "tm.version"
 PLAIN_HEADERS = 3
-"""Of a record under version 1; one of a later version has another."""
+"""Headers of a record under version 1; a record of a later version has one more."""
 READERS_KEPT = 64
-"""Of one version: for so many sets of columns that records leave out."""
+"""Limit of cached readers of one version, one for each set of columns that records omit."""
 
 
 class Generation:
-    """The readers of one version. `schema`: of the table; `columns`: as the version has them."""
+    """Readers of one version. `schema`: the table's; `columns`: as the version has them."""
 
     def __init__(
         self, schema: ShardSchema, columns: Sequence[Column], defaults: Mapping[str, Column], kinds: Mapping[str, Any],
@@ -65,11 +65,11 @@ class Generation:
         self._lacking = [_filled(c, defaults) for c in schema.columns if c.name not in here]
 
     def without(self, names: Sequence[str]) -> Generation:
-        """For records that leave these columns out: they have whatever value, which is none. Raises ValueError for a
-        column that none of the version's values may lack."""
+        """Return readers for records that omit these columns, whose values are then placeholders. Raises ValueError for
+        a column that values of this version may not omit."""
         left = frozenset(names)
         if not left <= self.names - {c.name for c in self.key_columns}:
-            raise ValueError(f"no such columns may be left out: {', '.join(sorted(left))}")
+            raise ValueError(f"these columns may not be omitted: {', '.join(sorted(left))}")
         found = self._without.get(left)
         if found is None:
             if len(self._without) >= READERS_KEPT:
@@ -78,7 +78,7 @@ class Generation:
         return found
 
     def under_newest(self, block: Block, *, whole: bool = True) -> Block:
-        """The block's arrays under the table's schema; `whole`: with the columns that this version lacks."""
+        """Return the block's arrays with the table's types; `whole`: add the columns that this version lacks."""
         if not self._wider and not (whole and self._lacking):
             return block
         arrays = {
@@ -91,13 +91,14 @@ class Generation:
 
 
 class Generations:
-    """Of one table. `known`: the columns of each version, the first one's first; none = there is one, the schema's."""
+    """Versions of one table. `known`: the columns of each version, oldest first; empty = one version, the schema's."""
 
     def __init__(
         self, schema: ShardSchema, known: Sequence[Sequence[Column]], kinds: Mapping[str, Any], exact: Dialect,
         some: Dialect, forms: Mapping[str, str], avro: Sequence[AvroVersion] = (),
     ) -> None:  # fmt: skip
-        """`forms`: of columns, none where records are rows (events.py). `avro`: of each version, where they are so."""
+        """Create the readers. `forms`: of the columns, empty if records are rows (events.py). `avro`: schemas of each
+        version, if records are Avro."""
         described = known or (schema.columns,)
         defaults = {c.name: c for c in described[-1]}
         versions: Sequence[AvroVersion | None] = avro or [None] * len(described)
@@ -114,7 +115,8 @@ class Generations:
         return len(self._of)
 
     def runs(self, columns: Columns, count: int) -> list[tuple[int, int, int]]:
-        """(first, end, version) of the records in order; one run where all are under version 1, which costs a look."""
+        """Return (first, end, version) of the records in order; one run if all are under version 1, which is cheap to
+        check."""
         if not count or not (columns.header_counts > PLAIN_HEADERS).any():
             return [(0, count, 1)] if count else []
         out: list[tuple[int, int, int]] = []
@@ -134,7 +136,7 @@ class Generations:
 
 
 def version_at(columns: Columns, at: int) -> int:
-    """Of the description that a record was written under."""
+    """Return the version of the description that a record was written under."""
     if columns.header_counts[at] <= PLAIN_HEADERS:
         return 1
     return int(dict(columns.headers_of(at)).get(VERSION_HEADER) or b"1")

@@ -1,14 +1,14 @@
-"""Stream topics: JSON objects by a declared schema → commands; what cannot be read → dead letters.
+"""Stream topics: JSON objects by a declared schema → commands; unreadable records → dead letters.
 
 value    JSON object. A field that is absent or null is null; unknown fields are ignored; a field of
          another type, a number out of range, a null key: dead letter
-null     deletion of the record's key: the text itself for one string column, else JSON (a scalar for
+null     deletion of the record's key: plain text for a single string column, else JSON (a scalar for
          one column, an object for several)
 types    timestamp: RFC 3339 text (a zone has minutes; none = UTC) or integer milliseconds, years 1 to 9999;
          timestamp_ntz: such text without a zone; date: ISO 8601 text; decimal: number or text, exact within its scale;
          json: any JSON value, as its text in the record
 
-Whatever reading one record raises, of whatever type, makes that record a dead letter and harms no other.
+An exception of any type while reading a record makes that record a dead letter and does not affect others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND = datetime.timedelta(microseconds=1)
 FIRST_US = (datetime.datetime(1, 1, 1, tzinfo=datetime.UTC) - _EPOCH) // _MICROSECOND
 LAST_US = (datetime.datetime(9999, 12, 31, 23, 59, 59, 999_999, tzinfo=datetime.UTC) - _EPOCH) // _MICROSECOND
-"""What every reader of a table can hold: Python's datetime ends here, and so do Spark's rows in Python."""
+"""Range that every reader of a table can represent: the limits of Python's datetime, and so of Spark's rows in
+Python."""
 
 
 def _sized(bits: int) -> Any:
@@ -78,7 +79,7 @@ class StreamDecoder:
         self._keys = ObjectReader(self._key_columns, dialect) if Declared.reads(self._key_columns) else None
 
     def decode(self, records: Records) -> tuple[Commands, pa.Table]:
-        """(commands, dead letters as updates of DEAD_LETTERS)."""
+        """Return (commands, dead letters as updates of DEAD_LETTERS)."""
         columns = records.columns
         valued = columns.value_bytes >= 0
         keyed = np.flatnonzero(~valued & (columns.key_bytes >= 0))
@@ -127,7 +128,7 @@ class StreamDecoder:
         return self._keys.read(columns.body, at, sizes, keyed) if self._keys is not None else ([], keyed)
 
     def _key_of(self, key: bytes | None) -> Any:
-        """A row with fields c0… of the key columns."""
+        """Return a row with fields c0… of the key columns."""
         if key is None:
             raise _Unreadable("a deletion without a key")
         name = self._key_columns[0].name
@@ -146,7 +147,7 @@ class StreamDecoder:
 
 
 class _Unreadable(ValueError):
-    """Said in our own words, so without its type in front."""
+    """Error of this module, reported without the name of its type."""
 
 
 def _said(error: BaseException) -> str:
@@ -171,7 +172,8 @@ def _array(values: Sequence[Any], column: Column) -> pa.Array:
 
 
 def _timestamp_us(value: datetime.datetime | int) -> int:
-    """Integer milliseconds or a datetime, without zone taken as UTC. Raises ValueError outside LAST_US."""
+    """Convert integer milliseconds or a datetime, which is UTC without a zone. Raises ValueError outside
+    FIRST_US..LAST_US."""
     if isinstance(value, int):
         us = value * 1000
     else:
@@ -183,7 +185,7 @@ def _timestamp_us(value: datetime.datetime | int) -> int:
 
 
 def _letters(records: Records, dead: list[tuple[int, str]]) -> list[Letter]:
-    """One letter for each record at these places."""
+    """Return one letter for each record at these places."""
     out = []
     for at, reason in dead:
         value = records.columns.value(at)

@@ -1,18 +1,18 @@
-"""`format("tidemill")`: the Python data source. Spark finds it by itself, through the package `pyspark_tidemill`.
+"""`format("tidemill")`: the Python data source. Spark finds it through the package `pyspark_tidemill`.
 
     batch      option shard=NAME (or .load("NAME")); as_of = ms, ISO 8601 text (UTC when it names no zone) or latest
     streaming  option source=topic/NAME (with schema, key) or capture/NAME (with table=schema.table)
-               rows=true  (default) one row a record: columns, _time, _order, _partition, _live
-               rows=false one row a partition and batch: what to read, for operators that fetch for themselves;
+               rows=true  (default) one row per record: columns, _time, _order, _partition, _live
+               rows=false one row per partition and batch: its offsets, for operators that fetch the records themselves;
                source=NAME,NAME reads any number of sources
                start=MS, max_rows, pace_ms; mode, columnNameOfCorruptRecord (`corrupt`)
                or shard=NAME with changes=true: columns, _time, _diff; start=MS, max_rows
     write      option shard=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, beside
     all        which cluster: see `spark.session.cluster_lookup`
 
-An option that is not known, or means nothing here, is refused.
-Spark pickles instances of these classes by reference and calls them in processes of its own: planners and
-executors. State lives in `stores.shared` of each.
+An option that is unknown, or has no effect on the operation, is rejected.
+Spark pickles instances of these classes by reference and calls them in separate processes: planners and
+executors. State is in `stores.shared` of each process.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ __all__ = ["DESCRIPTOR_COLUMNS", "TidemillSource", "register"]
 
 
 def register(spark: SparkSession, objects: str = "", consensus: str = "") -> None:
-    """Give the session the URLs of a cluster once, so that its reads need not name one.
+    """Register the URLs of a cluster with the session, so that its reads need not name one.
 
-    Raises InvalidError where the Python that Spark runs has no tidemill.
+    Raises InvalidError if the Python that Spark runs does not have tidemill.
     """
     check_python(spark)
     given = {key: value for key, value in (("objects", objects), ("consensus", consensus)) if value}
 
-    class Configured(TidemillSource):  # travels to workers by value, so its URLs do too
+    class Configured(TidemillSource):  # pickled by value for workers, together with its URLs
         registered = given
 
     spark.dataSource.register(Configured)
@@ -59,7 +59,7 @@ _registered: WeakKeyDictionary[SparkSession, dict[str, str]] = WeakKeyDictionary
 
 
 def registered_with(spark: SparkSession) -> dict[str, str]:
-    """The URLs that `register` gave this session."""
+    """Return the URLs that `register` gave this session."""
     return _registered.get(spark, {})
 
 
@@ -87,7 +87,7 @@ class TidemillSource(DataSource):  # type: ignore[misc]
         return ShardReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        # Not the options kept in a schema: they may be those of the table that the rows were read from.
+        # Without the options stored in a schema: they may be those of the table that the rows were read from.
         options = self._read_options()
         options.only(WRITE, "a write")
         return FrameWriter(options, schema, overwrite)
@@ -97,7 +97,7 @@ class TidemillSource(DataSource):  # type: ignore[misc]
         if options.shard:
             options.only(CHANGES, "a stream of changes")
             if not options.flag("changes", False):
-                raise InvalidError("a stream of a shard gives its changes.", fix="Give option changes=true.")
+                raise InvalidError("a stream of a shard requires changes.", fix="Set option changes=true.")
             return ChangesReader(options, schema)
         options.only(STREAM, "a stream")
         return FeedReader(options) if options.flag("rows", True) else TimesReader(options)

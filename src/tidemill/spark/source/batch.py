@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AS_OF_TIMEOUT_S = 60.0
 JOB_HOLD_MS = 15 * 60_000
-"""How long what a batch read planned stays readable to its executors; a longer job is told that history is lost."""
+"""Time for which the parts of a batch read are retained for its executors; a longer job fails with lost history."""
 
 
 def shard_schema(options: Options) -> ShardSchema:
@@ -36,7 +36,7 @@ def shard_schema(options: Options) -> ShardSchema:
 
 
 class ShardPartition(InputPartition):  # type: ignore[misc]
-    """Everything an executor needs besides the bucket: the parts are named, and small ones are inside."""
+    """Input of a task, complete apart from the bucket: the parts are named, and small ones are inlined."""
 
     def __init__(self, objects: str, schema: ShardSchema, chosen: Range, as_of: int) -> None:
         self.objects = objects
@@ -44,22 +44,23 @@ class ShardPartition(InputPartition):  # type: ignore[misc]
 
 
 class ShardReader(DataSourceReader):  # type: ignore[misc]
-    """`schema`: the columns that are wanted, all of the shard's or some of them."""
+    """Reader of a shard. `schema`: the requested columns, all of the shard's or some of them."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         if not options.shard:
             raise InvalidError(
                 "no shard is named.",
-                fix='Give option shard=NAME, or .load("NAME"); make a table of a catalogue without a list of columns.',
+                fix='Set option shard=NAME, or .load("NAME"); create a table of a catalogue without a list of columns.',
             )
         self._options = options
         self._schema = schema
 
     def partitions(self) -> Sequence[InputPartition]:
-        """One a range of hashes, as many as the shard's size is worth.
+        """Return one partition per range of hashes, their number by the shard's size.
 
-        Spark plans a frame, or a view, once, and gives all that is made of it the same partitions. So no filter chooses
-        them (it would choose for a later query without it too), and the newest time is that of the first query.
+        Spark plans a frame, or a view, once, and uses the same partitions for everything derived from it. So no filter
+        selects them (it would apply to later queries without the filter), and the newest time is that of the first
+        query.
         """
         portal, stores = shared(self._options.urls)
         shard = portal.call(stores.shard(self._options.shard))
@@ -69,16 +70,19 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
             return []
         ranges = cut(portal.call(shard.batches_until(as_of)))
         if sum(p.size_bytes for r in ranges for batch in r.batches for p in batch.parts) > HOLD_ABOVE_BYTES:
-            # Executors read while nobody here is called any more, so the hold is as long as a job may take: hold first.
+            # Executors read after this process is no longer called, so the hold lasts as long as a job may take. Hold
+            # first.
             portal.call(shard.hold(shard.reader_name("spark"), as_of, JOB_HOLD_MS))
             ranges = cut(portal.call(shard.batches_until(as_of)))
         if any(batch.schema_version > shard.schema.version for r in ranges for batch in r.batches):
-            raise SchemaEvolvedError(f"the shard's schema changed meanwhile: shard={shard.name}.", fix="Read again.")
+            raise SchemaEvolvedError(
+                f"the shard's schema changed during the read: shard={shard.name}.", fix="Read again."
+            )
         return [ShardPartition(self._options.objects, shard.schema, chosen, as_of) for chosen in ranges]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if not isinstance(partition, ShardPartition):
-            return  # Spark's own, in place of none: there is nothing to read
+            return  # a partition of Spark's, passed if `partitions` returned an empty list: nothing to read
         schema, chosen, as_of = msgspec.msgpack.decode(partition.payload, type=tuple[ShardSchema, Range, int])
         portal, objects = shared_objects(partition.objects)
         fetch = fetching(portal, objects, whole=True)
@@ -89,14 +93,14 @@ class ShardReader(DataSourceReader):  # type: ignore[misc]
                 yield from wanted.cast(_arrow_schema(self._schema, wanted.schema)).to_batches(max_chunksize=20_000)
         except MissingError as error:
             raise HistoryLostError(
-                f"history is lost: what this frame read at its first query is not there any more: as_of={as_of}.",
-                fix="Load it anew, or use tidemill.spark.read, whose frames hold what they read. Where that fails too,"
+                f"history is lost: the parts that this frame read at its first query are deleted: as_of={as_of}.",
+                fix="Load the frame again, or use tidemill.spark.read, whose frames hold their parts. If that fails,"
                 " see tidemill doctor --deep.",
             ) from error
 
 
 def readable_at(portal: BlockingPortal, shard: LogShard, given: int | None) -> int | None:
-    """The time to read at: as given, once it is final, or the newest; None while nothing was ever written.
+    """Return the time to read at: the given one, once it is final, or the newest; None if nothing was ever written.
 
     Raises InvalidError for a time that is not readable.
     """
@@ -115,20 +119,21 @@ def readable_at(portal: BlockingPortal, shard: LogShard, given: int | None) -> i
 
 
 def check_columns(wanted: StructType, columns: Sequence[Column], name: str) -> None:
-    """Raises InvalidError: a schema given by hand, or kept by a catalogue, has what the shard has not."""
+    """Raises InvalidError if a schema given by the user, or stored by a catalogue, has a column that the shard has
+    not."""
     have = {field.name: field.dataType for field in spark_schema(columns).fields}
     for field in wanted.fields:
         if have.get(field.name) != field.dataType:
             there = have[field.name].simpleString() if field.name in have else "no such column"
             raise InvalidError(
-                f"the shard has another column: shard={name} column={field.name}"
+                f"the shard's column differs: shard={name} column={field.name}"
                 f" wanted={field.dataType.simpleString()} there={there}.",
-                fix="Leave the schema out, or make the table of the catalogue anew.",
+                fix="Remove the schema, or re-create the table in the catalogue.",
             )
 
 
 def _arrow_schema(wanted: StructType, found: pa.Schema) -> pa.Schema:
-    """`found` with the nullability that Spark was told: it compares the two."""
+    """Return `found` with the nullability declared to Spark, which compares the two."""
     for at, field in enumerate(wanted.fields):
         found = found.set(at, found.field(at).with_nullable(field.nullable))
     return found

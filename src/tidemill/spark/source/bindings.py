@@ -1,4 +1,4 @@
-"""The bindings of one source, as planners ask for them and tasks read by them."""
+"""Bindings of one source, for planners that wait for them and tasks that read by them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from tidemill.spark.stores import Stores
 
 
 class Bindings:
-    """`source`: topic/NAME or capture/NAME; `table`: of a capture, "" = all of its tables. Opened at the first call."""
+    """Bindings of one source. `source`: topic/NAME or capture/NAME; `table`: of a capture, "" = all of its tables. The
+    remap shard is opened on the first call."""
 
     def __init__(self, source: str, table: str = "") -> None:
         self.source = source
         self._table = table
         self._remap: Remap | None = None
         self._stores: Stores | None = None
-        """What `_remap` reads from. Consensus that moved back closes the stores of a process, and it opens others."""
+        """Stores that `_remap` reads from. After a rollback of consensus a process closes its stores and opens
+        others."""
 
     async def end(self, stores: Stores) -> int:
-        """One past the newest binding, or 0."""
+        """Return the end of the newest binding, or 0."""
         newest = await (await self._open(stores)).latest()
         return 0 if newest is None else newest.time_ms + 1
 
     async def wait(self, stores: Stores, start: int, timeout_s: float) -> bool:
-        """Is there a binding at or after `start`, now or so many seconds later at most?"""
+        """Return whether there is a binding at or after `start`, waiting at most `timeout_s`."""
         return await (await self._open(stores)).wait(start - 1, timeout_s)
 
     async def within(self, stores: Stores, start: int, most: int | None, target: int | None) -> int:
-        """The latest end with at most `most` records after `start`, and not past `target`; one time at least, were it
-        larger. `start` when there is nothing beyond it."""
+        """Return the latest end with at most `most` records after `start`, and not past `target`.
+
+        At least one time is included, even if it is larger. `start` if there is nothing after it.
+        """
         if most is None:
             end = await self.end(stores)
             return max(start, end if target is None else min(end, target))
@@ -41,7 +45,7 @@ class Bindings:
         return fitting[-1].time_ms + 1 if fitting else start
 
     async def plan(self, stores: Stores, start: int, end: int) -> list[Descriptor]:
-        """What [start, end) covers."""
+        """Return the slices of [start, end)."""
         remap = await self._open(stores)
         return await plan(stores.topics, remap, await self._topics(stores), start, end)
 
@@ -51,7 +55,7 @@ class Bindings:
         return self._remap
 
     async def _topics(self, stores: Stores) -> list[tuple[str, str]]:
-        """(name, id) of every topic that is read."""
+        """Return (name, id) of every topic that is read."""
         kind, _, name = self.source.partition("/")
         names = [name]
         if kind == "capture":

@@ -1,7 +1,7 @@
 """Tables of a catalogue: `CREATE TABLE … USING tidemill OPTIONS (…)`.
 
-Spark 4.3 gives a Python data source the options of such a table when it is made, and when it is read only the schema
-that the catalogue kept. So the options are kept in that schema, as metadata of its first column.
+Spark 4.3 passes a Python data source the options of such a table when it is created, but when it is read only the
+schema that the catalogue stores. So the options are stored in that schema, as metadata of its first column.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def keep_options(schema: StructType, options: Options) -> StructType:
 
 
 def table_options(schema: StructType) -> dict[str, str]:
-    """Those of the table that this is the schema of; none when it is not one's."""
+    """Return the options of the table with this schema; empty if it is not a table's schema."""
     kept = next((f.metadata[METADATA] for f in schema.fields if METADATA in (f.metadata or {})), "{}")
     found: dict[str, str] = json.loads(kept)
     return found

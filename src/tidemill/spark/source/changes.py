@@ -1,10 +1,10 @@
 """Streams of a shard's changelog: every update with its time and diff.
 
-The offset is {"ts": T, "shard": ID}: all updates below T of that shard are out. From 0 the first batch is the contents
-at its last time, as insertions then; after that, and from any other start, it is the updates themselves. History is
-held one tick behind the offset for as long as the planner lives, whether it is asked or not; a stream that comes back
-later than the shard remembers is told so, and never given a hole. So is one whose shard was dropped, also where another
-has its name.
+The streaming offset is {"ts": T, "shard": ID}: all updates below T of that shard are delivered. From 0 the first batch
+is the contents at its last time, as insertions at that time; after that, and from any other start, batches are the
+updates themselves. History is held one tick behind the offset for as long as the planner lives, even if it is not
+called. A stream that resumes after the shard's history was deleted fails, and never skips updates. It also fails if its
+shard was dropped, even if another shard has its name.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ META = (Column(TIME, "int64"), Column(DIFF, "int64"))
 MAX_ROWS = 500_000
 WAIT_S = 0.25
 TASK_BYTES = 16 * MIB
-"""Encoded updates of one task."""
+"""Encoded size of the updates of one task."""
 
 
 class ChangesPartition(InputPartition):  # type: ignore[misc]
-    """`chosen`: a range of the contents at `upper` - 1, or None: the updates of `batches` in [lower, upper)."""
+    """Input of a task. `chosen`: a range of the contents at `upper` - 1, or None: the updates of `batches` in
+    [lower, upper)."""
 
     def __init__(
         self, objects: str, schema: ShardSchema, chosen: Range | None, batches: list[Batch], lower: int, upper: int
@@ -68,9 +69,10 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         return ReadMaxRows(self._options.number("max_rows", MAX_ROWS))
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
-        """Where a batch of whole appends ends that has at most the limit's rows; `start` when there is nothing more.
+        """Return the end of a batch of whole appends with at most the limit's rows; `start` if there is nothing more.
 
-        Storage errors: try again later; but a query that ends with what is there now must not take them for the end.
+        On a storage error the query tries again later; but a query with trigger availableNow must not take that for the
+        end.
         """
         portal, _ = shared(self._options.urls)
         frontier = int(start["ts"])
@@ -113,8 +115,8 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         batches = [b for b in found if b.lower < upper and b.parts]
         if any(batch.schema_version > shard.schema.version for batch in batches):
             raise SchemaEvolvedError(
-                f"the shard's schema changed since this query began: shard={shard.name}.",
-                fix="Start the query again, with its checkpoint: it goes on, with the new columns.",
+                f"the shard's schema changed since this query started: shard={shard.name}.",
+                fix="Restart the query with its checkpoint: it continues with the new columns.",
             )
         if first:
             return [ChangesPartition(objects, shard.schema, each, [], lower, upper) for each in cut(batches)]
@@ -138,12 +140,12 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
             yield from rows.select(self._schema.fieldNames()).to_batches(20_000)
 
     def _open(self, offset: Offset) -> tuple[LogShard, MovingHold]:
-        """Raises InvalidError: the offset is of another shard. (One of an older version does not say of which it
-        is.)"""
+        """Open the shard once, and hold its history. Raises InvalidError if the offset is of another shard; an offset
+        of an older version does not name its shard."""
         if self._opened is None:
             portal, stores = shared(self._options.urls)
             if not self._options.shard:
-                raise InvalidError("no shard is named.", fix="Give option shard=NAME.")
+                raise InvalidError("no shard is named.", fix="Set option shard=NAME.")
             shard = portal.call(stores.shard(self._options.shard))
             check_columns(self._schema, (*shard.schema.columns, *META), shard.name)
             hold = MovingHold(shard, shard.reader_name("stream"), stores.clock, ttl_ms=HOLD_TTL_MS, kept=True)
@@ -154,13 +156,13 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         if offset.get("shard", shard.shard_id) != shard.shard_id:
             raise InvalidError(
                 f"the shard was dropped, and another has its name: shard={shard.name}.",
-                fix="Begin the stream anew, with a checkpoint of its own.",
+                fix="Start a new stream with a new checkpoint.",
             )
         return self._opened
 
 
 def _tasks(batches: Sequence[Batch]) -> list[list[Batch]]:
-    """The batches' parts, about TASK_BYTES a task."""
+    """Group the batches' parts into tasks of about TASK_BYTES."""
     out: list[list[Batch]] = []
     held = TASK_BYTES
     for batch in batches:

@@ -1,13 +1,13 @@
-"""What a stream of rows does with records that cannot be read: the modes that Spark's own JSON reader has.
+"""Modes of a stream of rows for records that cannot be read, as in Spark's own JSON reader.
 
-PERMISSIVE     (default) a row of its own: the record's bytes in `_corrupt_record`, why in `_corrupt_record_reason`,
-               its place in `_time`, `_order`, `_partition`; every other column null, `_live` too: it is neither a
-               row nor a deletion
+PERMISSIVE     (default) a separate row: the record's bytes in `_corrupt_record`, the reason in
+PERMISSIVE     record_reason`, its position in `_time`, `_order`, `_partition`; every other column is null, also
+               `_live`: it is neither a row nor a deletion
 FAILFAST       the query fails, naming the record
-DROPMALFORMED  they are left out
+DROPMALFORMED  such records are omitted
 
-An update of a captured table that leaves out values which it did not change (tm.unchanged) is such a record, too: its
-row has what it has, and the reason names the columns that are null for want of a value.
+An update of a captured table that omits unchanged values (tm.unchanged) counts as such a record, too: its row has the
+values that are known, and the reason names the columns that are null because their values are unknown.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ LACKING = "left as they were"
 
 
 class Corrupted(msgspec.Struct, frozen=True):
-    """`column`: where the bytes go; beside it `column`_reason."""
+    """Handling of corrupt records. `column`: receives the bytes; `column`_reason receives the reason."""
 
     mode: str = "PERMISSIVE"
     column: str = COLUMN
 
     @classmethod
     def of(cls, options: Options) -> Corrupted:
-        """Raises InvalidError: there is no such mode."""
+        """Return the handling that the options select. Raises InvalidError for an unknown mode."""
         mode = options.text("mode", MODES[0]).upper()
         if mode not in MODES:
             raise InvalidError(f"no such mode: mode={options.text('mode')}.", fix=f"Use one of {', '.join(MODES)}.")
@@ -46,19 +46,19 @@ class Corrupted(msgspec.Struct, frozen=True):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What rows have besides their own columns."""
+        """Columns that are added to the rows."""
         if self.mode != "PERMISSIVE":
             return ()
         return Column(self.column, "binary"), Column(f"{self.column}_reason", "string")
 
     def rows(self, rows: pa.Table, dead: pa.Table) -> pa.Table:
-        """Rows of a stream and, in this mode's way, what could not be read (updates of DEAD_LETTERS). Raises
-        InvalidError where the first of it fails the query."""
+        """Return the rows of a stream with the unreadable records (updates of DEAD_LETTERS) handled by the mode. Raises
+        InvalidError if the mode is FAILFAST and there is one."""
         rows, lacking = _apart(rows)
         if self.mode == "FAILFAST" and lacking is not None and lacking.null_count < len(lacking):
             at = int(np.flatnonzero(lacking.is_valid().to_numpy())[0])
             raise InvalidError(
-                f"an update says nothing of columns that it left as they were: columns={_names(lacking[at].as_py())}"
+                f"an update lacks the values of columns that it left unchanged: columns={_names(lacking[at].as_py())}"
                 f" partition={rows.column(PARTITION)[at]} offset={rows.column(ORDER)[at]}.",
                 fix="Capture the table with whole rows (REPLICA IDENTITY FULL), or read it with another mode.",
             )
@@ -68,7 +68,7 @@ class Corrupted(msgspec.Struct, frozen=True):
             said = " ".join(f"{name}={dead.column(name)[0].as_py()}" for name in ("topic", "partition", "offset"))
             raise InvalidError(
                 f"a record cannot be read: {said} ({dead.column('reason')[0].as_py()}).",
-                fix="Have it as a row with mode=PERMISSIVE, or leave such records out with mode=DROPMALFORMED.",
+                fix="Set mode=PERMISSIVE to get it as a row, or mode=DROPMALFORMED to omit such records.",
             )
         for column in self.columns:
             rows = rows.append_column(column.name, pa.nulls(rows.num_rows, arrow_type(column.type)))
@@ -87,7 +87,8 @@ class Corrupted(msgspec.Struct, frozen=True):
 
 
 def _apart(rows: pa.Table) -> tuple[pa.Table, Any]:
-    """The rows without the columns that say what a record leaves out; and which it does (null = none), or None."""
+    """Return the rows without the columns of partial rows, and the names of the omitted columns (null = none), or
+    None."""
     if UNCHANGED not in rows.column_names:
         return rows, None
     return rows.drop_columns([UNCHANGED, RECORD_KEY]), rows.column(UNCHANGED)
@@ -98,7 +99,7 @@ def _names(unchanged: bytes) -> str:
 
 
 def _reasons(dead: pa.Table) -> Any:
-    """Why, and up to which offset where a whole batch cannot be read."""
+    """Return the reasons, with the last offset if a whole batch cannot be read."""
     first, last = int64s(dead, "offset"), int64s(dead, "last_offset")
     reasons = dead.column("reason")
     if not np.any(last > first):

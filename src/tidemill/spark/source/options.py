@@ -1,4 +1,4 @@
-"""The options of `format("tidemill")`: text, keys in any case, every one of them known."""
+"""Options of `format("tidemill")`: text with case-insensitive keys, all of which must be known."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ WRITE = ("shard", "path", "key", "delete", "mergeschema", "beside")
 
 
 class Options:
-    """Raises InvalidError naming the option, everywhere. `registered`: URLs that `register` was given."""
+    """Options of one read or write. All methods raise InvalidError naming the option. `registered`: URLs from
+    `register`."""
 
     def __init__(self, options: Mapping[str, str], registered: Mapping[str, str] | None = None) -> None:
         self._options = _given({key.lower(): value for key, value in options.items()})
@@ -33,15 +34,16 @@ class Options:
                 raise InvalidError(f"unknown option: option={key}.", fix=unknown_name(key, known))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was found: each process finds its cluster for itself."""
+        """Return the state without the resolved cluster: each process finds the cluster itself."""
         return {key: value for key, value in self.__dict__.items() if key != "urls"}
 
     def only(self, names: tuple[str, ...], of: str) -> None:
-        """Refuse what a read of this kind would not look at."""
+        """Reject options that have no effect on this operation."""
         for key in self._options:
             if key not in (*CLUSTER, *names):
                 raise InvalidError(
-                    f"option means nothing to {of}: option={key}.", fix=f"Leave it out; {of} knows {', '.join(names)}."
+                    f"option has no effect on {of}: option={key}.",
+                    fix=f"Remove it; {of} accepts {', '.join(names)}.",
                 )
 
     def text(self, key: str, default: str = "") -> str:
@@ -75,35 +77,35 @@ class Options:
 
     @property
     def objects(self) -> str:
-        """What a partition says of the bucket: nothing where the environment of workers says it."""
+        """URL of the bucket for partitions; "" if the workers' environment has it."""
         told = not any(self.text(key) for key in ("objects", "config")) and not self._registered
         return "" if told and os.environ.get(OBJECTS_VARIABLE) else self.urls.objects
 
     @property
     def shard(self) -> str:
-        """Its name, or "" when this reads something else."""
+        """Name of the shard, or "" if this reads something else."""
         named, path = self.text("shard"), self.text("path")
         if named and path and named != path:
-            raise InvalidError(f"two shards are named: shard={named} path={path}.", fix="Name one.")
+            raise InvalidError(f"two shards are named: shard={named} path={path}.", fix="Name only one.")
         return named or path
 
     @property
     def as_of_ms(self) -> int | None:
-        """None = the newest."""
+        """Time to read at; None = the newest."""
         return as_of_ms(self.text("as_of", LATEST))
 
     @property
     def source(self) -> str:
-        return self.need("source", "Write topic/<name> or capture/<name>, or give a shard for a batch read.")
+        return self.need("source", "Set it to topic/<name> or capture/<name>, or set shard for a batch read.")
 
 
 def from_catalogue(options: Mapping[str, str]) -> bool:
-    """Is this CREATE TABLE, which hands over the table's properties too (its owner, its comment)?"""
+    """Return whether these are options of CREATE TABLE, which also passes the table's properties (owner, comment)."""
     return "provider" in options
 
 
 def _given(options: dict[str, str]) -> dict[str, str]:
-    """Of a catalogue's properties, options are those that it names `option.KEY` as well, and the path."""
+    """Return the options among a catalogue's properties: those with a copy `option.KEY`, and the path."""
     if not from_catalogue(options):
         return options
     named = {key.removeprefix("option."): value for key, value in options.items() if key.startswith("option.")}

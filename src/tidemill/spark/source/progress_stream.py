@@ -1,9 +1,9 @@
-"""Streams with rows=false: how far the bindings of each source have come, for sinks that read the records themselves.
+"""Streams with rows=false: the progress of each source's bindings, for sinks that read the records themselves.
 
 One stream has any number of sources and one planner, because each stream costs a Python process. Its streaming offset
-is {source: T}: all records of the source bound below time T. The first batch comes at once, with or without bindings.
-After it, `latestOffset` waits for a new binding of any source: Spark repeats the question at once while nothing is new,
-and a question costs JVM and planner more than a wait. Stopping the query interrupts the wait.
+is {source: T}: all records of the source bound below time T. The first batch runs immediately, with or without
+bindings. After it, `latestOffset` waits for a new binding of any source: without one Spark would repeat the call
+immediately, and a call costs JVM and planner more than a wait. Stopping the query interrupts the wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 WAIT_S = 5.0
-"""How long `latestOffset` waits for a new binding, and how long a planner may outlive a JVM that was killed."""
+"""Time that `latestOffset` waits for a new binding, and so the time that a planner may outlive a killed JVM."""
 DESCRIPTOR_COLUMNS = (
     Column("topic", "string"), Column("partition", "int32"), Column("start", "int64"), Column("end", "int64"),
     Column("descriptor", "binary"),
@@ -46,25 +46,26 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         self._sources = [self._bindings(name) for name in options.source.split(",")]
         self._target: Offset | None = None
         self._offered_ms = 0
-        """When the newest batch was offered."""
+        """Time at which the newest batch was offered."""
         self._logged: dict[str, str] = {}
-        """Source → the error that keeps it where it stands."""
+        """Source → the error that stalls it."""
 
     def initialOffset(self) -> Offset:
-        """No source has a time in it: option start=MS is where all of them begin."""
+        """Return an offset without any source: each begins at option start=MS."""
         end_quietly_with_the_query()
         return {}
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Sinks bound what they read; option max_rows bounds the records of each source in a batch."""
+        """Return no limit, because sinks limit their reads; option max_rows limits the records of each source in a
+        batch."""
         most = self._options.number("max_rows", 0)
         return ReadMaxRows(most) if most else ReadAllAvailable()
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
-        """One past the newest binding of each source, or where it stands when there is none beyond, or none readable:
-        the others go on. A query that ends with what is there now must not take that for the end.
+        """Return the end of the newest binding of each source, or its present offset if no later one exists, or none
+        can be read: the others continue. A query with trigger availableNow must not take that for the end.
 
-        Raises, where the stream has this source alone, any error that time does not heal: HistoryLost, Corrupt.
+        Raises any permanent error, HistoryLostError or CorruptError, if the stream has only this source.
         """
         portal, stores = shared(self._options.urls)
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
@@ -83,7 +84,8 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         self._target = portal.call(run())
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        """One for each source with a new time. `read` plans the records, for most sinks read none of them."""
+        """Return one partition for each source with a new time. `read` plans the records, because most sinks read
+        none."""
         intervals = [(one.source, self._at(start, one), end.get(one.source, 0)) for one in self._sources]
         return [
             FeedPartition(self._options.objects, msgspec.msgpack.encode(interval), b"")
@@ -114,7 +116,7 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         return Bindings(source.strip(), self._options.text("table"))
 
     def _at(self, offset: Offset, one: Bindings) -> int:
-        """Where a source stands. A checkpoint of an earlier release has one time, under `ts`."""
+        """Return the offset of a source. A checkpoint of an earlier release has one time, under `ts`."""
         return offset.get(one.source, offset.get("ts", self._options.number("start", 0)))
 
     async def _latest(self, stores: Stores, start: Offset, most: int | None) -> Offset:
@@ -127,21 +129,23 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         ends = await asyncio.gather(*(self._end(stores, one, self._at(start, one), most) for one in self._sources))
         end = {one.source: end for one, end in zip(self._sources, ends, strict=True)}
         if self._target is None and end == start:
-            # Spark asks again at once. Where a binding exists and cannot be read, the next question does not wait.
+            # Spark calls again immediately. If a binding exists but cannot be read, the next call does not wait.
             await asyncio.sleep(pace_ms / 1000)
         return end
 
     async def _wait(self, stores: Stores, start: Offset) -> None:
-        """Until any source has a new binding, for WAIT_S at most."""
+        """Wait until any source has a new binding, for at most WAIT_S."""
 
         async def wait(one: Bindings) -> None:
             try:
                 await one.wait(stores, self._at(start, one), WAIT_S)
             except TidemillError as error:
                 self._stands(one, error)
-                await asyncio.sleep(WAIT_S)  # the others are waited for
+                await asyncio.sleep(WAIT_S)  # keep waiting for the others
 
-        tasks = Tasks(lambda name, error: None)  # raised below: else the query would ask again without a pause
+        tasks = Tasks(
+            lambda name, error: None
+        )  # errors are raised below: else the query would call again without a pause
         waits = [tasks.spawn(wait(one), name=one.source) for one in self._sources]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -162,11 +166,12 @@ class TimesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type:
         return end
 
     def _stands(self, one: Bindings, error: TidemillError) -> None:
-        """The source cannot be read now: raises `error` unless it heals by itself, or other sources go on."""
+        """Handle a source that cannot be read now: raise `error` if it is permanent and no other source can
+        continue."""
         if isinstance(error, UnavailableError | UnknownOutcomeError):
             return
         if len(self._sources) == 1:
             raise error
         if self._logged.get(one.source) != sentence(error):
             self._logged[one.source] = sentence(error)
-            log.warning("source stands still", source=one.source, error=sentence(error))
+            log.warning("source is stalled", source=one.source, error=sentence(error))

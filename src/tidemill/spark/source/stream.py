@@ -1,10 +1,10 @@
 """Streams of a topic or a captured table, as rows.
 
-The streaming offset is {"ts": T}: everything below time T, planned from remap alone, so that every query
-and every restart cuts a topic at the same places (U5). `latestOffset` waits for a new binding instead of
-being polled: Spark asks again at once while there is nothing new, and one question costs JVM and planner more than
-the wait. A query may have other sources, which Spark asks one after the other: it waits a moment only. Who stops the
-query interrupts it. The planner lives as long as the query.
+The streaming offset is {"ts": T}: everything below time T. Remap alone determines it, so every query and every restart
+cuts a topic at the same offsets. `latestOffset` waits for a new binding instead of being polled: without news Spark
+calls again immediately, and a call costs JVM and planner more than the wait. It waits only briefly, because a query may
+have other sources, which Spark calls one after the other. Stopping the query interrupts it. The planner lives as long
+as the query.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 MAX_ROWS = 500_000
-"""Records of one micro-batch, unless option max_rows says otherwise; a single time is never split."""
+"""Default limit of records in one micro-batch (option max_rows); a single time is never split."""
 WAIT_S = 0.25
-"""How long `latestOffset` waits for a new binding before it says that there is none."""
+"""Time that `latestOffset` waits for a new binding."""
 PACE_MS = 60
-"""Two micro-batches begin at least this far apart: a trigger for every binding would cost more than it brings. The
-first binding after a pause is not kept waiting."""
+"""Minimum interval between the starts of two micro-batches: a trigger for every binding would cost more than it gains.
+The first binding after a pause is not delayed."""
 
 
 def row_columns(options: Options) -> tuple[Column, ...]:
-    """What a row-yielding stream gives. Raises InvalidError when its source does not exist yet: they are needed now."""
+    """Return the columns of a stream of rows. Raises InvalidError if its source, which defines them, does not exist
+    yet."""
     corrupted = Corrupted.of(options)
     columns = (*_one_feed(options).schema.columns, *(Column(n, t) for n, t in META))
     if taken := {c.name for c in columns} & {c.name for c in corrupted.columns}:
         raise InvalidError(
-            f"the topic has this column itself: column={taken.pop()}.",
-            fix="Give what cannot be read another with option columnNameOfCorruptRecord.",
+            f"the topic already has a column of this name: column={taken.pop()}.",
+            fix="Set option columnNameOfCorruptRecord to another name.",
         )
     return (*columns, *corrupted.columns)
 
 
 def _one_feed(options: Options) -> TopicFeed:
-    """The one topic of a row-yielding stream."""
+    """Return the one topic of a stream of rows."""
     portal, stores = shared(options.urls)
     kind, _, name = options.source.partition("/")
     try:
@@ -65,12 +66,13 @@ def _one_feed(options: Options) -> TopicFeed:
         return portal.call(stream_feed(stores.catalogue, name, schema))
     except SourceNotReadyError as error:
         raise InvalidError(
-            f"source is not there yet: source={options.source}.", fix=f"Wait: {error.reason}."
+            f"source does not exist yet: source={options.source}.", fix=f"Wait: {error.reason}."
         ) from error
 
 
 class FeedPartition(InputPartition):  # type: ignore[misc]
-    """`payload` in msgpack: of rows the descriptor, with `feed`: how to decode it; else source and interval."""
+    """Input of a task. `payload` in msgpack: for rows the descriptor, with `feed` to decode it; else source and
+    interval."""
 
     def __init__(self, objects: str, payload: bytes, feed: bytes) -> None:
         self.objects = objects
@@ -86,10 +88,11 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         self._target: int | None = None
         self._bindings = Bindings(options.source, options.text("table"))
         self._offered_ms = 0
-        """When the newest batch was offered."""
+        """Time at which the newest batch was offered."""
 
     def initialOffset(self) -> dict[str, int]:
-        """Called twice at start; the same answer both times. Option start=MS begins later than everything."""
+        """Return the start of the stream, option start=MS or 0. Spark calls it twice at start and gets the same
+        answer."""
         if self._initial is None:
             end_quietly_with_the_query()
             self._initial = {"ts": self._options.number("start", 0)}
@@ -99,9 +102,10 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
         return ReadMaxRows(self._options.number("max_rows", MAX_ROWS))
 
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
-        """One past the newest binding, or `start` when there is none beyond it.
+        """Return the end of the newest binding, or `start` if no later one exists.
 
-        Storage errors: try again later; but a query that ends with what is there now must not take them for the end.
+        On a storage error the query tries again later; but a query with trigger availableNow must not take that for the
+        end.
         """
         portal, stores = shared(self._options.urls)
         pace_ms = self._options.number("pace_ms", PACE_MS)
@@ -148,7 +152,7 @@ class FeedReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: 
 
 
 def end_quietly_with_the_query() -> None:
-    """A stopped query closes its planner's socket, often while we wait for a binding: no traceback for that."""
+    """Suppress the traceback when a stopped query closes its planner's socket, often during a wait for a binding."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:

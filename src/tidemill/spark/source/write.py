@@ -1,4 +1,4 @@
-"""Writes: the rows of a DataFrame into a shard. Tasks stage, the driver's side commits (`spark.write`)."""
+"""Writes: append the rows of a DataFrame to a shard. Tasks stage rows, the driver commits them (`spark.write`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
-    """What one task staged."""
+    """Rows that one task staged."""
 
     def __init__(self, staged: Sequence[Staged]) -> None:
         self.payload = msgspec.msgpack.encode(staged)
@@ -38,14 +38,15 @@ class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
 
 
 class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
-    """Made on the driver's side, which refuses what cannot be written before anything runs; pickled to the others."""
+    """Writer that is created on the driver, where it rejects invalid writes before anything runs, and pickled to
+    tasks."""
 
     def __init__(self, options: Options, schema: StructType, overwrite: bool) -> None:
         if not options.shard:
             raise InvalidError(
                 "no shard is named.",
-                fix='Give option shard=NAME, or .save("NAME"). Of a table of a catalogue Spark tells a write no'
-                " options: INSERT INTO t WITH (shard = 'NAME') …, or make it a TEMPORARY VIEW.",
+                fix='Set option shard=NAME, or .save("NAME"). Spark passes no options of a catalogue\'s table to'
+                " a write: use INSERT INTO t WITH (shard = 'NAME') …, or a TEMPORARY VIEW.",
             )
         key = tuple(name.strip() for name in options.text("key").split(",")) if options.text("key") else ()
         grows = options.flag("mergeschema", False)
@@ -66,7 +67,7 @@ class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
         return msgspec.msgpack.decode(self._frame, type=Frame)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
-        """In a task. What a task staged that is run again, or whose job fails, is collected by age."""
+        """Stage rows in a task. Objects of a repeated task, or of a failed job, are deleted by age."""
         portal, objects = shared_objects(self._objects)
         clock, rand = SystemClock(), Rand()
 
@@ -83,18 +84,19 @@ class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
         self._forget(messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Also after a commit that raised: parts that may have been shown are left alone, what was staged never is."""
+        """Delete the staged objects. After a commit that raised, parts stay: they may be published; staged objects
+        never are."""
         self._forget(messages)
 
     def _forget(self, messages: list[WriterCommitMessage | None]) -> None:
-        """A courtesy: whatever is not deleted here is collected by age."""
+        """Delete the staged objects early; the rest is deleted by age."""
         portal, objects = shared_objects(self._objects)
         try:
             for one in _staged(messages):
                 if one.object_key:
                     portal.call(objects.delete(one.object_key))
         except TidemillError as error:
-            log.info("staged rows are left to the keeper", job=self._job, cause=str(error))
+            log.info("staged rows are left to the maintenance job", job=self._job, cause=str(error))
 
 
 def _staged(messages: list[WriterCommitMessage | None]) -> list[Staged]:
