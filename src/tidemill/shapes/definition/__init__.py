@@ -1,7 +1,7 @@
-"""Shapes, stage 1: what is asked for, checked and planned.
+"""Shapes, stage 1: checks a request and plans it.
 
     request ─► permissions, signed_urls, server_defined ─► planner ─► compiler_thread ─► definition
-    subset: some rows of a shape as they are now
+    subset: some rows of a shape at the current time
 
 Owns the definition of a shape. Pure, except for the thread of the compiler.
 """

@@ -1,6 +1,6 @@
-"""Compiles where clauses on a thread of its own: parsing ten thousand nodes takes longer than the loop may stand still.
+"""Compiles where clauses on a separate thread: parsing ten thousand nodes would block the event loop for too long.
 
-One thread, so that a flood of long clauses waits for itself, and for nothing that uses the common pool.
+There is one thread, so that a flood of long clauses delays only itself, and nothing that uses the common pool.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tidemill.shapes.where import Type, Where
 
 
 class CompileRequest(NamedTuple):
-    """What is to be compiled: the arguments of `planner.compile_request`."""
+    """The arguments of `planner.compile_request`."""
 
     request: ShapeRequest
     types: Mapping[str, Type]
@@ -31,25 +31,26 @@ class CompilerThread:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shape-where")
-        self._thread.submit(importlib.import_module, "postgast")  # a tenth of a second, ahead of the first clause
+        self._thread.submit(importlib.import_module, "postgast")  # takes 0.1 s; done before the first clause
 
     async def __call__(self, request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
-        """Raises FieldError."""
+        """Compile the clause of a request, None if it has none. Raises FieldError."""
         if not request.where and request.within is None:
             return compile_request(request, types, schema, table)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, compile_request, request, types, schema, table)
 
     async def many(self, asked: Sequence[CompileRequest]) -> list[Where | BaseException | None]:
-        """Each one's clause, or what compiling it raised. Whoever asks for one meanwhile waits for all of them."""
+        """Compile many clauses in one job; return each clause or the exception that it raised. Other requests wait for
+        the job."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, compile_each, asked)
 
     async def subset(self, request: SubsetRequest, scope: SubsetScope) -> Subset:
-        """Raises FieldError."""
+        """Compile a subset. Raises FieldError."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, compile_subset, request, scope)
 
     def close(self) -> None:
-        """What runs ends by itself; nobody waits for it."""
+        """Stop without waiting for a running job."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,6 +1,7 @@
-"""What a shape is: a table or a shard, a filter, and how changes are shown. Handles name one life of one definition.
+"""The definition of a shape: a table or a shard, a filter, and how changes are shown; and handles.
 
-H1  A handle is never reused: definition hash, then time and randomness of this life.
+Invariant (unique handles): a handle is never reused. It consists of the definition's hash, and of the time and random
+bits of one shape with that definition.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class ShapeDefinition(msgspec.Struct, frozen=True):
-    """Equal definitions share one log.
+    """The definition of a shape. Equal definitions share one log.
 
     where     text as the client sent it, "" = all rows
-    within    text of the server's clause that the rows must match besides, "" = none
+    within    text of the server's clause that the rows must match too, "" = none
     params    values of $1 … $n, as text: those of `within`, then those of `where`
     columns   names in table order, () = all
     """
@@ -46,17 +47,19 @@ class ShapeDefinition(msgspec.Struct, frozen=True):
     within: str = ""
 
     def digest(self) -> str:
-        """Decimal digest of the definition; stable across processes."""
+        """Return a decimal digest of the definition; stable across processes."""
         return str(int.from_bytes(hashlib.blake2b(msgspec.json.encode(self), digest_size=5).digest(), "big"))
 
 
 DIGEST_DIGITS = 20
-"""At most, of a handle."""
+"""Longest digest in a handle."""
 
 
 class HandleMint:
-    """Makes handles that no other call of this or any other process makes, whatever the clocks say (H1): within a life
-    of the mint they grow, and 64 random bits keep lives apart."""
+    """Creates handles that no other call, in this or any other process, creates, even if clocks go back.
+
+    Handles of one mint increase, and 64 random bits make those of different mints distinct.
+    """
 
     def __init__(self, clock: Clock, rand: Rand) -> None:
         self._clock = clock
@@ -67,7 +70,7 @@ class HandleMint:
         return self._mint(definition.digest())
 
     def after(self, handle: str) -> str:
-        """Another one of the definition that `handle` is of."""
+        """Create another handle for the same definition as that of `handle`."""
         digest = handle.partition("-")[0]
         return self._mint(digest if digest.isascii() and digest.isdigit() and len(digest) <= DIGEST_DIGITS else "0")
 

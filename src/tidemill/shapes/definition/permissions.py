@@ -1,8 +1,11 @@
-"""What one request may see, and for how long: as its client says, as the server defines it, or as a signature. Pure.
+"""Grants: the rows that one request may read, and until when. Pure.
 
-RI1  A handle is no right: which shape is read follows from the request's definition alone, and a handle of another one
-     is answered as one that never was.
-RI2  A right is asked again behind every wait, before rows go out: it may have ended, or been taken away.
+A grant comes from the client's own parameters, the server's definition or a signature.
+
+- Invariant (a handle grants nothing): the shape that is read follows from the request's definition alone. A handle of
+  another definition is treated like an unknown handle.
+- Invariant (re-checked): a grant is checked again after every wait, before rows are sent: it may have expired or been
+  revoked.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from tidemill.shapes.definition.planner import ShapeRequest
 
 
 class AccessDeniedError(InvalidError):
-    """The request has no right to what it asks for. `status`: 401, 403 or 404."""
+    """The request may not read what it names. `status`: 401, 403 or 404."""
 
     def __init__(self, status: int, message: str, *, fix: str = "") -> None:
         super().__init__(message, fix=fix)
@@ -28,8 +31,11 @@ def _always() -> bool:
 
 
 class Requester(msgspec.Struct, frozen=True):
-    """Who proved who they are, as the node found out. `claims`: of their token. `ends_ms`: when the proof does, None =
-    it does not end before a stream would. `allowed()`: do the rules still allow what was asked?"""
+    """An authenticated client, as the node identified it.
+
+    `claims`: those of its token. `ends_ms`: when the authentication expires, None = not before a stream would end.
+    `allowed()` returns whether the access rules still allow the request.
+    """
 
     principal: str
     claims: Mapping[str, object] = {}
@@ -38,15 +44,16 @@ class Requester(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """
-    request     what is served; None = what the client's parameters say
-    name        of the server's definition, "" = none
-    narrowed    a clause and columns of the client's own may be part of `request`
-    takes       values of the client's are part of `request`
-    signed      a signature allows it, whoever asks
-    fresh_ms    caches may keep answers until then, None = as ever
-    ends_ms     when it ends, None = never
-    allowed     do the rules still allow it?
+    """The right of one request to read a shape.
+
+    request     the request to serve; None = what the client's parameters say
+    name        name of the server's definition, "" = none
+    narrowed    a clause and columns of the client may be part of `request`
+    takes       values of the client are part of `request`
+    signed      a signature allows the request, whichever client sends it
+    fresh_ms    time until which caches may keep responses, None = the usual time
+    ends_ms     time at which the grant expires, None = never
+    allowed     returns whether the access rules still allow the request
     """
 
     request: ShapeRequest | None = None
@@ -60,7 +67,8 @@ class Grant(msgspec.Struct, frozen=True):
 
     @property
     def defined(self) -> bool:
-        """Somebody else than the client says which rows there are: why one of them fails is not its to know."""
+        """True if the client does not define the rows; then the reason why one of them fails must not be shown to
+        it."""
         return self.request is not None
 
     def left_s(self, now_ms: int) -> float:
@@ -70,9 +78,9 @@ class Grant(msgspec.Struct, frozen=True):
         return self.left_s(now_ms) > 0 and self.allowed()
 
     def check(self, now_ms: int) -> None:
-        """Raises AccessDeniedError where the right has ended (RI2)."""
+        """Raise AccessDeniedError if the grant has expired or was revoked."""
         if self.left_s(now_ms) <= 0:
-            what = "The signed URL" if self.signed else "The proof of who asks"
+            what = "the signed URL" if self.signed else "the authentication"
             raise AccessDeniedError(401, f"{what} has expired.", fix="Get a new one.")
         if not self.allowed():
-            raise AccessDeniedError(403, "This shape may not be seen any more.")
+            raise AccessDeniedError(403, "access to this shape was revoked.")

@@ -1,8 +1,8 @@
-"""What a client asked for, checked against what there is: table names, columns, the where clause. Pure.
+"""Checks the parameters of a request against the table: its name, columns, and the where clause. Pure.
 
 orders, public.orders, "Odd Name"   a captured table; unquoted parts fold to lower case, schema public
-<database>:<table>                  the same, where several databases are captured
-shard.<name>, shard:<name>          a shard, name as it is; the schema name `shard` is reserved for this
+<database>:<table>                  the same, if several databases are captured
+shard.<name>, shard:<name>          a shard, name taken literally; the schema name `shard` is reserved for this
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 SHARD_SCHEMA = "shard"
 
 WITHIN = "shape"
-"""The field that an error of the server's own clause names."""
+"""Field name in errors of the server's own clause."""
 
 
 class ServerBounds(msgspec.Struct, frozen=True):
-    """What the server defines and a client may only narrow: rows and columns beside these do not exist for it, also not
-    for its clause. `columns` () = all."""
+    """Rows and columns that the server defines, and a client may only narrow.
+
+    Other rows and columns do not exist for the client, nor for its clause. `columns` () = all.
+    """
 
     where: str
     params: tuple[str, ...] = ()
@@ -38,7 +40,7 @@ class ServerBounds(msgspec.Struct, frozen=True):
 
 
 class ShapeRequest(msgspec.Struct, frozen=True):
-    """The parameters that define a shape, as the client sent them, or as the server defines them (`permissions`)."""
+    """The parameters that define a shape, as sent by the client or as defined by the server (`permissions`)."""
 
     table: str
     where: str = ""
@@ -53,7 +55,7 @@ class ShapeRequest(msgspec.Struct, frozen=True):
 def definition_of(
     request: ShapeRequest, source: Source, columns: tuple[str, ...], where: Where | None
 ) -> ShapeDefinition:
-    """Of a request that was checked: `columns` and `where` as they came out of that."""
+    """Return the definition of a checked request, with the `columns` and `where` that the check returned."""
     return ShapeDefinition(
         source,
         request.where,
@@ -66,7 +68,10 @@ def definition_of(
 
 
 class SubsetReader(Protocol):
-    """Reads a subset into `rows`, each marked with `mark`. Raises FieldError, InvalidError, Full or Unavailable."""
+    """Reads a subset into `rows`, each row marked with `mark`.
+
+    Raises FieldError, InvalidError, OverBudgetError or UnavailableError.
+    """
 
     async def __call__(self, request: SubsetRequest, rows: ResponseMemory, mark: int) -> Metadata: ...
 
@@ -83,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class FieldError(InvalidError):
-    """A parameter is wrong; `field` names it."""
+    """A parameter is invalid; `field` is its name."""
 
     def __init__(self, field: str, message: str, *, fix: str = "") -> None:
         super().__init__(message, fix=fix)
@@ -91,7 +96,7 @@ class FieldError(InvalidError):
 
 
 def shard_name(table: str) -> str | None:
-    """The shard a table parameter names, None for a table."""
+    """Return the shard that a table parameter names, None for a table."""
     if table.startswith("shard:"):
         return table[len("shard:") :]
     if table.startswith('shard."'):
@@ -100,7 +105,7 @@ def shard_name(table: str) -> str | None:
 
 
 def split_table(text: str) -> tuple[str, str]:
-    """(schema, table) of `table` or `schema.table`, parts optionally double-quoted. Raises FieldError."""
+    """Return (schema, table) of `table` or `schema.table`, with parts optionally double-quoted. Raises FieldError."""
     parts: list[str] = []
     at = 0
     while True:
@@ -125,7 +130,8 @@ def split_table(text: str) -> tuple[str, str]:
 
 
 def closing_quote(text: str, opening: int) -> int:
-    """Index of the quote that ends the identifier opened at `opening`; doubled quotes are part of it; -1 = none."""
+    """Return the index of the quote that ends the identifier opened at `opening`, -1 if none does. Doubled quotes are
+    part of it."""
     end = opening + 1
     while (end := text.find('"', end)) >= 0 and text[end + 1 : end + 2] == '"':
         end += 2
@@ -133,24 +139,27 @@ def closing_quote(text: str, opening: int) -> int:
 
 
 def check_columns(request: ShapeRequest, names: tuple[str, ...], key: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns to show, in table order; () = all. They are among the queryable ones, which are the default too.
-    Raises FieldError."""
+    """Return the columns to show, in table order; () = all. They must be queryable; the default is all queryable
+    columns.
+
+    Raises FieldError.
+    """
     queryable = queryable_columns(request, names, key)
     columns = _existing("columns", request.columns, names, key)
     refused = ", ".join(name for name in request.columns if queryable and name not in queryable)
     if refused:
-        raise FieldError("columns", f"The following columns are not among queryable_columns: {refused}")
+        raise FieldError("columns", f"columns are not among queryable_columns: {refused}")
     return columns if request.columns else queryable
 
 
 def queryable_columns(request: ShapeRequest, names: tuple[str, ...], key: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that the shape may show, and a subset may filter and order by; () = all. Raises FieldError."""
+    """Return the columns that the shape may show, and a subset may filter and order by; () = all. Raises FieldError."""
     return _existing("queryable_columns", request.queryable, names, key)
 
 
 def _existing(field: str, wanted: tuple[str, ...], names: tuple[str, ...], key: tuple[str, ...]) -> tuple[str, ...]:
-    """The wanted columns in table order; () when none are named. One who names all of them does not want those to
-    come."""
+    """Return the wanted columns in table order, () if none are named. Naming all columns is not the same: columns added
+    later are not included."""
     if not wanted:
         return ()
     unknown = [name for name in wanted if name not in names]
@@ -163,8 +172,7 @@ def _existing(field: str, wanted: tuple[str, ...], names: tuple[str, ...], key: 
 
 
 class Compiler(Protocol):
-    """`compile_request` and `compile_subset`, wherever they run: a long clause takes longer than the loop may stand
-    still."""
+    """`compile_request` and `compile_subset`, possibly on another thread: a long clause would block the event loop."""
 
     async def __call__(
         self, request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str
@@ -177,7 +185,7 @@ MAX_PARAMS = 1_000
 
 
 def compile_request(request: ShapeRequest, types: Mapping[str, Type], schema: str, table: str) -> Where | None:
-    """The client's clause within the server's. Raises FieldError."""
+    """Compile the client's clause within the server's. Raises FieldError."""
     within = request.within
     if within is None:
         return _compile(request, types, schema, table, 1)

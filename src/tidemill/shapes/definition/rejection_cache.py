@@ -1,6 +1,6 @@
-"""Definitions that failed lately, and with what: asked for again they are refused at once, not tried at clients' pace.
+"""Caches definitions that failed recently: repeated requests are rejected immediately instead of being tried again.
 
-A clause that fails on a row would else be compiled, loaded and ended again for every poll of its client. Pure.
+Without it, a clause that fails on a row would be compiled, loaded and ended again for every poll of its client. Pure.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from tidemill.base.errors import InvalidError, MissingError, TidemillError
 from tidemill.shapes.definition.definition import ShapeDefinition
 
 REFUSED_S = 60.0
-"""For what the request itself must change."""
+"""Rejection time for errors of the request itself."""
 
 BROKEN_S = 5.0
-"""For a fault that nobody listed."""
+"""Rejection time for unexpected exceptions."""
 
 AWAY_S = 1.0
-"""For what may come back any moment."""
+"""Rejection time for temporary conditions."""
 
 MOST = 1_000
 
@@ -38,7 +38,7 @@ class Refusals:
         self.last = error.message
 
     def check(self, definition: ShapeDefinition, now_s: float) -> None:
-        """Raises what the definition failed with, for as long as it is refused."""
+        """Raise the error of the definition if it failed recently."""
         found = self._until.get(definition)
         if found is None:
             return
@@ -47,12 +47,12 @@ class Refusals:
         del self._until[definition]
 
     def forget(self) -> None:
-        """What made them fail may be different now."""
+        """Clear the cache, because the causes may no longer hold."""
         self._until.clear()
 
 
 def _bare(error: TidemillError) -> TidemillError:
-    """The same without the frames that it passed: what they hold, a whole shard perhaps, would stay for as long."""
+    """Return the same error without its traceback, whose frames could keep a whole shard in memory."""
     made = type(error).__new__(type(error), *error.args)
     made.__dict__.update(error.__dict__)
     return made

@@ -1,9 +1,11 @@
-"""Shapes that the server defines: table, clause and columns are fixed here, and values come from where it says. Pure.
+"""Shapes that the server defines: table, clause and columns are fixed; values come from constants, claims or the
+client. Pure.
 
-NS1  A value is a parameter of the clause, never a part of its text, whoever it comes from.
-NS2  A claim that the token lacks, or that is no value, denies: no clause is ever asked with NULL in its place.
-NS3  A client adds what the protocol needs, and the values that the definition asks it for. With `narrow` it may add a
-     clause and columns of its own, which hold within the definition.
+- Invariant (values are parameters): a value is always a parameter of the clause, never part of its text.
+- Invariant (missing claim denies): a claim that the token lacks, or that is no usable value, denies the request. NULL
+  is never used in its place.
+- Invariant (nothing else from clients): a client adds only protocol parameters, and the values that the definition
+  requires. With `narrow` it may add a clause and columns, which apply within the definition.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Param = str | FromClaim | FromClient
 
 
 class NamedShape(msgspec.Struct, frozen=True):
-    """`columns` () = all; they are also all that a subset, or a client's own clause, may name."""
+    """One definition. `columns` () = all; a subset, or a client's own clause, may use only these columns."""
 
     name: str
     table: str
@@ -46,11 +48,11 @@ class NamedShape(msgspec.Struct, frozen=True):
 
     @property
     def asks(self) -> int:
-        """How many values the client sends."""
+        """Number of values that the client must send."""
         return max((param.number for param in self.params if isinstance(param, FromClient)), default=0)
 
     def check(self) -> None:
-        """Raises InvalidError for a definition that could never be served."""
+        """Raise InvalidError if the definition could never be served."""
         key = f"shape.{self.name}"
         try:
             if shard_name(self.table) is None:
@@ -66,14 +68,16 @@ class NamedShape(msgspec.Struct, frozen=True):
             ) from error
         if len(self.params) > MAX_PARAMS or used != set(range(1, len(self.params) + 1)):
             raise InvalidError(
-                f"{key}.where must use each of {key}.params once at least, as $1 to ${len(self.params)}:"
+                f"{key}.where must use each of {key}.params at least once, as $1 to ${len(self.params)}:"
                 f" used={sorted(used)} params={len(self.params)}.",
-                fix="Give each parameter its value.",
+                fix="Make the parameters of the clause match the list of values.",
             )
 
     def bind(self, claims: Mapping[str, object] | None, given: Sequence[str]) -> tuple[str, ...]:
-        """Values of its clause. `claims` None = nobody proved who they are. `given`: by the client, as many as it
-        `asks` for. Raises AccessDeniedError."""
+        """Return the values for the clause. Raises AccessDeniedError.
+
+        `claims`: None if the client is not authenticated. `given`: the client's values, `asks` of them.
+        """
         return tuple(self._value(param, claims, given) for param in self.params)
 
     def _value(self, param: Param, claims: Mapping[str, object] | None, given: Sequence[str]) -> str:
@@ -82,17 +86,17 @@ class NamedShape(msgspec.Struct, frozen=True):
         if isinstance(param, FromClient):
             return given[param.number - 1]
         if claims is None:
-            raise AccessDeniedError(401, "This shape needs a token that says whose rows it shows.", fix="Send one.")
+            raise AccessDeniedError(401, "this shape requires an access token.", fix="Send a token.")
         text = claim_text(claims.get(param.name))
         if text is None:
-            raise AccessDeniedError(403, f"The token lacks a claim that this shape needs: claim={param.name}.")
+            raise AccessDeniedError(403, f"the token lacks a claim that this shape requires: claim={param.name}.")
         return text
 
     def fixed(self, values: tuple[str, ...], log_mode: LogMode) -> ShapeRequest:
         return ShapeRequest(self.table, self.where, values, self.columns, self.replica, log_mode, self.columns)
 
     def narrowed(self, values: tuple[str, ...], own: ShapeRequest) -> ShapeRequest:
-        """`own`: what the client asks for, of any table. Its columns must be among `self.columns` (`hidden`)."""
+        """Return the client's request within this definition. `own`: its parameters; its columns must pass `hidden`."""
         within = ServerBounds(self.where, values, self.columns)
         queryable = own.queryable or self.columns
         return ShapeRequest(
@@ -100,13 +104,15 @@ class NamedShape(msgspec.Struct, frozen=True):
         )
 
     def hidden(self, columns: Iterable[str]) -> list[str]:
-        """Those that a client may not name."""
+        """Return the columns among `columns` that a client may not name."""
         return [name for name in columns if self.columns and name not in self.columns]
 
 
 def claim_text(value: object) -> str | None:
-    """As the text of a parameter; a list as an array, for `= ANY($1)`. None = it is no value, or none that a text of
-    PostgreSQL's could hold."""
+    """Return a claim as the text of a parameter; a list as an array, for `= ANY($1)`.
+
+    None if it is no usable value, or contains characters that PostgreSQL's text cannot.
+    """
     if isinstance(value, list):
         items = [claim_text(item) if not isinstance(item, list) else None for item in value]
         if any(item is None for item in items):

@@ -1,14 +1,14 @@
-"""Signed URLs of shapes: one definition, until a time, for whoever has the URL. Pure.
+"""Signed URLs of shapes: a URL grants one definition until a time, to any client that has it. Pure.
 
     GET /v1/shape?table=public.orders&where=w_id = $1&params[1]=7&expires=1800000000&key=k1&signature=<hex>
 
     signature = HMAC-SHA256(key, LABEL + JSON [table, where, params, columns, queryable, replica, log, expires, key id])
 
-SG1  What is signed is the canonical form of what the parameters mean, not their text: order, percent-encoding and ways
-     of writing one thing do not count. Everything that defines the shape is in it.
-SG2  What is served is built from the form that was checked, and from nothing else of the request.
-SG3  A URL whose time lies farther off than `max_s` never counts, however well it is signed. Clocks may differ by
-     `leeway_s`.
+- Invariant (canonical form): the signature covers the canonical form of the parameters' meaning, not their text: order,
+  percent-encoding and spelling do not matter. Everything that defines the shape is included.
+- Invariant (serve what was verified): the request to serve is built from the verified form, and from nothing else.
+- Invariant (bounded lifetime): a URL that expires later than `max_s` from now is invalid even with a correct signature.
+  Clocks may differ by `leeway_s`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ LABEL: Final = b"tidemill shape url 1\n"
 
 
 class Signing(msgspec.Struct, frozen=True):
-    """`keys`: by their ids, the former ones with the one in use. Never shown, also not by `repr`."""
+    """Keys by id: the current one, and earlier ones that are still accepted. Their values are never shown, not even by
+    `repr`."""
 
     keys: Mapping[str, str] = {}
     max_s: int = 7 * 86_400
@@ -38,9 +39,9 @@ class Signing(msgspec.Struct, frozen=True):
 
 
 def canonical(request: ShapeRequest) -> ShapeRequest:
-    """One spelling of one definition. Raises FieldError for a table's name that is none."""
+    """Return the canonical form of a request. Raises FieldError for an invalid table name."""
     columns = tuple(sorted(set(request.columns)))
-    # Who fixes the columns fixes what a subset may ask of them.
+    # a URL that fixes the columns also fixes the columns that a subset may query
     queryable = tuple(sorted(set(request.queryable))) or columns
     return msgspec.structs.replace(
         request, table=_table(request.table), columns=columns, queryable=queryable, within=None
@@ -58,7 +59,7 @@ def _table(text: str) -> str:
 
 
 def signature(request: ShapeRequest, expires_s: int, key_id: str, key: str) -> str:
-    """Of a canonical request, in lower-case hex."""
+    """Return the signature of a canonical request, in lower-case hex."""
     said = (
         *(request.table, request.where, request.params, request.columns, request.queryable),
         *(request.replica, request.log_mode, expires_s, key_id),
@@ -67,13 +68,13 @@ def signature(request: ShapeRequest, expires_s: int, key_id: str, key: str) -> s
 
 
 def fits(request: ShapeRequest, expires_s: int, key_id: str, key: str, given: str) -> bool:
-    """In a time that tells nothing of where they differ."""
+    """Return whether the signature is correct, in constant time."""
     wanted = signature(request, expires_s, key_id, key)
     return hmac.compare_digest(wanted.encode(), given.encode("utf-8", "replace"))
 
 
 def parameters(request: ShapeRequest, expires_s: int, key_id: str, key: str) -> list[tuple[str, str]]:
-    """Of the URL of a canonical request: what it must say, and the signature."""
+    """Return the query parameters of the URL of a canonical request, including the signature."""
     found = [("table", request.table)]
     if request.where:
         found.append(("where", request.where))

@@ -1,11 +1,13 @@
-"""A subset: some rows of a shape as they are now, filtered, ordered and cut by the client (notes/electric.md §3). Pure.
+"""A subset: current rows of a shape, filtered, ordered and limited by the client (Electric's subset snapshots). Pure.
 
-S1  What a client sends is compiled, and what reaches the database is printed from the checked trees: the shape's own
-    clause and the subset's are both asked, so no subset shows a row that is not the shape's.
-S2  A subset reads queryable columns only, also where it filters and orders: else it would tell what it may not show.
-S3  A clause that may fail on a row is asked of the shape's rows only: PostgreSQL is free to ask the clauses of an AND
-    in any order, and whether one failed would tell of rows that the shape does not show.
-S4  Ties are ordered by the primary key, so that pages (limit and offset) neither overlap nor leave rows out.
+- Invariant (within the shape): the client's text is compiled, and the database query is printed from the checked trees.
+  The shape's own clause and the subset's both apply, so a subset shows only rows of the shape.
+- Invariant (queryable columns only): a subset uses only queryable columns, also to filter and order. Otherwise it could
+  reveal values that it may not show.
+- Invariant (no leak by errors): a clause that may fail on a row is evaluated on the shape's rows only. PostgreSQL may
+  evaluate the clauses of an AND in any order, and an error would reveal rows that the shape does not show.
+- Invariant (stable pages): ties are ordered by the primary key, so that pages (limit and offset) neither overlap nor
+  skip rows.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tidemill.shapes.where.sql_printer import identifier
 
 
 class SubsetRequest(msgspec.Struct, frozen=True):
-    """As the client sent it; None = not given. `limit` and `offset` are counts of rows."""
+    """Parameters as the client sent them; None = not given. `limit` and `offset` are numbers of rows."""
 
     where: str = ""
     params: tuple[str, ...] = ()
@@ -30,7 +32,7 @@ class SubsetRequest(msgspec.Struct, frozen=True):
 
 
 class Subset(msgspec.Struct, frozen=True):
-    """Compiled. The values of `$1 …` in `where.sql` come behind those of the shape's own clause."""
+    """A compiled subset. Its parameters follow those of the shape's own clause in the numbering of `where.sql`."""
 
     where: Where | None
     order_by: Ordering | None
@@ -39,7 +41,10 @@ class Subset(msgspec.Struct, frozen=True):
 
 
 class SubsetScope(msgspec.Struct, frozen=True):
-    """What a subset of one shape may read. `queryable` () = all columns; `params_count`: of the shape's own clause."""
+    """Columns that a subset of one shape may read.
+
+    `queryable` () = all columns; `params_count`: number of parameters of the shape's own clause.
+    """
 
     schema: str
     table: str
@@ -49,7 +54,8 @@ class SubsetScope(msgspec.Struct, frozen=True):
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """By these the client drops the changes that the rows already show; numbers of 64 bits are text."""
+    """Information for the client about which changes the rows already show, so that it can drop them. 64-bit numbers
+    are text."""
 
     snapshot_mark: int
     xmin: str
@@ -59,7 +65,7 @@ class Metadata(msgspec.Struct, frozen=True):
 
 
 def compile_subset(request: SubsetRequest, scope: SubsetScope) -> Subset:
-    """Raises FieldError, which names the parameter."""
+    """Compile a subset request. Raises FieldError with the name of the parameter."""
     if request.order_by == "" and (request.limit is not None or request.offset is not None):
         raise FieldError("subset__order_by", "limit and offset need an order.", fix="Send subset__order_by.")
     if len(request.params) > MAX_PARAMS:
@@ -100,13 +106,13 @@ def _order_by(request: SubsetRequest, scope: SubsetScope) -> Ordering:
 def _check_queryable(field: str, used: Collection[str], scope: SubsetScope) -> None:
     refused = sorted(name for name in used if scope.queryable and name not in scope.queryable)
     if refused:
-        raise FieldError(field, f"The following columns may not be queried: {', '.join(refused)}")
+        raise FieldError(field, f"columns may not be queried: {', '.join(refused)}")
 
 
 def subset_sql(
     shown: Sequence[str], scope: str, key: Sequence[str], own: Where | None, subset: Subset
 ) -> tuple[str, tuple[str, ...]]:
-    """(query, values of its parameters). `scope`: of the table (TableColumns)."""
+    """Return (query, values of its parameters). `scope`: the table for FROM (TableColumns)."""
     query = f"SELECT {', '.join(map(identifier, shown))} FROM {scope}"
     clauses = [where for where in (own, subset.where) if where is not None]
     if own is not None and subset.where is not None:

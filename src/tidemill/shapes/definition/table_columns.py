@@ -1,7 +1,7 @@
-"""What a captured table looks like to a client and to the where evaluator, read from the catalogue.
+"""Columns of a captured table, as clients and the where evaluator need them, read from the catalog.
 
-The columns are those of capture's relation (what the stream will carry); the catalogue adds type names,
-modifiers, array dimensions and whether the collation orders by code points.
+The columns are those of capture's relation (what the stream will carry). The catalog adds type names, modifiers, array
+dimensions and whether the collation orders by code points.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _INTERVAL_FIELDS = (("YEAR", 2), ("MONTH", 1), ("DAY", 3), ("HOUR", 10), ("MINUT
 
 
 class ColumnInfo(msgspec.Struct, frozen=True):
-    """One row of DESCRIBE_SQL. `partitioned`: its table is. `labels`: of an enum, in their order."""
+    """One row of DESCRIBE_SQL. `partitioned`: whether its table is. `labels`: those of an enum, in order."""
 
     name: str
     type_name: str
@@ -81,11 +81,11 @@ class ColumnInfo(msgspec.Struct, frozen=True):
 class TableColumns(msgspec.Struct, frozen=True):
     relation: Relation
     columns: tuple[ColumnInfo, ...]
-    """In the relation's order."""
+    """The columns, in the relation's order."""
 
     @property
     def scope(self) -> str:
-        """For FROM and LOCK."""
+        """The table's name for FROM and LOCK."""
         whole = any(column.partitioned for column in self.columns)
         return scope(self.relation.schema, self.relation.table, partitioned=whole)
 
@@ -105,24 +105,25 @@ class TableColumns(msgspec.Struct, frozen=True):
         return {column.name: column.where_type for column in self.columns}
 
     def schema_json(self, shown: tuple[str, ...]) -> bytes:
-        """The electric-schema header: column → type, dims and modifiers. ASCII only, since it travels as a header."""
+        """Return the electric-schema header: column → type, dims and modifiers. ASCII only, since it is an HTTP
+        header."""
         key = {name: index for index, name in enumerate(self.key)}
         schema = {c.name: _column_schema(c, key.get(c.name)) for c in self.columns if not shown or c.name in shown}
         return json.dumps(schema, separators=(",", ":")).encode()
 
 
 def table_columns(relation: Relation, rows: list[ColumnInfo]) -> TableColumns:
-    """Raises MissingError when the catalogue no longer has what capture's relation names."""
+    """Combine a relation with the catalog's rows. Raises MissingError if the catalog lacks columns of the relation."""
     by_name = {row.name: row for row in rows}
     missing = [column.name for column in relation.columns if column.name not in by_name]
     if missing:
-        raise MissingError(f"the table changed or is gone: table={relation.name} columns={','.join(missing)}.")
+        raise MissingError(f"the table was dropped or lost columns: table={relation.name} columns={','.join(missing)}.")
     return TableColumns(relation, tuple(by_name[column.name] for column in relation.columns))
 
 
 def _column_schema(column: ColumnInfo, key_index: int | None) -> dict[str, object]:
-    """Of an array `not_null` is left out: the published client holds its elements to it, and gives up on rows that have
-    a NULL among them."""
+    """Return a column's schema. Arrays omit `not_null`: the published client applies it to their elements, and rejects
+    rows with a NULL element."""
     schema: dict[str, object] = {"type": column.type_name, "dims": column.dimensions}
     if key_index is not None:
         schema["pk_index"] = key_index
@@ -132,7 +133,7 @@ def _column_schema(column: ColumnInfo, key_index: int | None) -> dict[str, objec
 
 
 def _modifiers(name: str, mod: int) -> dict[str, object]:
-    """pg_attribute.atttypmod, type by type: lengths carry 4 bytes of header, numeric packs two numbers."""
+    """Decode pg_attribute.atttypmod by type: lengths include 4 bytes of header, numeric packs two numbers."""
     if mod < 0:
         return {}
     if name == "varchar":

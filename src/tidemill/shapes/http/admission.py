@@ -1,11 +1,14 @@
-"""How many requests are under way at once, from their first byte to the last of their answer: long polls, event streams
-and slow readers included. Beyond that 503 with Retry-After: the protocol's client waits and asks again."""
+"""Limits the number of concurrent requests, from the first byte of a request to the last byte of its response.
+
+Long polls, event streams and slow readers are included. Requests beyond the limit get 503 with Retry-After, after which
+the protocol's client retries.
+"""
 
 from __future__ import annotations
 
 
 class Slot:
-    """One request's place; `release` is idempotent."""
+    """The place of one request; `release` is idempotent."""
 
     def __init__(self, admission: Admission, initial: bool) -> None:
         self._admission: Admission | None = admission
@@ -18,7 +21,7 @@ class Slot:
 
 
 class Admission:
-    """`max_initial`: requests for initial rows; `max_existing`: all others."""
+    """Counts requests. `max_initial`: limit of requests for initial rows; `max_existing`: limit of all others."""
 
     def __init__(self, max_initial: int, max_existing: int) -> None:
         self._limits = {True: max_initial, False: max_existing}
@@ -26,7 +29,7 @@ class Admission:
         self.refused = 0
 
     def take(self, initial: bool) -> Slot | None:
-        """A place, None when there is none."""
+        """Reserve a place; return None if the limit is reached."""
         if self.under_way[initial] >= self._limits[initial]:
             self.refused += 1
             return None

@@ -1,13 +1,13 @@
-"""From the query of a request, and who asks, to what it may see: plain shapes, shapes that the server defines, signed
-URLs.
+"""Determines from a request's query and client what it may read: plain shapes, server-defined shapes, signed URLs.
 
-    table=…               as the client says; whoever stands before asks the rules for the table
-    shape=NAME            the server's definition, bound to the asker's claims
-    signature=…           the definition in the query, if it is the one that was signed
+    table=…               as the client requests; the node in front checks its access rules for the table
+    shape=NAME            the server's definition, bound to the client's claims
+    signature=…           the definition in the query, if it is the signed one
 
-GR1  A query that names a shape, or is signed, holds nothing but what it may: each parameter once, and no unknown one.
-     What is not looked at cannot be meant by somebody else.
-GR2  Everyone who looks at a query looks with this room's eyes: which table, which names, signed or not.
+- Invariant (no unknown parameters): a query that names a shape, or is signed, has only known parameters, each at most
+  once. So no other component can interpret a parameter that was not checked here.
+- Invariant (one interpretation): every component that inspects a query uses the functions of this module: for the
+  table, for the names, and for whether it is signed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from tidemill.shapes.http.subset_params import PREFIX
 from tidemill.shapes.log.log_offset import number
 
 ASKER: Final = "tidemill.asker"
-"""Key of the ASGI scope under which the node says who asks (`permissions.Asker`). Absent = nobody is asked who they
-are."""
+"""Key of the ASGI scope with the authenticated client (`permissions.Requester`). Absent = authentication is off."""
 
 NAME: Final = "shape"
 SIGNATURE: Final = "signature"
@@ -60,7 +59,7 @@ def is_signed(query: QueryParams) -> bool:
 
 
 class Grants:
-    """Raises Invalid for a definition that could never be served."""
+    """The server's definitions and signing keys. Raises InvalidError for a definition that could never be served."""
 
     def __init__(self, clock: Clock, named: Iterable[NamedShape] = (), signing: Signing | None = None) -> None:
         self._clock = clock
@@ -72,19 +71,19 @@ class Grants:
 
     @property
     def claims(self) -> frozenset[str]:
-        """Those that some definition is bound to: no others of a token need be kept."""
+        """Names of the claims that definitions use: no other claims of a token are needed."""
         params = (param for shape in self._named.values() for param in shape.params)
         return frozenset(param.name for param in params if isinstance(param, FromClaim))
 
     def table_of(self, query: QueryParams) -> str:
-        """The table whose node serves the request; "" where any may say that there is none."""
+        """Return the table whose node serves the request; "" if any node may answer that it does not exist."""
         if NAME in query:
             found = self._named.get(query[NAME])
             return found.table if found is not None else ""
         return query.get("table", "")
 
     def right(self, query: QueryParams, asker: Requester | None, host: str = "") -> Grant:
-        """What a request may see. Raises AccessDeniedError, BadRequestError."""
+        """Return what a request may read. Raises AccessDeniedError, BadRequestError."""
         if is_signed(query):
             return self._signed(query, host)
         right = Grant()
@@ -94,7 +93,7 @@ class Grants:
             return right
         shape = self._named.get(query[NAME])
         if shape is None:
-            raise AccessDeniedError(404, "There is no such shape.")
+            raise AccessDeniedError(404, "the shape does not exist.")
         request = _bound(shape, query, asker)
         return msgspec.structs.replace(
             right, request=request, name=shape.name, narrowed=shape.narrow, takes=shape.asks > 0
@@ -114,19 +113,19 @@ class Grants:
             raise BadRequestError(errors or {"table": ["can't be blank"]})
         request = canonical(asked)
         if key is None or expires_s is None or not fits(request, expires_s, key_id, key, query[SIGNATURE]):
-            self._refuse(host, key_id, "no key of this id" if key is None else "another definition, key or time")
+            self._refuse(host, key_id, "unknown key id" if key is None else "the definition, key or expiry differs")
             raise AccessDeniedError(
-                401, "The signature does not fit.", fix="Change nothing of a signed URL but where it reads."
+                401, "the signature is invalid.", fix="Change only the protocol parameters of a signed URL."
             )
         now_ms, leeway_ms = self._clock.now_ms(), self._signing.leeway_s * 1000
         fresh_ms = expires_s * 1000
         if fresh_ms + leeway_ms <= now_ms:
             self._refuse(host, key_id, "expired")
-            raise AccessDeniedError(401, f"The signed URL expired at {_shown(expires_s)}.", fix="Get a new one.")
+            raise AccessDeniedError(401, f"the signed URL expired at {_shown(expires_s)}.", fix="Get a new one.")
         if fresh_ms - leeway_ms - now_ms > self._signing.max_s * 1000:
-            self._refuse(host, key_id, "too far off")
+            self._refuse(host, key_id, "expires too far in the future")
             raise AccessDeniedError(
-                401, f"The signed URL is for longer than one may be: limit_s={self._signing.max_s}."
+                401, f"the signed URL expires too far in the future: limit_s={self._signing.max_s}."
             )
         return Grant(request, signed=True, fresh_ms=fresh_ms, ends_ms=fresh_ms + leeway_ms)
 
@@ -135,7 +134,7 @@ class Grants:
 
 
 def _bound(shape: NamedShape, query: QueryParams, asker: Requester | None) -> ShapeRequest:
-    """Raises AccessDeniedError, BadRequestError."""
+    """Return the request of a server-defined shape. Raises AccessDeniedError, BadRequestError."""
     allowed = PROTOCOL | SECRETS | {NAME} | (NARROWING if shape.narrow else frozenset())
     errors = strange(query, allowed, params=shape.narrow or shape.asks > 0)
     if errors:
@@ -148,7 +147,7 @@ def _bound(shape: NamedShape, query: QueryParams, asker: Requester | None) -> Sh
             if hidden:
                 errors[field] = [f"The following columns are not found on the table: {', '.join(hidden)}"]
     elif len(own.params) != shape.asks and "params" not in errors:
-        errors["params"] = [f"this shape takes {shape.asks} of them, from 1 on"]
+        errors["params"] = [f"this shape takes {shape.asks} parameters, numbered from 1"]
     if errors:
         raise BadRequestError(errors)
     values = shape.bind(claims, own.params)
@@ -158,7 +157,8 @@ def _bound(shape: NamedShape, query: QueryParams, asker: Requester | None) -> Sh
 
 
 def strange(query: QueryParams, allowed: frozenset[str], *, params: bool) -> Errors:
-    """What a query may not hold (GR1), by name. `params`: it may hold values, as `params` or `params[n]`."""
+    """Return an error for each parameter that is repeated or not allowed. `params`: values, as `params` or `params[n]`,
+    are allowed."""
     errors: Errors = {}
     seen: set[str] = set()
     for name, _ in query.multi_items():
@@ -167,7 +167,7 @@ def strange(query: QueryParams, allowed: frozenset[str], *, params: bool) -> Err
         seen.add(name)
         value = params and (name == "params" or (name.startswith("params[") and name.endswith("]")))
         if not (name in allowed or name.startswith(PREFIX) or value):
-            errors[name[:100]] = ["may not be given here"]
+            errors[name[:100]] = ["is not allowed here"]
     return errors
 
 

@@ -1,4 +1,4 @@
-"""Which pages may read answers in a browser (CORS). Who sends no Origin is no page, and is not asked.
+"""Decides which web pages may read responses in a browser (CORS). Requests without Origin do not come from a page.
 
 *                          every page
 https://shop.example       pages of exactly this origin
@@ -24,7 +24,8 @@ class Origins:
         return bool(separator) and port.isascii() and port.isdigit() and host in self._any_port
 
     def headers(self, origin: str) -> dict[str, str]:
-        """What an answer to a request from `origin` ("" = none) carries. Caches keep one answer for each origin."""
+        """Return the CORS headers of a response to a request from `origin` ("" = none). Caches must store one response
+        per origin."""
         if self._all:
             return {"access-control-allow-origin": "*"}
         found = {"vary": "Origin"}

@@ -1,4 +1,4 @@
-"""Noticing that the client went away while a long poll waits: ASGI says so through `receive`."""
+"""Detects that the client has disconnected while a long poll waits: ASGI reports it through `receive`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _log = structlog.get_logger()
 
 
 class Disconnect:
-    """`async with Disconnect(request) as d`: `d.future` is done, and `d.happened` true, once the client is gone."""
+    """Watches for a disconnect: in `async with Disconnect(request) as d`, `d.future` is done and `d.happened` is true
+    after it."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -26,7 +27,7 @@ class Disconnect:
         return self.future.done()
 
     def _lost(self, name: str, error: BaseException) -> None:
-        """The connection cannot be listened to any more, which is as good as gone: `future` is done either way."""
+        """Treat a connection that cannot be watched any more as disconnected: `future` is done either way."""
         _log.debug("connection lost", error=sentence(error))
 
     async def _watch(self) -> None:
@@ -44,5 +45,5 @@ class Disconnect:
 
 
 async def wait_any(futures: set[asyncio.Future[Any]], timeout_s: float) -> None:
-    """Return when one is done or the time is over; cancels nothing."""
+    """Return when one future is done or the timeout expires; cancels nothing."""
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,16 +1,17 @@
-"""What a request that cannot be served is answered: the one place that chooses the status of an error.
+"""Maps errors to responses: the only place that chooses the status of an error.
 
-RF1  400 is for what the client must change, and for nothing else: the published client stops at it.
-RF2  503 with Retry-After and the reason is for what heals, by itself or by what an operator does: clients ask again.
-RF3  A client that holds rows whose shape is over is answered 409 first, also while no shape can be built in its place:
-     the table is parked, or captured no more. It lets go of its rows, and is answered by RF1 or RF2 from then on.
+- Invariant (400 is final): 400 is only for what the client must change, as the published client stops at it.
+- Invariant (503 is temporary): 503 with Retry-After and the reason is for conditions that end without the client, or by
+  an operator's action; clients retry.
+- Invariant (409 first): a client that holds rows of an ended shape first gets 409, even if no shape can be built in its
+  place because the table is paused or no longer captured. It discards its rows, and its next requests get 400 or 503.
 
-    error                                        the client holds rows      it begins
-    Parked                                       409                        503
-    NotCapturedError                                  409                        400
-    Unavailable (Full, Passing, Starting, …)     503                        503
-    Invalid (FieldError, BadRequestError, …)          400                        400
-    Denied                                       its status                 its status
+    error                                        the client holds rows      it starts
+    TablePausedError                             409                        503
+    NotCapturedError                             409                        400
+    UnavailableError (OverBudgetError, …)        503                        503
+    InvalidError (FieldError, BadRequestError)   400                        400
+    AccessDeniedError                            its status                 its status
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ def note_right(request: Request, right: Grant) -> None:
 
 
 def right_of(request: Request) -> Grant | None:
-    """None: it was not looked at yet."""
+    """Return the grant of a request; None if it was not determined yet."""
     found = request.scope.get(_RIGHT)
     return found if isinstance(found, Grant) else None
 
 
 def holds(params: ShapeParams) -> bool:
-    """Whether the client has rows, or the place of a log, under its handle (RF3)."""
+    """Return whether the client has rows, or a position in a log, under its handle."""
     return bool(params.handle) and params.offset is not None and not params.initial and params.subset is None
 
 
@@ -62,7 +63,7 @@ class Refusing:
         self._grants = grants
 
     def answer(self, request: Request, error: BaseException) -> Response:
-        """Raises what is no error of a request."""
+        """Return the response to an error. Raises the error if it is not an error of a request."""
         right = right_of(request) or Grant()
         held = request.scope.get(_HELD_HANDLE, "")
         match error:
@@ -77,8 +78,8 @@ class Refusing:
             case OverBudgetError():
                 return error_response(503, str(error), retry_after_s=error.retry_after_s)
             case UnavailableError():
-                # A fault may quote a row, which is not for a client that does not say which rows there are.
-                said = "This shape cannot be served just now." if right.defined else str(error)
+                # The error may quote a row, which a client that does not define the rows must not see.
+                said = "This shape cannot be served at the moment." if right.defined else str(error)
                 after_s = error.retry_after_s if isinstance(error, TablePausedError) else 1
                 return error_response(503, said, retry_after_s=after_s)
             case TidemillError():
@@ -90,13 +91,16 @@ class Refusing:
         return error_response(500, "Internal error")
 
     def _invalid(self, request: Request, right: Grant, error: InvalidError) -> Response:
-        """A definition that its client did not write is not the client's to mend, and why it fails not always its to
-        know: of a row that the shape does not show, the database may quote a value."""
+        """Return the response to an invalid request.
+
+        A client cannot correct a definition that it did not write, and may not always see the reason: the database may
+        quote a value of a row that the shape does not show.
+        """
         field = error.field if isinstance(error, FieldError) else ""
         if isinstance(error, MissingError):
             field = "table"
         elif not field:
-            # What the database refuses while it reads the initial rows: the clause compiled, a row breaks it.
+            # The database rejected the query of the initial rows: the clause compiled, but fails on a row.
             field = "where" if request.query_params.get("where") else "table"
             if right.signed or (right.narrowed and field == "where"):
                 return error_response(400, "Invalid request", {"where": ["A row cannot be read with this clause."]})

@@ -1,4 +1,4 @@
-"""Values of parameters, checked: lists of columns, values of `$1 …`, counts. Each puts what is wrong into `errors`."""
+"""Parses values of parameters: lists of columns, values of `$1 …`, counts. Each function adds problems to `errors`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tidemill.shapes.log.log_offset import number
 Errors = dict[str, list[str]]
 
 COUNT_MAX = (1 << 63) - 1
-"""What LIMIT and OFFSET take."""
+"""Maximum of LIMIT and OFFSET."""
 
 
 def column_names(text: str | None, field: str, errors: Errors) -> tuple[str, ...]:
-    """Comma-separated names; a double-quoted name keeps its case, commas and doubled quotes."""
+    """Parse comma-separated names; a double-quoted name keeps its case, commas and doubled quotes."""
     if not text:
         return ()
     names: list[str] = []
@@ -40,7 +40,7 @@ def column_names(text: str | None, field: str, errors: Errors) -> tuple[str, ...
 
 
 def query_params(items: Iterable[tuple[str, str]], field: str, errors: Errors) -> tuple[str, ...]:
-    """field[1]=a&field[2]=b, or field={"1":"a","2":"b"}; numbers must run from 1."""
+    """Parse field[1]=a&field[2]=b, or field={"1":"a","2":"b"}; numbers must start at 1."""
     found: dict[str, str] = {}
     whole = ""
     for name, value in items:
@@ -58,7 +58,7 @@ def query_params(items: Iterable[tuple[str, str]], field: str, errors: Errors) -
 
 
 def numbered(given: object, field: str, errors: Errors, more: dict[str, str] | None = None) -> tuple[str, ...]:
-    """{"1": a, "2": b} or [a, b] → (a, b), as text. None = not given."""
+    """Convert {"1": a, "2": b} or [a, b] to (a, b), as text. None = not given."""
     if given is None:
         given = {}
     if isinstance(given, list | dict) and len(given) > MAX_PARAMS:
@@ -71,7 +71,7 @@ def numbered(given: object, field: str, errors: Errors, more: dict[str, str] | N
         return ()
     found = {**(more or {}), **{str(key): _text(value) for key, value in given.items()}}
     if any("\0" in value for value in found.values()):
-        errors[field] = ["a parameter holds a zero byte, which no text of PostgreSQL can"]
+        errors[field] = ["a parameter contains a zero byte, which PostgreSQL's text cannot"]
         return ()
     if set(found) != {str(index) for index in range(1, len(found) + 1)}:
         errors[field] = ["Parameters must be numbered sequentially, starting from 1"]
@@ -86,7 +86,7 @@ def _text(value: str | int | float) -> str:
 
 
 def count(given: object, field: str, errors: Errors) -> int | None:
-    """A number of rows, as JSON or as text; None and "" = not given."""
+    """Parse a number of rows, as JSON or as text; None and "" = not given."""
     if given is None or given == "":
         return None
     found = number(given) if isinstance(given, str) else given

@@ -1,8 +1,8 @@
-"""The query string of /v1/shape, checked. Unknown parameters are ignored, as the protocol asks.
+"""Parses the query string of /v1/shape. Unknown parameters are ignored, as the protocol requires.
 
-table     orders, public.orders, "Odd Name"; shard.<name> or shard:<name> for a shard. Required unless another says
-          what is served (`permissions.Right`)
-offset    required: -1, now, or the electric-offset of an earlier answer; for a subset `now` is the default
+table     orders, public.orders, "Odd Name"; shard.<name> or shard:<name> for a shard. Required unless a server-defined
+          shape or a signature determines the request (`permissions.Grant`)
+offset    required: -1, now, or the electric-offset of an earlier response; for a subset `now` is the default
 handle    required unless offset is -1 or now
 live      true | false; not with -1 or now
 live_sse  needs live; experimental_live_sse is the older name
@@ -31,7 +31,7 @@ REQUIRED = "can't be blank"
 
 
 class BadRequestError(InvalidError):
-    """400; `errors` is field → messages."""
+    """Error 400; `errors` is field → messages."""
 
     def __init__(self, errors: Mapping[str, list[str]]) -> None:
         super().__init__("Invalid request")
@@ -39,7 +39,7 @@ class BadRequestError(InvalidError):
 
 
 class ShapeParams(msgspec.Struct, frozen=True):
-    """`offset` None means now."""
+    """Parsed parameters of one request. `offset` None means now."""
 
     request: ShapeRequest
     offset: LogOffset | None
@@ -56,7 +56,7 @@ class ShapeParams(msgspec.Struct, frozen=True):
 
 
 def check_text(query: bytes) -> None:
-    """Raises BadRequestError where the query is not UTF-8: what is read in its place is another text, and another
+    """Raise BadRequestError if the query is not UTF-8: decoding with replacements would give another text, and another
     shape."""
     try:
         unquote_to_bytes(query).decode("utf-8")
@@ -65,7 +65,7 @@ def check_text(query: bytes) -> None:
 
 
 def _bad_name(query: bytes) -> str:
-    """Of the first parameter that is not UTF-8."""
+    """Return the name of the first parameter that is not UTF-8."""
     for part in query.split(b"&"):
         whole = unquote_to_bytes(part).decode("utf-8", "replace")
         if "\ufffd" in whole and whole.encode() != unquote_to_bytes(part):
@@ -74,8 +74,11 @@ def _bad_name(query: bytes) -> str:
 
 
 def parse(query: QueryParams, body: bytes | None = None, right: Grant | None = None) -> ShapeParams:
-    """`body`: of a POST, which asks for a subset. `right`: what the request may see. Raises BadRequestError with every
-    wrong field at once."""
+    """Parse the parameters of a request.
+
+    `body`: that of a POST, which requests a subset. `right`: what the request may read. Raises BadRequestError with all
+    invalid fields.
+    """
     errors: Errors = {}
     right = right or Grant()
     subset = of_query(query, errors) if body is None else of_body(decode_body(body, errors), errors)
@@ -102,7 +105,7 @@ def parse(query: QueryParams, body: bytes | None = None, right: Grant | None = N
 
 
 def definition(query: QueryParams, errors: Errors) -> ShapeRequest:
-    """What the query says of the shape itself. Not to be used where `errors` holds something."""
+    """Parse the parameters that define the shape. The result is not valid if `errors` is not empty."""
     replica = _choice(query, "replica", ("default", "full"), errors)
     log_mode = _choice(query, "log", ("full", "changes_only"), errors)
     return ShapeRequest(

@@ -1,4 +1,4 @@
-"""Answers of the shape endpoint: bodies, headers, and how long a cache may keep them (notes/electric.md §3).
+"""Responses of the shape endpoint: bodies, headers, and cache lifetimes, as in Electric's HTTP API.
 
 offset -1                public, max-age=604800, s-maxage=3600, stale-while-revalidate=2629746    cache.initial_s
 later, not live          public, max-age=60, stale-while-revalidate=300                  cache.later_s, .stale_s
@@ -9,7 +9,7 @@ other errors             no-store, for surrogates too
 now, subset, health,
 DELETE                   no-cache
 
-Where a right ends (`permissions.Right`) nothing is fresh, or served stale, for longer.
+No response is fresh, or served stale, for longer than its grant (`permissions.Grant`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BASE_HEADERS = {
     "electric-server": f"tidemill/{__version__}",
 }
 CURSOR_EPOCH_MS = 1_728_432_000_000
-"""2024-10-09T00:00:00Z, where cursors count from."""
+"""2024-10-09T00:00:00Z, the epoch of cursors."""
 
 NO_STORE = {"cache-control": "no-store", "surrogate-control": "no-store"}
 
@@ -52,7 +52,7 @@ def cache_control(params: ShapeParams, ages: CacheAges) -> str:
 
 
 def fresh_until(header: str, left_s: float) -> str:
-    """A cache-control of ours, cut so that no cache shows the answer, fresh or stale, once `left_s` are over."""
+    """Limit a cache-control header so that no cache serves the response, fresh or stale, after `left_s`."""
     if left_s < 1:
         return "no-store"
     found = dict(part.strip().partition("=")[::2] for part in header.split(","))
@@ -67,10 +67,10 @@ def fresh_until(header: str, left_s: float) -> str:
 
 
 def next_cursor(now_ms: int, sent: int | None, interval_s: float, rand: Rand) -> int:
-    """Seconds since 2024-10-09 rounded up to the interval; always above the cursor that was sent.
+    """Return the seconds since 2024-10-09, rounded up to the interval; always above the cursor that was sent.
 
-    Clients that poll within one interval get one cursor, so a cache can join them; a repeated cursor
-    would let a cache serve one answer for ever.
+    Clients that poll within one interval get the same cursor, so a cache can coalesce them. A repeated cursor would let
+    a cache serve one response forever.
     """
     interval = max(1, int(interval_s))
     elapsed_s = max(0, now_ms - CURSOR_EPOCH_MS) // 1000
@@ -102,9 +102,11 @@ def shape_headers(
 
 
 def etag(shape: LiveShape, params: ShapeParams, end: LogOffset, current: bool, unchanged: int | None = None) -> str:
-    """`"handle:request:response"`; an answer without news adds a number that grows, so it never validates, and one that
-    says nothing of being up to date is another than one that does, be it of the same items: a chunk that ends where the
-    log ended is followed by more later."""
+    """Return `"handle:request:response"`.
+
+    A response without news adds a counter, so it never validates. A response that does not end up to date has another
+    tag than one with the same items that does: a chunk that ended at the log's end may be followed by more later.
+    """
     asked = "now" if params.offset is None else str(params.offset)
     tail = "" if unchanged is None else f":{unchanged}"
     return f'"{shape.handle}:{asked}:{end}{tail}{"" if current else ":more"}"'
@@ -115,7 +117,7 @@ def items_response(items: Sequence[bytes], headers: Mapping[str, str], has_data:
 
 
 def must_refetch(new_handle: str, had_handle: bool) -> Response:
-    """409: the handle is not, or no longer, one of this shape's; the new one is in the header."""
+    """Return 409: the handle is not, or no longer, one of this shape's; the new one is in the header."""
     headers = {
         **BASE_HEADERS,
         "electric-handle": new_handle,

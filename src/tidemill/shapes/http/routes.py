@@ -1,11 +1,11 @@
 """GET, POST, OPTIONS and DELETE /v1/shape; GET /v1/health; GET /api/shapes, the list of live shapes.
 
-One request: check the secret, or what it may see (`authorization`) → take a place → parse → plan against the table →
-find the shape the handle names → wait for its initial rows → answer a chunk, or wait for news. Behind every wait its
-right is asked again (RI2).
+One request: check the secret, or what it may read (`authorization`) → reserve a place → parse → plan against the table
+→ find the shape of the handle → wait for its initial rows → respond with a chunk, or wait for news. Its grant is
+checked again after every wait.
 
-A handle that is unknown, dropped, or of another definition answers 409 with the current handle, always
-of a live shape: the client starts over there.
+A handle that is unknown, dropped, or of another definition gets 409 with the current handle, always that of a live
+shape: the client starts again with it.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from tidemill.shapes.service import ShapeService
 _log = structlog.get_logger()
 
 BODY_S = 20.0
-"""For the body of a POST to come."""
+"""Time limit for receiving the body of a POST."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def shape_routes(service: ShapeService, grants: Grants | None = None) -> list[Route]:
-    """Routes to mount at the root of the node's application. `grants`: shapes that the server defines, signed URLs."""
+    """Return routes to mount at the root of the node's application. `grants`: server-defined shapes and signed URLs."""
     endpoint = _ShapeEndpoint(service, grants or Grants(service.clock))
     origins = Origins(service.settings.allowed_origins)
 
@@ -80,8 +80,8 @@ def shape_routes(service: ShapeService, grants: Grants | None = None) -> list[Ro
 
 
 class _Served:
-    """An ASGI application: one handler's answers, sent with what the origin may read. What the handler `_holds` for the
-    answer is released behind its last byte."""
+    """An ASGI application that sends one handler's responses with CORS headers. Resources that the handler registers by
+    `_holds` are released after the last byte."""
 
     def __init__(self, handler: Handler, origins: Origins, rand: Rand) -> None:
         self._handler = handler
@@ -103,14 +103,14 @@ class _Served:
                 held.pop().release()
 
     def _named(self, request: Request) -> str:
-        """The request's id: its client's, so that both can be found by it, or one of ours."""
+        """Return the request's id: the client's, so that both sides can find the request by it, or a new one."""
         given = request.headers.get("x-request-id", "")
         return given if _REQUEST_ID.fullmatch(given) else f"{self._rand.below(1 << 64):016x}"
 
 
 _HELD = "tidemill.shapes.response_memory"
 _CHUNK = "tidemill.shapes.chunk"
-"""What is read for an answer is counted for as long as somebody has it, which is until its last byte has gone out."""
+"""Keeps the chunk of a response referenced, and so counted as memory, until its last byte is sent."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+( *, *[A-Za-z0-9-]+){0,63}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/=+-]{1,128}")
 
@@ -129,12 +129,12 @@ class _ShapeEndpoint:
         self._quiet_answers = 0
 
     def guarded(self, handler: Handler) -> Handler:
-        """Turn errors of any type into the protocol's answers."""
+        """Convert errors of any type into the protocol's responses."""
 
         async def handle(request: Request) -> Response:
             try:
                 return self._aged(request, await handler(request))
-            except BaseException as error:  # THE boundary of a request: whatever it is, it is this request's
+            except BaseException as error:  # the boundary of a request: any exception concerns this request only
                 return self._refusing.answer(request, error)
 
         return handle
@@ -145,7 +145,7 @@ class _ShapeEndpoint:
             raise AccessDeniedError(401, "Unauthorized - Invalid API secret")
 
     def _right(self, request: Request) -> Grant:
-        """What a request for a shape may see; a signature stands for the secret. Raises AccessDeniedError,
+        """Return what a request for a shape may read; a signature replaces the secret. Raises AccessDeniedError,
         BadRequestError."""
         query = request.query_params
         if not is_signed(query):
@@ -156,7 +156,7 @@ class _ShapeEndpoint:
         return right
 
     def _aged(self, request: Request, response: Response) -> Response:
-        """No cache keeps an answer for longer than the right to it."""
+        """Limit the cache lifetime of a response to that of its grant."""
         right = right_of(request)
         if right is None or right.fresh_ms is None:
             return response
@@ -171,13 +171,13 @@ class _ShapeEndpoint:
 
     async def options(self, request: Request) -> Response:
         asked = request.headers.get("access-control-request-headers", "")
-        # "*" does not stand for Authorization.
+        # "*" does not include Authorization.
         allowed = asked if _HEADER_NAMES.fullmatch(asked) else "*"
         headers = {**BASE_HEADERS, "access-control-allow-headers": allowed, "access-control-max-age": "86400"}
         return Response(status_code=204, headers=headers)
 
     async def other_method(self, request: Request) -> Response:
-        return self._not_allowed(f"There is no {request.method} of a shape.")
+        return self._not_allowed(f"{request.method} is not supported for shapes.")
 
     def _not_allowed(self, message: str) -> Response:
         response = error_response(405, message)
@@ -200,11 +200,11 @@ class _ShapeEndpoint:
         if not self._settings.allow_delete:
             return self._not_allowed("DELETE is not enabled.")
         if right.signed:
-            raise AccessDeniedError(403, "A signed URL reads, and ends nothing.")
+            raise AccessDeniedError(403, "a signed URL does not allow DELETE.")
         query = request.query_params
         handle = query.get("handle", "")
         shape = self._service.by_handle(handle)
-        # A handle is no right (RI1): whoever must say who they are, or names a shape, ends what they name, or nothing.
+        # A handle grants nothing: an authenticated client, or a request that names a shape, can only end what it names.
         judged = NAME in query or (bool(query.get("table")) and (not handle or asker_of(request.scope) is not None))
         if judged and (shape is not None or not handle):
             params = parse(type(query)([*query.multi_items(), ("offset", "-1")]), right=right)
@@ -224,22 +224,22 @@ class _ShapeEndpoint:
         return await self._get(request, params)
 
     async def post(self, request: Request) -> Response:
-        """Always a subset: its parameters are in the body, which may be longer than a URL."""
+        """Read a subset: its parameters are in the body, which may be longer than a URL."""
         right = self._right(request)
         self._admit(request, True)
         try:
             async with asyncio.timeout(BODY_S):
                 body = await _body(request)
         except TimeoutError as error:
-            raise UnavailableError("the body did not come in time.") from error
+            raise UnavailableError("the body was not received in time.") from error
         except ClientDisconnect:
-            return error_response(400, "The body was cut off.")
+            return error_response(400, "The body is incomplete.")
         if body is None:
             return error_response(413, f"The body is too large: limit_bytes={BODY_BYTES}.")
         return await self._get(request, parse(request.query_params, body, right))
 
     def _admit(self, request: Request, initial: bool) -> None:
-        """The request has a place from here to its end. Raises OverBudgetError."""
+        """Reserve a place for the request until it ends. Raises OverBudgetError."""
         slot = self._admission.take(initial)
         if slot is None:
             raise self._busy(f"Concurrent {'initial' if initial else 'existing'} requests exceeded.")
@@ -276,11 +276,11 @@ class _ShapeEndpoint:
         return await self._chunk(request, shape, params)
 
     def _check(self, params: ShapeParams) -> None:
-        """Raises AccessDeniedError (RI2)."""
+        """Raise AccessDeniedError if the grant has ended."""
         params.right.check(self._service.clock.now_ms())
 
     async def _refetch(self, params: ShapeParams) -> Response:
-        """Planned anew: what ended the shape may be that its table is another one now, or none."""
+        """Plan again and return 409: the shape may have ended because its table was replaced or dropped."""
         plan = await self._service.plan(params.request, waits=not holds(params))
         return must_refetch(self._service.open(plan).handle, bool(params.handle))
 
@@ -308,7 +308,7 @@ class _ShapeEndpoint:
     async def _long_poll(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
         assert params.offset is not None
         deadline = self._service.clock.monotonic_s() + self._settings.long_poll_s
-        answer = await self._looked(request, shape, params)  # whoever is behind need not begin to wait
+        answer = await self._looked(request, shape, params)  # a client that is behind need not wait
         if answer is not None:
             return answer
         async with Disconnect(request) as disconnect:
@@ -328,7 +328,7 @@ class _ShapeEndpoint:
                     news.cancel()
 
     async def _looked(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response | None:
-        """None while there is nothing for it."""
+        """Return the response if there is news or the shape has ended, otherwise None."""
         assert params.offset is not None
         self._check(params)
         if shape.gone:
@@ -350,7 +350,7 @@ class _ShapeEndpoint:
         return _tagged(request, etag(shape, params, chunk.end, chunk.complete), out, headers, True)
 
     def _quiet(self, shape: LiveShape, params: ShapeParams) -> Response:
-        """Nothing came: 200 with only the up-to-date item."""
+        """Return a response without news: 200 with only the up-to-date item."""
         assert params.offset is not None
         self._quiet_answers += 1
         headers = self._headers(shape, params, params.offset, True)
@@ -358,18 +358,19 @@ class _ShapeEndpoint:
         return items_response([up_to_date(self._service.last_seen(shape))], headers, False)
 
     def _may_come_again(self, shape: LiveShape, offset: LogOffset) -> bool:
-        """A client that read further than what was durable is no stranger: the stream brings the same places again."""
+        """Return whether the offset may become valid: a client may have read beyond what was durable before a restart,
+        and the stream repeats the same offsets."""
         return shape.restored and offset.tx > self._service.last_seen(shape)
 
     async def _out_of_bounds(self, request: Request, shape: LiveShape, params: ShapeParams) -> Response:
-        """The client is ahead of this log: wait half a poll for it to come, then refuse."""
+        """Handle a client that is ahead of this log: wait for half a poll, then reject it."""
         assert params.offset is not None
         deadline = self._service.clock.monotonic_s() + self._settings.long_poll_s / 2
         async with Disconnect(request) as disconnect:
             while not self._service.covers(shape, params.offset):
                 left_s = deadline - self._service.clock.monotonic_s()
                 if left_s <= 0 and self._may_come_again(shape, params.offset):
-                    raise UnavailableError("the changes up to this offset come again after a restart.")
+                    raise UnavailableError("the changes up to this offset are being read again after a restart.")
                 if left_s <= 0:
                     raise BadRequestError({"offset": ["out of bounds for this shape"]})
                 news = shape.subscribe()
@@ -388,12 +389,12 @@ class _ShapeEndpoint:
 
 
 def _is_of(shape: LiveShape, named: ShapeDefinition, *, whole: bool) -> bool:
-    """Is the shape the one that was named, or (not `whole`) one of the same table?"""
+    """Return whether the shape is the named one, or, unless `whole`, one of the same table."""
     return shape.definition == named if whole else shape.definition.source == named.source
 
 
 async def _body(request: Request) -> bytes | None:
-    """None when it is larger than BODY_BYTES."""
+    """Read the body; return None if it is larger than BODY_BYTES."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -407,7 +408,7 @@ def _secret_of(request: Request) -> str:
 
 
 def _tagged(request: Request, tag: str, items: Sequence[bytes], headers: dict[str, str], has_data: bool) -> Response:
-    """304 to who has the answer already: a cache that asks again counts its copy as fresh."""
+    """Return 304 if the client already has the response, so that a revalidating cache treats its copy as fresh."""
     headers["etag"] = tag
     if _matches(",".join(request.headers.getlist("if-none-match")), tag):
         return Response(status_code=304, headers=headers)
@@ -415,5 +416,5 @@ def _tagged(request: Request, tag: str, items: Sequence[bytes], headers: dict[st
 
 
 def _matches(header: str, tag: str) -> bool:
-    """RFC 9110 §13.1.2, weak comparison."""
+    """Return whether If-None-Match matches: RFC 9110 §13.1.2, weak comparison."""
     return any(part.strip().removeprefix("W/") in (tag, "*") for part in header.split(",")) if header else False

@@ -1,8 +1,9 @@
 """Live updates as server-sent events: one `data:` line per item, `: keep-alive` when quiet, closed after a while.
 
-Who asks is up to date, or was told to be; so nothing is said until there is something. Every batch ends with an
-up-to-date item whose LSN is where the client resumes (`<lsn>_0`, behind that transaction: log_offset.py). A client that
-was more than one chunk behind gets everything and is closed, so that it goes back to cacheable requests.
+The client is up to date when the stream starts, or received an up-to-date item before, so nothing is sent until there
+is news. Every batch ends with an up-to-date item whose LSN is where the client resumes (`<lsn>_0`, after that
+transaction: log_offset.py). A client that was more than one chunk behind gets everything, and then the stream is
+closed, so that it returns to cacheable requests.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def response(service: ShapeService, shape: LiveShape, params: ShapeParams) -> St
 
 class _EventStream(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
-        """Raises StalledReaderError when the client takes nothing for STALLED_S. One timer sees to that for as long as
-        the stream lasts: it fires at the earliest when a send could be so old."""
+        """Send the stream. Raises StalledReaderError if the client reads nothing for STALLED_S.
+
+        One timer checks this for the whole stream; it fires no earlier than a send could be that old.
+        """
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
         since_s: float | None = None
@@ -67,14 +70,14 @@ class _EventStream(StreamingResponse):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise StalledReaderError(f"the reader takes nothing: stalled_s={STALLED_S}.") from error
+            raise StalledReaderError(f"the client reads nothing: stalled_s={STALLED_S}.") from error
         finally:
             timer.cancel()
 
 
 class _Quiet:
-    """How long one stream waits for news. Waits come by the thousand, and nearly all of them end with news: one timer
-    serves them, which is set again only when it fires too early."""
+    """Waits for news of one stream. There are thousands of waits, and nearly all end with news: one timer serves them,
+    and is set again only if it fires too early."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -83,7 +86,7 @@ class _Quiet:
         self._due_s = 0.0
 
     async def wait(self, news: asyncio.Future[None], for_s: float) -> bool:
-        """Is there news within `for_s`? `news` is done either way."""
+        """Return whether there is news within `for_s`. `news` is done either way."""
         self._news, self._due_s, self._came = news, self._loop.time() + for_s, True
         if self._timer is None or self._timer.when() > self._due_s:
             self.close()
@@ -94,7 +97,7 @@ class _Quiet:
     def _look(self) -> None:
         self._timer = None
         if self._news.done():
-            return  # the next wait sets it
+            return  # the next wait sets the timer
         if self._loop.time() < self._due_s:
             self._timer = self._loop.call_at(self._due_s, self._look)
         else:
@@ -107,7 +110,7 @@ class _Quiet:
 
 
 def _frames(items: Iterable[bytes]) -> Iterator[bytes]:
-    """One `data:` line an item, in pieces of about PIECE_BYTES."""
+    """Yield one `data:` line per item, in pieces of about PIECE_BYTES."""
     held = bytearray()
     for item in split_chunk(items):
         held += b"data: " + item + END
@@ -119,7 +122,8 @@ def _frames(items: Iterable[bytes]) -> Iterator[bytes]:
 
 
 async def _events(service: ShapeService, shape: LiveShape, offset: LogOffset, right: Grant) -> AsyncIterator[bytes]:
-    """Ends with the right (RI2), and where there is no room for what is read: whoever comes again is told why."""
+    """Yield the events. The stream ends when the grant does, or if there is no memory for reading; a new request then
+    gets the reason."""
     settings, clock = service.settings, service.clock
     deadline = clock.monotonic_s() + settings.sse_s
     quiet = _Quiet()
@@ -147,7 +151,7 @@ async def _events(service: ShapeService, shape: LiveShape, offset: LogOffset, ri
                             yield piece
                         if chunk.complete and (behind or clock.monotonic_s() >= deadline):
                             return
-                        del chunk  # it is counted for as long as somebody has it
+                        del chunk  # counted as memory while it is referenced
                         continue
                 left_s = deadline - clock.monotonic_s()
                 if left_s <= 0:

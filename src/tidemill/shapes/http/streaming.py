@@ -1,5 +1,5 @@
-"""Answers in pieces. The server takes one piece at a time and waits for its reader, so a client that does not read
-costs the socket's buffers and no copy of what it was to get; after a while without progress it is cut off."""
+"""Responses sent in pieces. The server accepts one piece at a time and waits for its client, so a client that does not
+read costs the socket's buffers and no copy of the response. A client without progress for a while is disconnected."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from tidemill.shapes.log.log import SEPARATOR
 
 PIECE_BYTES = 64 << 10
 SMALL_BYTES = 16 << 10
-"""An answer of so much goes out as one: the socket's buffers take it."""
+"""Responses up to this size are sent in one piece: they fit into the socket's buffers."""
 
 STALLED_S = 30.0
-"""A reader that takes nothing for so long is gone."""
+"""Time after which a client that reads nothing is disconnected."""
 
 SLOWEST_S = 600.0
-"""No answer takes longer, also to one who reads a byte now and then: what it is made of stays in memory meanwhile."""
+"""Time limit of any response, also for a client that reads a byte now and then: its data stays in memory for that
+time."""
 
 _log = structlog.get_logger()
 
 
 class StalledReaderError(Exception):
-    """Ends the connection: an answer that was begun cannot be taken back."""
+    """Ends the connection: a response that has started cannot be replaced by an error."""
 
 
 class ItemsResponse(Response):
-    """A JSON array of `items`, each JSON itself, or several joined by SEPARATOR; `opening` and `closing` hold it."""
+    """A JSON array of `items`, each one JSON itself or several joined by SEPARATOR, between `opening` and `closing`."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class ItemsResponse(Response):
         self._closing = closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises StalledReaderError."""
+        """Send the response. Raises StalledReaderError."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if self._size <= SMALL_BYTES:
             whole = self._opening + SEPARATOR.join(self._items) + self._closing
@@ -62,11 +63,11 @@ class ItemsResponse(Response):
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError as error:
-            raise StalledReaderError(f"the reader takes nothing: stalled_s={STALLED_S}.") from error
+            raise StalledReaderError(f"the client reads nothing: stalled_s={STALLED_S}.") from error
 
 
 def pieces(items: Sequence[bytes], opening: bytes = b"[", closing: bytes = b"]") -> Iterator[bytes]:
-    """`opening`, the items joined, `closing`, in pieces of about PIECE_BYTES."""
+    """Yield `opening`, the items joined, and `closing`, in pieces of about PIECE_BYTES."""
     held = bytearray(opening)
     for number, item in enumerate(items):
         if number:

@@ -1,10 +1,10 @@
-"""What a subset is asked by: parameters of a GET, or the JSON body of a POST.
+"""Parameters of a subset: in the query of a GET, or in the JSON body of a POST.
 
 GET     subset__where, subset__params (a JSON object, or subset__params[n]), subset__limit, subset__offset,
-        subset__order_by; subset__where_expr and subset__order_by_expr say the same as trees, and are not needed
+        subset__order_by; subset__where_expr and subset__order_by_expr repeat the same as trees, and are not needed
 POST    {"where": …, "params": {"1": …}, "limit": n, "offset": n, "order_by": …}, or the same under "subset"
 
-Nothing else is taken from a body: the shape itself is named in the query, where those that stand before us see it.
+Nothing else is read from a body: the shape itself is named in the query, where proxies see it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidemill.shapes.http.param_values import Errors, count, numbered, query_par
 PREFIX = "subset__"
 FIELDS = ("where", "limit", "offset", "order_by")
 BODY_BYTES = 1 << 20
-"""Of a POST; 413 beyond. A clause takes 64 KiB at most, so this is for the values of its parameters."""
+"""Largest body of a POST; 413 beyond. A clause takes 64 KiB at most, so most of it is for parameter values."""
 
 Value = str | int | float | bool | None
 
@@ -35,7 +35,7 @@ class _Fields(msgspec.Struct, frozen=True):
 
 
 class Body(_Fields, frozen=True):
-    """Decoded by its types: what is not named here is passed over, however much it is."""
+    """The body, decoded by its types: unknown fields are skipped, however large they are."""
 
     subset: _Fields | None = None
 
@@ -44,7 +44,7 @@ _AT = re.compile(r"`\$(?:\.subset)?\.(where|params|limit|offset|order_by)\b")
 
 
 def decode_body(data: bytes, errors: Errors) -> _Fields:
-    """An empty body asks for all rows."""
+    """Decode a body; an empty one requests all rows."""
     try:
         body = msgspec.json.decode(data if data.strip() else b"{}", type=Body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -55,7 +55,7 @@ def decode_body(data: bytes, errors: Errors) -> _Fields:
 
 
 def of_query(query: QueryParams, errors: Errors) -> SubsetRequest | None:
-    """None when no subset is asked for."""
+    """Return the subset of a query, None if it requests none."""
     if not any(name.startswith(PREFIX) for name in query):
         return None
     params = query_params(query.multi_items(), f"{PREFIX}params", errors)

@@ -1,14 +1,14 @@
-"""Answers with a subset of a shape's rows: {"metadata": …, "data": [rows]}, for requestSnapshot and fetchSnapshot.
+"""Responses with a subset of a shape's rows: {"metadata": …, "data": [rows]}, for requestSnapshot and fetchSnapshot.
 
-Which place of the log an answer names decides what its client follows from there:
+The offset in the response determines what its client follows from there:
 
-    now       the end of the log before the rows were read: what came since is behind it, and the rows show it or not
-    -1        -1: nothing was read yet, and everything still is
-    another   none where the client goes without (GET), else the one it asked from: it has read no further
+    now       the end of the log before the rows were read: later changes follow it, and the rows may show them already
+    -1        -1: nothing was read yet, so the client reads everything
+    another   none for a GET; for a POST the offset of the request, as the client has read no further
 
-A handle that ended is answered as the protocol says, 409 with the new one, where the client is at no place yet. One
-that has a place would take the new handle for the rest of its old log, and miss what came between (the published client
-does). It gets its rows, and its own handle back: its stream then asks with that, and is sent to the start.
+A handle that has ended gets 409 with the new one, as the protocol requires, if the client has no position yet. A client
+with a position would use the new handle for the rest of its old log, and miss the changes in between (the published
+client does). It gets its rows with its own handle instead: its stream then uses that handle, and gets 409.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ CLOSED = 499
 
 
 async def respond(service: ShapeService, request: Request, params: ShapeParams, rows: ResponseMemory) -> Response:
-    """`rows` are released by the caller once the answer has gone out. Raises as other requests for shapes do."""
+    """Respond with a subset. The caller releases `rows` after the response is sent. Raises as other shape requests
+    do."""
     plan = await service.plan(params.request)
     starts = params.offset is None or params.initial
     live = service.current(plan.definition)
     if starts or not HANDLE.fullmatch(params.handle) or (live is not None and live.handle == params.handle):
-        live = service.open(plan)  # another one, where the table is not what it was
+        live = service.open(plan)  # another shape, if the table was replaced
     if live is not None and params.handle in ("", live.handle):
         if not await live.wait_loaded(service.settings.load_timeout_s):
             raise UnavailableError("the initial rows are not ready yet.")
@@ -74,7 +75,10 @@ def _place(request: Request, params: ShapeParams, live: LiveShape | None) -> Log
 async def _read(
     service: ShapeService, request: Request, plan: Plan, params: ShapeParams, rows: ResponseMemory
 ) -> Metadata | None:
-    """None when the client went away. Raises BadRequestError for what the database refuses, TimeoutError."""
+    """Read the rows; return None if the client disconnected.
+
+    Raises BadRequestError if the database rejects the query, TimeoutError if it takes too long.
+    """
     assert params.subset is not None
     async with Disconnect(request) as disconnect, Tasks(lambda *_: None) as tasks:
         reading = tasks.spawn(plan.read(params.subset, rows, service.rand.below(MARKS)), name="subset")
@@ -88,7 +92,7 @@ async def _read(
         except (FieldError, MissingError):
             raise
         except InvalidError as error:
-            # A clause that is not the client's may have failed on a row that is not the client's to know of.
+            # A clause that the client did not write may have failed on a row that it must not see.
             said = "A row cannot be read with these clauses." if params.right.defined else str(error)
             raise BadRequestError({"subset": [said]}) from error
         return found
