@@ -1,20 +1,23 @@
-"""Consumer groups, of both protocols (classic, and KIP-848).
+"""Consumer groups of both protocols (classic and KIP-848).
 
     request ─► coordinator (groups of this node) ─► group_runner (writes in order, timer) ─► protocol_dispatch
         classic protocol    classic, classic_rebalance, classic_state      join, sync, heartbeat; phases of a rebalance
         consumer protocol   consumer, consumer_reconciliation, consumer_state, assignors      targets and assignments
         migration           protocol_migration, classic_members            members of both in one group
-    group_records, group_store: rows of a group in the metastore;  subscriptions, topic_patterns: RE2
+    group_records, group_store: rows of a group in the metastore;  subscriptions, topic_patterns: names and RE2 patterns
 
-The cores are pure: time and ids come in, answers go to an outbox.
+The cores are pure: time and ids are arguments, answers are put into an outbox.
 
-CG1  A group's rows are written only with the seqno of its head row, which every take-over changes: a coordinator that
-     was replaced writes nothing more, neither an assignment nor an offset.
-CG2  An assignment reaches its members after it is durable, so it survives its coordinator and nobody else can hand out
-     another one of the same generation.
-CG3  Writes of one group are appended one after the other, in the order in which they were asked for.
-CG4  After a write of unknown outcome nothing is written before the head row was changed: what may still be on its way
-     is fenced by then.
-CG5  A group is of the consumer protocol while anybody in it speaks that, else of the classic one; while nobody is in
-     it, whoever comes next decides. What it has committed stays, and its generations and epochs go on.
+Invariants:
+
+- Fencing: a group's rows are written only under the seqno of its head row, which every takeover changes. A replaced
+  coordinator can write nothing more, neither an assignment nor an offset.
+- Durable assignments: members receive an assignment after it is durable. So it survives its coordinator, and no other
+  node can assign differently in the same generation.
+- Write order: writes of one group are appended one after the other, in the order of the requests.
+- Unknown outcomes: after a write of unknown outcome nothing is written until the head row has been changed, which
+  fences the write if it is still in flight.
+- Protocol: a group uses the consumer protocol while any member speaks it, else the classic one. While it has no
+  members, the next member to join determines the protocol. The committed offsets stay, and generations and epochs
+  continue.
 """

@@ -1,6 +1,8 @@
-"""Server-side assignors of the consumer protocol (KIP-848): who should have which partition. Pure, deterministic.
+"""Server-side assignors of the consumer protocol (KIP-848): which member should have which partition.
 
-    uniform   counts that differ by one at most over members of equal subscriptions; whoever has a partition keeps it
+Pure and deterministic.
+
+    uniform   counts that differ by at most one over members of equal subscriptions; a member keeps a partition
               as long as that holds
     range     of each topic, consecutive partitions to the subscribed members in their order, so that partitions of
               one number go together over topics
@@ -15,17 +17,19 @@ from heapq import heapify, heappop, heapreplace
 from typing import Final
 
 Partitions = Mapping[str, frozenset[int]]
-"""topic id → partitions, never none"""
+"""Topic id → partitions; the set is never empty."""
 Assignment = dict[str, dict[str, frozenset[int]]]
-"""member → what it should have"""
+"""Member → partitions that it should have."""
 Subscriptions = Mapping[str, frozenset[str]]
-"""member → ids of topics that exist, in the order of the members"""
+"""Member → ids of existing topics, in the order of the members."""
 Assignor = Callable[[Subscriptions, Mapping[str, int], Mapping[str, Partitions]], Assignment]
-"""(subscriptions, partitions of each topic, what members were to have until now)"""
+"""Function of the subscriptions, the partition count of each topic, and the former target of the members."""
 
 Place = tuple[str, int]
 PASSES_MAX = 20
-"""Over all topics, to level counts among members of unequal subscriptions; two or three do nearly always."""
+"""Maximum number of passes over all topics, to level counts among members of unequal subscriptions; two or three
+usually suffice.
+"""
 
 
 def uniform(subscriptions: Subscriptions, counts: Mapping[str, int], before: Mapping[str, Partitions]) -> Assignment:
@@ -46,7 +50,9 @@ def uniform(subscriptions: Subscriptions, counts: Mapping[str, int], before: Map
 
 
 def _fill_equally(mine: dict[str, set[Place]], free: set[Place]) -> None:
-    """Everybody may have everything: so many each, and one more for those who have it already, in their order."""
+    """Distribute partitions among members of equal subscriptions: equal counts, and one more to members that have it
+    already, in their order.
+    """
     each, more = divmod(len(free) + sum(map(len, mine.values())), len(mine))
     keeps_more = [member for member, places in mine.items() if len(places) > each][:more]
     others = [member for member in mine if member not in set(keeps_more)]
@@ -61,7 +67,7 @@ def _fill_equally(mine: dict[str, set[Place]], free: set[Place]) -> None:
 
 
 def _fill(subscriptions: Subscriptions, mine: dict[str, set[Place]], free: Iterable[Place]) -> None:
-    """To whoever has least of those who may have it; topics that few want go first."""
+    """Give each partition to the subscribed member with the fewest; topics with few subscribers first."""
     by_topic: dict[str, list[int]] = {}
     for topic, partition in sorted(free):
         by_topic.setdefault(topic, []).append(partition)
@@ -76,8 +82,10 @@ def _fill(subscriptions: Subscriptions, mine: dict[str, set[Place]], free: Itera
 
 
 def _level(subscriptions: Subscriptions, mine: dict[str, set[Place]], topics: Iterable[str]) -> None:
-    """Topic by topic, from who has most to who has least while they differ by two: each move makes the sum of squares
-    smaller, so it ends; it is cut short where that takes very many passes."""
+    """Level the counts: per topic, move partitions from the fullest to the emptiest member while they differ by two.
+
+    Each move decreases the sum of squares, so this ends; it stops early after PASSES_MAX passes.
+    """
     wanting = _wanting(subscriptions)
     for _ in range(PASSES_MAX):
         moved = False
@@ -95,7 +103,7 @@ def _level_topic(topic: str, members: list[str], mine: dict[str, set[Place]]) ->
     held: dict[str, list[Place]] = {}
     moved = False
     while most and least:
-        # What the heaps say of a member may be older than its last move.
+        # An entry of the heaps may be older than the member's last move.
         count, index, giver = most[0]
         if -count != len(mine[giver]):
             heapreplace(most, (-len(mine[giver]), index, giver))
@@ -109,7 +117,7 @@ def _level_topic(topic: str, members: list[str], mine: dict[str, set[Place]]) ->
         if giver not in held:
             held[giver] = sorted(place for place in mine[giver] if place[0] == topic)
         if not held[giver]:
-            # Nothing of this topic to give.
+            # The member has no partition of this topic to give.
             heappop(most)
             continue
         place = held[giver].pop()
@@ -138,7 +146,7 @@ def _topics(subscriptions: Subscriptions) -> list[str]:
 
 
 def _wanting(subscriptions: Subscriptions) -> dict[str, list[str]]:
-    """topic → who is subscribed to it, in the order of the members"""
+    """Return topic → subscribed members, in the order of the members."""
     found: dict[str, list[str]] = {}
     for member, topics in subscriptions.items():
         for topic in topics:

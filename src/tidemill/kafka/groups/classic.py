@@ -1,9 +1,10 @@
-"""What members of a group of the classic protocol may ask, as Kafka 4 answers it. Pure.
+"""Requests of members to a group of the classic protocol, answered as Kafka 4 does. Pure.
 
-`now` is monotonic milliseconds. Answers that must wait go to `Group.outbox` later, under their waiter. What must be
-durable is told by `Group.unstored`: the caller writes the group as it is, then says so with `stored`.
+`now` is monotonic milliseconds. Answers that must wait are put into `Group.outbox` later, under their waiter.
+`Group.unstored` is set when the group must be made durable: the caller then writes it between `begin_store` and
+`stored`.
 
-Sources: KIP-62 (rebalance time-out), KIP-134 (first delay), KIP-345 and KIP-814 (static members), KIP-394 (ids first),
+Sources: KIP-62 (rebalance timeout), KIP-134 (first delay), KIP-345 and KIP-814 (static members), KIP-394 (ids first),
 KIP-559 (protocol checked at sync).
 """
 
@@ -37,14 +38,16 @@ from tidemill.kafka.groups.classic_state import (
 
 
 class Storing(NamedTuple):
-    """What waits for one write."""
+    """Assignment and answers that wait for one write."""
 
     assigning: dict[str, bytes] | None
     later: list[tuple[Waiter, Answer]]
 
 
 NEW_MEMBER_MS = 300_000
-"""A new member that waits for a rebalance is kept for so long, though its connection may be gone (Kafka's bound)."""
+"""Time for which a new member that waits for a rebalance is retained, although its connection may be lost (Kafka's
+limit).
+"""
 
 
 def join(group: Group, now: int, ask: Join, waiter: Waiter) -> None:
@@ -120,7 +123,7 @@ def _again(group: Group, now: int) -> None:
 
 def _rejoin(group: Group, now: int, ask: Join, waiter: Waiter) -> None:
     member = group.members[ask.member_id]
-    # It may not have got its answer; a leader that joins a stable group wants a new generation.
+    # The member may not have received its answer. A leader that joins a stable group wants a new generation.
     is_answered = group.phase is Phase.COMPLETING or (group.phase is Phase.STABLE and member.member_id != group.leader)
     if is_answered and member.protocols == ask.protocols:
         member.until_ms = now + ask.session_ms
@@ -138,13 +141,13 @@ def _update(member: Member, ask: Join) -> None:
 
 
 def _wait_to_join(group: Group, member: Member, waiter: Waiter) -> None:
-    """Whoever asked before over another connection is told to ask again."""
+    """Let the member wait for the join. Its earlier request over another connection gets an error."""
     group.say(member.joining, JoinAnswer(error_codes.REBALANCE_IN_PROGRESS, member.member_id))
     member.joining = waiter
 
 
 def _replace(group: Group, now: int, ask: Join, waiter: Waiter) -> None:
-    """A static member came back under a new id: whoever has the old one is fenced (KIP-345)."""
+    """Replace a static member that returns under a new id. The old id is fenced (KIP-345)."""
     assert ask.instance_id is not None
     old_id, new_id = group.instances[ask.instance_id], ask.new_id
     member = group.members.pop(old_id)
@@ -163,7 +166,8 @@ def _replace(group: Group, now: int, ask: Join, waiter: Waiter) -> None:
     if led:
         group.leader = new_id
     if group.phase is Phase.STABLE and group.elected_protocol() == group.protocol:
-        # As Kafka does, whatever else it says of itself: no rebalance, once it is durable that the old id is fenced.
+        # As in Kafka: no rebalance, even if other properties of the member changed, once it is durable that the old id
+        # is fenced.
         skips = led and ask.may_skip
         answer = JoinAnswer(
             0,
@@ -221,15 +225,17 @@ def _sync_refusal(group: Group, ask: Sync) -> int:
 
 
 def begin_store(group: Group) -> Storing:
-    """The group as it is now is about to be written: what waits for exactly this."""
+    """Begin to write the group in its current state, and return what waits for exactly this write."""
     group.unstored = False
     later, group.later = group.later, []
     return Storing(group.assigning, later)
 
 
 def stored(group: Group, now: int, storing: Storing, code: int) -> None:
-    """What `begin_store` saw is durable; or is not, with an error code for those who wait. An assignment whose
-    generation has ended meanwhile is nobody's any more."""
+    """Answer the waiting requests after a write that `begin_store` began; `code` is 0 or the error of the write.
+
+    An assignment is dropped if its generation has ended in the meantime.
+    """
     for waiter, answer in storing.later:
         group.say(waiter, failed(answer, code) if code else answer)
     if storing.assigning is None or storing.assigning is not group.assigning:
@@ -253,7 +259,7 @@ def heartbeat(group: Group, now: int, member_id: str, instance_id: str | None, g
 
 
 def leave(group: Group, now: int, member_id: str, instance_id: str | None) -> int:
-    """A static member may be named by its instance alone (an administrator's way)."""
+    """Remove a member. A static member may be named by its instance alone, as administrators do."""
     if not member_id and instance_id is not None:
         member_id = group.instances.get(instance_id, "")
     if member_id in group.expected:
@@ -275,8 +281,11 @@ def commit_refusal(
     *,
     in_transaction: bool = False,
 ) -> int:
-    """May whoever says this of itself commit offsets? Without member and generation only while nobody is here, or in a
-    transaction: before KIP-447 producers did not know them."""
+    """Return the code if a client with these properties may not commit offsets, else 0.
+
+    Without member and generation it may commit only to a group without members, or in a transaction: before KIP-447
+    producers did not know them.
+    """
     if generation < 0 and not member_id and instance_id is None:
         return error_codes.UNKNOWN_MEMBER_ID if group.members and not in_transaction else 0
     if generation < 0 and not group.members:
@@ -294,7 +303,10 @@ def commit_refusal(
 
 
 def abandon(group: Group, code: int) -> None:
-    """This node does not coordinate the group any more: everybody who waits is told to look for who does."""
+    """Stop coordinating the group on this node.
+
+    All waiting requests get `code`, so that their clients look up the coordinator.
+    """
     group.phase = Phase.DEAD
     for member in group.members.values():
         group.say(member.joining, JoinAnswer(code, member.member_id))

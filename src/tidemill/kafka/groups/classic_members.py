@@ -1,13 +1,14 @@
-"""What members of the classic protocol may ask in a group of the consumer protocol, as Kafka 4 answers it. Pure.
+"""Requests of members of the classic protocol to a group of the consumer protocol, answered as Kafka 4 does. Pure.
 
-While members change the protocol one after the other (`protocol_migration`), those of the classic one go on as they
-are. Their generation is their member epoch; a Heartbeat tells them to join again, a JoinGroup says what they own and
-takes the step that others take with a heartbeat, and SyncGroup tells what they may use. None of them leads.
+While members change the protocol one after the other (`protocol_migration`), classic members continue unchanged. Their
+generation is their member epoch. A Heartbeat asks them to join again, a JoinGroup carries their owned partitions and
+takes the reconciliation step that other members take with a heartbeat, and SyncGroup returns the partitions that they
+may use. None of them is a leader.
 
-     eager         lets go of everything, joins owning nothing, has all that is free of its target
-     cooperative   joins with what it owns, syncs without what it is to let go of, lets go, joins again
+    eager         revokes everything, joins owning nothing, gets every free partition of its target
+    cooperative   joins with its owned partitions, syncs without those to revoke, revokes them, joins again
 
-Source: KIP-848, "Online migration"; what Kafka 4.1 answers.
+Source: KIP-848, "Online migration"; the answers of Kafka 4.1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NO_LEADER: Final = ""
 
 
 def join(group: ConsumerGroup, now: int, ask: Join, seen: TopicSnapshot) -> JoinAnswer:
-    """An error changes nothing."""
+    """Join or rejoin a member. An error changes nothing."""
     code = refusal(group, ask)
     if code:
         return JoinAnswer(code, ask.member_id)
@@ -43,7 +44,7 @@ def join(group: ConsumerGroup, now: int, ask: Join, seen: TopicSnapshot) -> Join
 
 
 def refusal(group: ConsumerGroup, ask: Join) -> int:
-    """Why nobody may join so; 0 where anybody may."""
+    """Return the error code if the join is invalid, else 0."""
     limits = group.limits
     if not limits.session_ms_min <= ask.session_ms <= limits.session_ms_max:
         return error_codes.INVALID_SESSION_TIMEOUT
@@ -71,7 +72,10 @@ def refusal(group: ConsumerGroup, ask: Join) -> int:
 
 
 def _is_spoken(group: ConsumerGroup, ask: Join) -> bool:
-    """By all others of the classic protocol, who are among themselves again when the last of the other one leaves."""
+    """Return whether the request names a protocol that all other classic members speak.
+
+    They use it among themselves again when the last member of the consumer protocol leaves.
+    """
     names = {name for name, _ in ask.protocols}
     try:
         subscription_of(ask.protocols[0][1] if ask.protocols else b"")
@@ -85,8 +89,11 @@ def _is_spoken(group: ConsumerGroup, ask: Join) -> bool:
 
 
 def _member(group: ConsumerGroup, ask: Join) -> Consumer:
-    """Whoever asks. A static member that came back goes on with what it had, whichever protocol it spoke; one that
-    nobody knows is taken, by the id that it names."""
+    """Return the joining member.
+
+    A static member that returns continues with its state, whichever protocol it used. An unknown member is added under
+    the id in the request.
+    """
     known = group.instances.get(ask.instance_id or "")
     if known is not None and not ask.member_id:
         member = group.members.pop(known)
@@ -116,7 +123,7 @@ def _learn(group: ConsumerGroup, member: Consumer, ask: Join, subscription: Subs
 
 
 def by_id(named: tuple[Place, ...] | list[Place], seen: TopicSnapshot) -> Partitions:
-    """Those of topics that exist."""
+    """Return the partitions by topic id, without topics that do not exist."""
     found: dict[str, frozenset[int]] = {}
     for name, partition in named:
         topic = seen.of(name)
@@ -135,7 +142,7 @@ def sync(group: ConsumerGroup, now: int, ask: Sync) -> SyncAnswer:
     for asked, own in ((ask.protocol_type, CONSUMER), (ask.protocol, protocol)):
         if asked is not None and asked != own:
             return SyncAnswer(error_codes.INCONSISTENT_GROUP_PROTOCOL)
-    # Who is to let go of something learns here of what; the epoch that follows is for its next JoinGroup.
+    # A member that must revoke partitions learns of them here; it gets the new epoch at its next JoinGroup.
     if group.topics is None or (group.epoch > member.epoch and not member.revoking):
         _owes(member, now)
         return SyncAnswer(error_codes.REBALANCE_IN_PROGRESS)
@@ -144,7 +151,7 @@ def sync(group: ConsumerGroup, now: int, ask: Sync) -> SyncAnswer:
 
 
 def assignment(group: ConsumerGroup, member: Consumer) -> bytes:
-    """What it may use, as its client reads it. Topics that are gone are left out."""
+    """Encode the partitions that the member may use, as its client reads them. Deleted topics are left out."""
     assert member.classic is not None
     names = {topic.topic_id: name for name, topic in (group.topics or {}).items()}
     assigned = {names[topic_id]: numbers for topic_id, numbers in member.assigned.items() if topic_id in names}
@@ -164,7 +171,10 @@ def heartbeat(group: ConsumerGroup, now: int, member_id: str, instance_id: str |
 
 
 def _has_more_to_get(group: ConsumerGroup, member: Consumer) -> bool:
-    """All at once: for each partition of its own it would join once more."""
+    """Return whether all missing partitions of the target are free.
+
+    Waiting for all of them avoids one rejoin per partition.
+    """
     missing = minus(member.target, member.held)
     return bool(missing) and not any(place in group.owners for place in places(missing))
 
@@ -183,7 +193,7 @@ def _check(group: ConsumerGroup, member_id: str, instance_id: str | None, genera
 
 
 def leave(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
-    """A static member may be named by its instance alone (an administrator's way)."""
+    """Remove a member. A static member may be named by its instance alone, as administrators do."""
     if not member_id and instance_id is not None:
         member_id = group.instances.get(instance_id, "")
     code = check(group, member_id, instance_id)

@@ -1,10 +1,10 @@
-"""How a rebalance of the classic protocol begins, completes and ends. Pure: `now` is monotonic milliseconds.
+"""Phases of a rebalance of the classic protocol. Pure: `now` is monotonic milliseconds.
 
-    EMPTY ──join──► PREPARING ──all joined, or time is up──► COMPLETING ──assignment durable──► STABLE
-      ▲                 │ ▲                                      │                                 │
-      └──nobody left────┘ └──────────a member joins anew, leaves, or is not heard of───────────────┘
+    EMPTY ──join──► PREPARING ──all joined, or timeout──► COMPLETING ──assignment durable──► STABLE
+      ▲                 │ ▲                                    │                               │
+      └──no members─────┘ └────────a member rejoins, leaves, or its session times out──────────┘
 
-A group that was empty waits a little for more members before its first generation (KIP-134).
+A group that was empty waits briefly for more members before its first generation (KIP-134).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tidemill.kafka.groups.classic_state import Group, JoinAnswer, Phase, SyncAn
 
 
 def rebalance(group: Group, now: int) -> None:
-    """Everybody is to join again."""
+    """Begin a rebalance: all members must join again."""
     if group.phase is Phase.COMPLETING:
         drop_assignment(group, error_codes.REBALANCE_IN_PROGRESS)
     if group.phase is Phase.EMPTY:
@@ -34,7 +34,10 @@ def longest(group: Group) -> int:
 
 
 def settle(group: Group, now: int) -> None:
-    """Complete the join if nobody is missing; while the first members gather, only if that takes no time at all."""
+    """Complete the join if no member is missing.
+
+    While the first members gather, complete it only if the initial delay is zero.
+    """
     if group.phase is not Phase.PREPARING:
         return
     if group.delay_left >= 0:
@@ -45,7 +48,7 @@ def settle(group: Group, now: int) -> None:
 
 
 def complete(group: Group, now: int) -> None:
-    """The next generation, of those who have joined; static members stay in it though they have not."""
+    """Begin the next generation with the joined members. Static members stay in it even if they have not joined."""
     for member in [m for m in group.members.values() if m.joining is None and m.instance_id is None]:
         forget(group, member.member_id)
     joined = [member for member in group.members.values() if member.joining is not None]
@@ -71,7 +74,7 @@ def complete(group: Group, now: int) -> None:
 
 
 def joined_as(group: Group, member_id: str) -> JoinAnswer:
-    """What a member of the current generation is told."""
+    """Return the answer to a JoinGroup of a member of the current generation."""
     leads = member_id == group.leader
     return JoinAnswer(
         0,
@@ -85,7 +88,7 @@ def joined_as(group: Group, member_id: str) -> JoinAnswer:
 
 
 def assign(group: Group, now: int) -> None:
-    """The assignment is durable: everybody who waits for it gets it."""
+    """Send the durable assignment to all members that wait for it."""
     assigned, group.assigning = group.assigning or {}, None
     group.phase = Phase.STABLE
     for member in group.members.values():
@@ -101,7 +104,7 @@ def assigned_to(group: Group, member_id: str) -> SyncAnswer:
 
 
 def drop_assignment(group: Group, code: int) -> None:
-    """Whoever waits for an assignment is told why there is none."""
+    """Drop the assignment and answer waiting members with `code`."""
     group.assigning = None
     for member in group.members.values():
         member.assignment = b""
@@ -111,7 +114,7 @@ def drop_assignment(group: Group, code: int) -> None:
 
 
 def forget(group: Group, member_id: str) -> None:
-    """Take a member out, without what follows from it."""
+    """Remove a member, without a rebalance."""
     member = group.members.pop(member_id)
     group.unsynced.discard(member_id)
     if member.instance_id is not None and group.instances.get(member.instance_id) == member_id:
@@ -123,7 +126,7 @@ def forget(group: Group, member_id: str) -> None:
 
 
 def remove(group: Group, now: int, member_id: str) -> None:
-    """A member left, or is not heard of any more."""
+    """Remove a member that left or whose session timed out."""
     forget(group, member_id)
     if group.phase in (Phase.STABLE, Phase.COMPLETING):
         rebalance(group, now)
@@ -132,7 +135,7 @@ def remove(group: Group, now: int, member_id: str) -> None:
 
 
 def tick(group: Group, now: int) -> None:
-    """Whatever was to happen by now."""
+    """Perform everything that is due at `now`."""
     for member_id in [m for m, until in group.expected.items() if until <= now]:
         del group.expected[member_id]
         settle(group, now)
@@ -152,13 +155,13 @@ def tick(group: Group, now: int) -> None:
 
 
 def _must_be_heard(group: Group, member_id: str) -> bool:
-    """Removing one may have removed others."""
+    """Return whether the session timeout applies to the member. The removal of one member may have removed others."""
     member = group.members.get(member_id)
     return member is not None and (member.is_new or (member.joining is None and member.syncing is None))
 
 
 def due(group: Group) -> int | None:
-    """When `tick` has something to do next, at the earliest; None for a group in which nobody is."""
+    """Return the earliest time at which `tick` has something to do; None for a group without members."""
     times = list(group.expected.values())
     times += [m.until_ms for m in group.members.values() if _must_be_heard(group, m.member_id)]
     if group.phase is Phase.PREPARING:

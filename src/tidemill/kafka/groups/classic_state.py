@@ -1,4 +1,4 @@
-"""One group of the classic protocol in memory, and what clients ask of it and are told. The limits of any group."""
+"""State of one group of the classic protocol, its requests and answers, and the limits of all groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidemill.kafka import error_codes
 
 
 class Phase(Enum):
-    """Named as Kafka's tools show them: of the classic protocol, of the consumer protocol, and of both."""
+    """Phases under the names of Kafka's tools: of the classic protocol, of the consumer protocol, and of both."""
 
     EMPTY = "Empty"
     PREPARING = "PreparingRebalance"
@@ -23,36 +23,36 @@ class Phase(Enum):
 
 
 class GroupLimits(msgspec.Struct, frozen=True):
-    """Of one group. Times in ms."""
+    """Limits of one group. Times are in ms."""
 
     members: int = 1_000
     member_bytes: int = 120 << 10
-    """Metadata of one member over all its protocols; and its assignment."""
+    """Limit of one member's metadata over all its protocols, and of its assignment."""
     bytes: int = 2 << 20
-    """All of a group: it is stored in one batch."""
+    """Limit of the whole group, which is stored in one batch."""
     initial_delay_ms: int = 3_000
     session_ms_min: int = 6_000
     session_ms_max: int = 1_800_000
     consumer_session_ms: int = 45_000
-    """In the consumer protocol it is not the member's to say; a group's own configs may (`configs`), within bounds."""
+    """Session timeout of the consumer protocol, which members cannot choose; a group's configs can, within bounds."""
     consumer_heartbeat_ms: int = 5_000
     consumer_session_ms_bounds: tuple[int, int] = (45_000, 60_000)
     consumer_heartbeat_ms_bounds: tuple[int, int] = (5_000, 15_000)
     upgrades: bool = True
     downgrades: bool = True
-    """May its protocol change while members are in it (`protocol_migration`)?"""
+    """Permissions to change the protocol while the group has members (`protocol_migration`)."""
 
 
 Protocols = tuple[tuple[str, bytes], ...]
-"""(name, metadata), the member's favourite first."""
+"""Tuples of (name, metadata), the member's preferred protocol first."""
 Waiter = object
-"""Who waits for an answer: opaque to the core."""
+"""Receiver of an answer: opaque to the core."""
 
 
 class Join(msgspec.Struct, frozen=True):
-    """`member_id` "" = a new member; `new_id` is what it would be called.
+    """JoinGroup request. `member_id` "" means a new member; `new_id` is the id that it would get.
 
-    knows_first   the client can be told its id before it joins (JoinGroup 4, KIP-394)
+    knows_first   the client can receive its id before it joins (JoinGroup 4, KIP-394)
     may_skip      the client understands that it leads without having to assign (JoinGroup 9, KIP-814)
     """
 
@@ -70,7 +70,7 @@ class Join(msgspec.Struct, frozen=True):
 
 
 class JoinAnswer(msgspec.Struct, frozen=True):
-    """members: (member id, instance id, metadata), for the leader only."""
+    """Answer to a JoinGroup. `members` are tuples of (member id, instance id, metadata), for the leader only."""
 
     error: int
     member_id: str = ""
@@ -97,11 +97,11 @@ class SyncAnswer(msgspec.Struct, frozen=True):
     protocol: str | None = None
     assignment: bytes = b""
     member_id: str = ""
-    """Whom it is for, where somebody keeps it."""
+    """Id of the receiving member, where the core must find it again."""
 
 
 class BeatAnswer(msgspec.Struct, frozen=True):
-    """Of the consumer protocol. `assignment` (topic id → partitions) None = as it was told before."""
+    """Answer to a heartbeat of the consumer protocol. `assignment` (topic id → partitions) None means unchanged."""
 
     error: int
     message: str = ""
@@ -114,16 +114,17 @@ Answer = JoinAnswer | SyncAnswer | BeatAnswer
 
 
 def failed(answer: Answer, code: int) -> Answer:
-    """Told instead of it, where what it tells of did not come to be."""
+    """Return the error answer that replaces `answer` if its state did not become durable."""
     if isinstance(answer, JoinAnswer):
         return JoinAnswer(code, answer.member_id)
     return SyncAnswer(code) if isinstance(answer, SyncAnswer) else BeatAnswer(code)
 
 
 class Member(msgspec.Struct):
-    """`until_ms`: when it is gone unless it is heard of; while it waits for an answer it counts as heard.
+    """Member of a classic group.
 
-    `joining`, `syncing`: who waits for its JoinGroup and SyncGroup. `is_new` until its first join is answered.
+    `until_ms` is the end of its session; a member that waits for an answer cannot time out. `joining` and `syncing` are
+    the waiters of its JoinGroup and SyncGroup. `is_new` is true until its first join is answered.
     """
 
     member_id: str
@@ -152,16 +153,16 @@ def metadata_bytes(protocols: Protocols) -> int:
 
 
 class Group:
-    """What a group is made of. Changed by `classic_rebalance` and `classic` only; all times are monotonic milliseconds.
+    """State of a group. Only `classic_rebalance` and `classic` change it. All times are monotonic milliseconds.
 
-    expected      ids that were given out (KIP-394) and until when they are waited for
-    join_until    while PREPARING: when those who have not joined are left behind
-    delay_left    while the first members of an empty group gather: for how long it may still be put off; else −1
-    arrived       somebody came since the last time it was put off
-    sync_until    while COMPLETING: when those who have not synced are left behind
-    assigning     the leader's assignment, on its way to the metastore
-    later         who is answered once the group is durable as it is: (waiter, answer)
-    unstored      what is durable is not what is here
+    expected      member ids that were assigned (KIP-394), and the times until which their joins are expected
+    join_until    while PREPARING: when members that have not joined are removed
+    delay_left    while the first members of an empty group gather: remaining time by which to delay; else −1
+    arrived       a member joined since the last delay
+    sync_until    while COMPLETING: when members that have not synced are removed
+    assigning     the leader's assignment, while it is being written to the metastore
+    later         answers to send once the current state is durable: (waiter, answer)
+    unstored      the durable state differs from this one
     """
 
     def __init__(self, name: str, limits: GroupLimits) -> None:
@@ -191,12 +192,12 @@ class Group:
 
     @property
     def is_vacant(self) -> bool:
-        """Nobody is here, and nobody waits for a write to begin: the group may go over to the other protocol."""
+        """True if the group has no members and no answer waits for a write: it may change to the other protocol."""
         return not (self.members or self.expected or self.later)
 
     @property
     def idle(self) -> bool:
-        """Nobody is here, and nothing is to be done."""
+        """True if the group has no members and no pending work."""
         return not (self.members or self.expected or self.unstored or self.outbox)
 
     def say(self, waiter: Waiter | None, answer: Answer) -> None:
@@ -204,7 +205,7 @@ class Group:
             self.outbox.append((waiter, answer))
 
     def check(self, member_id: str, instance_id: str | None) -> int:
-        """The error code of whoever claims to be this member; 0 where it is (KIP-345)."""
+        """Return the error code if the ids do not identify a member, else 0 (KIP-345)."""
         if instance_id is not None:
             known = self.instances.get(instance_id)
             if known is None:
@@ -214,7 +215,7 @@ class Group:
         return 0 if member_id in self.members else error_codes.UNKNOWN_MEMBER_ID
 
     def supports(self, protocol_type: str, protocols: Protocols) -> bool:
-        """Is there a protocol that everybody speaks? An empty group takes any."""
+        """Return whether all members and the caller share a protocol. An empty group supports any."""
         if not protocol_type or not protocols:
             return False
         if not self.members:
@@ -222,16 +223,16 @@ class Group:
         return protocol_type == self.protocol_type and not self.common().isdisjoint(name for name, _ in protocols)
 
     def common(self) -> set[str]:
-        """Protocols that all members speak."""
+        """Return the protocols that all members speak."""
         spoken = [{name for name, _ in member.protocols} for member in self.members.values()]
         return set.intersection(*spoken) if spoken else set()
 
     def elected_protocol(self) -> str:
-        """What most members like best of what all speak; of equals the first by name."""
+        """Return the common protocol that most members prefer; of equals the first by name."""
         common = self.common()
         votes = [next((n for n, _ in m.protocols if n in common), "") for m in self.members.values()]
         return max(sorted(set(votes)), key=votes.count, default="")
 
     def listed(self) -> tuple[tuple[str, str | None, bytes], ...]:
-        """The members as the leader is told of them."""
+        """Return the members as the leader receives them."""
         return tuple((m.member_id, m.instance_id, m.metadata(self.protocol)) for m in self.members.values())

@@ -1,6 +1,6 @@
-"""The configs of groups as one process knows them: rows of the catalogue, read again when one changes.
+"""Cache of the configs of groups: rows of the catalogue, read again when one changes.
 
-Each node holds all of them for itself, as Kafka's brokers do, whichever groups it coordinates.
+Each node caches all of them, as Kafka's brokers do, regardless of the groups that it coordinates.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tidemill.metastore.rows.group_configs import GroupConfigRow
 
 REFRESH_S: Final = 2.0
 GROUPS_MAX: Final = 10_000
-"""Groups with configs of their own."""
+"""Maximum number of groups with configs of their own."""
 
 
 class GroupConfigs:
-    """`limits`: of a group that has none of its own."""
+    """Cached group configs. `limits` are those of a group without its own configs."""
 
     def __init__(self, catalogue: Catalogue, limits: GroupLimits) -> None:
         self._catalogue = catalogue
@@ -31,16 +31,16 @@ class GroupConfigs:
         self._followers: list[Callable[[], None]] = []
 
     def limits(self, group: str) -> GroupLimits:
-        """Of this group. Plain."""
+        """Return the limits of a group from the cache."""
         row = self._own.get(group)
         return self._limits if row is None else configs.limited(self._limits, row.config)
 
     def on_change(self, follow: Callable[[], None]) -> None:
-        """Call it whenever another answer may be given."""
+        """Register a callback for every change of the answers."""
         self._followers.append(follow)
 
     async def refresh(self, *, fresh: bool = True) -> None:
-        """Raises Unavailable."""
+        """Read the rows again if they changed. Raises UnavailableError."""
         rows = await self._catalogue.group_configs(fresh=fresh)
         if rows is not self._rows:
             self._rows, self._own = rows, {row.group: row for row in rows}
@@ -48,25 +48,27 @@ class GroupConfigs:
                 follow()
 
     async def run(self) -> None:
-        """Refresh for ever."""
+        """Refresh forever."""
         await refresh_for_ever(self, REFRESH_S, "kafka.group_configs_not_read")
 
     async def of(self, group: str) -> Mapping[str, str]:
-        """What the group itself says. Raises Unavailable."""
+        """Return the group's own configs. Raises UnavailableError."""
         await self.refresh()
         row = self._own.get(group)
         return row.config if row is not None else {}
 
     async def names(self) -> list[str]:
-        """Groups with configs of their own."""
+        """Return the groups that have configs of their own."""
         await self.refresh()
         return sorted(self._own)
 
     async def change(
         self, group: str, change: Callable[[dict[str, str]], dict[str, str]], *, validate_only: bool = False
     ) -> Mapping[str, str]:
-        """All of it or nothing; what the group says then. Raises what `change` raises, InvalidError for what the node
-        does not allow."""
+        """Change the configs of a group, all or none, and return the new ones.
+
+        Raises what `change` raises, and InvalidError if the node's bounds are exceeded.
+        """
 
         def changed(config: dict[str, str]) -> dict[str, str]:
             new = change(config)
@@ -76,7 +78,7 @@ class GroupConfigs:
         own = await self.of(group)
         if not own and len(self._own) >= GROUPS_MAX:
             raise InvalidError(
-                f"too many groups with configs: limit={GROUPS_MAX}.", fix="Set the node's, for all groups."
+                f"too many groups with configs: limit={GROUPS_MAX}.", fix="Set the node's configs for all groups."
             )
         if validate_only:
             return changed(dict(own))

@@ -1,7 +1,7 @@
-"""Configs of single groups: every key of Kafka 4 that is of a protocol served here. Pure; names are Kafka's own.
+"""Configs of single groups: all of Kafka 4's keys for the supported protocols. Pure; names are Kafka's own.
 
-A group's own value is bounded by the node's `GroupLimits`, as Kafka's is by group.consumer.min and max. Where the
-bounds are others by now than when it was set, the nearest value that they allow counts.
+The node's `GroupLimits` bound a group's own value, as group.consumer.min and max do in Kafka. If the bounds changed
+after a value was set, the nearest allowed value applies.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HEARTBEAT: Final = "consumer.heartbeat.interval.ms"
 SESSION: Final = "consumer.session.timeout.ms"
 SETTINGS: Final[dict[str, Setting]] = {
     HEARTBEAT: Setting(
-        "5000", "int", "How often members of the consumer protocol are told to be heard of.",
+        "5000", "int", "Heartbeat interval of members of the consumer protocol.",
         "consumer_heartbeat_ms", 1, _INT, broker="group.consumer.heartbeat.interval.ms",
     ),
     SESSION: Setting(
-        "45000", "int", "A member of the consumer protocol that is not heard of for so long is fenced.",
+        "45000", "int", "A member of the consumer protocol without a heartbeat for this long is fenced.",
         "consumer_session_ms", 1, _INT, broker="group.consumer.session.timeout.ms",
     ),
 }  # fmt: skip
@@ -34,13 +34,15 @@ _REFUSED: Final = {"share.": "Share groups (KIP-932)", "streams.": "Streams grou
 
 
 def check(config: Mapping[str, str]) -> None:
-    """Raises InvalidError, naming the first config that is unknown or cannot be read."""
+    """Raise InvalidError with the first config that is unknown or unreadable."""
     for name, value in sorted(config.items()):
         for prefix, what in _REFUSED.items():
             if name.startswith(prefix):
-                raise InvalidError(f"not served: name={name}.", fix=f"{what} are not served here.")
+                raise InvalidError(
+                    f"group type is not supported: name={name}.", fix=f"Remove it: {what} are not supported."
+                )
         if name not in SETTINGS:
-            raise InvalidError(f"unknown group config: name={name}.", fix=f"Known are {', '.join(SETTINGS)}.")
+            raise InvalidError(f"unknown group config: name={name}.", fix=f"Use one of {', '.join(SETTINGS)}.")
         SETTINGS[name].parse(name, value)
 
 
@@ -48,7 +50,7 @@ GROUP: Final = Kind(SETTINGS, check)
 
 
 def refuse_change(limits: GroupLimits, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Raises InvalidError for what the node does not allow; what stands already and is not touched is not judged."""
+    """Raise InvalidError if the node does not allow the change. Unchanged values are not checked."""
     for name, value in after.items():
         if before.get(name) == value:
             continue
@@ -66,7 +68,9 @@ def refuse_change(limits: GroupLimits, before: Mapping[str, str], after: Mapping
 
 
 def limited(limits: GroupLimits, config: Mapping[str, str]) -> GroupLimits:
-    """What holds for a group with these configs, which may be older than the node's bounds, or another version's."""
+    """Return the limits of a group with these configs, which may be older than the node's bounds or from another
+    version.
+    """
     wanted = _nearest(limits, config)
     session_ms = wanted.consumer_session_ms
     return msgspec.structs.replace(wanted, consumer_heartbeat_ms=min(wanted.consumer_heartbeat_ms, session_ms - 1))

@@ -1,7 +1,7 @@
-"""What members of a group of the consumer protocol may ask, as Kafka 4 answers it. Pure.
+"""Requests of members to a group of the consumer protocol, answered as Kafka 4 does. Pure.
 
-`now` is monotonic milliseconds. What must be durable is told by `ConsumerGroup.unstored`: the caller writes the group
-as it is between `begin_store` and `stored`, and an answer goes out once everything before it is durable.
+`now` is monotonic milliseconds. `ConsumerGroup.unstored` is set when the group must be made durable: the caller writes
+it between `begin_store` and `stored`, and an answer is sent once everything before it is durable.
 
 Sources: KIP-848; ConsumerGroupHeartbeatRequest.json of Kafka 4.1; KIP-1082 (ids of members from version 1 on).
 """
@@ -27,11 +27,11 @@ from tidemill.kafka.groups.consumer_state import (
 )
 
 ID_BYTES: Final = 255
-"""Of a member id, an instance id and a rack id: what a row's key must hold."""
+"""Maximum bytes of a member id, an instance id and a rack id, because a row's key must have room for them."""
 
 
 def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: TopicSnapshot) -> BeatAnswer:
-    """An error changes nothing."""
+    """Process one heartbeat of the consumer protocol. An error changes nothing."""
     message = _malformed(ask)
     if message:
         return BeatAnswer(error_codes.INVALID_REQUEST, message)
@@ -51,7 +51,7 @@ def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: Topic
     member.until_ms = now + group.limits.consumer_session_ms
     consumer_reconciliation.look(group, seen)
     changed = consumer_reconciliation.reconcile(group, now, member, ask.owned)
-    # Who says everything of itself, or names an epoch that is gone, may not have got its last answer.
+    # A member that sends its full state, or an outdated epoch, may not have received its last answer.
     is_whole = ask.owned is not None and (ask.topics is not None or ask.pattern is not None)
     tells = changed or is_whole or ask.epoch != member.epoch
     return BeatAnswer(0, "", member.member_id, member.epoch, member.assigned if tells else None)
@@ -64,11 +64,11 @@ def _malformed(ask: HeartbeatRequest) -> str:
     if ask.instance_id == "" or ask.rack_id == "":
         return "InstanceId and RackId can't be empty."
     if any(len(text.encode()) > ID_BYTES or "\x00" in text for text in texts if text is not None):
-        return f"An id is longer than {ID_BYTES} bytes, or has a zero in it."
+        return f"An id is longer than {ID_BYTES} bytes or contains a zero byte."
     if ask.epoch < LEAVES_FOR_A_WHILE:
         return "MemberEpoch is invalid."
     if ask.epoch == LEAVES_FOR_A_WHILE and ask.instance_id is None:
-        return "InstanceId can't be null for who leaves for a while."
+        return "InstanceId can't be null for a member that leaves temporarily."
     if ask.epoch == 0:
         if ask.rebalance_ms < 0:
             return "RebalanceTimeoutMs must be provided in first request."
@@ -80,11 +80,14 @@ def _malformed(ask: HeartbeatRequest) -> str:
 
 
 def _refusal_to_join(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer | None:
-    """Also who joins again under its id, because it was fenced or lost an answer."""
+    """Return the rejection of a joining member, or None.
+
+    The member may also rejoin under its id, because it was fenced or did not receive an answer.
+    """
     before = group.members.get(ask.member_id)
     if ask.instance_id is not None and ask.instance_id in group.instances:
         holder = group.members[group.instances[ask.instance_id]]
-        # Between the protocols a static member goes over without having left.
+        # During a migration a static member changes the protocol without leaving first.
         if holder is not before and not holder.away and holder.classic is None:
             return BeatAnswer(error_codes.UNRELEASED_INSTANCE_ID, "Another member has this instance id.")
         before = holder
@@ -103,19 +106,22 @@ def _too_large(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer | None
     others = sum(each.subscription_bytes for each in group.members.values() if each is not member)
     if size > group.limits.member_bytes or size + others > group.limits.bytes:
         return BeatAnswer(
-            error_codes.GROUP_MAX_SIZE_REACHED, f"The subscription takes {size} bytes beside {others} others."
+            error_codes.GROUP_MAX_SIZE_REACHED, f"The subscription has {size} bytes and those of others {others} bytes."
         )
     return None
 
 
 def _join(group: ConsumerGroup, ask: HeartbeatRequest) -> None:
-    """It begins with nothing: what it held before is free, and what it should have is given anew."""
+    """Add or reset a joining member.
+
+    It begins without partitions: those that it held are free, and it gets its target again.
+    """
     member = group.members.get(ask.member_id)
     if member is not None and member.instance_id != ask.instance_id:
         consumer_reconciliation.remove(group, member)
         member = None
     if member is None and ask.instance_id is not None and ask.instance_id in group.instances:
-        # A static member came back in time: nobody else notices (KIP-848, "Static membership").
+        # A static member returned in time: the other members see no change (KIP-848, "Static membership").
         member = group.members.pop(group.instances[ask.instance_id])
         consumer_reconciliation.give_up(group, member, member.held)
         group.changed.discard(member.member_id)
@@ -165,17 +171,17 @@ def _fences(group: ConsumerGroup, ask: HeartbeatRequest) -> BeatAnswer | None:
     if not member.away:
         if ask.epoch == member.epoch:
             return None
-        # Its last answer may have got lost: then it owns nothing beyond what it was assigned.
+        # The member may have missed its last answer; then it owns no partition outside its assignment.
         if ask.epoch == member.previous and ask.owned is not None and within(ask.owned, member.assigned):
             return None
     return BeatAnswer(
         error_codes.FENCED_MEMBER_EPOCH,
-        f"The member's epoch is {ask.epoch}, the group knows it with {member.told_epoch}: it must join again.",
+        f"The member's epoch is {ask.epoch}, but the group has {member.told_epoch}: join again.",
     )
 
 
 def check(group: ConsumerGroup, member_id: str, instance_id: str | None) -> int:
-    """The error code of whoever claims to be this member; 0 where it is."""
+    """Return the error code if the ids do not identify a member, else 0."""
     if instance_id is not None:
         known = group.instances.get(instance_id)
         if known is None:
@@ -208,8 +214,11 @@ def _leave(group: ConsumerGroup, now: int, ask: HeartbeatRequest) -> BeatAnswer:
 def commit_refusal(
     group: ConsumerGroup, member_id: str, instance_id: str | None, epoch: int, *, in_transaction: bool = False
 ) -> int:
-    """May whoever says this of itself commit offsets, or read them as a member? Anybody while nobody is here, and in a
-    transaction whose producer does not know its consumer (before KIP-447)."""
+    """Return the code if a client with these properties may not commit offsets or read them as a member, else 0.
+
+    Any client may while the group has no members, or in a transaction whose producer does not know its consumer (before
+    KIP-447).
+    """
     if epoch < 0 and (not group.members or (in_transaction and not member_id and instance_id is None)):
         return 0
     code = check(group, member_id, instance_id)
@@ -218,7 +227,7 @@ def commit_refusal(
     member = group.members[member_id]
     if epoch == member.epoch and not member.away:
         return 0
-    # Producers know the errors of the classic protocol, and so do its members.
+    # Producers and members of the classic protocol know only the errors of that protocol.
     return (
         error_codes.ILLEGAL_GENERATION
         if in_transaction or member.classic is not None
@@ -227,14 +236,14 @@ def commit_refusal(
 
 
 def tick(group: ConsumerGroup, now: int) -> None:
-    """Who is not heard of, or does not let go, join or sync in time, is fenced."""
+    """Fence members that do not send a heartbeat, revoke, join or sync in time."""
     for member in _free_to_speak(group):
         if _until(member) <= now:
             consumer_reconciliation.remove(group, member)
 
 
 def due(group: ConsumerGroup) -> int | None:
-    """When `tick` has something to do next, at the earliest; None while there is nobody who could be late."""
+    """Return the earliest time at which `tick` has something to do; None if no member can time out."""
     return min(map(_until, _free_to_speak(group)), default=None)
 
 
@@ -244,13 +253,16 @@ def _until(member: Consumer) -> int:
 
 
 def _free_to_speak(group: ConsumerGroup) -> list[Consumer]:
-    """Who waits for its answer has been heard of, however long the write takes."""
+    """Return the members whose timeouts run.
+
+    A member that waits for its answer cannot time out, however long the write takes.
+    """
     waiting = {said.member_id for each in (group.waiting, group.in_flight or ()) for _, said in each}
     return [member for member in group.members.values() if member.member_id not in waiting]
 
 
 def answer(group: ConsumerGroup, waiter: Waiter, said: Answer) -> None:
-    """Once everything that it tells of is durable."""
+    """Send an answer once everything that it reports is durable."""
     if group.unstored:
         group.waiting.append((waiter, said))
     elif group.in_flight is not None:
@@ -260,7 +272,7 @@ def answer(group: ConsumerGroup, waiter: Waiter, said: Answer) -> None:
 
 
 def begin_store(group: ConsumerGroup) -> Storing:
-    """The group as it is now is about to be written: what waits for exactly this."""
+    """Begin to write the group in its current state, and return what waits for exactly this write."""
     group.unstored = False
     storing = Storing(frozenset(group.changed), group.waiting)
     group.changed, group.waiting = set(), []
@@ -269,15 +281,17 @@ def begin_store(group: ConsumerGroup) -> Storing:
 
 
 def stored(group: ConsumerGroup, now: int, storing: Storing, code: int) -> None:
-    """What `begin_store` saw is durable; or is not, with an error code for those who wait: then the group here is to be
-    given up, since what it is made of is not what is durable."""
+    """Answer the waiting requests after a write that `begin_store` began; `code` is 0 or the error of the write.
+
+    After an error the caller must discard this group, because it was derived from state that is not durable.
+    """
     if group.in_flight is storing.waiting:
         group.in_flight = None
     for waiter, said in storing.waiting:
         group.outbox.append((waiter, failed(said, code) if code else said))
         member = group.members.get(said.member_id)
         if member is not None:
-            # Its times begin when it is told.
+            # The member's timeouts begin when it receives the answer.
             member.until_ms = max(member.until_ms, now + group.session_ms(member))
             if member.owes_until_ms:
                 member.owes_until_ms = max(member.owes_until_ms, now + member.rebalance_ms)
@@ -285,7 +299,10 @@ def stored(group: ConsumerGroup, now: int, storing: Storing, code: int) -> None:
 
 
 def abandon(group: ConsumerGroup, code: int) -> None:
-    """This node does not coordinate the group any more: everybody who waits is told to look for who does."""
+    """Stop coordinating the group on this node.
+
+    All waiting requests get `code`, so that their clients look up the coordinator.
+    """
     group.is_dead = True
     for waiting in (group.waiting, group.in_flight or []):
         group.outbox += [(waiter, failed(said, code)) for waiter, said in waiting]

@@ -1,11 +1,13 @@
-"""How a group of the consumer protocol gets from what its members have to what they should have. Pure.
+"""Reconciliation of a group of the consumer protocol: from the partitions that members hold to their target. Pure.
 
-    target moved ──► revoking: it is to let go of what others should have ──► it let go, or is removed at its time-out
-                 ──► its epoch is the target's; it is given what it should have as soon as nobody else has it
+    target changed ──► revoking: the member must revoke other members' partitions ──► revoked, or timed out
+                   ──► its epoch is the target's; it gets each partition of its target once no other member holds it
 
-CS1  A partition is given to a member only while nobody holds it, and is held until its holder has said that it let go,
-     left, or was fenced. What members hold is durable before any of them is told (`ConsumerGroup.unstored`).
-CS2  The epochs of a group, of its target and of a member only grow.
+Invariant (exclusive partitions): a partition is assigned to a member only while no member holds it, and is held until
+its owner has reported the revocation, left, or was fenced. The held partitions are durable before any member is
+informed (`ConsumerGroup.unstored`).
+
+Invariant (growing epochs): the epochs of a group, of its target and of a member only increase.
 
 Source: KIP-848, "Assignment" and "Member reconciliation".
 """
@@ -17,7 +19,7 @@ from tidemill.kafka.groups.consumer_state import Consumer, ConsumerGroup, TopicS
 
 
 def look(group: ConsumerGroup, seen: TopicSnapshot) -> None:
-    """Subscriptions or topics may have changed: a new epoch, and a target for it."""
+    """Begin a new epoch and compute its target if subscriptions or topics have changed."""
     if group.topics is None or group.seen_version != seen.version:
         group.matches = {pattern: seen.matching(pattern) for pattern in group.patterns()}
         wanted = set().union(*map(group.subscribed_names, group.members.values()))
@@ -34,20 +36,20 @@ def look(group: ConsumerGroup, seen: TopicSnapshot) -> None:
 
 
 def resubscribed(group: ConsumerGroup) -> None:
-    """Who is subscribed to what has changed."""
+    """Begin a new epoch after a change of subscriptions."""
     group.seen_version = -1
     _next_epoch(group)
 
 
 def _next_epoch(group: ConsumerGroup) -> None:
-    """One that has no target yet serves for all that changes until it has one."""
+    """Begin a new epoch, unless the current one has no target yet: then it covers this change too."""
     if group.epoch == group.target_epoch:
         group.epoch += 1
     group.unstored = True
 
 
 def _aim(group: ConsumerGroup) -> None:
-    """The target of the group's epoch."""
+    """Compute the target of the group's epoch."""
     topics = group.topics or {}
     members = sorted(group.members.values(), key=lambda member: member.order)
     subscriptions = {
@@ -69,9 +71,10 @@ def _aim(group: ConsumerGroup) -> None:
 def reconcile(
     group: ConsumerGroup, now: int, member: Consumer, owned: Partitions | None, *, is_join: bool = False
 ) -> bool:
-    """One heartbeat's step; `owned` is what the member says it has. Has anything changed that it is to be told?
+    """Take one step of a member's reconciliation, and return whether it has something new to report to the member.
 
-    `is_join`: a JoinGroup, before which the member has let go of everything that it does not own, told or not.
+    `owned` are the partitions that the member reports to own. `is_join` marks a JoinGroup, before which the member has
+    revoked everything that it does not own, whether asked to or not.
     """
     before = (member.epoch, dict(member.held), dict(member.revoking))
     if member.revoking and owned is not None and _lets_go(member.revoking, owned):
@@ -100,7 +103,7 @@ def _lets_go(revoking: Partitions, owned: Partitions) -> bool:
 
 
 def _give(group: ConsumerGroup, member: Consumer, wanted: Partitions) -> None:
-    """What of it nobody has (CS1)."""
+    """Assign the wanted partitions that no member holds."""
     for topic, partitions in wanted.items():
         free = frozenset(partition for partition in partitions if (topic, partition) not in group.owners)
         if free:
@@ -115,7 +118,7 @@ def give_up(group: ConsumerGroup, member: Consumer, these: Partitions) -> None:
 
 
 def remove(group: ConsumerGroup, member: Consumer) -> None:
-    """It left, or is not heard of any more: what it held is free."""
+    """Remove a member that left or timed out. Its partitions become free."""
     give_up(group, member, member.held)
     del group.members[member.member_id]
     group.changed.discard(member.member_id)

@@ -1,4 +1,4 @@
-"""One group of the consumer protocol (KIP-848) in memory, and what its members ask and are told.
+"""State of one group of the consumer protocol (KIP-848), with its requests and answers.
 
 subscriptions, partitions of topics ──► group epoch ──► target (its epoch) ──► each member, step by step
 """
@@ -16,13 +16,13 @@ from tidemill.kafka.groups.classic_state import Answer, GroupLimits, Phase, Prot
 
 LEAVES: Final = -1
 LEAVES_FOR_A_WHILE: Final = -2
-"""A static member that will be back within its session."""
+"""Epoch in the heartbeat of a static member that leaves temporarily and will return within its session."""
 PARTITION_BYTES: Final = 8
-"""What a partition that somebody has takes in memory, about."""
+"""Approximate memory of one held partition."""
 
 
 class HeartbeatRequest(msgspec.Struct, frozen=True):
-    """One ConsumerGroupHeartbeat; `epoch` 0 joins. None = as it said before. `pattern` "" = none."""
+    """One ConsumerGroupHeartbeat; `epoch` 0 joins. None means unchanged. `pattern` "" means no pattern."""
 
     member_id: str
     epoch: int
@@ -43,30 +43,31 @@ class Topic(NamedTuple):
 
 
 class TopicSnapshot(Protocol):
-    """The topics that exist, as a node sees them. `version` changes whenever anything here does."""
+    """Existing topics, as a node sees them. `version` changes with every change of the content."""
 
     @property
     def version(self) -> int: ...
     def of(self, name: str) -> Topic | None: ...
     def matching(self, pattern: str) -> frozenset[str]:
-        """Names."""
+        """Return the names that match a pattern."""
 
 
 class Classic(msgspec.Struct, frozen=True):
-    """What a member of the classic protocol says of itself; the first of its protocols is the one it is told."""
+    """Properties of a member of the classic protocol; the first of its protocols is the one in its answers."""
 
     session_ms: int
     protocols: Protocols
 
 
 class Consumer(msgspec.Struct):
-    """
-    epoch, previous   of the assignment it was told; the one before, which a repeated heartbeat may name
-    held              what it was given and has not let go of; `revoking` of it is to be let go
-    target            what it should have
-    away              a static member that said it would be back
-    classic           set while it speaks the classic protocol in this group of the other one (`classic_members`)
-    owes_until_ms     such a member was told to join, or has joined: by when it is to join, or to sync; 0 = neither
+    """Member of a consumer group.
+
+    epoch, previous   epoch of the assignment that it received; the one before, which a repeated heartbeat may name
+    held              partitions that it was given and has not revoked yet; `revoking` are those of them to revoke
+    target            partitions that it should have
+    away              a static member that left temporarily
+    classic           set while it speaks the classic protocol in this group (`classic_members`)
+    owes_until_ms     deadline of a classic member that must join or sync; 0 = none
     """
 
     member_id: str
@@ -91,12 +92,12 @@ class Consumer(msgspec.Struct):
 
     @property
     def order(self) -> tuple[str, str]:
-        """Among the members of a group; a static member keeps its place when it comes back under another id."""
+        """Sort key among the members of a group; a static member keeps its position under another id."""
         return (self.instance_id or self.member_id, self.member_id)
 
     @property
     def assigned(self) -> dict[str, frozenset[int]]:
-        """What it may use."""
+        """Partitions that the member may use."""
         return minus(self.held, self.revoking)
 
     @property
@@ -114,25 +115,26 @@ class Consumer(msgspec.Struct):
 
 
 class Storing(NamedTuple):
-    """What one write makes durable: these members as they are, and whoever waits for it."""
+    """Members that one write makes durable, and the answers that wait for it."""
 
     changed: frozenset[str]
     waiting: list[tuple[Waiter, Answer]]
 
 
 class ConsumerGroup:
-    """Changed by `consumer`, `classic_members` and `consumer_reconciliation` only; all times are monotonic
-    milliseconds.
+    """State of a group.
 
-    epoch, target_epoch    the group's; the one that the members' targets are of
-    owners                 (topic id, partition) → the member that holds it: `held` of all members, the other way round
-    topics                 name → what it is, of everything that anybody is subscribed to; None before the first look
-    digest                 of `topics`, as the target knows them
+    Only `consumer`, `classic_members` and `consumer_reconciliation` change it. All times are monotonic milliseconds.
+
+    epoch, target_epoch    the group's epoch; the epoch for which the members' targets were computed
+    owners                 (topic id, partition) → the member that holds it: the inverse of `held` of all members
+    topics                 name → topic, of everything that any member is subscribed to; None before the first check
+    digest                 hash of `topics` for which the targets were computed
     matches                pattern → names of topics
-    seen_version           of what `topics` and `matches` were made of
-    changed                members that are not durable as they are
-    unstored               what is durable is not what is here
-    waiting, in_flight     who is answered by the next write, and by the one under way
+    seen_version           version of the snapshot from which `topics` and `matches` were computed
+    changed                members whose current state is not durable
+    unstored               the durable state differs from this one
+    waiting, in_flight     answers that wait for the next write, and for the running one
     """
 
     protocol_type: Final = "consumer"
@@ -174,7 +176,7 @@ class ConsumerGroup:
 
     @property
     def is_vacant(self) -> bool:
-        """Nobody is here, and nobody waits for a write to begin: the group may go over to the other protocol."""
+        """True if the group has no members and no answer waits for a write: it may change to the other protocol."""
         return not (self.members or self.waiting)
 
     @property
@@ -183,7 +185,7 @@ class ConsumerGroup:
 
     @property
     def is_all_classic(self) -> bool:
-        """Somebody is here, and nobody speaks the consumer protocol any more."""
+        """True if the group has members and none of them speaks the consumer protocol any more."""
         return bool(self.members) and all(member.classic is not None for member in self.members.values())
 
     def speaks_classic(self, member_id: str) -> bool:

@@ -1,8 +1,8 @@
-"""The groups that this node coordinates: found or taken over at the first request, given up when they move.
+"""Coordinator of the groups of this node: takes a group over at its first request, and releases it when it moves.
 
-A group is in memory while somebody is in it, and for a minute after its last request; a group that only has offsets
-costs nothing. Groups with members are taken over without being asked when nodes come and go, so that members who died
-with their coordinator are missed.
+A group is in memory while it has members, and for a minute after its last request. A group that only has offsets uses
+no memory. Groups with members are taken over proactively when nodes join or leave, so that the sessions of members that
+died together with their coordinator time out.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tidemill.metastore.rows import GROUPS
 log = structlog.get_logger()
 
 OPENING_S = 5.0
-"""A request waits so long for its group to be taken over; then it is told to ask again."""
+"""Time for which a request waits for the takeover of its group; after that the client must retry."""
 GROUP_BYTES = 512
-"""Of a group's name, as a key holds it: with topic id or member id it fits into one."""
+"""Maximum bytes of a group's name in a key: with a topic id or member id it fits into one."""
 COUNT_EVERY_S = 1.0
 TOLD_S = 30.0
 TOLD_BY_NAME = 100
@@ -38,12 +38,12 @@ _LOADED = Gauge("tidemill_kafka_groups", "Consumer groups in memory here")
 
 
 def is_name(group: str) -> bool:
-    """May a group be called so?"""
+    """Return whether the string is a valid group name."""
     return bool(group) and len(GROUPS.key(group)) <= GROUP_BYTES
 
 
 class GroupUnavailableError(Exception):
-    """No group to be had here: `code` says why, in Kafka's words."""
+    """The group cannot be served here; `code` is Kafka's reason."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -51,8 +51,11 @@ class GroupUnavailableError(Exception):
 
 
 class Coordinator:
-    """`is_own(group)`: does this node coordinate it, as far as it can see? `limits(group)`: its own, as of now; after a
-    change `reconfigured` is called."""
+    """Coordinator of groups.
+
+    `is_own(group)` is true if this node coordinates the group in its current view. `limits(group)` are the group's
+    current limits; after a change `reconfigured` is called.
+    """
 
     def __init__(
         self,
@@ -88,22 +91,22 @@ class Coordinator:
 
     @property
     def used_bytes(self) -> int:
-        """Metadata and assignments of all groups in memory."""
+        """Size of the metadata and assignments of all groups in memory."""
         return sum(led.group.size_bytes for led in self._led.values())
 
     def new_id(self) -> str:
-        """What a new member's id ends with."""
+        """Return the suffix of a new member's id."""
         return self._rand.uuid()
 
     def led(self) -> Sequence[GroupRunner]:
         return list(self._led.values())
 
     def found(self, group: str) -> GroupRunner | None:
-        """The group if it is in memory here. Plain."""
+        """Return the group if it is in memory here."""
         return self._led.get(group)
 
     async def get(self, group: str, *, growing: bool = False) -> GroupRunner:
-        """The group, taken over if need be. `growing`: somebody wants to join it. Raises GroupUnavailableError."""
+        """Return the group, taken over if necessary. `growing` marks a join. Raises GroupUnavailableError."""
         if not is_name(group):
             raise GroupUnavailableError(error_codes.INVALID_GROUP_ID)
         if self._closed or not self._is_own(group):
@@ -127,14 +130,16 @@ class Coordinator:
         except GroupUnavailableError:
             raise
         except Exception as error:
-            # Of whatever type: the fault of this group, told by its task (`_task_broke`).
+            # Any error here is a fault of this group only; its task reports it (`_task_broke`).
             raise GroupUnavailableError(error_codes.COORDINATOR_NOT_AVAILABLE) from error
         if led.is_over:
             raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
         return led
 
     def _is_full(self) -> bool:
-        """As of a second ago at worst: to count every member for each that joins would cost more than joining."""
+        """Return whether the byte limit is exceeded, at most a second ago: counting every member for each join would
+        cost more than the join.
+        """
         now_s = self._clock.monotonic_s()
         if now_s >= self._count_again_s:
             self._counted_bytes, self._count_again_s = self.used_bytes, now_s + COUNT_EVERY_S
@@ -153,7 +158,7 @@ class Coordinator:
             del self._opening[group]
 
     def reconfigured(self) -> None:
-        """Plain. Members live by it from their next heartbeat on."""
+        """Apply changed configs. Members follow from their next heartbeat on."""
         for led in self._led.values():
             led.group.limits = self._limits(led.group.name)
 
@@ -168,7 +173,9 @@ class Coordinator:
         self._fail(name, fault)
 
     def _fail(self, name: str, fault: BaseException) -> None:
-        """Told for a while under a mark of its own; where many fail at once, under one of all."""
+        """Report a failure for a while under the group's own stage, or under one stage of all groups if many fail
+        together.
+        """
         mark = f"group:{name}" if len(self._failing) < TOLD_BY_NAME else "groups"
         self._failing.add(mark)
         self._tracker.fail(mark, sentence(fault), now_ms=self._clock.now_ms())
@@ -180,7 +187,10 @@ class Coordinator:
 
     # nodes come and go ----------------------------------------------------------------------------
     def reassigned(self) -> None:
-        """Plain; called at every change of the set of nodes, and once at the start."""
+        """Release groups that moved away, and take over those that moved here.
+
+        Called at every change of the nodes, and once at start.
+        """
         for led in self.led():
             if not self._is_own(led.group.name):
                 led.end(error_codes.NOT_COORDINATOR)
@@ -190,7 +200,7 @@ class Coordinator:
             self._tasks.spawn(self._adopt_all(), name="adopt groups")
 
     async def _adopt_all(self) -> None:
-        """Take every group over that has members and belongs here now; what cannot be taken is tried again."""
+        """Take over every group that has members and belongs to this node; failed takeovers are retried."""
         restarts = Backoff()
         try:
             while self._moved:
@@ -208,7 +218,7 @@ class Coordinator:
             self._adopting = False
 
     async def _adopt(self) -> str:
-        """Why one of them could not be taken over, or ""."""
+        """Take over groups once. Return why one of them could not be taken over, or ""."""
         left = ""
         for head in await self.rows.heads():
             if head.members and head.group not in self._led and self._is_own(head.group):
@@ -219,7 +229,7 @@ class Coordinator:
         return left
 
     def _task_broke(self, name: str, error: BaseException) -> None:
-        """A group that cannot be taken over: those who wait for it are told to come again; here it is told why."""
+        """Report a failed takeover. The requests that wait for the group are answered with a retriable code."""
         if isinstance(error, GroupUnavailableError):
             return
         log.error("kafka.groups_task_broke", task=name, error=sentence(error), exc_info=error)

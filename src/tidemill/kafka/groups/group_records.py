@@ -1,6 +1,7 @@
-"""What of a group is durable: the rows that it is written as, and the group that they make (layouts: `metastore.rows`).
+"""Durable state of a group: its rows, and the group rebuilt from them (layouts: `metastore.rows`).
 
-A group of the classic protocol is written whole, of one of the consumer protocol the members that changed.
+A group of the classic protocol is written as a whole; of one of the consumer protocol only the changed members are
+written.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def head_row(group: Group | ConsumerGroup, owner: str, now_ms: int) -> GroupRow:
 
 
 def gone_rows(group: Group | ConsumerGroup, stored: set[str]) -> Rows:
-    """Deletions of members that were `stored` and are here no more."""
+    """Return deletions of members that were `stored` and are not in the group any more."""
     return [(GROUP_MEMBERS.key(group.name, member_id), b"") for member_id in stored - group.members.keys()]
 
 
 def classic_rows(group: Group) -> Rows:
-    """With the assignment that is on its way."""
+    """Return the member rows, with the assignment that is being written."""
     assigning = group.assigning
     return [
         GROUP_MEMBERS.encode(
@@ -118,7 +119,7 @@ def _sets(partitions: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[int]
 
 
 def group_from(head: GroupRow, members: list[GroupMemberRow], limits: GroupLimits, now: int) -> Group | ConsumerGroup:
-    """The group as what is durable of it says; everybody has a whole session to be heard of."""
+    """Return the group from its durable rows; every member gets a full session timeout."""
     if head.kind == CONSUMER:
         return _consumer_group(head, members, limits, now)
     group = Group(head.group, limits)
@@ -180,7 +181,7 @@ def _consumer_group(head: GroupRow, members: list[GroupMemberRow], limits: Group
 
 
 def emptied(group: Group | ConsumerGroup, kind: str) -> Group | ConsumerGroup:
-    """A group in which nobody is, in the other protocol: its generations and epochs go on where they are."""
+    """Return a group without members in the other protocol. Its generations and epochs continue."""
     if isinstance(group, ConsumerGroup) and kind == CLASSIC:
         classic = Group(group.name, group.limits)
         classic.generation, classic.unstored = group.epoch, group.unstored

@@ -1,11 +1,11 @@
-"""One group that this node coordinates: the core's answers go out, its writes go down in order, its timer ticks.
+"""Runner of one group that this node coordinates: sends the core's answers, writes in order, and runs its timer.
 
-    request ─► core (plain) ─► answers ─► futures of those who wait
+    request ─► core (plain) ─► answers ─► futures of the waiting requests
                    │
                    └─► unstored, commits ─► one write at a time ─► stored / committed
 
-Whatever ends the write loop, of whatever type, ends this group here and nothing else: everybody who waits is told to
-look for the coordinator, and the next request takes the group over anew from what is durable.
+Any error that ends the write loop ends this group here and nothing else. Waiting clients must look up the coordinator,
+and the next request takes the group over again from its durable state.
 """
 
 from __future__ import annotations
@@ -40,21 +40,26 @@ from tidemill.kafka.groups.group_store import GroupFencedError, GroupRows, Group
 log = structlog.get_logger()
 
 WRITE_BUDGET_S = 10.0
-"""A write that cannot be made for so long ends the group here: its members ask again, wherever it is by then."""
+"""Time after which a failing write ends the group here; its members retry with its coordinator at that time."""
 RETRY_PAUSE_S = 0.1
 PART_ROWS = 5_000
 PART_BYTES = 1 << 20
-"""What goes into one write of offsets; the metastore takes some times as much at once."""
+"""Limits of one write of offsets; the metastore accepts a multiple of them."""
 WRITE_BYTES = 2 << 20
-"""What is put together into one write. A membership at its largest (`GroupLimits.bytes`) is little above it and goes
-alone, so every write is far below what the metastore takes (METASTORE_BATCH_BYTES)."""
+"""Target size of a combined write.
+
+A membership of the maximum size (`GroupLimits.bytes`) slightly exceeds it and is written alone, so every write is far
+below the metastore's limit (METASTORE_BATCH_BYTES).
+"""
 IDLE_S = 60.0
-"""A group in which nobody is stays in memory for so long after its last request."""
+"""Time for which a group without members stays in memory after its last request."""
 
 
 class _Part:
-    """Rows that become durable together, and who is told the code of it. `members`: of the group's membership, who is
-    in it; None: some offsets of one commit."""
+    """Rows that become durable together, and the callback for their error code.
+
+    `members` are the members of a written membership; None marks a part of a commit of offsets.
+    """
 
     __slots__ = ("members", "rows", "size_bytes", "told")
 
@@ -66,7 +71,10 @@ class _Part:
 
 
 class GroupRunner:
-    """Made by the coordinator from what a take-over found. `ended(self, fault)` is called once, when it is over."""
+    """One coordinated group, created by the coordinator from a takeover.
+
+    `ended(self, fault)` is called once, when the group ends here.
+    """
 
     def __init__(
         self,
@@ -88,7 +96,9 @@ class GroupRunner:
         self._stored = set(self.group.members)
         self._parts: deque[_Part] = deque()
         self._offsets_wait = False
-        """The membership was written without them, which were there: it is their turn, however often it changes."""
+        """True if waiting offsets were not part of the last write of the membership: they have priority in the next
+        one, however often the membership changes.
+        """
         self._writing = False
         self._deleting = False
         self._timer: asyncio.TimerHandle | None = None
@@ -104,7 +114,7 @@ class GroupRunner:
 
     # requests -------------------------------------------------------------------------------------
     def join(self, ask: Join, seen: TopicSnapshot | None = None) -> asyncio.Future[JoinAnswer]:
-        """`seen` None: who asks took this for a group of the classic protocol."""
+        """Join a member. `seen` may be omitted if the caller assumed a group of the classic protocol."""
         waiter: asyncio.Future[JoinAnswer] = self._loop.create_future()
         if self.is_over:
             waiter.set_result(JoinAnswer(error_codes.NOT_COORDINATOR, ask.member_id))
@@ -126,12 +136,12 @@ class GroupRunner:
     def heartbeat(self, member_id: str, instance_id: str | None, generation: int) -> int:
         code = protocol_dispatch.heartbeat(self.group, self._now(), member_id, instance_id, generation)
         if code == error_codes.REBALANCE_IN_PROGRESS and isinstance(self.group, ConsumerGroup):
-            # By when it is to join.
+            # The heartbeat set a deadline for the member to join.
             self._settle()
         return code
 
     def beat(self, ask: HeartbeatRequest, seen: TopicSnapshot) -> asyncio.Future[BeatAnswer]:
-        """Of the consumer protocol."""
+        """Process a heartbeat of the consumer protocol."""
         waiter: asyncio.Future[BeatAnswer] = self._loop.create_future()
         if self.is_over:
             waiter.set_result(BeatAnswer(error_codes.NOT_COORDINATOR))
@@ -149,14 +159,14 @@ class GroupRunner:
         if self.group.unstored or self._timer is None or self._timer.when() > session_end_s:
             self._settle()
         else:
-            # Nothing changed but that it was heard of: the timer looks at that when it is time. (It is set too late
-            # where sessions were longer when it was set.)
+            # Nothing changed but the end of the session, which the timer checks in time. (It would be late if sessions
+            # were longer when it was set.)
             self._used_s = self._clock.monotonic_s()
             _answer(group)
         return waiter
 
     def _turn(self, kind: str) -> None:
-        """Whoever comes first into a group in which nobody is says which protocol it speaks."""
+        """Let the first member of an empty group determine the protocol."""
         if self.group.is_vacant and not self._deleting and not self.is_over:
             self.group = emptied(self.group, kind)
 
@@ -177,18 +187,22 @@ class GroupRunner:
         )
 
     async def is_led(self) -> bool:
-        """Has nobody else taken it over? Else it is over here, for the next request to take it back: where nodes are of
-        two minds about who owns it, the other may give it up unnoticed, and heartbeats alone write nothing that would
-        be refused. Raises UnavailableError."""
+        """Return whether no other node has taken the group over; else end it here, so that the next request takes it
+        back.
+
+        While nodes disagree about the owner, another node may have taken and released the group unnoticed, and
+        heartbeats alone write nothing that would be rejected. Raises UnavailableError.
+        """
         head = await self._rows.head(self.group.name)
         if (head is None or not self._rows.wrote(head)) and "stays-replaced" not in self._rows.faults:
             self.end(error_codes.NOT_COORDINATOR)
         return head is not None and self._rows.wrote(head) and not self.is_over
 
     async def write(self, rows: Rows) -> int:
-        """Rows of the group beside its membership (offsets). The error code once they are durable, or are not.
+        """Write rows of the group other than its membership (offsets), and return the error code once they are durable
+        or failed.
 
-        Called in a row, they are appended in that order (CG3): nothing is awaited before their place is taken.
+        Calls are appended in their order: nothing is awaited before a call has its place.
         """
         if self._deleting:
             return error_codes.COORDINATOR_NOT_AVAILABLE
@@ -215,15 +229,18 @@ class GroupRunner:
         return next((code for code in codes if code), 0)
 
     async def delete(self, let_go: Callable[[], Awaitable[None]]) -> int:
-        """All rows of the group, if nobody is in it; it is over here afterwards. `let_go`: of what transactions hold of
-        it, called once nothing of it is written any more; what it raises is raised."""
+        """Delete all rows of a group without members, and end it here.
+
+        `let_go` removes the group's offsets from transactions, once the group writes nothing more; its errors are
+        raised.
+        """
         if self.group.members or (isinstance(self.group, Group) and self.group.expected):
             return error_codes.NON_EMPTY_GROUP
         if self._deleting:
             return error_codes.COORDINATOR_NOT_AVAILABLE
         self._deleting = True
         try:
-            # What was asked for before is written before, so that it is among what is deleted.
+            # Earlier requests are written first, so that their rows are among the deleted ones.
             code = await self._append([])
             if not code and self.group.members:
                 code = error_codes.NON_EMPTY_GROUP
@@ -238,7 +255,7 @@ class GroupRunner:
 
     # time and answers -----------------------------------------------------------------------------
     def _settle(self) -> None:
-        """After every change of the core: answers go out, what must be durable is begun, the timer is set."""
+        """Send answers, begin a write and set the timer, after every change of the core."""
         self._used_s = self._clock.monotonic_s()
         _answer(self.group)
         if self.is_over:
@@ -248,7 +265,7 @@ class GroupRunner:
         delay_s = IDLE_S if due is None else max(0.0, (due - self._now()) / 1000)
         at_s = self._loop.time() + delay_s
         if self._timer is not None and not self._timer.cancelled() and self._timer.when() <= at_s:
-            return  # it looks again by then
+            return  # the timer runs earlier anyway
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(at_s, self._tick)
@@ -287,8 +304,10 @@ class GroupRunner:
             self._writing = False
 
     async def _write_some(self) -> None:
-        """One write: the membership if it changed, and the offsets that came meanwhile. Where it is refused, each of
-        them by itself: nobody is told that what is theirs is refused for what was put beside it."""
+        """Write the membership if it changed, together with the waiting offsets.
+
+        If the write is rejected, each part is written alone, so that no commit is rejected because of another one.
+        """
         group = self.group
         parts = deque(self._begin_write(group))
         together, is_lost = len(parts), False
@@ -308,11 +327,11 @@ class GroupRunner:
             raise
         self._settle()
         if is_lost and isinstance(group, ConsumerGroup):
-            # What its members were to be told is not durable: it goes on from what is.
+            # The reported state is not durable, so the group restarts from the durable one.
             self.end(error_codes.COORDINATOR_NOT_AVAILABLE)
 
     def _begin_write(self, group: Group | ConsumerGroup) -> list[_Part]:
-        """What is written next, together if it can be: at least one part, and no more than WRITE_BYTES of several."""
+        """Return the parts of the next write: at least one, and at most WRITE_BYTES if there are several."""
         parts: list[_Part] = []
         if group.unstored and not (self._offsets_wait and self._parts):
             parts.append(self._begin_membership(group))
@@ -340,7 +359,10 @@ class GroupRunner:
         return _Part(rows, told, members)
 
     async def _written(self, parts: Sequence[_Part]) -> int:
-        """0, or the code of a write that would never be taken: then none of it was. Raises as `_durable`."""
+        """Write the parts.
+
+        Return 0, or a code if the rows are invalid and nothing was written. Raises what `_durable` raises.
+        """
         rows = {key: value for part in parts for key, value in part.rows}
         if not rows:
             return 0
@@ -355,7 +377,7 @@ class GroupRunner:
         return 0
 
     def _begin_store(self, group: Group | ConsumerGroup) -> tuple[Rows, Callable[[int], None]]:
-        """The rows of the group as it is now, and what is to be called with the error code of having written them."""
+        """Return the rows of the group in its current state, and the callback for the error code of their write."""
         if isinstance(group, ConsumerGroup):
             changes = consumer.begin_store(group)
             rows = self._rows.encoded_consumers(group, self._stored, changes.changed)
@@ -365,7 +387,10 @@ class GroupRunner:
         return rows, lambda code: classic.stored(group, self._now(), storing, code)
 
     async def _durable(self, rows: Rows) -> int:
-        """Raises GroupFencedError; Invalid; Unavailable when it was tried for too long."""
+        """Write the rows, with retries.
+
+        Raises GroupFencedError, InvalidError, or UnavailableError after WRITE_BUDGET_S.
+        """
         until_s = self._clock.monotonic_s() + WRITE_BUDGET_S
         error: TidemillError
         while True:
@@ -377,11 +402,11 @@ class GroupRunner:
                 error = failed
                 self._seqno = await self._rows.renew(self.group.name, self._seqno)
             if self._clock.monotonic_s() > until_s:
-                raise UnavailableError(f"A group cannot be written: group={self.group.name} cause={error.message!r}.")
+                raise UnavailableError(f"the group cannot be written: group={self.group.name} cause={error.message!r}.")
             await asyncio.sleep(RETRY_PAUSE_S)
 
     def end(self, code: int, fault: BaseException | None = None) -> None:
-        """This node does not coordinate it any more. Idempotent; whoever waits is answered with `code`."""
+        """End the group on this node. Waiting requests get `code`. Idempotent."""
         if self.is_over:
             return
         protocol_dispatch.abandon(self.group, code)
@@ -395,7 +420,7 @@ class GroupRunner:
 
 
 def _answer(group: Group | ConsumerGroup) -> None:
-    """Also of one that went over to the other protocol meanwhile."""
+    """Send the answers, even of a group that has changed to the other protocol."""
     outbox = list(group.outbox)
     group.outbox.clear()
     for waiter, answer in outbox:

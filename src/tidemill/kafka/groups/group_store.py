@@ -1,8 +1,8 @@
-"""The rows of groups in the metastore, and how a node takes a group over.
+"""Rows of groups in the metastore, and the takeover of a group by a node.
 
-A take-over changes the head row and nothing else; from then on whoever coordinated the group before can write nothing
-(CG1). It is told apart from everybody else's by the name of this life, so one of unknown outcome is resolved by
-reading the head row again.
+A takeover changes the head row and nothing else. From then on the former coordinator can write nothing, because its
+writes expect the old seqno. The row contains a name that is unique to this process and attempt, so a takeover of
+unknown outcome is resolved by reading the head row again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
 from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, GroupRow
 
 NO_FAULTS: frozenset[str] = frozenset()
-"""Planted by the simulation, which must find each.
+"""Faults that the simulation injects and must find.
 
-unfenced-offset     offsets are written whoever coordinates the group by now: newer ones are lost at a move
-early-assignment    members are told their assignment before it is durable
-stale-commit        commits of the consumer protocol are taken whatever epoch they name
-empty-handed        a group goes over to the consumer protocol without what its members hold
+unfenced-offset     offsets are written even by a replaced coordinator: newer ones are lost at a move
+early-assignment    members receive their assignment before it is durable
+stale-commit        commits of the consumer protocol are accepted with any epoch
+empty-handed        a group changes to the consumer protocol without the partitions that its members hold
 """
 PAUSE_S = 0.05
 READ_AT_ONCE = 1_000
@@ -38,7 +38,7 @@ class GroupFencedError(Exception):
 
 
 class GroupTakeover(NamedTuple):
-    """What was found, and the seqno of the head row since."""
+    """State found by a takeover, and the new seqno of the head row."""
 
     seqno: int
     head: GroupRow
@@ -46,7 +46,7 @@ class GroupTakeover(NamedTuple):
 
 
 class GroupRows:
-    """The rows of all groups, for one life of a node. Every method may raise Unavailable, Closed, Corrupt."""
+    """Rows of all groups, for one life of a node. Methods may raise UnavailableError, ClosedError, CorruptError."""
 
     def __init__(
         self, metastore: Metastore, owner: str, clock: Clock, rand: Rand, faults: frozenset[str] = NO_FAULTS
@@ -58,7 +58,7 @@ class GroupRows:
         self.owner = owner
 
     async def take_over(self, group: str) -> GroupTakeover:
-        """Coordinate it from now on; a group that nobody knows begins. May not end while the metastore is away."""
+        """Become the group's coordinator; an unknown group is created. It waits while the metastore is unavailable."""
         key = GROUPS.key(group)
         while True:
             found = await self._metastore.get_row(key)
@@ -70,9 +70,9 @@ class GroupRows:
                 return GroupTakeover(seqno, old or GroupRow(group), members)
 
     async def renew(self, group: str, seqno: int) -> int:
-        """After a write of unknown outcome that expected `seqno`: fence it, and give the seqno to go on with (CG4).
+        """Fence a write of unknown outcome that expected `seqno`, and return the seqno for the next write.
 
-        What the head row says stays: the member rows beside it are of the same write. Raises GroupFencedError.
+        The content of the head row stays, because the member rows belong to the same write. Raises GroupFencedError.
         """
         key = GROUPS.key(group)
         while True:
@@ -88,15 +88,18 @@ class GroupRows:
                 return renewed
 
     def wrote(self, head: GroupRow) -> bool:
-        """Is it of this life?"""
+        """Return whether this life of the node wrote the head row."""
         return head.owner.startswith(f"{self.owner}/")
 
     def _own(self) -> str:
-        """Unlike any other, so that a head row can be recognised as what one attempt wrote."""
+        """Return a unique owner, so that a head row can be recognised as the result of one attempt."""
         return f"{self.owner}/{self._rand.nonce()[:16]}"
 
     async def _write_head(self, head: GroupRow, expected: int) -> int:
-        """Its seqno; 0 where somebody was faster or nobody knows: the caller reads again."""
+        """Write a head row and return its seqno.
+
+        Return 0 after a conflict or an unknown outcome: the caller reads again.
+        """
         key, value = GROUPS.encode(head)
         try:
             return await self._metastore.commit([(key, value)], expects={key: expected})
@@ -106,8 +109,10 @@ class GroupRows:
         return found.seqno if found is not None and found.value == value else 0
 
     async def write(self, group: str, rows: Rows, seqno: int) -> int:
-        """Write rows of the group, if its head row still has this seqno. Raises GroupFencedError, FencedError,
-        UnknownOutcomeError, Invalid."""
+        """Write rows of the group if its head row still has this seqno.
+
+        Raises GroupFencedError, FencedError, UnknownOutcomeError, InvalidError.
+        """
         key = GROUPS.key(group)
         expects = {key: seqno}
         if "unfenced-offset" in self.faults and not any(row[0] == key for row in rows):
@@ -118,12 +123,14 @@ class GroupRows:
             raise GroupFencedError from conflict
 
     def encoded(self, group: Group, stored: set[str]) -> Rows:
-        """The head row and the member rows of a group of the classic protocol as it is to be durable; those who were
-        `stored` and are gone are deleted."""
+        """Return the head row and the member rows of a group of the classic protocol.
+
+        Members that were `stored` and are gone are deleted.
+        """
         return [self._head(group), *gone_rows(group, stored), *classic_rows(group)]
 
     def encoded_consumers(self, group: ConsumerGroup, stored: set[str], changed: frozenset[str]) -> Rows:
-        """As `encoded`, with those members who changed."""
+        """Return the rows of a group of the consumer protocol, with the changed members only."""
         return [self._head(group), *gone_rows(group, stored), *consumer_rows(group, changed)]
 
     def _head(self, group: Group | ConsumerGroup) -> tuple[bytes, bytes]:
@@ -134,14 +141,14 @@ class GroupRows:
         return await self._metastore.get(GROUPS, group)
 
     async def heads(self) -> list[GroupRow]:
-        """Of all groups of the cluster, as of a second ago at worst."""
+        """Return the head rows of all groups of the cluster, at most a second old."""
         return await self._metastore.rows(GROUPS, fresh=False)
 
     async def offsets(self, group: str) -> list[GroupOffsetRow]:
         return await self._metastore.rows(GROUP_OFFSETS, group)
 
     async def offsets_of(self, group: str, places: list[tuple[str, int]]) -> dict[tuple[str, int], GroupOffsetRow]:
-        """By (topic id, partition); what was never committed is left out."""
+        """Return the committed offsets by (topic id, partition), without partitions that have none."""
         found: dict[tuple[str, int], GroupOffsetRow] = {}
         for at in range(0, len(places), READ_AT_ONCE):
             some = places[at : at + READ_AT_ONCE]
@@ -153,7 +160,7 @@ class GroupRows:
         return found
 
     async def all_of(self, group: str) -> Rows:
-        """Deletions of all rows of a group, the head row last."""
+        """Return deletions of all rows of a group, the head row last."""
         keys = [key for family in (GROUP_MEMBERS, GROUP_OFFSETS) for key in await self._keys(family.prefix(group))]
         return [(key, b"") for key in keys] + [(GROUPS.key(group), b"")]
 

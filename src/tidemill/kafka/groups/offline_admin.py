@@ -1,6 +1,6 @@
-"""What is done to a group from outside, without its coordinator: by a command, also while no node is up.
+"""Administration of a group without its coordinator, by a command, even while no node is running.
 
-A group is taken over first, so that whoever coordinates it writes nothing in between; its next request takes it back.
+The group is taken over first, so that its coordinator writes nothing in between; its next request takes it back.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ PART_ROWS = 5_000
 
 
 class OfflineGroupAdmin:
-    """Raises Unavailable and Unknown besides what is said."""
+    """Administration of groups. All methods may raise UnavailableError and UnknownOutcomeError."""
 
     def __init__(self, metastore: Metastore, clock: Clock, rand: Rand) -> None:
         self._rows = GroupRows(metastore, f"command/{rand.nonce()[:12]}", clock, rand)
 
     async def reset(self, group: str, offsets: Sequence[GroupOffsetRow]) -> None:
-        """Commit these; a group that nobody knows begins. Raises InvalidError while somebody is in it,
-        ConflictError."""
+        """Commit these offsets; an unknown group is created.
+
+        Raises InvalidError if the group has members, ConflictError if it changed concurrently.
+        """
         await self._write(group, [GROUP_OFFSETS.encode(row) for row in offsets])
 
     async def delete(self, group: str, let_go: Callable[[], Awaitable[None]]) -> None:
-        """With everything it has committed; `let_go`: of what transactions hold of it. Raises MissingError,
-        InvalidError while somebody is in it, ConflictError."""
+        """Delete a group with all its offsets; `let_go` removes them from transactions.
+
+        Raises MissingError, InvalidError if the group has members, ConflictError if it changed concurrently.
+        """
         if await self._rows.head(group) is None:
             raise MissingError(f"no such group: group={group}.", fix="List them with: tidemill group list")
         await self._write(group, None, let_go)
 
     async def _write(self, group: str, rows: Rows | None, let_go: Callable[[], Awaitable[None]] | None = None) -> None:
-        """`rows` None: delete all that there are once the group is taken over."""
+        """Write the rows after a takeover; with `rows` None, delete all rows that exist then."""
         head = await self._rows.head(group)
         if head is not None and head.members:
             raise _in_use(group, head.members)
@@ -52,11 +56,11 @@ class OfflineGroupAdmin:
             for at in range(0, len(rows), PART_ROWS):
                 await self._rows.write(group, rows[at : at + PART_ROWS], taken.seqno)
         except GroupFencedError as lost:
-            raise ConflictError(f"somebody joined or committed meanwhile: group={group}.", fix="Try again.") from lost
+            raise ConflictError(f"the group changed concurrently: group={group}.", fix="Try again.") from lost
 
 
 def _in_use(group: str, members: int) -> InvalidError:
     return InvalidError(
         f"the group has members: group={group} members={members}.",
-        fix="Stop them first; one that was killed leaves at its session timeout.",
+        fix="Stop them first; a killed member leaves at its session timeout.",
     )

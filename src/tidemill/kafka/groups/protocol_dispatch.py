@@ -1,6 +1,6 @@
-"""One group of either protocol: what members of both may ask of it, and when it goes over to the other one. Pure.
+"""Dispatch of requests to a group of either protocol, and the change of its protocol. Pure.
 
-Each function that may change the protocol gives the group as it is from then on, its outbox with it.
+Each function that may change the protocol returns the resulting group, which includes its outbox.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ AnyGroup = Group | ConsumerGroup
 
 
 def taken_over(group: AnyGroup, now: int) -> AnyGroup:
-    """Who coordinated it before may not have been allowed to let it go back."""
+    """Return the group after a takeover. The former coordinator may not have been allowed to downgrade it."""
     return protocol_migration.settled(group, now) if isinstance(group, ConsumerGroup) else group
 
 
 def join(group: AnyGroup, now: int, ask: Join, waiter: Waiter, seen: TopicSnapshot | None) -> AnyGroup:
-    """`seen` None: who asks took it for a group of the classic protocol, which needs to see nothing."""
+    """Process a JoinGroup.
+
+    `seen` may be omitted if the caller assumed a group of the classic protocol, which needs no topics.
+    """
     if isinstance(group, ConsumerGroup) and protocol_migration.goes_back_with(group, ask):
         group = protocol_migration.downgraded_without(group, now, ask)
     if not isinstance(group, ConsumerGroup):
         classic.join(group, now, ask, waiter)
     elif not group.members or seen is None:
-        # The last member's leaving is being written; or the group went over while this was on its way.
+        # The last member's leave is being written, or the group was upgraded while this request was running.
         group.outbox.append((waiter, JoinAnswer(error_codes.REBALANCE_IN_PROGRESS, ask.member_id)))
     else:
         _say(group, waiter, classic_members.join(group, now, ask, seen))
@@ -40,14 +43,14 @@ def sync(group: AnyGroup, now: int, ask: Sync, waiter: Waiter) -> None:
 
 
 def heartbeat(group: AnyGroup, now: int, member_id: str, instance_id: str | None, generation: int) -> int:
-    """Of the classic protocol."""
+    """Process a heartbeat of the classic protocol."""
     if isinstance(group, ConsumerGroup):
         return classic_members.heartbeat(group, now, member_id, instance_id, generation)
     return classic.heartbeat(group, now, member_id, instance_id, generation)
 
 
 def beat(group: AnyGroup, now: int, ask: HeartbeatRequest, waiter: Waiter, seen: TopicSnapshot) -> AnyGroup:
-    """Of the consumer protocol."""
+    """Process a heartbeat of the consumer protocol."""
     made = group if isinstance(group, ConsumerGroup) else _upgraded(group, now, ask, seen)
     said = made if isinstance(made, BeatAnswer) else consumer.heartbeat(made, now, ask, seen)
     if isinstance(made, BeatAnswer) or said.error:
@@ -61,12 +64,12 @@ def _upgraded(group: Group, now: int, ask: HeartbeatRequest, seen: TopicSnapshot
     if ask.epoch != 0:
         return BeatAnswer(error_codes.UNKNOWN_MEMBER_ID, "The member is not in the group.")
     if not group.members:
-        return BeatAnswer(error_codes.COORDINATOR_LOAD_IN_PROGRESS, "Members are leaving it.")
+        return BeatAnswer(error_codes.COORDINATOR_LOAD_IN_PROGRESS, "Members are leaving the group.")
     return protocol_migration.upgraded(group, now, seen)
 
 
 def leave(group: AnyGroup, now: int, member_id: str, instance_id: str | None) -> int:
-    """Of the classic protocol."""
+    """Process a LeaveGroup of the classic protocol."""
     if isinstance(group, ConsumerGroup):
         return classic_members.leave(group, member_id, instance_id)
     return classic.leave(group, now, member_id, instance_id)
@@ -81,14 +84,14 @@ def commit_refusal(
     *,
     in_transaction: bool = False,
 ) -> int:
-    """May whoever says this of itself commit offsets?"""
+    """Return the error code if a client with these properties may not commit offsets, else 0."""
     if isinstance(group, ConsumerGroup):
         return consumer.commit_refusal(group, member_id, instance_id, generation, in_transaction=in_transaction)
     return classic.commit_refusal(group, now, member_id, instance_id, generation, in_transaction=in_transaction)
 
 
 def due(group: AnyGroup) -> int | None:
-    """When `tick` has something to do next, at the earliest."""
+    """Return the earliest time at which `tick` has something to do."""
     return consumer.due(group) if isinstance(group, ConsumerGroup) else classic_rebalance.due(group)
 
 
@@ -101,7 +104,10 @@ def tick(group: AnyGroup, now: int) -> AnyGroup:
 
 
 def abandon(group: AnyGroup, code: int) -> None:
-    """This node does not coordinate the group any more: everybody who waits is told to look for who does."""
+    """Stop coordinating the group on this node.
+
+    All waiting requests get `code`, so that their clients look up the coordinator.
+    """
     if isinstance(group, ConsumerGroup):
         consumer.abandon(group, code)
     else:

@@ -1,14 +1,18 @@
-"""How a group goes from one protocol to the other while members are in it (KIP-848, "Online migration"). Pure.
+"""Online migration of a group between the protocols while it has members (KIP-848, "Online migration"). Pure.
 
     classic, stable ──first member of the consumer protocol joins──► consumer, with members of both
     consumer        ──its last member of the consumer protocol is gone──► classic, rebalancing
 
-MI1  A group becomes one of the consumer protocol only while its generation is settled and durable: then, and only
-     then, its assignments say what its members may hold, and CS1 goes on from there.
-MI2  Back in the classic protocol its generation is the newest epoch that any member was told, so what those who are up
-     to date commit on the way into the rebalance is taken; and that the rebalance is owed is durable with it.
-MI3  What a member owned when it joined that generation, and is not to have in it, is its own: it may not have seen
-     its assignment yet. It is free once the member has joined again without it.
+Invariant (upgrade from a stable group): a group is upgraded only while its generation is stable and durable. Only then
+do its assignments state which partitions its members hold, so that exclusive ownership continues.
+
+Invariant (downgrade to the newest epoch): after a downgrade the generation is the newest epoch that any member
+received, so commits of up-to-date members are accepted on the way into the rebalance. The pending rebalance is durable
+with it.
+
+Invariant (owned partitions are respected): a partition that a member owned when it joined the generation, and that is
+not in its assignment, still belongs to the member, which may not have seen its assignment yet. It becomes free once the
+member has joined again without it.
 """
 
 from __future__ import annotations
@@ -32,11 +36,11 @@ from tidemill.kafka.schema.primitives import MalformedFrameError
 
 
 def upgraded(group: Group, now: int, seen: TopicSnapshot) -> ConsumerGroup | BeatAnswer:
-    """The same members in the consumer protocol, or what to tell who wants to join them in it. `group` stays."""
+    """Return the same members in the consumer protocol, or the answer to the joining member. `group` is unchanged."""
     if not group.limits.upgrades:
         return _refused("online upgrades are disabled (group.consumer.migration.policy)")
     if group.protocol_type != CONSUMER:
-        return _refused(f"its members are no consumers but of the type {group.protocol_type!r}")
+        return _refused(f"its members are not consumers but of the type {group.protocol_type!r}")
     if group.phase is not Phase.STABLE or group.unstored:
         return BeatAnswer(
             error_codes.COORDINATOR_LOAD_IN_PROGRESS, "Its members of the classic protocol are rebalancing."
@@ -48,9 +52,9 @@ def upgraded(group: Group, now: int, seen: TopicSnapshot) -> ConsumerGroup | Bea
         try:
             found = _consumer(group, member, seen)
         except MalformedFrameError:
-            return _refused("what a member says of itself is no consumer's")
+            return _refused("the metadata of a member is not that of a consumer")
         if found is None:
-            return _refused("its assignor keeps data of its own in assignments")
+            return _refused("its assignor stores its own data in assignments")
         for place in places(found.held):
             if made.owners.setdefault(place, found.member_id) != found.member_id:
                 return _refused("its assignor gave a partition to two members")
@@ -64,7 +68,7 @@ def upgraded(group: Group, now: int, seen: TopicSnapshot) -> ConsumerGroup | Bea
 
 
 def _keep_owned(group: ConsumerGroup, now: int, member: Consumer, seen: TopicSnapshot) -> None:
-    """MI3. What is assigned to anybody was free when it was."""
+    """Retain partitions that the member owned and that are assigned to no member: it may not have revoked them yet."""
     assert member.classic is not None
     owned = classic_members.by_id(subscription_of(member.classic.protocols[0][1]).owned, seen)
     for place in places(owned):
@@ -81,13 +85,16 @@ def _refused(why: str) -> BeatAnswer:
 
 
 def _consumer(group: Group, member: Member, seen: TopicSnapshot) -> Consumer | None:
-    """None where its assignment has data of its assignor, which would be lost. Raises MalformedFrameError."""
+    """Return the member in the consumer protocol.
+
+    Return None if its assignment has data of its assignor, which would be lost. Raises MalformedFrameError.
+    """
     assigned, user_data = assignment_of(member.assignment)
-    # The protocol that was elected comes first: it is the one that the member knows itself by.
+    # The elected protocol comes first, because the member's answers use it.
     others = tuple(each for each in member.protocols if each[0] != group.protocol)
     protocols = ((group.protocol, member.metadata(group.protocol)), *others)
     subscription = subscription_of(protocols[0][1])
-    # librdkafka's cooperative-sticky gives each member back what it had said itself.
+    # librdkafka's cooperative-sticky returns to each member the data that the member sent.
     if user_data not in (b"", subscription.user_data):
         return None
     held = dict(classic_members.by_id(assigned, seen))
@@ -108,12 +115,12 @@ def _consumer(group: Group, member: Member, seen: TopicSnapshot) -> Consumer | N
 
 
 def settled(group: ConsumerGroup, now: int) -> ConsumerGroup | Group:
-    """The group in the protocol that its members speak."""
+    """Return the group in the protocol that its members speak."""
     return downgraded(group, now) if group.limits.downgrades and group.is_all_classic else group
 
 
 def goes_back_with(group: ConsumerGroup, ask: Join) -> bool:
-    """Would whoever asks take the place of the last member of the consumer protocol?"""
+    """Return whether the joining member replaces the last member of the consumer protocol."""
     known = group.instances.get(ask.instance_id or "")
     if known is None or ask.member_id or group.speaks_classic(known) or not group.limits.downgrades:
         return False
@@ -123,14 +130,18 @@ def goes_back_with(group: ConsumerGroup, ask: Join) -> bool:
 
 
 def downgraded_without(group: ConsumerGroup, now: int, ask: Join) -> Group:
-    """Who `goes_back_with` it has gone as a member of the consumer protocol, and joins what is left."""
+    """Remove the last member of the consumer protocol, which `goes_back_with` found to be replaced, and downgrade the
+    group.
+    """
     consumer_reconciliation.remove(group, group.members[group.instances[ask.instance_id or ""]])
     return downgraded(group, now)
 
 
 def downgraded(group: ConsumerGroup, now: int) -> Group:
-    """The same members, all of the classic protocol, in the classic protocol: they are to join again. Who waited for
-    the group to be durable waits for this one; `group` is nobody's any more."""
+    """Return the same members, which are all of the classic protocol, in a classic group that rebalances.
+
+    Requests that waited for a write of the old group wait for one of the new group. `group` must not be used any more.
+    """
     made = Group(group.name, group.limits)
     made.protocol_type, made.generation = CONSUMER, group.target_epoch
     for member in group.members.values():
@@ -156,11 +167,11 @@ def downgraded(group: ConsumerGroup, now: int) -> Group:
 
 
 def owes_a_rebalance(group: Group, now: int) -> None:
-    """Durable as members without a protocol (MI2)."""
+    """Begin a rebalance that is durable as members without a protocol."""
     group.phase, group.protocol = Phase.STABLE, ""
     classic_rebalance.rebalance(group, now)
 
 
 def _still_true(said: Answer) -> Answer:
-    """A generation that a member was about to be told of has ended."""
+    """Replace the answer if it reports a generation that has ended."""
     return failed(said, error_codes.REBALANCE_IN_PROGRESS) if isinstance(said, JoinAnswer | SyncAnswer) else said

@@ -1,9 +1,10 @@
-"""Committed offsets of the time when each group had them in a register of its own, carried over into rows.
+"""Migration of committed offsets from an earlier format, one register per group, into rows.
 
     kafka/group/<group>/offsets    msgpack {topic id: {partition: [offset, leader epoch, metadata]}}
 
-Every node does it before it serves. The last batch of a group writes its head row and expects its absence, so it is
-carried over once, whoever starts at the same time; then its register goes. Nodes of the version before must have ended.
+Every node runs it before it serves requests. The last batch of a group writes its head row and expects its absence, so
+a group is migrated once even if several nodes start together; then its register is dropped. Nodes of the earlier
+version must have ended.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ Rows = list[tuple[bytes, bytes]]
 
 
 async def carry_over(consensus: Consensus, metastore: Metastore, now_ms: int) -> int:
-    """How many groups were. One that cannot be read stays as it is and is told. Raises Unavailable."""
+    """Migrate all groups and return their number.
+
+    Unreadable ones are logged and left unchanged. Raises UnavailableError.
+    """
     done = 0
     for key, version in await consensus.scan(PREFIX):
         if not key.endswith(SUFFIX):
@@ -45,7 +49,7 @@ async def carry_over(consensus: Consensus, metastore: Metastore, now_ms: int) ->
         try:
             await consensus.drop(key, version.seq)
         except (ConflictError, UnknownOutcomeError):
-            continue  # another node was faster, or the next start looks again
+            continue  # another node was faster, or the next start retries
         done += 1
     return done
 
@@ -54,10 +58,10 @@ async def _carry(metastore: Metastore, group: str, data: bytes, now_ms: int) -> 
     try:
         offsets = msgspec.msgpack.decode(data, type=Offsets) if data else Offsets()
     except msgspec.DecodeError as error:
-        raise CorruptError(f"The committed offsets of a group are unreadable: group={group} cause={error}.") from error
+        raise CorruptError(f"committed offsets of the group are unreadable: group={group} cause={error}.") from error
     head = GROUPS.key(group)
     rows = dict(_rows(group, offsets, now_ms))
-    # What checkpoints copied of it is older, and may be of topics that are gone.
+    # Rows that checkpoints copied are older, and may belong to deleted topics.
     old = [key async for keys, _ in metastore.prefix(GROUP_OFFSETS.prefix(group)) for key in keys]
     batch: Rows = [*rows.items(), *((key, b"") for key in old if key not in rows)]
     batch.append(GROUPS.encode(GroupRow(group, since_ms=now_ms)))

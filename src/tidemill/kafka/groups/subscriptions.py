@@ -1,4 +1,4 @@
-"""What consumers write into their metadata and assignments: topics they are subscribed to, partitions they have.
+"""Codec of the consumers' metadata and assignments: subscribed topics and assigned partitions.
 
     subscription    version int16 | topics | user data | from version 1 on owned places | 2: generation int32
                     | 3: rack nullable text
@@ -7,8 +7,8 @@
     places          int32 count, each a topic and its partitions: int32 count, each int32
     user data       int32 length or −1, bytes: between the clients
 
-Source: ConsumerProtocolSubscription.json and ConsumerProtocolAssignment.json of Kafka 4. What is missing at the end is
-none: clients have left it out.
+Source: ConsumerProtocolSubscription.json and ConsumerProtocolAssignment.json of Kafka 4. Fields missing at the end are
+empty, because some clients leave them out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONSUMER: Final = "consumer"
 VERSION_MAX: Final = 3
 
 Place = tuple[str, int]
-"""(name of a topic, partition)"""
+"""Topic name and partition."""
 
 
 class Subscription(NamedTuple):
@@ -38,7 +38,7 @@ class Subscription(NamedTuple):
 
 
 def subscription_of(metadata: bytes) -> Subscription:
-    """Raises MalformedFrameError for what no consumer writes."""
+    """Decode a subscription. Raises MalformedFrameError for invalid metadata."""
     view = memoryview(metadata)
     version, position = read_i16(view, 0)
     topics, position = _topics(view, position)
@@ -54,12 +54,15 @@ def subscription_of(metadata: bytes) -> Subscription:
 
 
 def topics_of(metadata: bytes) -> frozenset[str]:
-    """Raises MalformedFrameError for what no consumer writes."""
+    """Return the subscribed topics. Raises MalformedFrameError for invalid metadata."""
     return subscription_of(metadata).topics
 
 
 def subscribed_to(group: Group | ConsumerGroup, topic: str) -> bool:
-    """Is anybody subscribed to it? While a generation is being made, and where metadata cannot be read: to anything."""
+    """Return whether any member is subscribed to the topic.
+
+    True for every topic during a rebalance, and if metadata is unreadable.
+    """
     if not group.members:
         return False
     if isinstance(group, ConsumerGroup):
@@ -75,7 +78,7 @@ def subscribed_to(group: Group | ConsumerGroup, topic: str) -> bool:
 
 
 def assigned_topics(group: Group) -> frozenset[str]:
-    """Topics of which its members were assigned something; none where that cannot be read."""
+    """Return the topics of the members' assignments; empty if these are unreadable."""
     try:
         return frozenset(topic for member in group.members.values() for topic, _ in assigned_in(member.assignment))
     except MalformedFrameError:
@@ -83,12 +86,12 @@ def assigned_topics(group: Group) -> frozenset[str]:
 
 
 def assigned_in(assignment: bytes) -> list[Place]:
-    """The partitions that a consumer was assigned. Raises MalformedFrameError for what no consumer writes."""
+    """Return the partitions of an assignment. Raises MalformedFrameError if it is invalid."""
     return assignment_of(assignment)[0]
 
 
 def assignment_of(assignment: bytes) -> tuple[list[Place], bytes]:
-    """With the user data. One that was never made is none. Raises MalformedFrameError."""
+    """Return the partitions and the user data of an assignment; both are empty if it is. Raises MalformedFrameError."""
     if not assignment:
         return [], b""
     view = memoryview(assignment)
@@ -98,7 +101,7 @@ def assignment_of(assignment: bytes) -> tuple[list[Place], bytes]:
 
 
 def encode_assignment(version: int, partitions: Mapping[str, Iterable[int]]) -> bytes:
-    """By name of the topic; in the version that the consumer's subscription is of."""
+    """Encode an assignment by topic names, in the version of the consumer's subscription."""
     parts = [I16.pack(min(max(version, 0), VERSION_MAX)), I32.pack(len(partitions))]
     for topic, numbers in sorted(partitions.items()):
         name, listed = topic.encode(), sorted(numbers)

@@ -1,7 +1,8 @@
-"""The topics that this node sees, for subscriptions by name and by regular expression.
+"""Topics that this node sees, for subscriptions by name and by regular expression.
 
-A pattern is RE2's, as Kafka's (RE2/J) is, and must match a whole name: linear in the name, whatever it says. It runs
-inside Arrow, over all names at once and beside the event loop; what it found counts until a topic comes or goes.
+A pattern is one of RE2, as in Kafka (RE2/J), and must match a whole name. Matching is linear in the name for any
+pattern. It runs inside Arrow, over all names together and in a thread. The result is valid until a topic is created or
+deleted.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ from tidemill.kafka.metadata.topic_cache import TopicCache
 
 PATTERN_CHARS: Final = 1_000
 PATTERNS_MAX: Final = 1_000
-"""Whose topics are remembered; beyond, all are worked out again when they are needed."""
+"""Number of patterns whose topics are cached; beyond it, the cache is cleared."""
 
 
 TRIES_MAX: Final = 10
 ANY_NAME: Final = ("t",)
-"""Of no name at all nothing is made of the pattern, and so nothing is said of it. No array: Arrow looks for pandas at
-its first one, and this module is read before the node's process hides it."""
+"""Text that validates a pattern: against an empty array Arrow would not compile it.
+
+A tuple and no array, because Arrow looks for pandas at its first array, and this module is imported before the node's
+process hides pandas.
+"""
 
 
 class TopicView(NamedTuple):
-    """`consumer_state.Seen`: every topic, and of some patterns those that `may` be seen. To be used before the next
-    await, while `cache` is what it was."""
+    """All topics, and the matches of some patterns that the client may see: a `consumer_state.TopicSnapshot`.
+
+    It must be used before the next await, because it reads `cache`.
+    """
 
     cache: TopicCache
     matches: Mapping[str, frozenset[str]]
@@ -49,7 +55,7 @@ class TopicView(NamedTuple):
 
 
 class Subscribable:
-    """The topics that `cache` holds, by name and by pattern."""
+    """Topics of `cache`, by name and by pattern."""
 
     def __init__(self, cache: TopicCache) -> None:
         self._cache = cache
@@ -57,8 +63,10 @@ class Subscribable:
         self._matches: dict[str, frozenset[str]] = {}
 
     async def seen(self, patterns: Callable[[], set[str]], may: Callable[[str], bool]) -> TopicView:
-        """As of this moment, when it returns. Raises InvalidError for what RE2 does not take, UnavailableError where
-        topics come and go faster than they can be looked at."""
+        """Return the current topics.
+
+        Raises InvalidError for an invalid pattern, UnavailableError if topics change faster than they can be matched.
+        """
         for _ in range(TRIES_MAX):
             self._look()
             wanted = patterns()
@@ -75,7 +83,7 @@ class Subscribable:
                 if len(self._matches) + len(found) > PATTERNS_MAX:
                     self._matches.clear()
                 self._matches |= found
-        raise UnavailableError("Topics change too fast for their names to be matched.")
+        raise UnavailableError("topics change too fast for their names to be matched.")
 
     def _look(self) -> None:
         if self._version != self._cache.version:
@@ -83,8 +91,10 @@ class Subscribable:
 
 
 def match(patterns: set[str], names: list[str]) -> tuple[dict[str, frozenset[str]], InvalidError | None]:
-    """The names of which each pattern matches the whole. For a thread. Those that are no patterns are left out, and one
-    of them is told."""
+    """Return the names that each pattern matches as a whole; to be run in a thread.
+
+    Invalid patterns are left out, and the error of one of them is returned.
+    """
     column = pa.array(names, pa.string())
     found: dict[str, frozenset[str]] = {}
     error: InvalidError | None = None
@@ -92,11 +102,11 @@ def match(patterns: set[str], names: list[str]) -> tuple[dict[str, frozenset[str
         try:
             if len(pattern) > PATTERN_CHARS:
                 raise pa.ArrowInvalid(f"longer than {PATTERN_CHARS} characters")
-            # By itself first: what closes a bracket that it did not open would be fine between ours.
+            # Alone first: a pattern that closes a bracket which it did not open would be valid inside our group.
             pc.match_substring_regex(pa.array(ANY_NAME), pattern)
             is_match = pc.match_substring_regex(column, rf"\A(?:{pattern})\z")
         except pa.ArrowInvalid as refused:
-            error = InvalidError(f"not a regular expression of RE2: pattern={pattern[:100]!r} cause={refused}.")
+            error = InvalidError(f"invalid RE2 regular expression: pattern={pattern[:100]!r} cause={refused}.")
         else:
             found[pattern] = frozenset(column.filter(is_match).to_pylist())
     return found, error

@@ -1,4 +1,4 @@
-"""Error codes of the transaction handlers: whether this node coordinates an id, and the codes that older clients know."""
+"""Error codes of the transaction handlers: is an id coordinated here, and which codes do older clients know."""
 
 from __future__ import annotations
 

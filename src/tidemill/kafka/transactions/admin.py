@@ -1,4 +1,4 @@
-"""What an operator does to a transaction, from any process that has consensus."""
+"""Operator actions on a transaction, for any process that has access to consensus."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LOOK_S = 0.1
 
 
 async def abort(consensus: Consensus, clock: Clock, rand: Rand, transactional_id: str, *, wait_s: float) -> Transaction:
-    """Abort what is open, and fence its producer; waits at most so long until the nodes have carried it to its end.
+    """Abort an open transaction and fence its producer. Wait at most `wait_s` until the nodes have completed the abort.
 
-    Raises MissingError for an id that nobody knows, ConflictError where nothing is open, Unavailable.
+    Raises MissingError for an unknown id, ConflictError if no transaction is open, UnavailableError.
     """
     decision, found = await change(
         consensus, rand, transactional_id, lambda before: transitions.abort(before, clock.now_ms())

@@ -1,11 +1,11 @@
-"""The coordinator's shell: registers read and changed, time-outs kept, every prepared transaction carried to its end.
+"""Coordinator of transactions: changes registers, enforces timeouts and completes prepared transactions.
 
     end ─► prepared, durable ─► a marker in every partition ─► its offsets to every group ─► complete
-                                     └─ not led here: its leader is told to look (`hints`), and tried again ─┘
+                                     └─ not led here: its leader is notified (`hints`), and the marker retried ─┘
 
-Whoever stores that a transaction is open looks after it until it ends; whoever finds one prepared carries it on. What a
-node that died looked after is found by the next coordinator in a scan of the registers: at the start, and whenever
-nodes come or go.
+The node that stores a transaction as open supervises it until it ends; a node that finds one prepared completes it. The
+next coordinator finds the transactions of a dead node by a scan of the registers, at start and whenever nodes join or
+leave.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ from tidemill.topics.produce.producer_ids import ProducerIds
 log = structlog.get_logger()
 
 ANSWER_WAIT_S = 5.0
-"""EndTxn is answered when the transaction is complete, or decided and after so long: clients' next request is then told
-to come again instead."""
+"""Time after which EndTxn is answered even if the decided transaction is not complete yet: the client's next request
+then gets a retriable code.
+"""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 MARKED_AT_ONCE = 64
 
@@ -63,24 +64,29 @@ Seen = Here | TidemillError
 
 class GroupOffsetStore(Protocol):
     def owner_of(self, group: str) -> str:
-        """The node that takes commits of the group; "" where any does."""
+        """Return the node that accepts commits of the group; "" if any does."""
         ...
 
     async def commit(self, group: str, wanted: Callable[[], Awaitable[Offsets]]) -> None:
-        """`wanted`, asked when nobody but this call can change the group: which are still to be committed? Raises
-        Unavailable: call again; it may be repeated. Invalid: it will never be taken."""
+        """Commit the offsets that `wanted` returns.
+
+        `wanted` is called when no other call can change the group; it returns the offsets that are still to be
+        committed. Raises UnavailableError: call again, repetition is safe. Raises InvalidError if the offsets can never
+        be accepted.
+        """
         ...
 
     def turn(self, group: str) -> AbstractAsyncContextManager[None]:
-        """Nothing is committed within."""
+        """Exclude commits of the group while the context is open."""
         ...
 
 
 class Transactions:
-    """
-    coordinates   does this node coordinate the transactional id, as far as it can see?
-    remind        tell the node that leads a partition to look at a transaction; a plain call that may do nothing
-    expires_ms    how long a transactional id is remembered without a transaction
+    """Coordinator of transactional ids.
+
+    coordinates   whether this node coordinates the transactional id in its current view
+    remind        notify the leader of a partition about a transaction; a plain call that may do nothing
+    expires_ms    time after which a transactional id without a transaction expires
     """
 
     def __init__(
@@ -111,7 +117,7 @@ class Transactions:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks = Tasks(self._broke)
         self._written: dict[tuple[str, int, int], Counter[tuple[str, int]]] = {}
-        """Partitions that are about to be added, by identity."""
+        """Partitions that are about to be added, by producer identity."""
         self._closed = False
 
     async def aclose(self) -> None:
@@ -125,7 +131,7 @@ class Transactions:
     async def init(
         self, transactional_id: str, *, timeout_ms: int, producer_id: int = -1, epoch: int = -1
     ) -> tuple[int, int, int]:
-        """(code, producer id, epoch)."""
+        """Assign a producer identity; return (code, producer id, epoch)."""
         if not 0 < timeout_ms <= self._timeout_max_ms:
             return error_codes.INVALID_TRANSACTION_TIMEOUT, -1, -1
         fresh_id = await self._producer_ids.allocate()
@@ -138,7 +144,8 @@ class Transactions:
 
         decision, after = await self._change(transactional_id, first)
         if decision.code == error_codes.CONCURRENT_TRANSACTIONS:
-            # What it fenced, or found prepared, ends first; its client asks again where that takes long.
+            # The transaction that this request fenced or found prepared ends first; the client retries if that takes
+            # long.
             await self._ended(transactional_id)
             found = await self.read(transactional_id)
             if found is not None and not found.state.prepared:
@@ -172,7 +179,7 @@ class Transactions:
     async def commit_offsets(
         self, transactional_id: str, producer_id: int, epoch: int, group: str, offsets: Offsets, *, adds: bool = False
     ) -> int:
-        """Raises InvalidError when it is more than a transaction holds."""
+        """Store offsets in the transaction. Raises InvalidError if the transaction becomes too large."""
         if adds:
             await name_for_group(self._consensus, self._rand, group, transactional_id)
 
@@ -194,7 +201,7 @@ class Transactions:
     async def end_bumping(
         self, transactional_id: str, producer_id: int, epoch: int, *, commit: bool
     ) -> tuple[int, int, int]:
-        """(code, producer id, epoch): what its producer goes on with (KIP-890)."""
+        """End the transaction; return (code, producer id, epoch), with the producer's next identity (KIP-890)."""
         fresh_id = -1
 
         def over(found: Transaction | None) -> Decision:
@@ -213,7 +220,7 @@ class Transactions:
     async def confirm(
         self, within: ProduceTransaction, producer_id: int, epoch: int, topic_id: str, partition: int
     ) -> None:
-        """`topics.api.Confirm`."""
+        """Confirm that a batch may be written: the `topics.api.Confirm` of this coordinator."""
         if within.adds:
             code = await self._add_written((within.transactional_id, producer_id, epoch), topic_id, partition)
         else:
@@ -221,14 +228,17 @@ class Transactions:
             code = transitions.verify(found, producer_id, epoch, topic_id, partition).code
         facts = f"transactional_id={within.transactional_id!r} producer_id={producer_id} epoch={epoch}"
         if code == error_codes.PRODUCER_FENCED:
-            raise InvalidProducerEpochError(f"a newer producer has this transactional id: {facts}.")
+            raise InvalidProducerEpochError(f"a newer producer uses this transactional id: {facts}.")
         if code == error_codes.CONCURRENT_TRANSACTIONS:
-            raise ConcurrentTransactionsError(f"the transaction before it is being ended: {facts}.", fix="Retry.")
+            raise ConcurrentTransactionsError(f"the previous transaction is still ending: {facts}.", fix="Retry.")
         if code:
             raise InvalidTransactionError(f"not in an open transaction: {facts} partition={topic_id}/{partition}.")
 
     async def _add_written(self, identity: tuple[str, int, int], topic_id: str, partition: int) -> int:
-        """A partition that a batch is on its way to. Whoever's turn it is adds all that wait for theirs."""
+        """Add a partition to which a batch is being written.
+
+        The call that has its turn adds the partitions of all waiting calls.
+        """
         waiting = self._written.setdefault(identity, Counter())
         waiting[topic_id, partition] += 1
 
@@ -242,7 +252,7 @@ class Transactions:
             return (await self._change(identity[0], more))[0].code
         finally:
             waiting[topic_id, partition] -= 1
-            waiting += Counter()  # those of nobody go
+            waiting += Counter()  # remove zero counts
             if not waiting:
                 self._written.pop(identity, None)
 
@@ -251,37 +261,40 @@ class Transactions:
         return await read(self._consensus, transactional_id)
 
     async def undecided(self, group: str) -> set[tuple[str, int]]:
-        """(topic id, partition) of the group's offsets that a transaction may come to commit (KIP-447)."""
+        """Return (topic id, partition) of the group's offsets that a transaction may still commit (KIP-447)."""
         return await undecided(self._consensus, group)
 
     async def all(self) -> dict[str, Transaction]:
-        """Of every node. What cannot be read is left out, and told."""
+        """Return the transactions of all nodes. Unreadable ones are left out and logged."""
         return {transactional_id: found for transactional_id, (_, found) in (await all_of(self._consensus)).items()}
 
     # changing -------------------------------------------------------------------------------------
     async def _change(self, transactional_id: str, decide_on: Decide) -> tuple[Decision, Transaction | None]:
-        """As `store.change`; requests for one id do not race within this process."""
+        """Change a register (`store.change`). Requests for one id do not race within this process."""
         async with self._locks.setdefault(transactional_id, asyncio.Lock()):
             decision, after = await change(self._consensus, self._rand, transactional_id, decide_on)
             self._look_after(transactional_id, after)
             return decision, after
 
     async def let_go(self, group: str, places: Set[tuple[str, int]] | None = None) -> None:
-        """What transactions hold of a group whose offsets are deleted, all or these (topic id, partition), is never
-        committed. Raises Unavailable, UnknownOutcomeError."""
+        """Remove the offsets of a group, all or these (topic id, partition), from transactions, so that they are never
+        committed.
+
+        Raises UnavailableError, UnknownOutcomeError.
+        """
         await let_go(self._consensus, self._rand, group, places, self._clock.now_ms())
 
     async def delete_offsets(
         self, group: str, places: Set[tuple[str, int]], delete: Callable[[], Awaitable[int]]
     ) -> int:
-        """Nothing that is being committed comes between. Raises Unavailable, UnknownOutcomeError."""
+        """Delete offsets without a concurrent commit. Raises UnavailableError, UnknownOutcomeError."""
         async with self._groups.turn(group):
             await self.let_go(group, places)
             return await delete()
 
     # looking after --------------------------------------------------------------------------------
     async def take_over(self) -> None:
-        """Look after all that this node coordinates now, and forget what nobody used for long. Raises Unavailable."""
+        """Supervise all transactions that this node coordinates, and delete expired ids. Raises UnavailableError."""
         forgotten_ms = self._clock.now_ms() - self._expires_ms
         found = await all_of(self._consensus)
         await forget_in_groups(self._consensus, self._rand, self._clock.now_ms())
@@ -291,13 +304,13 @@ class Transactions:
             if transaction.started_ms < 0 and transaction.updated_ms < forgotten_ms:
                 with contextlib.suppress(
                     ConflictError, UnknownOutcomeError
-                ):  # used again just now, or forgotten the next time
+                ):  # used again in the meantime, or deleted the next time
                     await self._consensus.drop(key_of(transactional_id), seq)
                 continue
             self._look_after(transactional_id, transaction)
 
     async def look_at(self, transactional_id: str) -> None:
-        """Somebody else changed it. Raises Unavailable."""
+        """Supervise a transaction that another process changed. Raises UnavailableError."""
         self._look_after(transactional_id, await self.read(transactional_id))
 
     def _look_after(self, transactional_id: str, found: Transaction | None) -> None:
@@ -335,7 +348,7 @@ class Transactions:
             await asyncio.wait([ending], timeout=ANSWER_WAIT_S)
 
     async def _carry(self, transactional_id: str) -> None:
-        """Until it is complete, whoever completes it."""
+        """Retry until the transaction is complete, whichever node completes it."""
         pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         try:
             while not self._closed:
@@ -351,7 +364,7 @@ class Transactions:
             del self._ending[transactional_id]
 
     async def _settle(self, transactional_id: str) -> bool:
-        """One try at everything that is left. True when it is complete."""
+        """Try once to do everything that is left. Return whether the transaction is complete."""
         seen = await self.read(transactional_id)
         if seen is None or not seen.state.prepared:
             return True
@@ -363,7 +376,9 @@ class Transactions:
             here: dict[tuple[str, int], Seen] = {}
             if not seen.bumped:
                 here = await self._open_here(some, marker)
-                found = await self.read(transactional_id)  # after the look (X5)
+                # Invariant: the register is read after the open transactions. A marker then ends only what was open while
+                # the register was still prepared, never the next transaction of the same epoch.
+                found = await self.read(transactional_id)
                 if found is None or not transitions.is_same(found, seen):
                     return found is None or not found.state.prepared
             for place, done in zip(some, await self._marked(transactional_id, some, marker, here), strict=True):
@@ -371,7 +386,7 @@ class Transactions:
                     marked.setdefault(place[0], []).append(place[1])
         groups: list[str] = []
         if sum(map(len, marked.values())) == len(places):
-            # Last: who sees the offsets may read the records.
+            # Groups are last: a client that sees the offsets may read the records.
             for group in seen.offsets:
                 if await self._committed(transactional_id, seen, group):
                     groups.append(group)
@@ -403,9 +418,9 @@ class Transactions:
                     raise seen
                 await self._topics.mark(topic_id, partition, marker, seen)
             except MissingError:
-                return True  # deleted: nobody reads it
+                return True  # deleted: no client reads it
             except TidemillError as error:
-                if not isinstance(error, NotLeaderError):  # which most partitions of most transactions are not led here
+                if not isinstance(error, NotLeaderError):  # most partitions are not led here
                     log.info("transaction.not_marked", id=transactional_id, topic_id=topic_id, partition=partition,
                              cause=str(error))  # fmt: skip
                 self.remind(self._topics.leader_of(topic_id, partition), transactional_id)
@@ -422,7 +437,7 @@ class Transactions:
         try:
             await self._groups.commit(group, wanted)
         except InvalidError as error:
-            # It would never be taken, and what it is of is committed: said, and passed over.
+            # The offsets can never be accepted, but their transaction is committed: log the error and continue.
             log.error("transaction.offsets_refused", group=group, error=str(error))
         except TidemillError as error:
             log.info("transaction.offsets_wait", id=transactional_id, group=group, cause=str(error))

@@ -1,12 +1,14 @@
-"""Offsets of transactions and the group they are of: taken from its members, and its own once they are committed.
+"""Offsets inside transactions: received from a member of the group, and written to the group after the commit.
 
-Taken: the group's coordinator looks at the membership again once they are kept. A member of a later generation reads
-what is undecided after it was assigned, so either it finds these, or these are refused (KIP-447).
+Receive: the group's coordinator checks the membership again after it has stored the offsets in the transaction. A
+member of a later generation reads the undecided offsets after it received its assignment. So it either finds these
+offsets, or they are rejected (KIP-447).
 
-Committed: two nodes may carry one transaction to its end. The one that comes late must not put back what the group has
-committed since: it takes the group's turn first, and asks then whether the transaction still wants it. Whoever was
-faster has completed it by the time the group's next offsets are known to be undecided no more; and if the group moved
-after the turn was taken, the write is fenced (CG1). Deleted meanwhile: what is deleted is wanted no more.
+Commit: two nodes may complete the same transaction. The later one must not overwrite offsets that the group has
+committed since, so it waits for the group's turn and then checks whether the transaction still contains the offsets.
+The earlier node has completed the transaction before the group's next offsets are known to be decided. If the group
+moved after the turn was taken, the write is fenced by the head row of the group. Offsets that were deleted in the
+meantime are not wanted any more.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ if TYPE_CHECKING:
 
 _NEVER = (error_codes.INVALID_GROUP_ID, error_codes.INVALID_REQUEST)
 NO_FAULTS: frozenset[str] = frozenset()
-"""Planted by the simulation: `checked-once`, the membership is not looked at again."""
+"""Faults that the simulation injects: `checked-once` omits the second check of the membership."""
 
 Identity = tuple[str, int, int]
-"""transactional id, producer id, epoch"""
+"""Transactional id, producer id, epoch."""
 Member = tuple[str, str | None, int]
-"""member id, instance id, generation"""
+"""Member id, instance id, generation."""
 
 
 async def keep(
@@ -49,8 +51,10 @@ async def keep(
     adds: bool,
     faults: frozenset[str] = NO_FAULTS,
 ) -> int:
-    """TxnOffsetCommit at the group's coordinator: a code. Raises InvalidError when it is more than a transaction holds,
-    UnavailableError, Unknown: call again."""
+    """Process a TxnOffsetCommit at the group's coordinator and return a code.
+
+    Raises InvalidError if the transaction becomes too large. After UnavailableError and UnknownOutcomeError call again.
+    """
     try:
         led = await groups.get(group)
     except GroupUnavailableError as refused:
@@ -65,7 +69,7 @@ async def keep(
 
 
 class CoordinatedOffsets:
-    """As rows of the group. `owner`: the node that coordinates one."""
+    """Store of offsets in the rows of groups. `owner` returns the coordinating node of a group."""
 
     def __init__(self, groups: Coordinator, owner: Callable[[str], str], clock: Clock) -> None:
         self._groups = groups
@@ -82,7 +86,7 @@ class CoordinatedOffsets:
             yield
 
     async def commit(self, group: str, wanted: Callable[[], Awaitable[Offsets]]) -> None:
-        """Raises UnavailableError; Invalid where they will never be taken."""
+        """Commit the wanted offsets. Raises UnavailableError, or InvalidError if they can never be accepted."""
         code = 0
         async with self.turn(group):
             try:
@@ -92,9 +96,9 @@ class CoordinatedOffsets:
             except GroupUnavailableError as refused:
                 code = refused.code
         if code in _NEVER:
-            raise InvalidError(f"the group takes no offsets: group={group!r} code={code}.")
+            raise InvalidError(f"the group accepts no offsets: group={group!r} code={code}.")
         if code:
-            raise UnavailableError(f"the group does not take offsets now: group={group!r} code={code}.")
+            raise UnavailableError(f"the group does not accept offsets now: group={group!r} code={code}.")
 
     def _rows(self, group: str, offsets: Offsets) -> list[tuple[bytes, bytes]]:
         now_ms = self._clock.now_ms()

@@ -1,5 +1,6 @@
-"""Telling another node to look at a transaction: one log a node, of transactional ids. Registers hold the truth; what
-is lost here costs time, since whoever sent it tries again.
+"""Notices to other nodes about transactions: one log per node, of transactional ids.
+
+Registers are authoritative: a lost notice only costs time, because its sender retries.
 
     log    kafka/transaction-hints/<node>    a record is a transactional id; its node truncates what it has read
 """
@@ -26,7 +27,7 @@ def log_of(node: str) -> str:
 
 
 async def send(consensus: Consensus, rand: Rand, node: str, transactional_id: str) -> None:
-    """Raises Unavailable. One that may have been sent counts as sent."""
+    """Append a notice. One of unknown outcome counts as sent. Raises UnavailableError."""
     name = log_of(node)
     for _ in range(TRIES):
         head = await consensus.log_head(name)
@@ -40,7 +41,7 @@ async def send(consensus: Consensus, rand: Rand, node: str, transactional_id: st
 
 
 class Hints:
-    """One node's end of it. `look`: what to do about a transactional id; raises what it cannot do now."""
+    """Notices of one node. `look` checks a transactional id; its errors are raised."""
 
     def __init__(self, consensus: Consensus, rand: Rand, node: str, look: Callable[[str], Awaitable[None]]) -> None:
         self._consensus = consensus
@@ -51,7 +52,7 @@ class Hints:
         self._tasks = Tasks(lambda name, error: log.error("transaction.hint_broke", error=sentence(error)))
 
     def send(self, node: str, transactional_id: str) -> None:
-        """Plain; soon. To this node itself, or to nobody, nothing is sent."""
+        """Send a notice soon. Ignores notices to this node or to no node."""
         if node and node != self._node and (node, transactional_id) not in self._sending:
             self._sending.add((node, transactional_id))
             self._tasks.spawn(self._send(node, transactional_id), name=f"hint {node}")
@@ -65,7 +66,10 @@ class Hints:
             self._sending.discard((node, transactional_id))
 
     async def follow(self) -> None:
-        """For ever. What was sent before this node looked at everything there is counts for nothing: call it first."""
+        """Receive notices forever.
+
+        Earlier notices are skipped: call it before the first scan of all transactions.
+        """
         name = log_of(self._node)
         position = (await self._consensus.log_head(name)).next
         while True:

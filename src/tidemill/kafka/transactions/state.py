@@ -1,8 +1,8 @@
-"""One transactional id, as its register holds it.
+"""State of one transactional id, as its register stores it.
 
 register   kafka/transaction/<transactional id, percent-encoded>
 value      msgpack array of the fields of `Transaction`, in order; fields are only ever appended, with a default.
-           Empty: nobody knows the id (any more).
+           Empty: the id is unknown (or deleted).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tidemill.base.errors import CorruptError
 PREFIX: Final = "kafka/transaction/"
 
 EPOCH_LAST: Final = 2**15 - 2
-"""The last epoch a producer is given; the one above it is left for the marker that fences it."""
+"""Last epoch that a producer gets; the next one is reserved for the marker that fences it."""
 
 
 class State(IntEnum):
-    """As Kafka names them."""
+    """States under Kafka's names."""
 
     EMPTY = 0
     ONGOING = 1
@@ -47,22 +47,23 @@ class GroupOffset(msgspec.Struct, frozen=True, array_like=True):
 
 
 Offsets = dict[str, dict[int, GroupOffset]]
-"""topic id → partition → what the group is to have there"""
+"""Topic id → partition → offset that the group commits there."""
 Places = dict[str, tuple[int, ...]]
-"""topic id → partitions, ascending"""
+"""Topic id → partitions, ascending."""
 
 
 class Transaction(msgspec.Struct, frozen=True, array_like=True):
-    """
-    producer_id, epoch   of its producer; while it is prepared, those of its markers
-    partitions           that hold records of it; once it is prepared, those that are not marked yet
+    """State of a transactional id.
+
+    producer_id, epoch   identity of its producer; while it is prepared, of its markers
+    partitions           partitions with records of it; once it is prepared, those that are not marked yet
     offsets              by group, to be committed with it; once it is prepared, of the groups that lack them
-    started_ms           when it was opened; −1 where none is open or prepared
-    updated_ms           of the last change
-    last_id, last_epoch  what its producer had before it got a new epoch, and may still believe to have; −1 = nothing
-    number               of its transaction, among those of one epoch
+    started_ms           time when it was opened; −1 if none is open or prepared
+    updated_ms           time of the last change
+    last_id, last_epoch  identity that its producer had before a new epoch, and may still use; −1 = none
+    number               number of the transaction within its epoch
     bumped               once it is prepared: its epoch is the one after that of its records
-    next_id              its producer id once it is complete, where its epochs are used up; −1 = the same
+    next_id              its producer id once it is complete, if its epochs are exhausted; −1 = the same
     """
 
     producer_id: int
@@ -84,12 +85,12 @@ class Transaction(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def identity(self) -> tuple[int, int]:
-        """What its producer goes on with."""
+        """Identity of the producer's next transaction."""
         return (self.next_id, 0) if self.next_id >= 0 else (self.producer_id, self.epoch)
 
     @property
     def due_ms(self) -> int:
-        """When an open one is aborted."""
+        """Time at which an open transaction is aborted."""
         return self.started_ms + self.timeout_ms
 
 
@@ -110,7 +111,7 @@ def encode(transaction: Transaction) -> bytes:
 
 
 def decode(data: bytes, transactional_id: str) -> Transaction | None:
-    """Raises CorruptError."""
+    """Decode a register. Raises CorruptError if it is unreadable."""
     try:
         return _decoder.decode(data) if data else None
     except msgspec.DecodeError as error:

@@ -1,9 +1,10 @@
-"""The registers of transactional ids, read and changed by compare-and-set (TX1), and which of them a group has met.
+"""Registers of transactional ids, changed by compare-and-set, and the index of the ids that a group was added to.
 
 register   kafka/transaction-groups/<group, percent-encoded>    msgpack array of the fields of `Named`
-           What a group's transactions leave undecided is found without looking at all transactions there are. An id
-           is named before its transaction holds the group. One that does not hold it leaves in two steps, far apart:
-           who names it in between changes the register, so that the second step fails.
+
+The index finds the undecided offsets of a group without a scan of all transactions. An id is added to it before its
+transaction contains the group. An id whose transaction does not contain the group is removed in two steps with a long
+pause: if it is added again in between, the register changes and the second step fails.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ LEAVE_MS: Final = 600_000
 
 
 class Named(msgspec.Struct, frozen=True, array_like=True):
-    """Transactional ids whose transaction may hold a group, sorted; `leaving`: those of which it did not, when (ms)."""
+    """Transactional ids whose transaction may contain a group, sorted.
+
+    `leaving` are ids whose transaction did not contain it, with the time (ms) when that was found.
+    """
 
     ids: list[str] = []
     leaving: dict[str, int] = {}
@@ -50,8 +54,10 @@ async def read(consensus: Consensus, transactional_id: str) -> Transaction | Non
 async def change(
     consensus: Consensus, rand: Rand, transactional_id: str, decide_on: Decide
 ) -> tuple[Decision, Transaction | None]:
-    """What was decided, and the transaction after it. Raises Unavailable, UnknownOutcomeError, Invalid (too large),
-    Corrupt."""
+    """Decide and store a change; return the decision and the transaction after it.
+
+    Raises UnavailableError, UnknownOutcomeError, InvalidError (too large), CorruptError.
+    """
     key = key_of(transactional_id)
     while True:
         version = await consensus.head(key)
@@ -64,7 +70,7 @@ async def change(
 
 
 async def _stored(consensus: Consensus, rand: Rand, key: str, version: Versioned | None, data: bytes) -> bool:
-    """False: somebody else was faster, or it certainly did not happen."""
+    """Return whether the value was stored. False after a conflict, or if it certainly was not stored."""
     seq, nonce = version.seq if version is not None else 0, rand.nonce()
     try:
         await consensus.cas(key, seq, data, nonce)
@@ -76,7 +82,7 @@ async def _stored(consensus: Consensus, rand: Rand, key: str, version: Versioned
 
 
 async def all_of(consensus: Consensus) -> dict[str, tuple[int, Transaction]]:
-    """Transactional id → its register's version and contents. What cannot be read is left out, and told."""
+    """Return transactional id → version and content of its register. Unreadable ones are left out and logged."""
     found: dict[str, tuple[int, Transaction]] = {}
     for key, version in await consensus.scan(PREFIX):
         transactional_id = id_of(key)
@@ -92,7 +98,7 @@ async def all_of(consensus: Consensus) -> dict[str, tuple[int, Transaction]]:
 
 # groups -------------------------------------------------------------------------------------------
 async def name_for_group(consensus: Consensus, rand: Rand, group: str, transactional_id: str) -> None:
-    """The group's transactions name this id: one read where they do already."""
+    """Add the id to the group's index: one read if it is there already."""
     key = GROUPS_PREFIX + quote(group, safe="")
     while True:
         version = await consensus.head(key)
@@ -108,7 +114,10 @@ async def name_for_group(consensus: Consensus, rand: Rand, group: str, transacti
 async def let_go(
     consensus: Consensus, rand: Rand, group: str, places: Set[tuple[str, int]] | None, now_ms: int
 ) -> None:
-    """`transitions.let_go` of every transaction that may hold the group. Raises Unavailable, UnknownOutcomeError."""
+    """Apply `transitions.let_go` to every transaction that may contain the group.
+
+    Raises UnavailableError, UnknownOutcomeError.
+    """
     for transactional_id in await _named(consensus, group):
         await change(consensus, rand, transactional_id, lambda found: transitions.let_go(found, group, places, now_ms))
 
@@ -120,7 +129,7 @@ async def _named(consensus: Consensus, group: str) -> tuple[str, ...]:
 
 
 async def undecided(consensus: Consensus, group: str) -> set[tuple[str, int]]:
-    """(topic id, partition) of the group's offsets that an open or prepared transaction may come to commit."""
+    """Return (topic id, partition) of the group's offsets that an open or prepared transaction may still commit."""
     found: set[tuple[str, int]] = set()
     for transactional_id in await _named(consensus, group):
         transaction = await read(consensus, transactional_id)
@@ -131,9 +140,9 @@ async def undecided(consensus: Consensus, group: str) -> set[tuple[str, int]]:
 
 
 async def forget_in_groups(consensus: Consensus, rand: Rand, now_ms: int) -> None:
-    """One step for each id that a group names and whose transaction does not hold it. Raises Unavailable."""
+    """Take one step of removal for each id whose transaction does not contain the group. Raises UnavailableError."""
     groups = await consensus.scan(GROUPS_PREFIX)
-    # After the groups: what is found here was not yet held when they were read.
+    # Read after the index, so that no transaction is missed that contained its group when the index was read.
     known = await all_of(consensus) if groups else {}
     for key, version in groups:
         group, named = unquote(key.removeprefix(GROUPS_PREFIX)), _decoder.decode(version.data)
@@ -142,7 +151,7 @@ async def forget_in_groups(consensus: Consensus, rand: Rand, now_ms: int) -> Non
         kept = Named(sorted(held), {each: since_ms for each, since_ms in left.items() if now_ms - since_ms < LEAVE_MS})
         if kept == named:
             continue
-        with contextlib.suppress(ConflictError, UnknownOutcomeError):  # named just now, or the next time
+        with contextlib.suppress(ConflictError, UnknownOutcomeError):  # changed concurrently: retried the next time
             if kept != Named():
                 await consensus.cas(key, version.seq, _encoder.encode(kept), rand.nonce())
             else:

@@ -1,14 +1,14 @@
-"""What a request makes of a transactional id. Pure: no clock, randomness or I/O; a refusal changes nothing.
+"""Transitions of a transactional id by requests. Pure: no clock, randomness or I/O; a rejection changes nothing.
 
             ┌────────── init ──────────┐
     EMPTY ──add──► ONGOING ──end───► PREPARE_x ──all marked──► COMPLETE_x ──add──► ONGOING
                       └─init, time-out─► PREPARE_ABORT, in the next epoch: its producer is fenced
 
-In version 2 of transactions (KIP-890) every end is in the next epoch, which its producer goes on with: what comes late
-of one transaction cannot be of the next.
+In version 2 of transactions (KIP-890) every end moves the producer to the next epoch, so that late requests of one
+transaction cannot affect the next one.
 
-Codes are Kafka's: a fenced producer is PRODUCER_FENCED, a producer id that is not the transactional id's
-INVALID_PRODUCER_ID_MAPPING. NEEDS_ID is ours: to be decided again, with a producer id that nobody has.
+Codes are Kafka's: a fenced producer is PRODUCER_FENCED, a producer id that does not belong to the transactional id is
+INVALID_PRODUCER_ID_MAPPING. NEEDS_ID is internal: the caller decides again with an unused producer id.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidemill.kafka.transactions.state import EPOCH_LAST, Offsets, Places, State
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """`next`: to be stored before anybody is answered; None where nothing changes."""
+    """Result of a transition. `next` must be stored before the request is answered; None if nothing changes."""
 
     code: int = 0
     next: Transaction | None = None
@@ -37,8 +37,11 @@ NEEDS_ID: Final = -2
 def init(
     found: Transaction | None, *, fresh_id: int, timeout_ms: int, producer_id: int, epoch: int, now_ms: int
 ) -> Decision:
-    """InitProducerId: a new epoch, and whoever had the old one is fenced. `producer_id` ≥ 0: asked for by who has that
-    identity (KIP-360), or has had it and did not hear the answer."""
+    """Decide InitProducerId: a new epoch, which fences the producer of the old one.
+
+    With `producer_id` ≥ 0 the producer sends its identity (KIP-360), which is the current one, or the previous one if
+    it missed the answer.
+    """
     if found is None:
         return Decision(0, Transaction(fresh_id, 0, State.EMPTY, timeout_ms, updated_ms=now_ms))
     if found.state.prepared:
@@ -68,7 +71,7 @@ def add(
     groups: Iterable[str] = (),
     now_ms: int,
 ) -> Decision:
-    """AddPartitionsToTxn, AddOffsetsToTxn: the first thing that is added opens the transaction."""
+    """Decide AddPartitionsToTxn and AddOffsetsToTxn: the first addition opens the transaction."""
     refusal = _refusal(found, producer_id, epoch)
     if refusal or found is None:
         return Decision(refusal)
@@ -99,7 +102,7 @@ def add(
 
 
 def verify(found: Transaction | None, producer_id: int, epoch: int, topic_id: str, partition: int) -> Decision:
-    """May records of it stand in the partition?"""
+    """Decide whether the partition may contain records of the transaction."""
     refusal = _refusal(found, producer_id, epoch)
     if refusal or found is None:
         return Decision(refusal)
@@ -118,7 +121,7 @@ def commit_offsets(
     adds: bool,
     now_ms: int,
 ) -> Decision:
-    """TxnOffsetCommit. `adds`: it also adds its group (version 2)."""
+    """Decide TxnOffsetCommit. `adds`: it also adds its group (version 2)."""
     if adds:
         opened = add(found, producer_id, epoch, groups=(group,), now_ms=now_ms)
         if opened.code:
@@ -136,8 +139,11 @@ def commit_offsets(
 
 
 def let_go(found: Transaction | None, group: str, places: Set[tuple[str, int]] | None, now_ms: int) -> Decision:
-    """The group's offsets are deleted, all or these (topic id, partition): so are those that it has still to commit, as
-    in Kafka. An open transaction keeps the group; a decided one waits for it no more."""
+    """Remove deleted offsets of the group, all or these (topic id, partition), from its uncommitted offsets, as in
+    Kafka.
+
+    An open transaction still contains the group; a decided one does not wait for it any more.
+    """
     if found is None or found.state not in (State.ONGOING, State.PREPARE_COMMIT):
         return OK
     left: Offsets = {}
@@ -154,8 +160,11 @@ def let_go(found: Transaction | None, group: str, places: Set[tuple[str, int]] |
 
 
 def end(found: Transaction | None, producer_id: int, epoch: int, *, commit: bool, now_ms: int) -> Decision:
-    """EndTxn. A repeated one finds what the first one did. An abort of nothing is one too: a producer whose partitions
-    were refused asks for it, and takes INVALID_TXN_STATE for its end."""
+    """Decide EndTxn. A repeated request succeeds like the first one.
+
+    Aborting without a transaction succeeds too: a producer whose partitions were rejected does it, and would fail
+    fatally on INVALID_TXN_STATE.
+    """
     refusal = _refusal(found, producer_id, epoch)
     if refusal or found is None:
         return Decision(refusal)
@@ -167,14 +176,17 @@ def end(found: Transaction | None, producer_id: int, epoch: int, *, commit: bool
     if found.state is (State.COMPLETE_COMMIT if commit else State.COMPLETE_ABORT):
         return OK
     if found.state is (State.PREPARE_COMMIT if commit else State.PREPARE_ABORT):
-        return OK  # decided already: who asks again waits for the same end
+        return OK  # decided already: a repeated request waits for the same end
     return Decision(error_codes.INVALID_TXN_STATE)
 
 
 def end_bumping(
     found: Transaction | None, producer_id: int, epoch: int, *, commit: bool, fresh_id: int, now_ms: int
 ) -> Decision:
-    """EndTxn of version 2. An abort of nothing gives an epoch too: its producer cannot know what it has added."""
+    """Decide EndTxn of version 2.
+
+    Aborting without a transaction gives a new epoch too, because the producer cannot know what it has added.
+    """
     complete = State.COMPLETE_COMMIT if commit else State.COMPLETE_ABORT
     prepare = State.PREPARE_COMMIT if commit else State.PREPARE_ABORT
     if found is not None and (producer_id, epoch) == (found.last_id, found.last_epoch):
@@ -196,14 +208,14 @@ def end_bumping(
 
 
 def expire(found: Transaction | None, now_ms: int) -> Decision:
-    """Abort one that was open for too long; its producer is fenced."""
+    """Abort a transaction that was open for too long, and fence its producer."""
     if found is None or found.state is not State.ONGOING or now_ms < found.due_ms:
         return OK
     return Decision(0, _prepared(found, State.PREPARE_ABORT, found.epoch + 1, now_ms))
 
 
 def abort(found: Transaction | None, now_ms: int) -> Decision:
-    """By an operator: as `expire`, whatever the time."""
+    """Abort a transaction for an operator: like `expire`, regardless of the time."""
     if found is None:
         return Decision(error_codes.TRANSACTIONAL_ID_NOT_FOUND)
     if found.state is State.PREPARE_ABORT:
@@ -220,10 +232,12 @@ def settled(
     groups: Iterable[str],
     now_ms: int,
 ) -> Decision:
-    """Of the prepared transaction that was `seen`: these partitions have its marker, these groups their offsets. The
-    last one completes it."""
+    """Record progress of the prepared transaction `seen`: partitions with its marker, and groups with its offsets.
+
+    The last one completes the transaction.
+    """
     if found is None or not is_same(found, seen) or not found.state.prepared:
-        return OK  # somebody else carried it to its end
+        return OK  # another node completed it
     done = {(topic_id, partition) for topic_id, partitions in marked.items() for partition in partitions}
     left = {
         topic_id: rest
@@ -238,7 +252,7 @@ def settled(
 
 
 def is_same(found: Transaction, seen: Transaction) -> bool:
-    """Is it the same transaction, as far on its way?"""
+    """Return whether both are the same transaction in the same state."""
     return (found.producer_id, found.epoch, found.state, found.number) == (
         seen.producer_id,
         seen.epoch,
@@ -270,7 +284,7 @@ def _complete(found: Transaction, now_ms: int) -> Transaction:
 
 
 def _prepared(found: Transaction, state: State, epoch: int, now_ms: int) -> Transaction:
-    """Offsets of an aborted one go; a group without offsets has nothing to wait for."""
+    """Return the prepared transaction, without the offsets of an abort and without groups that have no offsets."""
     offsets = {g: each for g, each in found.offsets.items() if each} if state is State.PREPARE_COMMIT else {}
     bumped = epoch != found.epoch
     return replace(found, state=state, epoch=epoch, bumped=bumped, offsets=offsets, updated_ms=now_ms)
