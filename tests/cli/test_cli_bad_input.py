@@ -83,7 +83,7 @@ def test_a_pipeline_that_runs_is_not_deleted_and_one_that_was_stopped_is(tmp_pat
         refused(tidemill(*arguments, cwd=tmp_path), "the pipeline runs", "process=pipeline:p:2 pid=7 host=h")
         opened.portal.call(board.publish(Report("pipeline:p:2", now_ms - 60_000, ())))
         done = tidemill(*arguments, cwd=tmp_path)
-        assert (done.returncode, done.stdout.strip()) == (0, "deleted p; its tables stay"), done.stderr
+        assert (done.returncode, done.stdout.strip()) == (0, "deleted p; its tables are kept"), done.stderr
         assert opened.portal.call(opened.catalogue.list(PipelineRow)) == []
 
 
@@ -210,7 +210,7 @@ def test_fresh_never_deletes_what_is_not_a_demo(tmp_path: Path) -> None:
         (("run", "p", "--driver-memory", "lots"), "--driver-memory"),
         (("run", "p", "--label", "B!"), "--label"),
         (("describe", "nope"), "no such pipeline: pipeline=nope"),
-        (("restart", "p"), "no such driver reports: pipeline=p"),
+        (("restart", "p"), "no such driver is reporting: pipeline=p"),
     ],
 )
 def test_a_pipeline_or_an_option_that_is_not_there_is_one_sentence(

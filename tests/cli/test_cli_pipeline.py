@@ -50,11 +50,13 @@ def test_a_derived_table_is_described_with_its_inputs_how_it_is_kept_and_why(con
     put(config, row)
     told = describe(config)
     assert "sums ← clicks, lines, names  upper=0" in told and "top ← sums  " in told and "clicks ← topic:clicks" in told
-    assert "by group: by=… groups it by clicks (product), lines (item); a change in names, given whole, c" in told
-    assert "whole: no by=… says which columns group it\n" in told
+    assert "by group: by=… groups by clicks (product), lines (item); a change in names, which is read whole, r" in told
+    assert "whole: no by=… names the columns to group by\n" in told
     first = {"sums": {"recomputed": 1, "groups": -1, "whole_because": "names, which is given whole, changed"}}
     put(config, row, a=first, b={"sums": {"recomputed": 0, "groups": -1, "whole_because": ""}})
-    assert "computes everything; last round whole, for names, which is given whole, changed\n" in describe(config)
+    assert "recomputes everything; last round whole, because of names, which is given whole, changed\n" in describe(
+        config
+    )
     put(config, row, b={"sums": {"recomputed": 7, "groups": 1234, "whole_because": ""}})
     assert "computes everything; last round 1,234 groups\n" in describe(config)
     tables = {t["table"]: t for t in json.loads(describe(config, "--json").splitlines()[-1])["tables"]}
@@ -67,7 +69,7 @@ def test_a_derived_table_of_an_older_driver_is_described_without_its_inputs(conf
     put(config, PipelineRow("p", {"sums": "derived"}), a={"sums": {"recomputed": 3, "groups": -1}})
     assert "sums ← derived  " in describe(config)
     put(config, PipelineRow("p", {"sums": "derived"}, "", {"sums": {"t": ("k",)}}))
-    assert "by=… groups it by t (k); last round whole\n" in describe(config)
+    assert "by=… groups by t (k); last round whole\n" in describe(config)
 
 
 def parked(process: str, pid: int, at_ms: int) -> Report:
@@ -95,7 +97,7 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
         publish("pipeline:other", driver.pid + 1)
         publish("pipeline:gone", driver.pid, 2 * MARK_BLIND_AFTER_MS)
         opened.portal.call(board.publish(parked("pipeline:q", driver.pid, clock.now_ms())))
-        assert f"pid {driver.pid} on {host}  tables=0  with pipeline:q\n" in describe(config)
+        assert f"pid {driver.pid} on {host}  tables=0  shared with pipeline:q\n" in describe(config)
         lines = CliRunner().invoke(app, ["pipeline", "list", "--config", str(config)]).stdout.splitlines()
         assert [line for line in lines if line.startswith("q  0 running  0 silent  1 parked")], lines
 
@@ -109,6 +111,6 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
         done = CliRunner().invoke(app, ["pipeline", "restart", "p", "--config", str(config)])
         supervisor.join()
         assert done.stdout.splitlines() == [
-            f"pipeline:p: its driver, pid {driver.pid}, also runs pipeline:q: all start anew",
+            f"pipeline:p: its driver, pid {driver.pid}, also runs pipeline:q: all of them restart",
             f"pipeline:p: pid {driver.pid} → 4000001",
         ]

@@ -125,7 +125,7 @@ def test_columns_are_added_and_widened_after_a_question_and_told_with_their_time
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "nothing is asked for"),
+        ((), "no change was given"),
         (("--add", "n"), "column does not parse"),
         (("--add", "n money"), "no such column type"),
         (("--widen", "k short"), None),
@@ -175,7 +175,7 @@ def test_an_export_is_one_time_whole_or_not_at_all(
         assert set(found.column("n").to_pylist()) == {7} and found.schema.names == ["k", "v", "n"]
     assert json.loads((tmp_path / "now" / "_tidemill.json").read_text())["rows"] == 200
     assert cluster.json("describe", "orders")["holds"] == []
-    with pytest.raises(InvalidError, match="it is there already"):
+    with pytest.raises(InvalidError, match="exists already"):
         cluster.command("export", "orders", str(tmp_path / "now"))
     with pytest.raises(InvalidError, match="not readable yet"):
         cluster.command("export", "orders", str(tmp_path / "later"), "--as-of", str(DAY * 2))
@@ -222,7 +222,7 @@ def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) 
         cluster.command("drop", "orders", "--yes")
     assert len(cluster.json("list")) == 1
     said = cluster.command("drop", "orders", "--yes-really")
-    assert "pipeline p makes it again" in said and "tidemill pipeline delete p" in said
+    assert "pipeline p re-creates it" in said and "tidemill pipeline delete p" in said
     assert cluster.json("list") == []
     cluster.append([(1, "a", 1)], name="other")
     with pytest.raises(InvalidError, match="nothing was deleted"):

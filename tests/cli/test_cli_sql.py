@@ -90,7 +90,7 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(cluster: Cluster) -> None
             ask(cluster, query)
     with pytest.raises(UnavailableError, match="time is not final yet"):
         ask(cluster, "SELECT * FROM orders", "--as-of", str(DAY * 2))
-    with pytest.raises(UnavailableError, match=r"cannot read what it names: .*nowhere.*tidemill doctor"):
+    with pytest.raises(UnavailableError, match=r"cannot read its input: .*nowhere.*tidemill doctor"):
         ask(cluster, "SELECT * FROM orders, read_parquet('/nowhere.parquet')")
     with pytest.raises(InvalidError, match="as_of is no time"):
         ask(cluster, "SELECT * FROM orders", "--as-of", "noon")

@@ -60,7 +60,7 @@ def test_transactions_are_listed_and_an_open_one_is_aborted_once(tmp_path: Path)
     assert told == {"transactional_id": "odd id/ü", "state": "PrepareAbort", "ended": False}
     after = cluster.stored("odd id/ü")
     assert after is not None and (after.state, after.epoch, after.offsets) == (State.PREPARE_ABORT, 4, {})
-    assert "waits for the nodes" in cluster.command("abort", "odd id/ü", "--wait-s", "0")  # the same again
+    assert "still have to write its markers" in cluster.command("abort", "odd id/ü", "--wait-s", "0")  # the same again
     assert cluster.stored("odd id/ü") == after
 
 

@@ -136,7 +136,7 @@ def test_what_is_not_allowed_is_refused_in_the_same_words_whether_it_exists_or_n
                     if answer.status == 400:
                         refusals.discard((answer.status, answer.body))
                         assert query == "shape=mine&;shape=all", (method, query)
-        assert refusals == {(403, b'{"message": "User:ann may not ask this of shapes."}')}
+        assert refusals == {(403, b'{"message": "User:ann is not authorized for this shape request."}')}
         assert any(line["audit"] and line["name"] == "shape.all" for line in lines)
         told = " ".join(map(str, lines))
         assert token.partition(" ")[2] not in told and "eyJ" not in told

@@ -56,10 +56,10 @@ def test_a_column_that_lost_its_zone_is_told_to_stay_an_instant_in_the_shard() -
 
     found = becoming(ShardState("s", "1", schema("timestamp")), schema("timestamp_ntz"))
     assert (found.how, found.instants) == ("kept", ("at",))
-    assert "at: a timestamp without a zone in the table, an instant in the shard" in accept._said(found)
+    assert "at: a timestamp without time zone in the table, an instant in the shard" in accept._said(found)
     same = becoming(ShardState("s", "1", schema("timestamp")), schema("timestamp"))
     assert (same.how, same.instants) == ("kept", ())
-    assert accept._said(same) == "stays as it is, and takes that over"
+    assert accept._said(same) == "is kept unchanged and continues with the new copy"
 
 
 def test_f468_dropped_and_renamed_columns_are_accepted_and_the_shard_keeps_its_history(

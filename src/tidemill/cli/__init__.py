@@ -2,6 +2,6 @@
 
     main (command tree) ─► a command ─► context (configuration, open stores) ─► interfaces of the rooms ─► output
 
-Owns arguments, output and exit codes. Owns no rule of another room. Each command imports the rooms that it needs, so
-that `tidemill --help` starts quickly.
+The room owns arguments, output and exit codes, and no rule of another room. Each command imports only the rooms that it
+needs, so that `tidemill --help` starts quickly.
 """

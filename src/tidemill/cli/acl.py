@@ -1,4 +1,4 @@
-"""`tidemill acl`: the rules that say who may do what. They are Kafka's ACLs, and the admin API writes the same."""
+"""`tidemill acl`: access control rules. They are Kafka's ACLs, the same rules that Kafka's admin API manages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
 if TYPE_CHECKING:
     from tidemill.security.acls import Rule
 
-app = typer.Typer(help="Add, list and delete rules that say who may do what.", no_args_is_help=True)
-Principal = Annotated[str, typer.Argument(help="User:NAME, or User:* for everybody.")]
-Operations = Annotated[str, typer.Argument(help="read, write, create, … or all; several with commas.")]
-About = Annotated[str, typer.Argument(help="topic:NAME, group:NAME, transactional_id:NAME or cluster.")]
-Prefix = Annotated[bool, typer.Option("--prefix", help="NAME is how the names begin.")]
-Host = Annotated[str, typer.Option(help="An address, or * for every one.")]
-Deny = Annotated[bool, typer.Option("--deny", help="Deny, which wins over every rule that allows.")]
+app = typer.Typer(help="Add, list and delete access control rules (Kafka ACLs).", no_args_is_help=True)
+Principal = Annotated[str, typer.Argument(help="User:NAME, or User:* for every user.")]
+Operations = Annotated[str, typer.Argument(help="read, write, create, … or all; separate several with commas.")]
+About = Annotated[
+    str, typer.Argument(help="topic:NAME, group:NAME, transactional_id:NAME or cluster; the name * matches every name.")
+]
+Prefix = Annotated[bool, typer.Option("--prefix", help="Match every resource whose name begins with NAME.")]
+Host = Annotated[str, typer.Option(help="Client address that the rule matches, or * for every address.")]
+Deny = Annotated[
+    bool, typer.Option("--deny", help="Deny instead of allow. A matching deny rule overrides every allow rule.")
+]
 
 
 @app.command("add")
@@ -32,7 +36,7 @@ def add(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Allow somebody something: `tidemill acl add User:alice read,describe topic:orders`."""
+    """Allow operations on a resource, or deny them: `tidemill acl add User:alice read,describe topic:orders`."""
     from tidemill.security.acl_cache import AclCache
 
     rules = _rules(principal, operations, resource, prefix, host, deny)
@@ -43,11 +47,11 @@ def add(
 
 @app.command("list")
 def list_rules(
-    principal: Annotated[str | None, typer.Option(help="Of this principal only.")] = None,
+    principal: Annotated[str | None, typer.Option(help="Show only the rules of this principal.")] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the rules."""
+    """List the access control rules."""
     from tidemill.security.acl_cache import AclCache
     from tidemill.security.acls import Filter
 
@@ -67,7 +71,7 @@ def delete(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete exactly the rules that `acl add` with the same words wrote."""
+    """Delete the rules that `acl add` with the same arguments created."""
     from tidemill.security.acl_cache import AclCache
     from tidemill.security.acls import Filter
 
@@ -83,7 +87,7 @@ def delete(
 
 
 def _rules(principal: str, operations: str, resource: str, prefix: bool, host: str, deny: bool) -> list[Rule]:
-    """Raises InvalidError for a word that means nothing."""
+    """Return one rule per operation. Raises InvalidError for an unknown resource type or operation."""
     from tidemill.security.acls import (
         CLUSTER_NAME,
         OPERATIONS,
@@ -98,14 +102,14 @@ def _rules(principal: str, operations: str, resource: str, prefix: bool, host: s
     kind, separator, name = resource.partition(":")
     kinds = {each.name.lower(): each for each in OPERATIONS}
     if kind not in kinds:
-        raise InvalidError(f"no such kind of resource: resource={resource!r}.", fix=unknown_name(kind, kinds))
+        raise InvalidError(f"unknown resource type: resource={resource!r}.", fix=unknown_name(kind, kinds))
     if kind == "cluster" and not separator:
         name = CLUSTER_NAME
     known = {each.name.lower(): each for each in (*OPERATIONS[Resource(kinds[kind])], Operation.ALL)}
     rules = []
     for word in operations.split(","):
         if word.strip().lower() not in known:
-            raise InvalidError(f"no such operation on a {kind}: operation={word!r}.", fix=unknown_name(word, known))
+            raise InvalidError(f"unknown operation on a {kind}: operation={word!r}.", fix=unknown_name(word, known))
         rule = Rule(
             int(kinds[kind]),
             int(Pattern.PREFIXED if prefix else Pattern.LITERAL),
@@ -136,7 +140,7 @@ def _row(rule: Rule) -> dict[str, str]:
 
 def _sentence(rule: Rule) -> str:
     row = _row(rule)
-    name = f"{row['resource']}:{row['name']}{' and what begins so' if row['pattern'] == 'prefixed' else ''}"
+    name = f"{row['resource']}:{row['name']}{'* (prefix)' if row['pattern'] == 'prefixed' else ''}"
     return f"{row['permission']} {row['principal']} {row['operation']} {name} from {row['host']}"
 
 

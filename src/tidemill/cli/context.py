@@ -1,4 +1,4 @@
-"""What every subcommand needs: the configuration, the stores opened from it, and one way to print.
+"""Shared parts of every command: the configuration, the stores that it names, and JSON output.
 
 Rooms are imported inside functions: `tidemill --help` must not pay for pyarrow, psycopg or the stores.
 """
@@ -31,8 +31,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value a
 
 
 class ConsensusOnly:
-    """Consensus of a configuration, called synchronously through a portal: enough to ask how things are, also while
-    the bucket is away."""
+    """Consensus of a configuration, called synchronously through a portal. It is enough for commands that report
+    status, and works while the bucket is unavailable."""
 
     def __init__(self, config: Config, portal: BlockingPortal, consensus: Consensus) -> None:
         self.config = config
@@ -43,7 +43,7 @@ class ConsensusOnly:
 
 
 class Stores(ConsensusOnly):
-    """Consensus and objects."""
+    """Consensus, the object store and, on first use, the metastore."""
 
     def __init__(self, config: Config, portal: BlockingPortal, consensus: Consensus, objects: ObjectStore) -> None:
         super().__init__(config, portal, consensus)
@@ -51,7 +51,7 @@ class Stores(ConsensusOnly):
 
     @cached_property
     def metastore(self) -> Metastore:
-        """Opened at its first use: most commands need none."""
+        """Metastore, opened at the first use: most commands need none."""
         from tidemill.metastore.factory import metastore_on
 
         domains = self.config.metastore.domains
@@ -68,24 +68,27 @@ class Stores(ConsensusOnly):
             self.portal.call(self.metastore.aclose())
 
     def shard(self, name: str) -> LogShard:
-        """Open an existing shard. Raises Missing."""
+        """Open an existing shard. Raises MissingError."""
         from tidemill.shards.registry import open_shard
 
         return self.portal.call(open_shard(self.consensus, self.objects, self.clock, self.rand, name))
 
 
 OPEN_S = 2.5
-"""A command that says how things are gets a connection by then: what an engine says itself comes within two."""
+"""Time within which a command that reports status must get a connection. An engine's own error message comes within two
+seconds."""
 
 
 @contextmanager
 def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator[ConsensusOnly]:
-    """Open the consensus that the configuration names; closed at the end. Raises Invalid with the key and the fix;
-    Unavailable when it is not open `within_s`."""
+    """Open the consensus that the configuration names, and close it at the end.
+
+    Raises InvalidError with the key and the fix, and UnavailableError when consensus is not open `within_s`.
+    """
     from tidemill.base.status.logging import configure_logs
     from tidemill.consensus.factory import open_consensus
 
-    configure_logs("warning")  # a command that leads for a moment has nothing to tell about it
+    configure_logs("warning")  # a command that leads for a moment has nothing to report about it
     config = load(path)
     with BlockingPortal() as portal:
         opening = open_consensus(config.consensus_url, SystemClock(), Rand())
@@ -93,9 +96,9 @@ def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator
             consensus = portal.call(opening, within_s)
         except TimeoutError as error:
             raise UnavailableError(
-                f"Consensus does not answer: consensus.url={_shown(config.consensus_url)!r} waited_s={within_s:g}"
+                f"consensus does not answer: consensus.url={_shown(config.consensus_url)!r} waited_s={within_s:g}"
                 f"{_holder(config.consensus_url)}.",
-                fix="See whether its server runs and can be reached.",
+                fix="Check that its server runs and can be reached.",
             ) from error
         try:
             yield ConsensusOnly(config, portal, consensus)
@@ -104,7 +107,7 @@ def consensus_only(path: Path | None, within_s: float | None = None) -> Iterator
 
 
 def _holder(url: str) -> str:
-    """The process that SQLite's answer waits for, as fields of a sentence; "" for other engines."""
+    """Return the process that SQLite's answer waits for, as fields of a message; "" for other engines."""
     from tidemill.consensus.factory import sqlite_file
     from tidemill.consensus.sqlite.lock_holders import who_delays
 
@@ -113,7 +116,7 @@ def _holder(url: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """A URL of consensus without its password."""
+    """Return a URL of consensus without its password."""
     if not url.startswith(("postgres:", "postgresql:")):
         return url
     from tidemill.consensus.postgres.connections import without_password
@@ -123,7 +126,8 @@ def _shown(url: str) -> str:
 
 @contextmanager
 def stores(path: Path | None) -> Iterator[Stores]:
-    """Open what the configuration names; closed at the end. Raises Invalid with the key and the fix."""
+    """Open the stores that the configuration names, and close them at the end. Raises InvalidError with the key and the
+    fix."""
     from tidemill.objects.factory import open_objects
 
     with consensus_only(path) as opened:

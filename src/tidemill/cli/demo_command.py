@@ -21,20 +21,26 @@ if TYPE_CHECKING:
 
 
 def demo(
-    seconds: Annotated[float | None, typer.Option("--for", help="Seconds of load; then drain and verify.")] = None,
-    crash: Annotated[bool, typer.Option(help="Kill (SIGKILL) node and Spark driver in turn meanwhile.")] = False,
-    fresh: Annotated[bool, typer.Option(help="Start over instead of resuming.")] = False,
-    data: Annotated[Path, typer.Option(help="Directory of the demo's world.")] = Path(".tidemill/demo"),
-    http: Annotated[str, typer.Option(help="Address of the page and of shapes.")] = "127.0.0.1:8600",
+    seconds: Annotated[
+        float | None,
+        typer.Option("--for", help="Seconds of load, followed by drain and verification. Default: run until Ctrl-C."),
+    ] = None,
+    crash: Annotated[
+        bool, typer.Option(help="Kill (SIGKILL) the node and the Spark driver in turn during the load.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option(help="Start from scratch instead of resuming.")] = False,
+    data: Annotated[Path, typer.Option(help="Directory for the demo's data.")] = Path(".tidemill/demo"),
+    http: Annotated[str, typer.Option(help="Address of the web page and the shapes.")] = "127.0.0.1:8600",
     kafka: Annotated[str, typer.Option(help="Address of the Kafka endpoint.")] = "127.0.0.1:9092",
     rate: Annotated[float, typer.Option(help="Shop transactions a second.", min=0)] = 300,
     clicks: Annotated[float, typer.Option(help="Clicks a second.", min=0)] = 2000,
-    objects: Annotated[str, typer.Option(help="Bucket URL instead of a local directory.")] = "",
-    consensus: Annotated[str, typer.Option(help="Consensus URL instead of SQLite.")] = "",
-    nodes: Annotated[int, typer.Option(help="Nodes beside each other, on the next ports.", min=1, max=9)] = 1,
+    objects: Annotated[str, typer.Option(help="Bucket URL, instead of a local directory.")] = "",
+    consensus: Annotated[str, typer.Option(help="Consensus URL, instead of SQLite.")] = "",
+    nodes: Annotated[int, typer.Option(help="Number of nodes; further nodes use the next ports.", min=1, max=9)] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Postgres, a Kafka click stream, a PySpark pipeline and a live page, verified at the end.
+    """Run the Harbour Shop demo: Postgres, a Kafka click stream, a PySpark pipeline and a live page, verified at the
+    end.
 
     Exit 0 only if every table equals its source and nothing was stuck.
     """
@@ -76,7 +82,7 @@ async def _run(runner: Runner, seconds: float | None) -> Report:
 
 
 def check_port(address: str, option: str) -> None:
-    """Raises InvalidError when the address cannot be bound, before anything was made."""
+    """Raise InvalidError when the address cannot be bound, before anything is created."""
     import socket
 
     try:
@@ -90,7 +96,7 @@ def check_port(address: str, option: str) -> None:
         except OSError as error:
             raise InvalidError(
                 f"cannot listen: {option}={address} error={error}.",
-                fix=f"Stop what uses it, or choose another {option}.",
+                fix=f"Stop the process that uses it, or choose another {option}.",
             ) from error
 
 

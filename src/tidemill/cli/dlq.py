@@ -1,4 +1,4 @@
-"""`tidemill dlq`: the dead letters of a pipeline, each with reason, position and bytes."""
+"""`tidemill dlq`: the dead letters of a pipeline, each with its reason, position and bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tidemill.metastore.catalogue import PipelineRow
 
 
 def dlq(
-    pipeline: Annotated[str, typer.Argument(help="Pipeline name; empty = all.")] = "",
-    limit: Annotated[int, typer.Option(help="Newest records to show.", min=1)] = 20,
+    pipeline: Annotated[str, typer.Argument(help="Pipeline name. Default: all pipelines.")] = "",
+    limit: Annotated[int, typer.Option(help="How many of the newest records to show.", min=1)] = 20,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List records that a pipeline could not read, and rows that no column could hold; it went on without them."""
+    """List dead letters: records that a pipeline could not decode, and rows that no column could hold. The pipeline
+    skipped them."""
     with stores(config) as opened:
         rows = [r for r in opened.portal.call(opened.catalogue.list(PipelineRow)) if pipeline in ("", r.name)]
         if pipeline and not rows:
@@ -46,12 +47,13 @@ def _shown(value: Any) -> str:
 
 
 def _newest(opened: Stores, name: str, limit: int) -> tuple[int, list[dict[str, Any]]]:
-    """(how many there are, the newest `limit` of them), read batch by batch: their bytes are many."""
+    """Return (total number of dead letters, the newest `limit` of them). Batches are read one at a time, because the
+    letters can be large."""
     try:
         shard = opened.shard(name)
         _, upper = opened.portal.call(shard.frontiers())
     except MissingError:
-        return 0, []  # its driver has not run yet
+        return 0, []  # the driver has not run yet
     total, kept = 0, list[dict[str, Any]]()
     for batch in opened.portal.call(shard.batches_until(upper - 1)) if upper else ():
         rows = opened.portal.call(shard.read_batch(batch, 0, upper)).select([c.name for c in shard.schema.columns])

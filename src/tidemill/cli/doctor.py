@@ -1,4 +1,4 @@
-"""`tidemill doctor`: one line a check, each failure with its fix."""
+"""`tidemill doctor`: one line per check; each failure names its fix."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MINIMUM_FREE_BYTES = 2 << 30
 PROBE_TIMEOUT_S = 3.0
 Result = dict[str, object]
 Check = Callable[[Config], str]
-"""Returns what was found; raises TidemillError, whose `fix` says what to do."""
+"""Check that returns its result as text, or raises TidemillError whose `fix` says what to do."""
 
 
 def doctor(
     deep: Annotated[
-        bool, typer.Option("--deep", help="Walk everything stored instead, and name every broken reference.")
+        bool, typer.Option("--deep", help="Instead, check everything that is stored and list every broken reference.")
     ] = False,
     contents: Annotated[
         bool, typer.Option("--contents", help="With --deep: read every stored byte and verify its checksum.")
@@ -40,7 +40,7 @@ def doctor(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check Python, Java, bash, disk, ports, bucket, consensus and Postgres; exit 1 when a check failed."""
+    """Check Python, Java, bash, disk, ports, bucket, consensus and Postgres. Exit 1 when a check fails."""
     loaded = load(config)
     if deep or contents:
         _deep(loaded, as_json, contents)
@@ -55,7 +55,7 @@ def doctor(
 
 
 def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
-    """Works with nodes up or down. Exit 0 clean, 1 with findings."""
+    """Run the deep check, with nodes up or down. Exit 0 clean, 1 with findings."""
     from tidemill.cli.progress import Bars
     from tidemill.consensus.factory import open_consensus
     from tidemill.maintenance.check.deep_check import deep_check
@@ -98,7 +98,7 @@ def _deep(config: Config, as_json: bool, contents: bool) -> NoReturn:
 
 
 def _mirrors(config: Config, findings: Findings) -> None:
-    """Mirrors of pipelines that have their scratch directory below this node's data."""
+    """Check the mirrors of pipelines whose scratch directory is below this node's data directory."""
     from tidemill.spark.upsert.sorted_runs import verify_run
 
     paths = sorted(Path(config.node.data).glob("**/mirrors/**/run-*.arrow"))
@@ -107,7 +107,7 @@ def _mirrors(config: Config, findings: Findings) -> None:
         try:
             verify_run(path)
         except CorruptError as error:
-            if path.exists():  # else it was merged into another meanwhile
+            if path.exists():  # otherwise it was merged into another file during the check
                 findings.add(f"mirror {path.parent.name}", str(path), error.message.rstrip("."), error.fix)
         findings.walked["mirror files"] += 1
 
@@ -156,7 +156,7 @@ def _disk(config: Config) -> str:
         directory = directory.parent
     free = shutil.disk_usage(directory).free
     if free < MINIMUM_FREE_BYTES:
-        raise TidemillError(f"{free >> 20} MiB free below {directory}.", fix="Free 2 GiB, or move node.data.")
+        raise TidemillError(f"{free >> 20} MiB free below {directory}.", fix="Free at least 2 GiB, or move node.data.")
     return f"{free >> 30} GiB free below {directory}"
 
 
@@ -169,15 +169,16 @@ def _port(config: Config, address: str, key: str) -> str:
         except OSError as error:
             pid = own_node(config) if error.errno == errno.EADDRINUSE else 0
             if pid:
-                return f"{address} is held by this node, which runs: pid={pid}"
+                return f"{address} is in use by this node, which is running: pid={pid}"
             raise TidemillError(
-                f"{address} cannot be bound: {error.strerror}.", fix=f"Stop what uses it, or change {key}."
+                f"{address} cannot be bound: {error.strerror}.", fix=f"Stop the process that uses it, or change {key}."
             ) from error
     return f"{address} is free"
 
 
 def own_node(config: Config) -> int:
-    """Pid of the running node of this configuration, asked of its own HTTP address; 0 when it is not there."""
+    """Return the pid of the running node of this configuration, as its own HTTP address reports it; 0 when it does not
+    answer."""
     try:
         with urlopen(f"http://{_reachable(config.node.http)}/api/status", timeout=PROBE_TIMEOUT_S) as answer:
             processes = msgspec.json.decode(answer.read(), type=Processes).processes
@@ -199,12 +200,12 @@ def _reachable(address: str) -> str:
 def _exposure(config: Config) -> str:
     open_to_all = exposed(config)
     if open_to_all:
-        return f"WARNING: open to other machines without authentication: {', '.join(open_to_all)}"
-    return "only this machine reaches what has no authentication"
+        return f"WARNING: reachable from other machines without authentication: {', '.join(open_to_all)}"
+    return "endpoints without authentication are reachable from this machine only"
 
 
 def _objects(config: Config) -> list[Result]:
-    """Each probe of the store is a line of its own."""
+    """Return one result per probe of the object store."""
     from tidemill.objects.probe import probe_url
 
     with BlockingPortal() as portal:
@@ -238,8 +239,8 @@ def _capture(config: Config, name: str) -> str:
 
 
 async def _keep(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
-    """What tables have before an administrator gives them FULL, for `capture list` and `capture drop`. Where the stores
-    do not answer it is printed only."""
+    """Store the replica identities that tables have before an administrator sets FULL, for `capture list` and `capture
+    drop`. If the stores do not answer, the identities are only printed."""
     from tidemill.capture.tables.table_states import asked_of
     from tidemill.consensus.factory import open_consensus
     from tidemill.metastore.catalogue import CaptureTableRow, Catalogue

@@ -1,4 +1,4 @@
-"""`tidemill group`: list, describe, alter, reset and delete consumer groups, from what is durable."""
+"""`tidemill group`: list, describe, alter, reset and delete consumer groups, from durable state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = dict[str, object]
 
 @app.command("list")
 def list_groups(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the groups with their members and their lag."""
+    """List the consumer groups with their members and their lag."""
     from tidemill.metastore.rows import GROUPS
 
     with stores(config) as opened:
@@ -37,7 +37,8 @@ def list_groups(config: ConfigOption = None, as_json: JsonOption = False) -> Non
 
 @app.command("describe")
 def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Show one group: its members and, of each partition, the committed offset, the end, the lag and who has it."""
+    """Show one group: its members and, for each partition, the committed offset, the end offset, the lag and the member
+    that owns it."""
     with stores(config) as opened:
         found = _View(opened).describe(name)
     if as_json:
@@ -59,11 +60,11 @@ def alter(
     name: Name,
     settings: Set = None,
     unset: Unset = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say whether it may be.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check whether the change is allowed.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a group configs of its own, also before anybody is in it. Who coordinates it follows within a moment."""
+    """Set configs of one group, even before it has members. The group's coordinator applies them within a moment."""
     from tidemill.kafka.groups.config_cache import GroupConfigs
     from tidemill.kafka.groups.configs import GROUP
     from tidemill.kafka.groups.coordinator import is_name
@@ -86,7 +87,7 @@ def alter(
 
 
 def _told(configs: object) -> str:
-    """Each with two spaces before it."""
+    """Return the configs as text, each preceded by two spaces."""
     assert isinstance(configs, dict)
     return "".join(f"  {key}={value}" for key, value in configs.items())
 
@@ -94,19 +95,22 @@ def _told(configs: object) -> str:
 @app.command("reset")
 def reset(
     name: Name,
-    to: Annotated[str, typer.Option(help="earliest, latest, or an offset.")] = "",
-    by: Annotated[int, typer.Option(help="Move by so many records, back where it is negative.")] = 0,
-    topic: Annotated[list[str] | None, typer.Option(help="NAME or NAME:PARTITION; several may be given.")] = None,
+    to: Annotated[str, typer.Option(help="New position: earliest, latest, or an offset.")] = "",
+    by: Annotated[int, typer.Option(help="Move by this many records; a negative number moves back.")] = 0,
+    topic: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME or NAME:PARTITION; repeatable. Default: every partition with a committed offset."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be committed.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Move what a group has committed. Nobody may be in it."""
+    """Move the committed offsets of a group. The group must have no members."""
     from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
 
     if bool(to) == bool(by) or (to not in ("", "earliest", "latest") and not to.isdecimal()):
         raise InvalidError(
-            f"where to is not said: to={to!r} by={by}.", fix="Use --to earliest, latest or N, or --by N."
+            f"give exactly one of --to and --by: to={to!r} by={by}.", fix="Use --to earliest, latest or N, or --by N."
         )
     with stores(config) as opened:
         moves = _View(opened).moves(name, to, by, topic or [])
@@ -126,7 +130,7 @@ def reset(
 
 @app.command("delete")
 def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Delete a group with everything it has committed. Nobody may be in it."""
+    """Delete a group with all its committed offsets. The group must have no members."""
     from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
     from tidemill.kafka.transactions.store import let_go
 
@@ -153,7 +157,7 @@ def _member(member: GroupMemberRow) -> Row:
 
 
 class _View:
-    """Groups beside the topics they read, as of about now."""
+    """View of groups and the topics that they read. The parts are read one after another, not at one instant."""
 
     def __init__(self, opened: Stores) -> None:
         from tidemill.metastore.catalogue import TopicRow
@@ -225,13 +229,13 @@ class _View:
         return next((row.config for row in rows if row.group == name), {})
 
     def moves(self, name: str, to: str, by: int, topics: list[str]) -> list[tuple[str, int | None, GroupOffsetRow]]:
-        """(topic, committed before, what is to be committed) of each partition that is meant."""
+        """Return (topic, offset committed before, row to commit) for each selected partition."""
         from tidemill.metastore.rows.groups import GroupOffsetRow
 
         committed = {(row.topic_id, row.partition): row for row in self._offsets(name)}
         places = [place for topic in topics for place in self._named(topic)] if topics else list(committed)
         if not places:
-            raise MissingError(f"the group has committed nothing: group={name}.", fix="Name topics with --topic.")
+            raise MissingError(f"the group has no committed offsets: group={name}.", fix="Name topics with --topic.")
         moves: list[tuple[str, int | None, GroupOffsetRow]] = []
         for topic_id, partition in dict.fromkeys(places):
             before = committed.get((topic_id, partition))

@@ -1,7 +1,7 @@
-"""The `tidemill` command: one file per subcommand, imported only when asked for.
+"""The `tidemill` command: one file per subcommand, imported only when needed.
 
-Exit codes: 0 fresh, 1 lagging or a check failed, 2 stuck or bad input. An error is one sentence on stderr.
-With --json the answer is the last line of stdout; logs go to stderr.
+Exit codes: 0 fresh, 1 lagging or a check failed, 2 stuck or bad input. An error is one sentence on stderr. With --json
+the answer is the last line of stdout; logs go to stderr.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 def application(only_sql: bool = False) -> typer.Typer:
-    """All commands. `only_sql`: of a process that runs that one, which is asked often and imports no other."""
+    """Build the command tree. With `only_sql` it contains the one command `sql`, which runs often and must not import
+    the others."""
     app = typer.Typer(
         name="tidemill",
-        help="Every change from Postgres and Kafka, through one bucket, into exact keyed tables and live apps.",
+        help="Stream every change from Postgres and Kafka, through one bucket, into exact keyed tables and live apps.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         add_completion=False,
@@ -31,7 +32,7 @@ def application(only_sql: bool = False) -> typer.Typer:
         from tidemill.cli import sql
 
         app.command("sql")(sql.sql)
-        app.callback()(lambda: None)  # else the one command would have no name
+        app.callback()(lambda: None)  # otherwise the only command would have no name
         return app
     from tidemill.cli import (
         acl,
@@ -78,7 +79,7 @@ def application(only_sql: bool = False) -> typer.Typer:
 
 
 def __getattr__(name: str) -> Any:
-    """`app` is made when somebody asks for it."""
+    """Build `app` on the first access."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = made = application()
@@ -86,7 +87,7 @@ def __getattr__(name: str) -> Any:
 
 
 def run() -> None:
-    """Entry point: every error raised on purpose becomes one sentence and exit code 2."""
+    """Run the command line: every TidemillError becomes one sentence on stderr and exit code 2."""
     configure_logs()
     only_sql = sys.argv[1:2] == ["sql"]
     if only_sql:

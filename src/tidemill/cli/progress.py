@@ -1,4 +1,4 @@
-"""One progress bar a step, on stderr; nothing when stderr is not a terminal."""
+"""Progress bars, one per step, on stderr; nothing is shown when stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Bars:
         self._tasks: dict[str, Any] = {}
 
     def show(self, what: str, done: int, total: int) -> None:
-        """`total` 0 = unknown."""
+        """Show the progress of one step. A `total` of 0 is unknown."""
         if what not in self._tasks:
             self._tasks[what] = self._progress.add_task(what, total=total or None)
         self._progress.update(self._tasks[what], completed=done, total=total or None)

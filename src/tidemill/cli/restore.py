@@ -1,4 +1,4 @@
-"""`tidemill restore`: a cluster back from its bucket alone, into empty consensus."""
+"""`tidemill restore`: bring a cluster back from its bucket alone, into empty consensus."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from tidemill.maintenance.restore.restore import Restorer
     from tidemill.objects.store import ObjectStore
 
-From = Annotated[str, typer.Option("--from", help="Bucket URL to restore from; none = objects.url.")]
-To = Annotated[str, typer.Option("--consensus", help="Empty consensus to restore into; none = consensus.url.")]
+From = Annotated[str, typer.Option("--from", help="Bucket URL to restore from. Default: objects.url.")]
+To = Annotated[
+    str, typer.Option("--consensus", help="URL of the empty consensus to restore into. Default: consensus.url.")
+]
 Manifest = Annotated[
     list[str] | None,
-    typer.Option("--manifest", help="Use this manifest instead of the newest of its domain (a key in the bucket)."),
+    typer.Option(
+        "--manifest", help="Key of a manifest in the bucket, to use instead of its domain's newest. Repeatable."
+    ),
 ]
 
 
@@ -32,19 +36,19 @@ def restore(
     source: From = "",
     consensus: To = "",
     manifest: Manifest = None,
-    dry_run: Annotated[bool, typer.Option(help="Only say what would be restored, and how old it is.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only show what would be restored, and how old it is.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring topics, bindings, shards and the catalogue back from the bucket. Stop every node first.
+    """Restore topics, bindings, shards and the catalogue from the bucket. Stop every node first.
 
-    Exit 0 when every reference was found whole, 1 when the restored cluster has broken ones, 2 when refused.
+    Exit 0 when every reference is intact, 1 when the restored cluster has broken references, 2 when refused.
     """
     from tidemill.consensus.factory import open_consensus
     from tidemill.maintenance.restore.restore import Restorer
     from tidemill.objects.factory import open_objects
 
-    configure_logs("error")  # what leads and ends meanwhile is the command's own business
+    configure_logs("error")  # roles that this command holds briefly are not worth a log line
     loaded = load(config)
     _create_parent(consensus or loaded.consensus_url)
     clock, rand = SystemClock(), Rand()
@@ -65,12 +69,14 @@ def restore(
     else:
         _print(report)
         if source and not dry_run and source != loaded.objects_url:
-            print("note    this configuration names another bucket: set objects.url to the one restored from")
+            print(
+                "note    this configuration names another bucket: set objects.url to the bucket that was restored from"
+            )
     raise SystemExit(1 if report.get("findings") else 0)
 
 
 def _create_parent(url: str) -> None:
-    """The data directory may be gone with everything in it."""
+    """Create the data directory of SQLite: it may be gone with everything in it."""
     if url.startswith("sqlite:///"):
         make_private_directory(Path(url.removeprefix("sqlite://")).parent)
 
@@ -85,7 +91,7 @@ async def _plan(
     try:
         source = await restorer.source(manifests)
     except InvalidError as error:
-        # What the bucket holds is worth knowing although this consensus cannot take it.
+        # The content of the bucket is worth showing even if this consensus cannot be restored into.
         source, refused = await find_source(objects, rand, manifests), str(error)
     return {"dry_run": True, "refused": refused, **await plan_of(objects, source, clock, rand)}
 

@@ -1,4 +1,4 @@
-"""Supervised processes in the foreground, until Ctrl-C: what `up` and `pipeline run` share, options included."""
+"""Supervised processes in the foreground until Ctrl-C: the shared part of `up` and `pipeline run`, options included."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from tidemill.node.supervise.processes import make_supervisor
 from tidemill.node.supervise.status import SupervisorStatus
 from tidemill.node.supervise.supervisor import Supervisor
 
-MasterOption = Annotated[str, typer.Option("--master", help="Spark master, in place of the configuration's.")]
+MasterOption = Annotated[str, typer.Option("--master", help="Spark master; overrides the configuration.")]
 InstancesOption = Annotated[
-    int | None, typer.Option("--instances", min=0, help="Identical drivers of each pipeline, in place of the file's.")
+    int | None,
+    typer.Option(
+        "--instances", min=0, help="Number of identical drivers of each pipeline; overrides the configuration."
+    ),
 ]
 ConfOption = Annotated[
-    list[str], typer.Option("--conf", metavar="KEY=VALUE", help="A Spark setting; wins over the file's. Repeatable.")
+    list[str],
+    typer.Option("--conf", metavar="KEY=VALUE", help="A Spark setting; overrides the configuration. Repeatable."),
 ]
-MemoryOption = Annotated[str, typer.Option("--driver-memory", help="Heap of each driver's JVM: 512m, 2g.")]
+MemoryOption = Annotated[str, typer.Option("--driver-memory", help="JVM heap of each driver, such as 512m or 2g.")]
 
 
 def run_supervised(
@@ -37,8 +41,11 @@ def run_supervised(
     pipelines: Collection[str],
     label: str = "",
 ) -> None:
-    """Until SIGINT or SIGTERM; raises what a child ends everything with. `name`: who tells of children that do not come
-    to run; `start` adds them: of `pipelines` all the drivers there are with `label`."""
+    """Run children until SIGINT or SIGTERM. Raises the error with which a child ends everything.
+
+    `name` is the process that reports children that fail to start. `start` adds the children: all drivers of
+    `pipelines` that exist with `label`.
+    """
 
     async def run() -> None:
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,9 +94,9 @@ def _say(sentence: str) -> None:
 
 
 async def _host_consensus(config: Config, stack: AsyncExitStack) -> None:
-    """SQLite's sequencer lives in the first process that opens the database. This one has nothing else to do, so a
-    driver or a node that is stopped or busy holds up nobody's commits but its own. Where it cannot be opened now, the
-    node says so and waits."""
+    """Open SQLite's consensus in this process first, because the first process that opens it hosts the sequencer. This
+    process has nothing else to do, so a driver or a node that is stopped or busy delays only its own commits. If SQLite
+    cannot be opened now, the node reports that and waits."""
     if not config.consensus_url.startswith("sqlite:"):
         return
     from tidemill.consensus.factory import open_consensus
@@ -97,7 +104,7 @@ async def _host_consensus(config: Config, stack: AsyncExitStack) -> None:
     try:
         consensus = await open_consensus(config.consensus_url, SystemClock(), Rand())
     except InvalidError:
-        return  # the node refuses it in a sentence of its own
+        return  # the node reports it
     except (UnavailableError, UnknownOutcomeError) as error:
         print(f"tidemill: {error}", file=sys.stderr)
         return

@@ -1,4 +1,4 @@
-"""`tidemill schema`: the schema registry, directly on the stores that the configuration names; no node need run."""
+"""`tidemill schema`: the schema registry, directly on the stores that the configuration names. No node needs to run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ if TYPE_CHECKING:
     from tidemill.registry.schema_types import SubmittedSchema
 
 app = typer.Typer(help="List, show, register, delete and check schemas.", no_args_is_help=True)
-Subject = Annotated[str, typer.Argument(help="Subject; Kafka clients use TOPIC-value and TOPIC-key.")]
+Subject = Annotated[str, typer.Argument(help="Subject name; Kafka clients use TOPIC-value and TOPIC-key.")]
 File = Annotated[Path, typer.Argument(help="File with the schema.")]
-Kind = Annotated[str, typer.Option("--type", help="AVRO, JSON or PROTOBUF; else told by the file's name.")]
-References = Annotated[
-    list[str] | None, typer.Option("--reference", help="NAME=SUBJECT:VERSION that the schema refers to; repeatable.")
+Kind = Annotated[
+    str, typer.Option("--type", help="AVRO, JSON or PROTOBUF. Default: by the file's suffix (.avsc, .json, .proto).")
 ]
-Normalize = Annotated[bool, typer.Option("--normalize", help="What means the same counts as the same.")]
-Version = Annotated[int | None, typer.Option("--version", help="Version; without it the latest.", min=1)]
+References = Annotated[
+    list[str] | None,
+    typer.Option("--reference", help="A schema that this one refers to, as NAME=SUBJECT:VERSION; repeatable."),
+]
+Normalize = Annotated[bool, typer.Option("--normalize", help="Treat schemas that differ only in notation as equal.")]
+Version = Annotated[int | None, typer.Option("--version", help="Version number. Default: the latest.", min=1)]
 KINDS = {".avsc": "AVRO", ".json": "JSON", ".proto": "PROTOBUF"}
 
 
 @app.command("list")
 def list_schemas(
-    deleted: Annotated[bool, typer.Option("--deleted", help="Those too that were deleted, not permanently.")] = False,
+    deleted: Annotated[
+        bool, typer.Option("--deleted", help="Include versions that were deleted, but not permanently.")
+    ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -77,7 +82,7 @@ def register(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Register a schema; one that the subject has already keeps its version."""
+    """Register a schema. A schema that the subject already has keeps its version."""
     given = _given(file, kind, reference, normalize)
     with stores(config) as opened:
         found = opened.portal.call(_registry(opened).register(_named(subject), given))
@@ -91,11 +96,13 @@ def register(
 def delete(
     subject: Subject,
     version: Version = None,
-    permanent: Annotated[bool, typer.Option("--permanent", help="For good; what is deleted already.")] = False,
+    permanent: Annotated[
+        bool, typer.Option("--permanent", help="Delete permanently; the subject or version must be deleted already.")
+    ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a subject, or one version of it: hidden first, for good with --permanent the second time."""
+    """Delete a subject, or one version of it. The first deletion hides it; a second one with --permanent removes it."""
     with stores(config) as opened:
         numbers = opened.portal.call(_registry(opened).delete(subject, version, permanent=permanent))
     if as_json:
@@ -114,7 +121,7 @@ def check(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether a schema could be registered: exit 0, or 1 with the reasons."""
+    """Check whether a schema could be registered. Exit 0 if so, else 1 with the reasons."""
     given = _given(file, kind, reference, normalize)
     with stores(config) as opened:
         registry = _registry(opened)
@@ -148,13 +155,13 @@ def _given(file: Path, kind: str, references: list[str] | None, normalize: bool)
 
     kind = kind.upper() or KINDS.get(file.suffix, "")
     if not kind:
-        raise InvalidError(f"the schema's type is not known: file={file}.", fix="Say it: --type AVRO, JSON or PROTOBUF")
+        raise InvalidError(f"the schema type is unknown: file={file}.", fix="Give --type AVRO, JSON or PROTOBUF.")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InvalidError(
-            f"the schema cannot be read: file={file} reason={reason}.", fix="Name a readable file."
+            f"the schema cannot be read: file={file} reason={reason}.", fix="Give a readable file."
         ) from error
     return SubmittedSchema(kind, text, tuple(_reference(one) for one in references or ()), normalize)
 
@@ -165,5 +172,5 @@ def _reference(text: str) -> Reference:
     name, _, place = text.partition("=")
     subject, _, version = place.rpartition(":")
     if not name or not subject or not version.isascii() or not version.isdigit():
-        raise InvalidError(f"not a reference: reference={text!r}.", fix="Write it as NAME=SUBJECT:VERSION")
+        raise InvalidError(f"invalid reference: reference={text!r}.", fix="Write it as NAME=SUBJECT:VERSION")
     return Reference(name, subject, int(version))

@@ -1,6 +1,7 @@
-"""`python -m tidemill.cli.serve RESOLVED.json`: the node process. Its last line says in one sentence why it ended.
+"""`python -m tidemill.cli.serve RESOLVED.json`: the node process. Its last line is one sentence with the reason of its
+end.
 
-exit  0  stopped    1  ended, to be started again    2  bad configuration    5  the cluster was replaced, stay down
+    exit  0  stopped    1  ended, to be restarted    2  bad configuration    5  the cluster was replaced, do not restart
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from tidemill.console.app import console_routes
 from tidemill.node.supervise.supervisor import EXIT_CONFIGURATION, EXIT_REPLACED
 
 KEPT_BYTES = 64 * MIB
-"""What was freed and stays with the process, at most: a node's largest buffers come and go with each request, and to
-touch their pages anew costs more than to fill them."""
+"""Limit of freed memory that stays with the process. The largest buffers of a node live for one request, and a page
+fault on a returned page costs more than filling it."""
 
 
 async def _serve(config: Config) -> None:
@@ -37,9 +38,9 @@ async def _serve(config: Config) -> None:
 
 
 class Without:
-    """An import hook: to this process pandas and Hypothesis are not installed. Arrow would load the one at its first
-    array, a second on the running loop and 40 MiB, only to ask whether the values are its; kio the other, half a second
-    of each start, to tell it how its types are drawn in tests."""
+    """Import hook that hides pandas and Hypothesis from this process. Arrow would load pandas at its first array, which
+    costs a second on the running loop and 40 MiB, only to check whether values are pandas objects. kio would load
+    Hypothesis, which costs half a second of each start, only to register test strategies for its types."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -48,7 +49,7 @@ class Without:
 
 
 def _preload(config: Config) -> None:
-    """What the first request or session would import on the running loop, a tenth of a second at a time."""
+    """Import the modules that the first request or session would import on the running loop, in 0.1 s steps."""
     import granian.server.embed  # noqa: F401
     import postgast  # noqa: F401
 
@@ -81,7 +82,7 @@ def main() -> int:
         print(f"tidemill: {error}", file=sys.stderr)
         return EXIT_REPLACED
     except StoreRolledBackError as error:
-        # Another process continues from what exists: nothing in the memory of this one may.
+        # Another process continues from the state in the stores; the memory of this process must not be used again.
         print(f"tidemill: {error}", file=sys.stderr)
         return 1
     return 0

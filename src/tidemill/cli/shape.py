@@ -1,4 +1,4 @@
-"""`tidemill shape`: list the live shapes of a node, fetch one over HTTP as any client would, sign a URL of one."""
+"""`tidemill shape`: list the live shapes of a node, fetch one over HTTP like any client, or sign a URL of one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
 TOKEN = "TIDEMILL_TOKEN"
-"""The environment variable with a bearer token for nodes that ask for one."""
+"""Environment variable with a bearer token, for nodes that require one."""
 
-app = typer.Typer(help="List and fetch shapes, sign URLs of them.", no_args_is_help=True)
+app = typer.Typer(help="List and fetch shapes, and sign shape URLs.", no_args_is_help=True)
 Table = Annotated[str, typer.Argument(help="schema.table of a captured database, or shard.NAME.")]
-Where = Annotated[str, typer.Option(help="Filter, in PostgreSQL's own grammar.")]
+Where = Annotated[str, typer.Option(help="Filter, in PostgreSQL syntax.")]
 
 
 @app.command("list")
 def list_shapes(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the shapes that the node serves now."""
+    """List the shapes that the node currently serves."""
     shapes = json.loads(_get(config, "/api/shapes", {})[1])
     if as_json:
         print_json(shapes)
@@ -67,17 +67,19 @@ def get(
 def sign(
     table: Table,
     where: Where = "",
-    param: Annotated[list[str] | None, typer.Option(help="Value of $1, of $2, …: once for each.")] = None,
-    columns: Annotated[str, typer.Option(help="Columns to show, comma-separated; none = all.")] = "",
-    replica: Annotated[str, typer.Option(help="default, or full: whole rows and old values in updates.")] = "default",
-    log: Annotated[str, typer.Option(help="full, or changes_only: without the initial rows.")] = "full",
-    expires_s: Annotated[int, typer.Option(help="Seconds from now until it expires.", min=1)] = 3_600,
-    key: Annotated[str, typer.Option(help="Id of the key; none = security.signing.use.")] = "",
-    url: Annotated[str, typer.Option(help="Where clients reach the node; none = node.http.")] = "",
+    param: Annotated[list[str] | None, typer.Option(help="Value of $1, $2, …; give the option once for each.")] = None,
+    columns: Annotated[str, typer.Option(help="Columns to show, comma-separated. Default: all.")] = "",
+    replica: Annotated[
+        str, typer.Option(help="default, or full: updates contain whole rows and old values.")
+    ] = "default",
+    log: Annotated[str, typer.Option(help="full, or changes_only: omit the initial rows.")] = "full",
+    expires_s: Annotated[int, typer.Option(help="Seconds from now until the URL expires.", min=1)] = 3_600,
+    key: Annotated[str, typer.Option(help="Id of the signing key. Default: security.signing.use.")] = "",
+    url: Annotated[str, typer.Option(help="URL at which clients reach the node. Default: node.http.")] = "",
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a URL that shows one shape to whoever has it, until it expires. No node need run."""
+    """Print a URL that shows one shape to anyone who has it, until it expires. No node needs to run."""
     from starlette.datastructures import QueryParams
 
     from tidemill.base.clock import SystemClock
@@ -90,8 +92,8 @@ def sign(
     key_id = _signing_key(signing, key)
     if expires_s > signing.max_s:
         raise InvalidError(
-            f"the URL would be for longer than one may be: expires_s={expires_s} limit_s={signing.max_s}.",
-            fix="Ask for less, or raise security.signing.max_s.",
+            f"the URL would be valid for too long: expires_s={expires_s} limit_s={signing.max_s}.",
+            fix="Choose a shorter time, or raise security.signing.max_s.",
         )
     values = [(f"params[{number}]", value) for number, value in enumerate(param or [], 1)]
     given = {"table": table, "where": where, "columns": columns, "replica": replica, "log": log}
@@ -102,7 +104,7 @@ def sign(
     except WhereError as error:
         raise InvalidError(f"bad value: where: {error.message.rstrip('.')}.", fix="Correct --where.") from error
     if used != set(range(1, len(values) + 1)):
-        errors["params"] = [f"the clause uses {sorted(used)}, and {len(values)} values are given"]
+        errors["params"] = [f"the clause uses {sorted(used)}, but {len(values)} values are given"]
     if errors:
         raise InvalidError(f"bad value: {'; '.join(f'{field}: {said[0]}' for field, said in errors.items())}.")
     request, expires = canonical(asked), SystemClock().now_ms() // 1000 + expires_s
@@ -116,19 +118,20 @@ def sign(
 
 
 def _signing_key(signing: SigningSection, asked: str) -> str:
-    """The id of the key to sign with. Raises InvalidError."""
+    """Return the id of the key to sign with. Raises InvalidError."""
     if not signing.keys:
-        raise InvalidError("there is no key to sign with.", fix='Set security.signing.keys, as { k1 = "${NAME}" }.')
+        raise InvalidError("no signing key is configured.", fix='Set security.signing.keys, as { k1 = "${NAME}" }.')
     key_id = asked or signing.use or (next(iter(signing.keys)) if len(signing.keys) == 1 else "")
     if key_id not in signing.keys:
         known = ", ".join(signing.keys)
-        what = f"no such key: key={key_id}." if key_id else "there are several keys to sign with."
-        raise InvalidError(what, fix=f"Name one with --key or security.signing.use. Known are {known}.")
+        what = f"no such key: key={key_id}." if key_id else "several signing keys are configured."
+        raise InvalidError(what, fix=f"Name one with --key or security.signing.use. Known keys: {known}.")
     return key_id
 
 
 def live_shapes(config: Config) -> list[dict[str, Any]]:
-    """The shapes of the configured node; none while it is down, for they live in it, and none where it tells nobody."""
+    """Return the shapes of the configured node; none while it is down, because shapes exist only in it, and none where
+    the node refuses to list them."""
     try:
         return list(json.loads(_ask(config, "/api/shapes", {})[1]))
     except (UnavailableError, InvalidError):
@@ -157,5 +160,5 @@ def _ask(config: Config, path: str, parameters: dict[str, str]) -> tuple[Any, by
         raise InvalidError(f"the node answered {error.code}: {message}") from error
     except URLError as error:
         raise UnavailableError(
-            f"no node answers: address={address} error={error.reason}.", fix="Start one with: tidemill up"
+            f"the node does not answer: address={address} error={error.reason}.", fix="Start one with: tidemill up"
         ) from error

@@ -16,14 +16,14 @@ from tidemill.cli.context import ConfigOption, JsonOption, print_json
 
 
 def sql(
-    query: Annotated[str, typer.Argument(help="A query; every table it names is a shard.")],
+    query: Annotated[str, typer.Argument(help="SQL query; every table it names is a shard.")],
     as_of: Annotated[
-        str, typer.Option(help="A time: ms, or like 2026-11-22T12:00:00Z. Default: the newest all tables have.")
+        str, typer.Option(help="Time to read: ms, or as in 2026-11-22T12:00:00Z. Default: the newest common time.")
     ] = "latest",
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run SQL over shards at one time; the time is printed with the answer."""
+    """Run a SQL query over shards at one time, which is printed with the result."""
     import duckdb
 
     configure_logs("warning")
@@ -56,37 +56,38 @@ def sql(
 
 
 _TEXTS = ("DATE", "TIMESTAMP", "BLOB")
-"""Types of which DuckDB's own text is shown."""
+"""Types whose values are shown as DuckDB's own text."""
 
 
 def _run(connection: Any, query: str) -> tuple[list[str], list[Any]]:
     import duckdb
 
     try:
-        connection.execute("SET TimeZone = 'UTC'")  # as times in shards are
+        connection.execute("SET TimeZone = 'UTC'")  # shards store times in UTC
         result = connection.sql(query)
         if result is None:
             return [], []
-        # To Python DuckDB gives infinity as the last moment of 9999, and -infinity as the first of the year 1.
+        # Converted to Python, DuckDB's infinity is the last moment of 9999, and -infinity the first of the year 1.
         texts = [str(kind).startswith(_TEXTS) for kind in result.types]
         shown = [f"CAST(#{at} AS VARCHAR)" if text else f"#{at}" for at, text in enumerate(texts, 1)]
         return list(result.columns), (result.project(", ".join(shown)) if any(texts) else result).fetchall()
     except duckdb.IOException as error:
         raise UnavailableError(
-            f"the query cannot read what it names: {error}.",
-            fix="See whether the bucket answers (`tidemill doctor`), or correct the paths in the query.",
+            f"the query cannot read its input: {error}.",
+            fix="Check that the bucket answers (`tidemill doctor`), or correct the paths in the query.",
         ) from error
     except duckdb.Error as error:
-        raise InvalidError(f"the query failed: {error}.", fix="Correct it.") from error
+        raise InvalidError(f"the query failed: {error}.", fix="Correct the query.") from error
 
 
 class _NoPandas(MetaPathFinder):
-    """Where pandas is installed, Arrow imports it to ask whether something is a DataFrame: a second of processor time,
-    half of what a small query costs. Arrow remembers the answer, so this is for a process that runs one command."""
+    """Import hook that hides pandas. Where pandas is installed, Arrow imports it to check whether a value is a
+    DataFrame, which costs a second of processor time, half of a small query. Arrow remembers the answer, so the hook is
+    only for a process that runs one command."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == "pandas":
-            raise ModuleNotFoundError("nothing here needs pandas", name=name)
+            raise ModuleNotFoundError("pandas is disabled in this process", name=name)
 
 
 def without_pandas() -> None:
@@ -95,7 +96,7 @@ def without_pandas() -> None:
 
 def _table(columns: list[str], rows: list[Any]) -> Any:
     from rich.table import Table
-    from rich.text import Text  # as it is: what a value has in brackets, or between colons, is no markup
+    from rich.text import Text  # Text, because brackets and colons in a value are no markup
 
     view = Table()
     for column in columns:

@@ -1,4 +1,4 @@
-"""`tidemill status`: every mark with its derived state, its age and its holder."""
+"""`tidemill status`: every stage status with its derived state, its age and its blocker."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from tidemill.base.status.status import Derived, Report, State, as_row, behind_t
 from tidemill.cli.context import OPEN_S, ConfigOption, ConsensusOnly, JsonOption, consensus_only, print_json
 from tidemill.cli.status_latency import show_latency
 
-Memory = Annotated[bool, typer.Option("--memory", help="Show what each process holds in memory instead, by share.")]
+Memory = Annotated[bool, typer.Option("--memory", help="Instead, show the memory of each process by share.")]
 
 Latency = Annotated[
-    bool, typer.Option("--latency", help="Show instead how long commits take to each stage on the way to the tables.")
+    bool,
+    typer.Option("--latency", help="Instead, show how long commits take to reach each stage on the way to the tables."),
 ]
 
 Facts = Annotated[
-    bool, typer.Option("--facts", help="Show instead the facts of each process as JSON: what it counts and holds.")
+    bool, typer.Option("--facts", help="Instead, print the facts (counters and gauges) of each process as JSON.")
 ]
 
 
@@ -30,7 +31,7 @@ def status(
     facts: Facts = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every stage: where it is, who holds it, for how long. Exit 0 fresh, 1 lagging, 2 stuck."""
+    """Show every stage: its state, how far it is behind, and what blocks it. Exit 0 fresh, 1 lagging, 2 stuck."""
     with consensus_only(config, OPEN_S) as opened:
         reports = read_reports(opened)
         marks = derive_all(reports, opened.clock.now_ms())
@@ -63,7 +64,8 @@ def read_marks(opened: ConsensusOnly) -> dict[str, Derived]:
 
 
 def show_memory(reports: list[Report], as_json: bool) -> None:
-    """Each process's memory: resident, and each share with its limit, as its reports' fact `memory` says."""
+    """Print the memory of each process: resident size, and each share with its limit, from the fact `memory` of its
+    report."""
     found = {report.process: report.facts.get("memory", {}) for report in reports}
     if as_json:
         print_json(found)
@@ -82,9 +84,9 @@ def show_memory(reports: list[Report], as_json: bool) -> None:
 
 
 def table(marks: dict[str, Derived], title: str = "") -> Any:
-    """A rich table of marks, the troubled ones first."""
+    """Return a rich table of stage statuses, the troubled ones first."""
     from rich.table import Table
-    from rich.text import Text  # names and reasons are no markup: a mark is pipeline:x:spark, an error has brackets
+    from rich.text import Text  # names and reasons are no markup: a name is pipeline:x:spark, an error has brackets
 
     colours = {
         State.MOVING: "green",
@@ -94,9 +96,9 @@ def table(marks: dict[str, Derived], title: str = "") -> Any:
         State.BLIND: "red",
     }
     view = Table(title=title or None, expand=False)
-    for heading, justify in (("mark", "left"), ("state", "left"), ("behind", "right"), ("age", "right")):
+    for heading, justify in (("stage", "left"), ("state", "left"), ("behind", "right"), ("age", "right")):
         view.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    view.add_column("held by")
+    view.add_column("blocked by")
     for name, derived in sorted(marks.items(), key=lambda item: (-trouble(item[1])[0], item[0])):
         mark = derived.mark
         view.add_row(

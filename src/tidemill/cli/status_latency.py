@@ -1,8 +1,9 @@
-"""`tidemill status --latency`: how long commits take to each stage on the way to the tables, as processes report it.
+"""`tidemill status --latency`: how long commits take to reach each stage on the way to the tables, as processes report
+it.
 
-    · until the stage before had its median    █ this stage's median    ░ its 95th percentile
+    · up to the median of the previous stage    █ this stage's median    ░ its 95th percentile
 
-A report's fact `latency` is {source: {stage: histogram}}; of one source those of all processes are added up.
+The fact `latency` of a report is {source: {stage: histogram}}. Histograms of one source are summed over all processes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Found = dict[str, dict[str, Histogram]]
 
 
 def latencies(reports: Sequence[Report]) -> Found:
-    """{source: {stage: histogram}}, stages in their order; what cannot be read is left out."""
+    """Return {source: {stage: histogram}} with stages in their order. Unreadable entries are left out."""
     said: dict[str, list[dict[str, Histogram]]] = {}
     for report in reports:
         sources = report.facts.get("latency")
@@ -46,7 +47,7 @@ def show_latency(reports: Sequence[Report], as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    view = Table(expand=False, caption="ms since the commit, of the last five to ten minutes in which something came")
+    view = Table(expand=False, caption="ms since the commit, over the last five to ten minutes with data")
     view.add_column("source")
     view.add_column("stage")
     for heading in FIGURES:
@@ -62,7 +63,7 @@ def show_latency(reports: Sequence[Report], as_json: bool) -> None:
 
 
 def bars(stages: Mapping[str, Histogram]) -> dict[str, str]:
-    """A line of BAR characters for each stage, all to one scale: the greatest 95th percentile."""
+    """Return a line of BAR characters for each stage, all to one scale: the greatest 95th percentile."""
     p50 = {stage: each.quantile(0.5) or 0 for stage, each in stages.items()}
     p95 = {stage: each.quantile(0.95) or 0 for stage, each in stages.items()}
     whole = max([1, *p95.values()])

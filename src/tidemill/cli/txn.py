@@ -1,4 +1,4 @@
-"""`tidemill txn`: the transactions of Kafka producers; an open one may be aborted."""
+"""`tidemill txn`: the transactions of Kafka producers. An open one can be aborted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ app = typer.Typer(help="List the transactions of Kafka producers, or abort one."
 
 @app.command("list")
 def list_transactions(
-    only_open: Annotated[bool, typer.Option("--open", help="Only those that are open or being ended.")] = False,
+    only_open: Annotated[bool, typer.Option("--open", help="Only transactions that are open or ending.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List transactional ids: what each one's transaction is at, since when it is open, and what it holds."""
+    """List transactional ids: the state of each transaction, how long it is open, and its partitions and groups."""
     from tidemill.kafka.transactions.store import all_of
 
     with consensus_only(config) as opened:
@@ -54,12 +54,15 @@ def _described(transactional_id: str, each: Transaction, now_ms: int) -> dict[st
 
 @app.command("abort")
 def abort(
-    transactional_id: Annotated[str, typer.Argument(help="Transactional id, as `txn list` shows it.")],
-    wait_s: Annotated[float, typer.Option(help="Wait at most so long for its end.", min=0)] = 10.0,
+    transactional_id: Annotated[str, typer.Argument(help="Transactional id, as shown by `txn list`.")],
+    wait_s: Annotated[
+        float, typer.Option(help="Wait at most this many seconds until the transaction has ended.", min=0)
+    ] = 10.0,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Abort an open transaction; its producer is fenced. Decided at once, and ended by the nodes that run."""
+    """Abort an open transaction and fence its producer. The abort is decided immediately and completed by the running
+    nodes."""
     from tidemill.kafka.transactions.admin import abort as abort_transaction
 
     with consensus_only(config) as opened:
@@ -71,4 +74,4 @@ def abort(
     elif ended:
         print(f"aborted {transactional_id}")
     else:
-        print(f"{transactional_id} is aborted; its end waits for the nodes that lead its partitions")
+        print(f"{transactional_id} is aborted; the nodes that lead its partitions still have to write its markers")

@@ -31,9 +31,9 @@ def up(
         loaded, loaded.pipeline, instances=instances, master=master, driver_memory=driver_memory, conf=conf
     )
     for key in exposed(loaded):
-        print(f"tidemill: WARNING: {key} is open to other machines without authentication.", file=sys.stderr)
+        print(f"tidemill: WARNING: {key} is reachable from other machines without authentication.", file=sys.stderr)
     for trouble in _check(loaded):
-        print(f"tidemill: WARNING: {trouble} It is tried again and again.", file=sys.stderr)
+        print(f"tidemill: WARNING: {trouble} The node keeps trying.", file=sys.stderr)
     print(f"tidemill: node {loaded.node.name}  http {loaded.node.http}  kafka {loaded.node.kafka}", file=sys.stderr)
 
     def start(supervisor: Supervisor, fail: Callable[[BaseException], None]) -> None:
@@ -46,7 +46,7 @@ CHECK_S = 5.0
 
 
 async def _checked(name: str, section: CaptureSection) -> str:
-    """Why a capture cannot run just now, or ""."""
+    """Return why a capture cannot run now, or ""."""
     from tidemill.capture.setup.privileges import check_database
 
     try:
@@ -60,8 +60,8 @@ async def _checked(name: str, section: CaptureSection) -> str:
 
 
 def _check(config: Config) -> list[str]:
-    """What captures would fail with, to be said in the foreground. No reason not to start: a database that is away is
-    its capture's trouble, not that of the topics, tables and other captures of the node."""
+    """Return the errors with which captures would fail, to be printed in the foreground. They do not prevent the start:
+    an unavailable database concerns its own capture, not the topics, tables and other captures of the node."""
     if not config.capture:
         return []
 

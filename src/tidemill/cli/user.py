@@ -1,4 +1,5 @@
-"""`tidemill user`: who may come in by PLAIN or SCRAM. A password comes from a terminal or a pipe, never from argv."""
+"""`tidemill user`: users that authenticate by PLAIN or SCRAM. A password is read from a terminal or a pipe, never from
+an argument."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
 
 app = typer.Typer(help="Add, list and delete users of the Kafka endpoint.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="User name; as a principal it is User:NAME.")]
-Iterations = Annotated[int, typer.Option(help="Iterations of the hash.")]
+Iterations = Annotated[int, typer.Option(help="Iterations of the password hash.")]
 DEFAULT_ITERATIONS = 4_096
 LINE_CHARS_MAX = 1_025
 
@@ -21,7 +22,8 @@ LINE_CHARS_MAX = 1_025
 def add(
     name: Name, iterations: Iterations = DEFAULT_ITERATIONS, config: ConfigOption = None, as_json: JsonOption = False
 ) -> None:
-    """Add a user, or give one another password: asked for on a terminal, else the first line of stdin."""
+    """Add a user, or change the password of one. The password is asked for on a terminal, or read from the first line
+    of stdin."""
     from tidemill.security.scram import NAMES, SALT_BYTES, made_of
     from tidemill.security.users import Users, check_iterations, check_user
 
@@ -42,7 +44,7 @@ def add(
 
 @app.command("list")
 def list_users(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the users and the mechanisms that each has a credential for."""
+    """List the users and the mechanisms for which each has a credential."""
     from tidemill.security.scram import NAMES, Credential
     from tidemill.security.users import Users
 
@@ -63,7 +65,7 @@ def list_users(config: ConfigOption = None, as_json: JsonOption = False) -> None
 
 @app.command("delete")
 def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Delete a user. Connections that are open stay until their session ends."""
+    """Delete a user. Open connections stay until their session ends."""
     from tidemill.security.scram import NAMES
     from tidemill.security.users import Users
 
@@ -80,13 +82,13 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
 
 
 def _password(name: str) -> str:
-    """Raises InvalidError for none, or one that is too long."""
+    """Return the password that the user typed or piped. Raises InvalidError for an empty or too long one."""
     if sys.stdin.isatty():
         password = str(typer.prompt(f"Password of {name}", hide_input=True, confirmation_prompt=True))
     else:
         password = sys.stdin.readline(LINE_CHARS_MAX + 1).rstrip("\r\n")
     if not 0 < len(password) < LINE_CHARS_MAX:
         raise InvalidError(
-            "no password, or one that is too long.", fix=f"Type it, or pipe a line of 1 to {LINE_CHARS_MAX - 1}."
+            "the password is empty or too long.", fix=f"Type or pipe 1 to {LINE_CHARS_MAX - 1} characters."
         )
     return password

@@ -1,4 +1,4 @@
-"""`tidemill why NAME`: the chain from a table or a mark to its source, and who holds it."""
+"""`tidemill why NAME`: the chain from a table or a stage to its source, and what blocks it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from tidemill.cli.context import OPEN_S, ConfigOption, JsonOption, consensus_onl
 from tidemill.cli.status import read_marks
 
 Name = Annotated[
-    str, typer.Argument(help="A mark, as `tidemill status` names it, or a table's name. Empty = the worst.")
+    str,
+    typer.Argument(help="A stage, as shown by `tidemill status`, or a table. Default: the stage with the worst state."),
 ]
 
 
 def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Say how fresh a table is and who holds it. Exit 0 fresh, 1 lagging, 2 stuck: the worst up to its source."""
+    """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 2 stuck: the worst up to its source."""
     with consensus_only(config, OPEN_S) as opened:
         marks = read_marks(opened)
     if not marks:
-        raise MissingError("no process reports.", fix="Start one: tidemill up.")
+        raise MissingError("no process is reporting.", fix="Start one: tidemill up.")
     try:
         found = verdict(marks, table_mark(marks, name) if name else max(marks, key=lambda n: trouble(marks[n])))
     except KeyError as error:
-        raise MissingError(f"no such mark: name={name!r}.", fix=f"Known: {', '.join(sorted(marks)[:50])}.") from error
+        raise MissingError(f"no such stage: name={name!r}.", fix=f"Known: {', '.join(sorted(marks)[:50])}.") from error
     silent = any(derived.report_age_ms > FRESHNESS_BUDGET_MS for derived in found.chain)
     holder = intruder(opened.config) if silent else ""
     if holder:
@@ -51,7 +52,7 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
 
 
 def intruder(config: Config) -> str:
-    """Who keeps SQLite's file locked, when the whole cluster goes silent: nobody could report that of himself."""
+    """Return the process that locks SQLite's file when the whole cluster is silent: no process could report it."""
     from tidemill.consensus.factory import sqlite_file
     from tidemill.consensus.sqlite.lock_holders import intruders
 
@@ -61,11 +62,11 @@ def intruder(config: Config) -> str:
 
 
 def lines(found: Verdict, exit_code: int) -> list[str]:
-    """What a person reads: one line a stage from the table to its source, then the one that decides."""
+    """Return the output lines: one per stage from the table to its source, then the blocker of the worst stage."""
     out = [("  " * depth) + ("← " if depth else "") + line(derived) for depth, derived in enumerate(found.chain)]
     if exit_code:
         age_s = found.worst.standing_ms / 1000
-        out.append(f"held by {found.root}: {found.worst.mark.name} is {found.worst.state} for {age_s:.1f} s")
+        out.append(f"blocked by {found.root}: {found.worst.mark.name} is {found.worst.state} for {age_s:.1f} s")
     return out
 
 
@@ -73,6 +74,6 @@ def line(derived: Derived) -> str:
     mark = derived.mark
     place = behind_text(mark) if behind(mark) is None else f"{behind_text(mark)} behind"
     tries = f" (try {mark.tries})" if mark.tries > 1 else ""
-    holder = f", held by {mark.held_by}" if mark.held_by else ""
+    holder = f", blocked by {mark.held_by}" if mark.held_by else ""
     reason = f": {mark.reason}{tries}" if mark.reason else ""
     return f"{mark.name}  {derived.state} for {derived.standing_ms / 1000:.1f} s, {place}{holder}{reason}"

@@ -1,9 +1,9 @@
-"""A reserve of file descriptors, with which a node reports that none is left.
+"""A reserve of file descriptors, with which a node can still report that none is left.
 
     descriptors are free        the reserve is full
-    none is free                the reserve is released: health, marks and commits use its descriptors, and the node
-                                reports trouble
-    the reserve fills again     the trouble is over
+    none is free                the reserve is released: health, stage statuses and commits use its
+                                descriptors, and the node reports the problem
+    the reserve fills again     the problem is resolved
 
 The report gives the count of open descriptors; /proc/PID/fd lists them.
 """
@@ -19,13 +19,13 @@ from tidemill.base.runtime import file_descriptors
 
 LOOK_S = 0.5
 COUNT = 32
-"""Connections that ask for health, a few files of the stores, clients of the sequencer."""
+"""Size of the reserve: enough for health requests, a few files of the stores, and clients of the sequencer."""
 
 log = structlog.get_logger()
 
 
 class Spare:
-    """One per process. `run` until cancelled."""
+    """Reserve of one process. `run` runs until cancelled."""
 
     def __init__(self, count: int = COUNT) -> None:
         self._count = count
@@ -48,18 +48,18 @@ class Spare:
             self._reserve.close()
         if gone and not self._gone:
             log.error(
-                "no descriptor is left", open=file_descriptors.open_count(), limit=file_descriptors.current().limit
+                "no file descriptor is left", open=file_descriptors.open_count(), limit=file_descriptors.current().limit
             )
         self._gone = gone
 
     def trouble(self) -> str:
-        """One sentence, "" while descriptors can be had. Never waits."""
+        """Return one sentence while no descriptor is available, otherwise "". Never waits."""
         if not self._gone:
             return ""
         return (
             "No file descriptor is left in this process (EMFILE):"
             f" pid={os.getpid()} open={file_descriptors.open_count()} limit={file_descriptors.current().limit}."
-            " Raise the limit of open files (ulimit -n), and look for what holds them: /proc/PID/fd."
+            " Raise the limit of open files (ulimit -n), or find out what holds them: /proc/PID/fd."
         )
 
 

@@ -1,11 +1,11 @@
 """One node, assembled from a configuration.
 
-Start order: HTTP (health and status) → consensus → marks → bucket → metastore → membership and topics → Kafka →
-shapes → captures and binders. HTTP comes first, so that a node whose stores are away can say so; a client that can
-connect is served, and what is not there yet answers "retry". Stop order is the reverse.
+Start order: HTTP (health and status) → consensus → stage statuses → bucket → metastore → membership and topics → Kafka
+→ shapes → captures and binders. HTTP comes first, so that a node whose stores are unavailable can report it. A client
+that can connect gets an answer; parts that are not ready answer "retry". Stop order is the reverse.
 
-Units: each capture and each housekeeping task is kept by `base.tasks.keep`; the node itself ends only when HTTP or
-its assembly cannot go on, or when another process took its name.
+Units of failure: each capture and each housekeeping task is restarted by `base.tasks.keep`. The node itself ends only
+when HTTP or its assembly cannot continue, or when another process took its name.
 """
 
 from __future__ import annotations
@@ -97,17 +97,18 @@ log = structlog.get_logger()
 
 Reports = Callable[[], Awaitable[Sequence[Report]]]
 MoreRoutes = Callable[[Reports, Callable[[], str], Callable[[], Sequence[str]], Clock], Sequence[BaseRoute]]
-"""(reads all marks, why the node is not ready or "", what fails though it is, clock) → routes to serve beside the
-shapes."""
+"""Factory of routes to serve next to the shapes, from (function that reads all reports, function that returns why
+the node is not ready or "", function that returns problems of a ready node, clock)."""
 
 STARTING = "the node is starting."
 HTTP_CERTIFICATES = "http:certificates"
 START_BUDGET_MS = 60_000
-"""Beside a starting JVM on two cores a node takes some seconds; one that hangs in its assembly is stuck."""
+"""Time after which a node that hangs in its assembly counts as stuck. Next to a starting JVM on two cores the
+assembly takes some seconds."""
 
 
 class SwitchableApp:
-    """An ASGI application that is exchanged while it is served: what can be said early first, everything later."""
+    """ASGI application that can be exchanged while it is served: first the early routes, later all of them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -140,17 +141,18 @@ class Node:
         self._instance = f"{config.node.name}/{os.getpid()}/{self._rand.nonce()[:8]}"
 
     def trouble(self) -> str:
-        """Why this node is not ready, in a sentence, or ""."""
+        """Return why this node is not ready, in a sentence, or ""."""
         asked = self._reporting.troubles.values() if self._reporting is not None else ()
         return self._waiting or next((found for ask in asked if (found := ask())), "")
 
     def noticed(self) -> Sequence[str]:
-        """What fails in this process though it is ready, and which other nodes are silent: a sentence each."""
+        """Return the problems of this process although it is ready, and which other nodes are silent: a sentence
+        each."""
         own = self._reporting.noticed() if self._reporting is not None else []
         return [*own, *self._peers.silent()] if self._peers is not None else own
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop` is set or the node as a whole fails. Raises what failed."""
+        """Serve until `stop` is set or the node as a whole fails. Raises the error that failed."""
         self._failed = asyncio.get_running_loop().create_future()
         file_descriptors.raise_limit()
         early = application([*self._more_routes(self._reports, self.trouble, self.noticed, self._clock), *_not_yet()])
@@ -183,7 +185,7 @@ class Node:
             try:
                 await self._until(stop)
             except ClusterReplacedError as error:
-                if self._reporting is not None:  # nobody starts this node again: its marks say why
+                if self._reporting is not None:  # no supervisor restarts this node: its last report gives the reason
                     await self._reporting.end(sentence(error))
                 raise
             finally:
@@ -197,13 +199,13 @@ class Node:
         return self._more_routes(self._reports, self.trouble, self.noticed, self._clock)
 
     async def _leave(self) -> None:
-        """First of all: while the rest of this node ends, its partitions are served by others already."""
+        """Leave the membership before the rest of this node ends, so that other nodes already serve its partitions."""
         if self._membership is not None:
             try:
                 async with asyncio.timeout(LEAVE_S):
                     await self._membership.leave()
             except TimeoutError:
-                log.info("the others are not told that this node leaves: consensus does not answer")
+                log.info("leave not announced to other nodes: consensus does not answer")
 
     async def _reports(self) -> Sequence[Report]:
         if self._board is None:
@@ -211,17 +213,19 @@ class Node:
         return await self._board.look(self.trouble)
 
     def _waits_for(self, what: str, sentence: str) -> None:
-        """`what` is a mark of this process: how its store is, as the marks and /readyz tell it."""
+        """Record what the node waits for. `what` is a stage of this process: the status of its store, as shown in
+        the reports and by /readyz."""
         self._waiting = f"waiting for {what}: {sentence}" if sentence else STARTING
         self._marks.works(what, sentence, now_ms=self._clock.now_ms())
 
     async def _begin(self, part: str, start: Callable[[], Awaitable[object]]) -> None:
-        """Start one part. A store that goes away meanwhile is waited for, as one that is away when the node starts:
-        every `start` may be called again after it was Unavailable or Unknown."""
+        """Start one part. If a store becomes unavailable, wait for it, as at the start of the node: every `start`
+        may be called again after UnavailableError or UnknownOutcomeError."""
         await open_with_retry(start, self._clock, waiting=partial(self._cannot_begin, part))
 
     def _cannot_begin(self, part: str, sentence: str) -> None:
-        """Told under the node's own mark, held by the store that does not work, if one says so itself."""
+        """Record why a part cannot start under the node's own stage, blocked by the store that reports a problem, if
+        there is one."""
         assert self._reporting is not None
         self._waiting = f"{part} cannot start: {sentence}" if sentence else STARTING
         if not sentence:
@@ -297,7 +301,7 @@ class Node:
         self._budget.share("topics read-ahead", topics.read_ahead[1], lambda: topics.read_ahead[0])
         self._budget.share("topics partitions", 0, lambda: topics.partitions_bytes)
         self._budget.share("topics uploads", topics.staged[1], lambda: topics.staged[0])
-        pool = ThreadPoolExecutor(1, thread_name_prefix="shape-shards")  # decodes and sums what shapes read of shards
+        pool = ThreadPoolExecutor(1, thread_name_prefix="shape-shards")  # decodes and sums shard contents for shapes
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
 
         async def shard(name: str) -> Shard:
@@ -373,7 +377,8 @@ class Node:
         await self._begin("the metastore", metastore.start)
         self._own(consensus, objects, await metastore.cluster())
         reporting.troubles["metastore"] = metastore.trouble
-        # Before others count on this node: one that cannot read the catalogue would be given partitions all the same.
+        # Invariant: a node can read the catalogue before it joins. Other nodes would otherwise count on it, and assign
+        # partitions that it cannot serve.
         await self._begin("the catalogue", lambda: catalogue.list(TopicRow))
         await self._begin("the configured topics", lambda: self._create_topics(catalogue))
         stack.push_async_callback(membership.aclose)
@@ -384,7 +389,8 @@ class Node:
         await self._begin("the topics", topics.start)
         stack.push_async_callback(kafka.aclose)
         await self._begin("Kafka", lambda: kafka.start(membership.node_id))
-        # Not before clients find it there: from now on partitions are this node's, and nobody else serves them.
+        # Invariant: a node joins only after its Kafka endpoint listens. From now on partitions belong to this node, and
+        # no other node serves them.
         await self._begin("joining the others", membership.join)
         self._peers = Peers(membership, board, clock)
         self._tasks.spawn(self._peers.run(), name="peers")
@@ -431,7 +437,7 @@ class Node:
         log.info("node serves", node=config.node.name, http=config.node.http, kafka=config.node.kafka)
 
     def _own(self, consensus: Consensus, objects: RetryingObjects, cluster: Cluster) -> None:
-        """From here on this node acknowledges and deletes only what its cluster may (`claim` CL4)."""
+        """Ensure that from here on this node acknowledges and deletes only what its cluster may (see `claim`)."""
         assert self._reporting is not None
         owner = Ownership(objects, self._clock, cluster, interval_s=self._config.metastore.alive_interval_s)
         self._reporting.troubles["objects"] = lambda: objects.trouble() or owner.trouble()
@@ -441,10 +447,10 @@ class Node:
             consensus.owner = owner
 
     async def _share(self, spread: CaptureBalancer, consensus: Consensus, capture: str, url: str, body: Body) -> None:
-        """Capture whenever it is this node's turn, until another one should."""
+        """Capture whenever it is this node's turn, until another node should."""
         while True:
             await spread.turn(capture)
-            tries = iter((True, True))  # one more where an earlier life of this node has left the lease behind
+            tries = iter((True, True))  # one more try if an earlier process of this node left the lease behind
             await lead(
                 consensus, f"capture/{capture}", self._instance, url.encode(), spread.fairly(capture, body),
                 own_earlier_life=lambda holder: node_of(holder) == node_of(self._instance),
@@ -494,7 +500,7 @@ class Node:
                 del self._reporting.stages[settings.remap]
                 del spread.health[name]
                 await capture.aclose()
-                # Another node may capture on: what is served here would stand still.
+                # Another node may continue the capture, and the shapes served here would get no more changes.
                 await shapes.release_database(name)
 
         async def led(_: Lease) -> None:
@@ -508,19 +514,19 @@ class Node:
                 await catalogue.create_topic(name, section.partitions, config=section.configs)
             except ConflictError as conflict:
                 current = conflict.current
-                # One with more has grown since.
+                # A topic with more partitions has grown since.
                 if isinstance(current, TopicRow) and current.partitions < section.partitions:
                     raise InvalidError(
-                        f"topic exists with fewer partitions: topics.{name}.partitions={section.partitions}"
+                        f"the topic exists with fewer partitions: topics.{name}.partitions={section.partitions}"
                         f" existing={current.partitions}.",
-                        fix=f"Set topics.{name}.partitions = {current.partitions}, or let it grow:"
+                        fix=f"Set topics.{name}.partitions = {current.partitions}, or add partitions:"
                         f" tidemill topic alter {name} --partitions {section.partitions}",
                     ) from conflict
 
     async def _until(self, stop: asyncio.Event) -> None:
         assert self._failed is not None
         async with Tasks(lambda *_: None) as tasks:
-            stopping = tasks.spawn(stop.wait(), name="until-stop")  # fails never
+            stopping = tasks.spawn(stop.wait(), name="until-stop")  # never fails
             await asyncio.wait([stopping, self._failed], return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
             self._failed.result()

@@ -1,7 +1,7 @@
-"""Which node leads a partition: capture's topics follow the capture, all others the membership.
+"""Assignment of partitions to leaders: topics of a capture follow the capture, all others the membership.
 
-Capture writes its topics in process, so the node that holds `capture/<name>` leads every partition of
-them. The rule only says who tries; the partition's fenced log says who succeeds.
+Capture writes its topics in process, so the node that holds `capture/<name>` leads every partition of them. The rule
+only decides which node tries; the partition's fenced log decides which one succeeds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class CaptureFirst:
-    """An `Assignment` (topics.leadership): `holders` are the instance names of this process in capture leases."""
+    """`Assignment` of topics.leadership. `holders` are the instance names of processes in capture leases."""
 
     def __init__(
         self, membership: Membership, consensus: Consensus, catalogue: Catalogue, tracker: StatusTracker, clock: Clock
@@ -37,11 +37,11 @@ class CaptureFirst:
         self._consensus = consensus
         self._catalogue = catalogue
         self._leaders: dict[str, str] = {}
-        """topic id of a captured table → node that captures it, "" while none does"""
+        """Topic id of a captured table → node that captures it; "" while no node does."""
         self._rows: Sequence[TopicRow] = ()
         self._tables: Sequence[CaptureTableRow] = ()
         self._holders: dict[str, str] = {}
-        """What the leaders were worked out from last."""
+        """Inputs from which the leaders were last computed."""
         self._callbacks: list[Callable[[], None]] = []
         self._tracker = tracker
         self._clock = clock
@@ -80,7 +80,7 @@ class CaptureFirst:
         self._membership.on_change(callback)
 
     def _broke(self, name: str, error: BaseException) -> None:
-        """What `keep` lets through ends a process."""
+        """Re-raise what `keep` lets through: it ends the process."""
         raise error
 
     async def _follow(self) -> None:
@@ -94,7 +94,7 @@ class CaptureFirst:
             try:
                 await self._look()
             except UnavailableError as error:
-                log.warning("captures not read", error=str(error))
+                log.warning("captures could not be read", error=str(error))
 
     async def _look(self) -> None:
         leases = await self._consensus.leases(LEASE_PREFIX)
@@ -103,7 +103,7 @@ class CaptureFirst:
         looked, self._looked = self._looked, asyncio.Event()
         looked.set()
         rows, tables = await self._catalogue.list(TopicRow), await self._catalogue.all_tables(fresh=False)
-        # Of captures whose tables and holders are the same the leaders are, too.
+        # The leaders depend only on the tables and the holders.
         if rows is self._rows and tables is self._tables and holders == self._holders:
             return
         self._rows, self._tables, self._holders = rows, tables, holders
@@ -112,7 +112,7 @@ class CaptureFirst:
         for table in tables:
             if table.topic in topics:
                 leaders[topics[table.topic]] = node_of(holders.get(table.capture, ""))
-            if table.aside is not None:  # what is set aside is written by the same process
+            if table.aside is not None:  # the process that captures also writes the side topic
                 leaders[table.aside.topic_id] = node_of(holders.get(table.capture, ""))
         self._set(leaders)
 

@@ -1,5 +1,5 @@
-"""Sections of the configuration as the settings of the rooms they are about. Apart, since reading the configuration
-must not load those rooms."""
+"""Conversion of sections of the configuration to the settings of the rooms. It is separate from the configuration,
+because reading the configuration must not load those rooms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def http_limits(section: HttpSection) -> HttpLimits:
 
 
 def authenticator_of(config: Config, users: Users, clock: Clock, rand: Rand) -> Authenticator:
-    """Raises Invalid."""
+    """Build the authenticator. Raises InvalidError."""
     oauth = config.security.oauth
     given = oauth.jwks_file or oauth.jwks_url or oauth.secret
     return Authenticator(users, rand, Tokens(TokenSettings(**oauth.model_dump()), clock) if given else None)
@@ -57,7 +57,8 @@ def kafka_settings(config: Config) -> KafkaSettings:
 
 
 def kafka_listeners(config: Config, authenticator: Authenticator) -> list[Listener]:
-    """All of the node's, the one of node.kafka first; those of one protocol share a gate. Raises Invalid."""
+    """Return all Kafka listeners of the node, node.kafka first. Listeners of one protocol share a gate. Raises
+    InvalidError."""
     gates = {protocol: kafka_gate(config, protocol, authenticator) for protocol in protocols(config)}
     bound, own_host = Address.parse(config.node.kafka), bare(config.node.advertised_host)
     advertised = advertised_at(config.kafka.advertised, own_host, bound)
@@ -72,12 +73,12 @@ def kafka_listeners(config: Config, authenticator: Authenticator) -> list[Listen
 
 
 def advertised_at(advertised: str, own_host: str, bound: Address) -> Address:
-    """The address that clients are given: the configured one, else the node's advertised host and the bound port."""
+    """Return the advertised address: the configured one, else the node's advertised host and the bound port."""
     return Address.parse(advertised) if advertised else Address(own_host or bound.host, bound.port)
 
 
 def kafka_gate(config: Config, protocol: str, authenticator: Authenticator) -> ListenerSecurity:
-    """Raises Invalid for a rule for principals that cannot be read."""
+    """Build the gate of one protocol. Raises InvalidError for a principal rule that does not parse."""
     tls, sasl = config.security.tls, config.security.sasl
     return ListenerSecurity(
         Certificates(tls_settings(config)) if protocol.endswith("ssl") else None,
@@ -98,7 +99,7 @@ def topic_settings(section: StorageSection) -> TopicSettings:
 
 
 def shapes_directory(config: Config) -> Path | None:
-    """A node's own, whoever else has the same data directory."""
+    """Return the directory of this node's shapes. It is the node's own even if several nodes share a data directory."""
     if not config.shapes.disk_mb:
         return None
     return Path(config.node.data).absolute() / "shapes" / quote(config.node.name, safe="")
@@ -128,7 +129,7 @@ def shape_settings(section: ShapesSection, directory: Path | None = None) -> Sha
 
 
 def grants_of(config: Config, clock: Clock) -> Grants:
-    """Raises Invalid for a definition that could never be served."""
+    """Build the grants of server-defined shapes. Raises InvalidError for a definition that could never be served."""
     section = config.security.signing
     signing = Signing(section.keys, section.max_s, section.leeway_s)
     return Grants(clock, [_named(name, shape) for name, shape in config.shape.items()], signing)

@@ -1,7 +1,7 @@
-"""Which node serves a shape: shards anywhere, a captured table on the node that captures it.
+"""Routing of shape requests: any node serves shapes of shards; the capturing node serves shapes of a captured table.
 
-A table's changes pass through the process that holds the replication slot, so its shapes live there.
-Any other node answers 307 with that node's address; browsers and the published client follow it.
+A table's changes pass through the process that holds the replication slot, so its shapes live there. Any other node
+answers 307 with that node's address; browsers and the published client follow it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CACHE_S = 1.0
 RETRY_AFTER_S = 1
 SHARD_PREFIXES = ("shard.", "shard:")
 READING = ("GET", "HEAD", "POST")
-"""307 keeps method and body: a POST asks for a subset of the shape that its query names."""
+"""Routed methods. 307 retains method and body: a POST requests a subset of the shape that its query names."""
 
 NO_STORE = {"cache-control": "no-store"}
 
@@ -52,9 +52,10 @@ class ShapeRouting:
         self._holder = holder
         self._clock = clock
         self._owners: dict[tuple[str, str], str] = {}
-        """(capture, schema.table) → URL of the node that captures it; "" = this one, "?" = nobody just now"""
+        """Owners: (capture, schema.table) → URL of the node that captures it; "" for this node, "?" for none at
+        present."""
         self._captures: frozenset[str] = frozenset()
-        """Those that have no table yet, too."""
+        """Known captures, including those without a table."""
         self._looked_s = -CACHE_S
         self._known = False
         self._looking = asyncio.Lock()
@@ -69,7 +70,7 @@ class ShapeRouting:
         owner = await self._owner(table) if table and not table.startswith(SHARD_PREFIXES) else ""
         if owner is None:
             name = f"shape={asked[NAME]}" if NAME in asked else f"table={table}"
-            message = {"message": f"no node captures this table just now: {name}"}
+            message = {"message": f"no node captures this table at present: {name}"}
             response = JSONResponse(message, 503, headers={**NO_STORE, "retry-after": str(RETRY_AFTER_S)})
             await response(scope, receive, send)
         elif owner:
@@ -78,8 +79,11 @@ class ShapeRouting:
             await self._app(scope, receive, send)
 
     async def _owner(self, table: str) -> str | None:
-        """ "" = serve here, None = nobody leads it now. A table that is not known may have been made a moment ago:
-        where one other node has all captures that may have it, it is asked; else the room here words the error."""
+        """Return the URL of the node to redirect to; "" to serve here, None if no node leads the table at present.
+
+        An unknown table may have been created a moment ago. If one other node runs all captures that may have it, that
+        node is asked; otherwise the shape room here answers with its error.
+        """
         await self._look()
         if not self._known:
             return None
@@ -99,8 +103,8 @@ class ShapeRouting:
         return None if owner == "?" else owner
 
     async def topics_of(self, table: str) -> list[str]:
-        """Topics whose records a shape of `table` shows, `shard.NAME` of a shard; of a table that is not known all that
-        it may get, for it is waited for, and shown to whoever waits; the text of what is neither."""
+        """Return the topics whose records a shape of `table` shows: `shard.NAME` for a shard; for an unknown table
+        all topics that it may get, because a request may wait for it; `table` itself if it is neither."""
         shard = shard_name(table)
         if shard is not None:
             return [f"shard.{shard}"]
@@ -121,7 +125,8 @@ class ShapeRouting:
         return found or [topic_name(each, *wanted) for each in may if not named or each == prefix] or [table]
 
     async def _look(self) -> None:
-        """One look a second, whoever asks meanwhile; one that fails leaves what was known."""
+        """Refresh the owners at most once a second, for all concurrent callers. A failed refresh leaves them
+        unchanged."""
         if self._known and self._looking.locked():
             return
         async with self._looking:
@@ -131,12 +136,12 @@ class ShapeRouting:
                 self._owners, self._captures = await self._read_owners()
                 self._known = True
             except TidemillError as error:
-                log.warning("captures not read", error=str(error))
+                log.warning("captures could not be read", error=str(error))
             self._looked_s = self._clock.monotonic_s()
 
     def _place(self, lease: Lease) -> str:
-        """An earlier life of this node, which nobody believes dead yet, had its address: whoever is sent there comes
-        back here, again and again."""
+        """Return where to send a request. An earlier process of this node whose lease has not expired had this
+        node's address: a redirect there would come back here in a loop."""
         if lease.holder == self._holder:
             return ""
         return "?" if node_of(lease.holder) == node_of(self._holder) else lease.info.decode()

@@ -1,7 +1,7 @@
 """Silent peers: a line for each, below "ready" of `/readyz`.
 
-A late lease makes a node suspect. The age of its report decides whether it is silent. While every node renews its lease
-nothing is read. A report that was read more than FRESH_S ago proves nothing: consensus itself may not answer.
+A late lease makes a node suspect. The age of its report decides whether it is silent. While every node renews its
+lease, no report is read. A report that was read more than FRESH_S ago proves nothing: consensus itself may not answer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Peers:
         self._board = board
         self._clock = clock
         self._signs: dict[str, tuple[Report, float]] = {}
-        """The last report of each suspect, and the time of that read."""
+        """Last report of each suspect, and the time of that read."""
         self._gone: set[str] = set()
         """Nodes with a late lease and no report. Each is skipped until it renews its lease."""
 
     async def run(self) -> None:
-        """Until cancelled. Raises ClosedError, as `Reporting.run`."""
+        """Poll until cancelled. Raises ClosedError, like `Reporting.run`."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -43,7 +43,7 @@ class Peers:
             except BaseException as error:
                 if not is_fault(error) or isinstance(error, ClosedError):
                     raise
-                log.debug("reports of other nodes not read", cause=sentence(error))
+                log.debug("reports of other nodes could not be read", cause=sentence(error))
 
     async def _look(self) -> None:
         late = self._membership.late()
@@ -61,7 +61,7 @@ class Peers:
                 self._signs[name] = (report, now_s)
 
     def silent(self) -> list[str]:
-        """One sentence each. Never waits."""
+        """Return one sentence for each silent node. Never waits."""
         now_ms, now_s = self._clock.now_ms(), self._clock.monotonic_s()
         fresh = [report for report, read_s in self._signs.values() if now_s - read_s <= FRESH_S]
         found = [derive_process(report, now_ms).mark for report in fresh]

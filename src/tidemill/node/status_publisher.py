@@ -1,7 +1,7 @@
-"""What a node says of itself, once a second: marks, facts, memory; and whether it is ready.
+"""Report of a node, published once a second: stage statuses, facts, memory; and whether the node is ready.
 
-Telling is no reason to end: a fact that cannot be read is told as an error of its own, a report that cannot be
-published leaves the node blind to others (M3) and itself at work.
+Reporting never ends the node: a fact that cannot be read is reported as a separate error, and a report that cannot
+be published leaves other processes blind to a node that still works.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = structlog.get_logger()
 NOTICES = 20
 LEAST_PAUSE_S = 0.1
 LEAVE_S = 2.0
-"""The longest that a node which is stopped tells the others that it leaves, and the longest for its last report. Then
-its lease has to run out."""
+"""Longest time that a stopping node spends to announce that it leaves, and the longest for its last report. After
+that its lease has to expire."""
 END_S = 10.0
 """The same for a node that ends for good: only its last report gives the reason, and its lease delays no other node."""
 
@@ -35,16 +35,16 @@ Facts = Callable[[], dict[str, object]]
 
 
 class Reporting:
-    """One per node. `facts[name]` is asked once a second, and so is `troubles[name]`: what the node stands on says
-    in a sentence what does not work, which is told under a mark of that name, or ""."""
+    """Reporter, one per node. `facts[name]` and `troubles[name]` are called once a second. A trouble returns "" or a
+    sentence that says what does not work in a dependency of the node; it is reported under a stage of that name."""
 
     def __init__(self, process: str, board: Board, tracker: StatusTracker, budget: Budget, clock: Clock) -> None:
         self.facts: dict[str, Facts] = {"memory": lambda: memory_facts(budget), "latency": self._latency}
         self.stages: dict[str, Stages] = {}
-        """Of each source that this node captures now."""
+        """Latency stages of each source that this node captures now."""
         self.troubles: dict[str, Callable[[], str]] = {}
         self.notices: dict[str, Callable[[], str]] = {}
-        """As `troubles`: what is wrong with a store that does its work."""
+        """Notices, like `troubles`: problems of a store that still does its work."""
         self._process = process
         self._board = board
         self._tracker = tracker
@@ -52,19 +52,20 @@ class Reporting:
         self._last: Report | None = None
 
     async def adopt(self) -> None:
-        """Remember what this node's earlier life said, so that what stands still since then does not look younger."""
+        """Adopt the last report of this node's previous process, so that a stage that has been stalled since then
+        does not look younger."""
         try:
             reports = await self._board.reports()
         except TidemillError as error:
-            log.info("what this node said before it was restarted is not known", cause=sentence(error))
+            log.info("the report of this node's previous process is not available", cause=sentence(error))
             return
         for report in reports:
             if report.process == self._process:
                 self._tracker.adopt(report, self._clock.now_ms())
 
     async def run(self, superseded: Callable[[], BaseException | None]) -> None:
-        """Until cancelled. Raises what `superseded` returns: two processes under one name would serve nobody; and
-        Closed: a consensus client that failed for good is opened anew with the node."""
+        """Publish until cancelled. Raises what `superseded` returns, because two processes under one name would
+        serve no client, and ClosedError: a consensus client that failed for good is opened again with the node."""
         while True:
             replaced = superseded()
             if replaced is not None:
@@ -77,19 +78,20 @@ class Reporting:
             except BaseException as error:
                 if not is_fault(error) or isinstance(error, ClosedError):
                     raise
-                log.warning("marks not published", error=sentence(error))
-            # From begin to begin: on a busy machine the time that publishing takes must not add to a report's age.
+                log.warning("status report not published", error=sentence(error))
+            # The interval is measured from start to start: on a busy machine the time that publishing takes must not
+            # add to a report's age.
             took_s = self._clock.monotonic_s() - began_s
             await asyncio.sleep(max(LEAST_PAUSE_S, MARK_PUBLISH_INTERVAL_S - took_s))
 
     async def leave(self) -> None:
-        """The node was stopped in order: its last report is published once more, as one that grows no older. Not what
-        the marks are by now, for parts that have ended have none."""
+        """Publish the last report again after an orderly stop, marked so that it does not age. The current stage
+        statuses would be wrong, because parts that have ended have none."""
         if self._last is not None:
             await self._publish_last(structs.replace(self._last, at_ms=self._clock.now_ms(), left=True), LEAVE_S)
 
     async def end(self, why: str) -> None:
-        """Publish the last report of a node that ends for good: its mark fails with `why`."""
+        """Publish the last report of a node that ends for good: its stage fails with `why`."""
         now_ms = self._clock.now_ms()
         self._tracker.fail(self._process, why, now_ms=now_ms, parked=True)
         await self._publish_last(self._tracker.report(self._process, now_ms, self._read()), END_S)
@@ -99,7 +101,7 @@ class Reporting:
             async with asyncio.timeout(within_s):
                 await self._board.publish(report)
         except (TidemillError, TimeoutError) as error:
-            log.info("the last report is not published", error=sentence(error))
+            log.info("last report not published", error=sentence(error))
 
     def _look(self) -> None:
         now_ms = self._clock.now_ms()
@@ -108,7 +110,7 @@ class Reporting:
             self._tracker.works(name, ask(), now_ms=now_ms, notice=notice)
 
     def noticed(self) -> list[str]:
-        """What fails in this process though it serves: a store that is not well, a captured database."""
+        """Return problems of this process although it serves: a degraded store, a failing captured database."""
         found = [(name, said) for name, ask in self.notices.items() if (said := ask())]
         return [f"{name}: {said}" for name, said in [*found, *self._tracker.failures("capture:")][:NOTICES]]
 
@@ -126,5 +128,5 @@ class Reporting:
 
 
 def memory_facts(budget: Budget) -> dict[str, object]:
-    """{share: (used bytes, limit bytes; 0 = none)}, with what the system says of the whole process as `resident`."""
+    """Return {share: (used bytes, limit bytes; 0 if none)}, with the memory of the whole process as `resident`."""
     return {"resident": (resident_bytes(), budget.limit_bytes), **budget.shares()}

@@ -1,14 +1,14 @@
-"""Gives stream topics their time: bindings of `topic/<name>` from the last stable offsets of what this node leads, so
-that no time covers a transaction before it has ended.
+"""Assignment of time to stream topics: bindings of `topic/<name>` from the last stable offsets of the partitions that
+this node leads. No binding covers a transaction before it has ended.
 
-    an append of this node     its partition moved: one binding with it, at most every BUSY_S a topic
+    an append of this node     its partition moved: one binding with it, at most every BUSY_S per topic
     a partition opened here    another node may have appended and died before it minted: likewise
-    a topic seen first, or     nobody may have minted for it: its partitions are looked at once, wherever they
+    a new topic, or            no node may have minted for it: its partitions are read once, wherever they
     other members              are led
 
-Every append is some node's own, so no node polls and none waits for another: a binding says what its minter leads and
-carries the rest on (`shards.minting`). An idle topic costs nothing. A fault in one topic's minting ends only that:
-told under `binding:topic/NAME`, tried again.
+Every append belongs to one node, so no node polls and none waits for another: a binding states what its minter leads
+and carries the rest on (`shards.minting`). An idle topic costs nothing. A fault ends the minting of one topic only: it
+is reported under `binding:topic/NAME` and tried again.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tidemill.topics.api import PartitionReader
 
 BUSY_S = 0.05
 LOOKS_AT_ONCE = 8
-"""Topics whose partitions are read side by side when all are looked at: at the start, and when members change."""
+"""Number of topics whose partitions are read concurrently when all are read: at the start, and when members change."""
 
 
 class Led(Protocol):
-    """What the binder asks of the topics of its process (`topics.LocalTopics`)."""
+    """Interface of the binder to the topics of its process (`topics.LocalTopics`)."""
 
     def watch(self, moved: Callable[[str, int], None], listed: Callable[[Mapping[str, TopicRow]], None]) -> None: ...
 
@@ -39,7 +39,7 @@ class Led(Protocol):
 
 
 class _Bound:
-    """One topic: what moved since it was bound last."""
+    """State of one topic: the partitions that moved since the last binding."""
 
     def __init__(self, row: TopicRow) -> None:
         self.row = row
@@ -68,7 +68,7 @@ class Binder:
         self._tracker = tracker
         self._tasks = Tasks(self._ended)
         self._bound: dict[str, _Bound] = {}
-        """topic id → its state"""
+        """State by topic id."""
         self._looks = asyncio.Semaphore(LOOKS_AT_ONCE)
         self._closed = False
 
@@ -80,13 +80,14 @@ class Binder:
         await self._tasks.aclose()
 
     def look_at_all(self) -> None:
-        """Members changed: what one of them appended last may have no time yet. A plain call."""
+        """Read all topics again after members changed: the last append of a member may have no time yet. A plain
+        call."""
         for bound in self._bound.values():
             bound.look = True
             self._wake(bound)
 
     def _listed(self, rows: Mapping[str, TopicRow]) -> None:
-        """The topics there are. A topic made anew under its name has another id."""
+        """Update the list of topics. A topic that was re-created under its name has another id."""
         if self._closed:
             return
         for topic_id in self._bound.keys() - rows.keys():
@@ -96,7 +97,7 @@ class Binder:
             self._tracker.heal(gone.mark)
         for topic_id, row in rows.items():
             if topic_id in self._bound:
-                self._bound[topic_id].row = row  # it may have grown; nobody appends to a partition before it is listed
+                self._bound[topic_id].row = row  # it may have grown; no partition is appended to before it is listed
             elif row.kind == "stream":
                 self._bound[topic_id] = _Bound(row)
                 self._wake(self._bound[topic_id])
@@ -113,7 +114,8 @@ class Binder:
             bound.task = self._tasks.spawn(keeping, name=bound.mark)
 
     async def _bind(self, bound: _Bound) -> None:
-        """Until nothing of the topic is left to bind. What moved meanwhile is in the next binding."""
+        """Bind until no part of the topic is left to bind. Partitions that move in the meantime are in the next
+        binding."""
         minter = Minter(
             await self._open_remap(f"topic/{bound.row.name}"), self._clock, interval_ms=round(BUSY_S * 1000)
         )
@@ -129,11 +131,11 @@ class Binder:
                 bound.moved |= moved
                 raise
             self._tracker.heal(bound.mark)
-            # Paced after the binding: the first record after a pause gets its time at once.
+            # The pause comes after the binding, so that the first record after an idle time gets its time immediately.
             await minter.until_due()
 
     async def _offsets(self, row: TopicRow, moved: frozenset[int], look: bool) -> tuple[int, ...]:
-        """Next offset by partition; 0 where nothing is known to have moved."""
+        """Return the next offset of each partition; 0 where no move is known."""
         found = [0] * row.partitions
         elsewhere: list[int] = []
         for partition in range(row.partitions) if look else sorted(moved):
@@ -144,11 +146,11 @@ class Binder:
                 found[partition] = here
         if elsewhere:
             async with self._looks:
-                reader = self._open_reader()  # for once: it keeps what it replays
+                reader = self._open_reader()  # a fresh reader each time: it retains what it replays
                 for partition in elsewhere:
                     found[partition] = await reader.last_stable(row.topic_id, partition)
         return tuple(found)
 
     def _ended(self, name: str, error: BaseException) -> None:
-        """`keep` catches every fault: only what ends a process on purpose gets here."""
+        """Record the error of a task. `keep` catches every fault, so only an intended end of the process gets here."""
         self._tracker.fail(name, sentence(error), now_ms=self._clock.now_ms())

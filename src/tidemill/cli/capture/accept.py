@@ -1,4 +1,4 @@
-"""`tidemill capture accept TABLE`: a table that is described otherwise goes on, and its shards with it."""
+"""`tidemill capture accept TABLE`: capture a table with its changed columns or key, and carry its shards over."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool) -> None:
-    """Show the difference and what becomes of each shard, ask, and write down what was agreed to. Raises InvalidError
-    where it was not, or where the table cannot be captured as it is now; Missing."""
+    """Show the difference and the effect on each shard, ask for confirmation, and record what was agreed to.
+
+    Raises InvalidError if the user declines or the table cannot be captured any more, MissingError if it is gone.
+    """
     from tidemill.capture.tables import recopy_requests
 
     now = _described(opened, row)
@@ -45,19 +47,22 @@ def accept_one(opened: Stores, row: CaptureTableRow, *, yes: bool, as_json: bool
             }
         )  # fmt: skip
     elif done:
-        print("Accepted; it is done within seconds. See: tidemill capture list, tidemill why")
+        print("Accepted. The change takes effect within seconds. See: tidemill capture list, tidemill why")
     else:
-        print("There is nothing to accept: it flows, and its shards are what it is.")
+        print("Nothing to accept: the table is being captured and its shards match it.")
 
 
 def _described(opened: Stores, row: CaptureTableRow) -> Relation:
-    """The table as its database has it now. Raises MissingError, InvalidError where it cannot be captured so."""
+    """Return the table as its database describes it now. Raises MissingError if it is gone, InvalidError if it cannot
+    be captured under that name or has no primary key."""
     from tidemill.capture.catalog.table_discovery import describe
     from tidemill.capture.postgres.connection import Wire
 
     section = opened.config.capture.get(row.capture)
     if section is None:
-        raise InvalidError(f"its database is not known: capture={row.capture}.", fix="Name it in tidemill.toml again.")
+        raise InvalidError(
+            f"no database is configured for this capture: capture={row.capture}.", fix="Add it to tidemill.toml again."
+        )
 
     async def ask() -> Relation | None:
         wire = await Wire.connect(section.dsn, purpose="accept", capture=row.capture)
@@ -69,16 +74,16 @@ def _described(opened: Stores, row: CaptureTableRow) -> Relation:
     now = opened.portal.call(ask())
     if now is None:
         raise MissingError(
-            f"the table is gone from the source: table={row.table}.", fix="Make it anew, or drop its shard."
+            f"the table is gone from the source: table={row.table}.", fix="Re-create it, or drop its shard."
         )
     if now.name != row.table:
         raise InvalidError(
             f"the table is now named {now.name}: table={row.table}.",
-            fix="It is captured under its new name, if `tables` has that. Its shard ends here.",
+            fix="It is captured under its new name if `tables` includes that name. Its old shard gets no more updates.",
         )
     if not now.key_columns:
         raise InvalidError(
-            f"a captured table needs a primary key: table={row.table}.", fix="Add one, and accept the table then."
+            f"a captured table needs a primary key: table={row.table}.", fix="Add one, then accept the table."
         )
     return now
 
@@ -90,18 +95,21 @@ def _difference(row: CaptureTableRow, now: Relation) -> str:
 
 
 def _schema(row: CaptureTableRow, now: Relation) -> ShardSchema:
-    """What a shard made now would be. Raises InvalidError for columns that no shard has."""
+    """Return the schema that a shard created now would have. Raises InvalidError for a column type that no shard can
+    store."""
     from tidemill.capture.catalog.schema_versions import schema_of
     from tidemill.capture.tables.table_setup import columns_of
 
     try:
         return schema_of(columns_of(now))
     except InvalidError as error:
-        raise InvalidError(f"no shard can hold it: table={row.table} {error.message}", fix=error.fix) from error
+        raise InvalidError(
+            f"no shard can store this table: table={row.table} {error.message}", fix=error.fix
+        ) from error
 
 
 def _shards(opened: Stores, row: CaptureTableRow, wanted: ShardSchema) -> list[Becoming]:
-    """Of every shard that a pipeline keeps of the table, and that exists."""
+    """Return the effect on every existing shard that a pipeline maintains from the table."""
     from tidemill.capture.tables.recopy_requests import becoming
     from tidemill.shards.registry import read_shard
 
@@ -113,31 +121,29 @@ def _shards(opened: Stores, row: CaptureTableRow, wanted: ShardSchema) -> list[B
 
 
 def _show(row: CaptureTableRow, difference: str, shards: list[Becoming], copied: bool) -> None:
-    print(f"{row.table} of capture {row.capture}: {difference or 'its columns are as they were'}")
+    print(f"{row.table} of capture {row.capture}: {difference or 'its columns are unchanged'}")
     if copied:
         rows = row.snapshot.rows if row.snapshot is not None else 0
-        print(
-            f"  it is copied again ({rows:,} rows last time), into topic {row.topic} made anew; its shapes begin again"
-        )
+        print(f"  it is copied again ({rows:,} rows last time) into re-created topic {row.topic}; its shapes restart")
     for found in shards:
         print(f"  shard {found.shard}: {_said(found)}")
     if not shards:
-        print("  no pipeline keeps a shard of it")
+        print("  no pipeline maintains a shard of it")
 
 
 def _said(found: Becoming) -> str:
     if found.how == "kept":
-        return "stays as it is, and takes that over" + _of_instants(found)
+        return "is kept unchanged and continues with the new copy" + _of_instants(found)
     if found.how == "grown":
         return found.changes + _of_instants(found)
-    return f"is dropped and made anew, and its history ends: {found.changes}"
+    return f"is dropped and re-created, and its history ends: {found.changes}"
 
 
 def _of_instants(found: Becoming) -> str:
-    """RFC 0007: a shard keeps the type of timestamp that it has."""
+    """Describe the columns that stay instants. Source: RFC 0007, a shard retains the type of timestamp that it has."""
     if not found.instants:
         return ""
     return (
-        f"; {', '.join(found.instants)}: a timestamp without a zone in the table, an instant in the shard as before, of"
-        f" the digits read as UTC (tidemill shard drop {found.shard} has it made anew without zones)"
+        f"; {', '.join(found.instants)}: a timestamp without time zone in the table, an instant in the shard as"
+        f" before, its value read as UTC (tidemill shard drop {found.shard} re-creates it without time zones)"
     )

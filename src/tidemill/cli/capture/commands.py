@@ -1,4 +1,4 @@
-"""`tidemill capture`: the tables of captured databases, why one is not captured, and the way out."""
+"""`tidemill capture`: the tables of captured databases, why a table is not captured, and how to resume it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from tidemill.capture.session.teardown import TakenBack
 
 app = typer.Typer(
-    help="List captured tables; copy one again; accept its new columns; take a capture back.", no_args_is_help=True
+    help="List captured tables, copy one again, accept changed columns, or drop a capture.", no_args_is_help=True
 )
-CaptureOption = Annotated[str, typer.Option("--capture", help="Which capture; needed where several have the table.")]
+CaptureOption = Annotated[
+    str, typer.Option("--capture", help="Capture name; required if several captures have the table.")
+]
 
 
 @app.command("list")
 def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the tables: captured, parked, dropped, refused or left out, with the replica identity in use, the reason and
-    what to do about it."""
+    """List tables with their state (captured, copying, parked, dropped, refused or skipped), replica identity, the
+    reason for the state, and what to do about it."""
     with stores(config) as opened:
         rows = [row for row in opened.portal.call(opened.catalogue.all_tables()) if capture in ("", row.capture)]
         captures = opened.portal.call(opened.catalogue.list(CaptureRow))
@@ -40,31 +42,31 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
         state = "copying" if row.state == "captured" and row.snapshot is None else row.state
         at = f"  at {Lsn(row.parked_lsn)}" if row.parked_lsn else ""
         identity = f"  {row.identity}" if row.identity else ""
-        print(f"{row.capture:12} {row.table:32} {state:9}{identity}{at}{'  recopy asked' if row.recopy else ''}")
+        print(f"{row.capture:12} {row.table:32} {state:9}{identity}{at}{'  recopy requested' if row.recopy else ''}")
         if row.copy is not None:
-            print(f"    {row.copy.rows:,} rows, {row.copy.done} of {row.copy.count} chunks, are copied for good")
+            print(f"    {row.copy.rows:,} rows, {row.copy.done} of {row.copy.count} chunks, are copied durably")
         if row.aside is not None:
             print(f"    {_aside(row.aside)}")
         if row.reason:
             print(f"    {row.reason} {row.fix}".rstrip())
         for relation, before in row.identities.values():
-            print(f"    {relation} was given REPLICA IDENTITY FULL; it had {before}")
+            print(f"    {relation} was set to REPLICA IDENTITY FULL; before, it had {before}")
         for relation, before in row.identities_asked.values():
-            print(f"    {relation} had REPLICA IDENTITY {before} when an administrator was asked to give it FULL")
+            print(f"    {relation} had REPLICA IDENTITY {before} when an administrator was asked to set FULL")
 
 
 @app.command("recopy")
 def recopy(
-    table: Annotated[str, typer.Argument(help="schema.table, as `tidemill capture list` names it.")],
+    table: Annotated[str, typer.Argument(help="schema.table, as shown by `tidemill capture list`.")],
     capture: CaptureOption = "",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy one table again, beside the stream of the others, into a new generation of its topic.
+    """Copy one table again into a new generation of its topic, while the other tables continue to stream.
 
-    Its shards take it over by themselves when its columns are as they were, or have become more or wider; what would
-    lose something waits (tidemill capture accept).
+    Its shards adopt the new copy automatically if its columns are unchanged, were added or have wider types. A change
+    that would lose data waits for `tidemill capture accept`.
     """
     from tidemill.capture.tables.recopy_requests import ask
 
@@ -76,22 +78,22 @@ def recopy(
     if as_json:
         print_json(_described(row))
     else:
-        print(f"{row.table} is copied again by capture {row.capture} within seconds. See: tidemill capture list")
+        print(f"Capture {row.capture} starts to copy {row.table} again within seconds. See: tidemill capture list")
 
 
 @app.command("accept")
 def accept(
-    table: Annotated[str, typer.Argument(help="schema.table, as `tidemill capture list` names it.")],
+    table: Annotated[str, typer.Argument(help="schema.table, as shown by `tidemill capture list`.")],
     capture: CaptureOption = "",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a table whose columns or key changed go on as it is now: it is copied again, and its shards take that over.
+    """Resume a table whose columns or key changed: it is copied again, and its shards adopt the change.
 
-    First the difference is shown, and what becomes of each shard. A column that is gone stays in the shard, null from
-    then on; a renamed one is that and a new column. Where a type or the key is another the shard is made anew, and its
-    history ends.
+    The command first shows the difference and the effect on each shard. A removed column stays in the shard and is null
+    from then on; a renamed column counts as one removed and one added. If a type changed incompatibly or the key
+    changed, the shard is re-created and its history ends.
     """
     from tidemill.cli.capture.accept import accept_one
 
@@ -101,22 +103,22 @@ def accept(
 
 @app.command("drop")
 def drop(
-    capture: Annotated[str, typer.Argument(help="The capture's name in tidemill.toml.")],
+    capture: Annotated[str, typer.Argument(help="Name of the capture in tidemill.toml.")],
     dsn: Annotated[
-        str, typer.Option("--dsn", help="Its database, where tidemill.toml does not name it any more.")
+        str, typer.Option("--dsn", help="URL of its database, if tidemill.toml no longer contains it.")
     ] = "",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     really: Annotated[
-        bool, typer.Option("--yes-really", help="Though a pipeline reads it, or its cluster is another.")
+        bool, typer.Option("--yes-really", help="Drop it even if a pipeline reads it or it belongs to another cluster.")
     ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take back all that a capture made: publication, slot, the identities of tables, topics, rows. What an
-    administrator made for a manual one stays.
+    """Undo everything that a capture created: publication, slot, replica identities, topics and rows.
 
-    Shards stay. Refused while the capture runs and while a pipeline reads it. What a lock kept from being taken back
-    is printed as statements, and done by the next try.
+    Shards are kept, and so are the objects that an administrator created for a manual capture. The command is refused
+    while the capture runs or a pipeline reads it. Statements that a lock prevented are printed; run the command again
+    to execute them.
     """
     from tidemill.capture.config import CaptureConfig
     from tidemill.capture.session.teardown import take_back
@@ -125,9 +127,11 @@ def drop(
         section = opened.config.capture.get(capture)
         dsn = dsn or (section.dsn if section is not None else "")
         if not dsn:
-            raise InvalidError(f"its database is not known: capture={capture}.", fix="Add --dsn postgresql://…")
+            raise InvalidError(
+                f"no database is configured for this capture: capture={capture}.", fix="Add --dsn postgresql://…"
+            )
         if not yes and not really:
-            question = f"Drop capture {capture}, its publication, slot and topics? Its shards stay."
+            question = f"Drop capture {capture}, its publication, slot and topics? Its shards are kept."
             if not typer.confirm(question):
                 raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
         settings = CaptureConfig(name=capture, dsn=dsn, manual=section is not None and section.manual)
@@ -137,12 +141,14 @@ def drop(
     else:
         _tell_taken_back(capture, done, section is not None)
     if done.left:
-        raise UnavailableError(f"not all is taken back: capture={capture} left={len(done.left)}.", fix="Run it again.")
+        raise UnavailableError(
+            f"the capture is only partly dropped: capture={capture} left={len(done.left)}.", fix="Run it again."
+        )
 
 
 def _tell_taken_back(capture: str, done: TakenBack, configured: bool) -> None:
-    kept = "left, not ours" if done.publication_left else "was gone"
-    print(f"publication {'dropped' if done.publication else kept}, slot {'dropped' if done.slot else 'was gone'}")
+    kept = "kept: not created by this capture" if done.publication_left else "already gone"
+    print(f"publication {'dropped' if done.publication else kept}, slot {'dropped' if done.slot else 'already gone'}")
     for relation, before in done.identities.items():
         print(f"{relation} has REPLICA IDENTITY {before} again")
     for topic in done.topics:
@@ -152,7 +158,7 @@ def _tell_taken_back(capture: str, done: TakenBack, configured: bool) -> None:
     for statement, why in done.left.items():
         print(f"not done: {statement}; -- {why}")
     if configured and not done.left:
-        print(f"Take [capture.{capture}] out of tidemill.toml: the next `tidemill up` captures it again.")
+        print(f"Remove [capture.{capture}] from tidemill.toml, or the next `tidemill up` captures the database again.")
 
 
 def find_table(opened: Stores, table: str, capture: str) -> CaptureTableRow:
@@ -176,17 +182,18 @@ def find_table(opened: Stores, table: str, capture: str) -> CaptureTableRow:
 
 def _confirm(row: CaptureTableRow) -> None:
     rows = row.snapshot.rows if row.snapshot is not None else 0
-    question = f"Copy {row.table} again ({rows:,} rows last time)? Its topic {row.topic} is deleted and made anew."
+    question = f"Copy {row.table} again ({rows:,} rows last time)? Its topic {row.topic} is deleted and re-created."
     if not typer.confirm(question):
         raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
 
 
 def _aside(aside: SetAside) -> str:
-    """What changed during a table's copy, as of a few seconds ago."""
+    """Describe the side topic: changes that arrived during the table's copy, as of a few seconds ago."""
     said = (
-        f"{aside.records:,} changes ({aside.bytes / 2**20:,.1f} MiB) are set aside, {aside.appended:,} of them appended"
+        f"{aside.records:,} changes ({aside.bytes / 2**20:,.1f} MiB) in the side topic,"
+        f" {aside.appended:,} of them appended to the topic"
     )
-    return f"{said}; WAL is kept since {Lsn(aside.until_lsn)}" if aside.until_lsn else said
+    return f"{said}; WAL is retained from {Lsn(aside.until_lsn)}" if aside.until_lsn else said
 
 
 def _described(row: CaptureTableRow) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""`tidemill pipeline`: run pipelines beside no node, see what they do, start them anew, give one up."""
+"""`tidemill pipeline`: run pipelines without a node, list and describe them, restart their drivers, delete them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ from tidemill.node.supervise.driver_instances import beside, is_silent, runs_her
 from tidemill.node.supervise.overrides import overridden
 from tidemill.node.supervise.processes import start_drivers
 
-app = typer.Typer(help="Run, list, describe, restart and give up pipelines.", no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="Name of the pipeline.")]
+app = typer.Typer(help="Run, list, describe, restart and delete pipelines.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="Pipeline name.")]
 
 
 @app.command("run")
 def run(
     name: Name,
-    file: Annotated[Path | None, typer.Option("--file", help="Its Python file, for one not in tidemill.toml.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Its Python file, if tidemill.toml does not define it.")
+    ] = None,
     instances: InstancesOption = None,
     label: Annotated[
-        str, typer.Option("--label", help="Tells these drivers from those of other machines: a-z, 0-9 and _.")
+        str, typer.Option("--label", help="Distinguishes these drivers from those of other machines: a-z, 0-9 and _.")
     ] = "",
     master: MasterOption = "",
     driver_memory: MemoryOption = "",
     conf: ConfOption = [],  # noqa: B006
     config: ConfigOption = None,
 ) -> None:
-    """Run the drivers of one pipeline, supervised, until Ctrl-C: without a node, on this machine or on another one.
+    """Run the drivers of one pipeline, supervised, until Ctrl-C. No node is needed on this machine.
 
-    Identical drivers are safe at any number: each step is won by one of them, the others take its result.
+    Any number of identical drivers may run: one of them wins each step, and the others adopt its result.
     """
     loaded = _with_file(load(config), name, file)
     if instances is None:
@@ -65,7 +67,7 @@ def run(
 
 @app.command("list")
 def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the pipelines: how many drivers run, tables, and how far the last of them is behind."""
+    """List the pipelines: running drivers, tables, the lag of the slowest table, and dead letters."""
     with stores(config) as opened:
         views = read_view(opened)
     if as_json:
@@ -83,8 +85,11 @@ def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 @app.command("describe")
 def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Show one pipeline: of each table its input, upper, lag in time, rows and seats, of a derived one how it is kept
-    and why; dead letters; what of it fails; its drivers."""
+    """Show one pipeline: its tables, dead letters, failing parts and drivers.
+
+    For each table: input, upper, lag in time, rows and the number of drivers that work on it. For a derived table also
+    how it is maintained, and why.
+    """
     with stores(config) as opened:
         views = read_view(opened)
     if name not in views:
@@ -103,7 +108,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
             print(f"      {derived_line(table)}")
     for part in view.failing:
         print(f"  {part['mark']}  {part['state']}: {part['reason']}")
-    print("  drivers" if view.instances else "  no driver reports")
+    print("  drivers" if view.instances else "  no driver is reporting")
     for instance in view.instances:
         print(f"    {instance_line(instance)}")
 
@@ -111,14 +116,15 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
 @app.command("restart")
 def restart(
     name: Name,
-    instance: Annotated[str, typer.Option("--instance", help="Only this one, as `describe` names it.")] = "",
+    instance: Annotated[str, typer.Option("--instance", help="Restart only this driver, named as in `describe`.")] = "",
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """End the drivers of a pipeline on this machine, one after the other; whoever supervises them starts them anew.
+    """Restart the drivers of a pipeline on this machine, one after the other.
 
-    The next one is ended when the one before reports again, so that of several identical ones some always work. Where
-    pipelines share a driver it is one process: the others are started anew with it, and named.
+    The command ends each driver, and its supervisor starts it again. The next driver is ended only after the previous
+    one reports again, so that some of several identical drivers always work. Pipelines that share a driver restart
+    together; the others are listed.
     """
     from tidemill.cli.pipeline.restart import restart_one
 
@@ -128,16 +134,17 @@ def restart(
         found = reports_of(reports, name)
         if instance:
             found = [r for r in found if instance in (r.process, r.process.removeprefix(f"pipeline:{name}:"))]
-        else:  # the drivers of other machines, and one that died and still has its report, are nobody's here
+        else:  # drivers of other machines, and dead drivers whose report remains, cannot be ended from here
             found = [r for r in found if runs_here(r)] or found[:1]
         if not found:
             raise MissingError(
-                f"no such driver reports: pipeline={name} instance={instance!r}.", fix="See `tidemill pipeline list`."
+                f"no such driver is reporting: pipeline={name} instance={instance!r}.",
+                fix="See `tidemill pipeline list`.",
             )
         for report in found:
             others = beside(report, reports, opened.clock.now_ms())
             if others and not as_json:
-                told = f"its driver, pid {report.pid}, also runs {', '.join(others)}: all start anew"
+                told = f"its driver, pid {report.pid}, also runs {', '.join(others)}: all of them restart"
                 print(f"{report.process}: {told}", flush=True)
             done.append(restart_one(opened, report, others))
             if not as_json:
@@ -148,16 +155,18 @@ def restart(
 
 @app.command("delete")
 def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Forget a pipeline that does not run: no bindings and records are kept for it any more; its tables stay as they
-    are, until `shard drop`. One that runs is refused. Started later, it may find that what it had not read is gone.
-    Its drivers are not missed any more."""
+    """Forget a pipeline that does not run. Its tables are kept until `shard drop`.
+
+    Bindings and records are no longer retained for it, and its silent drivers disappear from `status`. A running
+    pipeline is refused. If the pipeline is started later, input that it had not read may be gone.
+    """
     with stores(config) as opened:
         reports = instances_of(opened, name)
         for report in reports:
             if not is_silent(report, opened.clock.now_ms()):
                 raise InvalidError(
                     f"the pipeline runs: pipeline={name} process={report.process} pid={report.pid} host={report.host}.",
-                    fix="Stop it, and take it out of the configuration.",
+                    fix="Stop it, and remove it from the configuration.",
                 )
         opened.portal.call(opened.catalogue.delete(PipelineRow, name))
         board = Board(opened.consensus, opened.rand)
@@ -166,7 +175,7 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
     if as_json:
         print_json({"deleted": name})
     else:
-        print(f"deleted {name}; its tables stay")
+        print(f"deleted {name}; its tables are kept")
 
 
 def _with_file(config: Config, name: str, file: Path | None) -> Config:

@@ -1,4 +1,4 @@
-"""Ends one driver of this machine and waits for the one that comes in its place."""
+"""Restart of one driver on this machine: end it and wait for its replacement."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ LOOK_S = 0.2
 
 
 def restart_one(opened: Stores, report: Report, others: Collection[str] = ()) -> dict[str, object]:
-    """{process, before, pid, with}: once `others`, which share its driver, are back too. Raises InvalidError: it runs
-    elsewhere, or is gone; Unavailable: nobody started it anew.
+    """End a driver and wait until it and `others`, which share its process, report again. Return {process, before, pid,
+    with}.
 
-    SIGTERM ends it at a batch boundary. One that is stopped (SIGSTOP) would not hear it: SIGKILL, which loses nothing.
+    Raises InvalidError if the driver runs on another machine or is gone, and UnavailableError if no supervisor restarts
+    it. SIGTERM ends it at a batch boundary. A stopped driver (SIGSTOP) would not receive SIGTERM and gets SIGKILL,
+    which loses no data.
     """
     _, host = this_process()
     if report.host != host:
@@ -44,8 +46,8 @@ def restart_one(opened: Stores, report: Report, others: Collection[str] = ()) ->
             return {"process": report.process, "before": report.pid, "pid": pid, "with": sorted(others)}
         portal.call(asyncio.sleep(LOOK_S))
     raise UnavailableError(
-        f"the driver ended and nobody started it anew: process={report.process}.",
-        fix="Supervise it: tidemill up, or tidemill pipeline run.",
+        f"the driver ended and was not restarted: process={report.process}.",
+        fix="Run it supervised: tidemill up, or tidemill pipeline run.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the pipelines are and do: from the configuration, the catalogue, the shards and what their drivers report."""
+"""State of all pipelines, from the configuration, the catalogue, the shards and the reports of their drivers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PREFIX = "pipeline:"
 
 @dataclass
 class View:
-    """One pipeline. Rows of `tables`, `instances` and `failing` are as `describe --json` prints them."""
+    """State of one pipeline. The rows of `tables`, `instances` and `failing` are printed by `describe --json`."""
 
     name: str
     file: str = ""
@@ -29,7 +29,7 @@ class View:
     tables: list[dict[str, Any]] = field(default_factory=list)
     instances: list[dict[str, Any]] = field(default_factory=list)
     failing: list[dict[str, Any]] = field(default_factory=list)
-    """Parts of its drivers that fail: the session, a feed, a table that it may not keep."""
+    """Failing parts of its drivers: the session, a feed, or a table that it may not maintain."""
 
     def summary(self) -> dict[str, Any]:
         states = [instance["state"] for instance in self.instances]
@@ -47,7 +47,7 @@ class View:
 
 
 def reports_of(reports: list[Report], name: str) -> list[Report]:
-    """Of the drivers of one pipeline, also silent ones."""
+    """Return the reports of the drivers of one pipeline, silent ones included."""
     own = PREFIX + name
     return [r for r in reports if r.process == own or r.process.startswith(f"{own}:")]
 
@@ -57,7 +57,8 @@ def instances_of(opened: Stores, name: str) -> list[Report]:
 
 
 def read_view(opened: Stores) -> dict[str, View]:
-    """Every pipeline that is configured, in the catalogue, or reports. Raises as storage does."""
+    """Return the view of every pipeline that is configured, in the catalogue, or reporting. Raises the errors of the
+    stores."""
     from tidemill.shards.registry import read_shards
 
     portal, now_ms = opened.portal, opened.clock.now_ms()
@@ -96,9 +97,12 @@ def read_view(opened: Stores) -> dict[str, View]:
 def table_row(
     name: str, fed_by: str, upper: int, stored: int, mark: Derived | None, reports: list[Report]
 ) -> dict[str, Any]:
-    """lag_ms: how much newer than the table its inputs are, None while it has no time or nobody tells; rows: what the
-    drivers that report have written in this life; updates: what the shard stores; seats: the processes in which the
-    table takes part."""
+    """Return one row of `tables`.
+
+    `lag_ms` is how much newer than the table its inputs are; None while the table has no time or no process reports it.
+    `rows` counts what the reporting drivers wrote since they started, `updates` what the shard stores. `seats` lists
+    the processes in which the table takes part.
+    """
     told = mark is not None and mark.state is not State.BLIND
     facts = {r.process: _tables(r)[name] for r in reports if name in _tables(r)}
     return {
@@ -118,13 +122,17 @@ def table_row(
 
 
 def _derived(name: str, inputs: dict[str, tuple[str, ...]], reports: list[Report]) -> dict[str, Any]:
-    """inputs: each with the columns that group it; maintained: `by group` or `whole`, and why; last_groups: how many
-    the last round of a driver that reports computed, −1 = all, and why; None = no round yet."""
+    """Return the additional fields of a derived table.
+
+    `inputs` maps each input to the columns that group it. `maintained` is `by group` or `whole`, with the reason.
+    `last_groups` is how many groups the last round of a reporting driver computed, with the reason: −1 means all, None
+    means no round yet.
+    """
     by = [f"{i} ({', '.join(columns)})" for i, columns in inputs.items() if columns]
     whole = [i for i, columns in inputs.items() if not columns]
-    why = f"by=… groups it by {', '.join(by)}" if by else "no by=… says which columns group it"
+    why = f"by=… groups by {', '.join(by)}" if by else "no by=… names the columns to group by"
     if by and whole:
-        why += f"; a change in {', '.join(whole)}, given whole, computes everything"
+        why += f"; a change in {', '.join(whole)}, which is read whole, recomputes everything"
     last = max(
         (_tables(r)[name] for r in reports if _tables(r).get(name, {}).get("recomputed")),
         key=lambda fact: int(fact["recomputed"]),
@@ -140,14 +148,14 @@ def _derived(name: str, inputs: dict[str, tuple[str, ...]], reports: list[Report
 
 
 def derived_line(table: dict[str, Any]) -> str:
-    """How a derived table is kept, and why."""
+    """Describe how a derived table is maintained, and why."""
     groups, because = table["last_groups"], table["last_whole_why"]
     last = "" if groups is None else f"; last round {'whole' if groups < 0 else f'{groups:,} groups'}"
-    return f"{table['maintained']}: {table['maintained_why']}{last}" + (f", for {because}" if because else "")
+    return f"{table['maintained']}: {table['maintained_why']}{last}" + (f", because of {because}" if because else "")
 
 
 def _changed_ms(file: str) -> int:
-    """When the pipeline's file was last written, as far as this machine has it; 0 where it has not."""
+    """Return when the pipeline's file was last written, if this machine has the file; otherwise 0."""
     try:
         return os.stat(file).st_mtime_ns // 1_000_000 if file else 0
     except OSError:
@@ -155,8 +163,11 @@ def _changed_ms(file: str) -> int:
 
 
 def _instance(report: Report, name: str, reports: list[Report], now_ms: int, changed_ms: int = 0) -> dict[str, Any]:
-    """older_than_file: it began before the file was last written, and does what the file said then. `with`:
-    processes of other pipelines that the same driver runs."""
+    """Return one row of `instances`.
+
+    `older_than_file` is set if the driver started before the file was last written, and so runs an older version of it.
+    `with` lists the processes of other pipelines that the same driver runs.
+    """
     facts = report.facts
     began_ms, silent_ms = facts.get("began_ms"), now_ms - report.at_ms
     resident = facts.get("memory")
@@ -192,7 +203,7 @@ def lag_text(lag_ms: int | None) -> str:
 
 
 def table_line(table: dict[str, Any]) -> str:
-    held = f"  held by {table['held_by']}" if table["held_by"] else ""
+    held = f"  blocked by {table['held_by']}" if table["held_by"] else ""
     reason = f": {table['reason']}" if table["reason"] else ""
     made_of = ", ".join(table["inputs"]) if "inputs" in table else table["input"]
     return (
@@ -205,8 +216,8 @@ def table_line(table: dict[str, Any]) -> str:
 def instance_line(instance: dict[str, Any]) -> str:
     age = f"  age {instance['age_s']} s" if instance["age_s"] is not None else ""
     silent = f" for {instance['report_age_ms'] // 1000} s" if instance["state"] == "silent" else ""
-    older = "  older than its file: end it with `tidemill pipeline restart`" if instance["older_than_file"] else ""
-    beside = f"  with {', '.join(instance['with'])}" if instance["with"] else ""
+    older = "  older than its file: restart it with `tidemill pipeline restart`" if instance["older_than_file"] else ""
+    beside = f"  shared with {', '.join(instance['with'])}" if instance["with"] else ""
     return (
         f"{instance['process']}  {instance['state']}{silent}  pid {instance['pid']} on {instance['host']}{age}"
         f"  tables={instance['tables']}  {instance['master']}".rstrip()

@@ -1,4 +1,4 @@
-"""`tidemill shard`: what is stored of a table, and what may be done with it. One file a purpose."""
+"""`tidemill shard`: inspect and maintain the stored tables. One file per purpose."""
 
 from __future__ import annotations
 

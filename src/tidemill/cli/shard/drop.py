@@ -1,4 +1,4 @@
-"""`tidemill shard drop`."""
+"""`tidemill shard drop`: delete a shard that is not in use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from tidemill.cli.shard.show import Name
 
 def drop(
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    really: Annotated[bool, typer.Option("--yes-really", help="Delete it though somebody uses it.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    really: Annotated[bool, typer.Option("--yes-really", help="Delete the shard even if it is in use.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete a shard. One that is written or read is refused; a pipeline that writes it makes it again, and derived
-    tables that read it wait until then."""
+    """Delete a shard. A shard that is written or read is refused.
+
+    A pipeline that writes the shard creates it again from its source, and derived tables that read it wait until then.
+    """
     from tidemill.maintenance.shards.drop import drop_shard
 
     with stores(config) as opened:
@@ -27,30 +29,28 @@ def drop(
         if users and not really:
             raise InvalidError(
                 f"the shard is in use: shard={name} by={', '.join(users)}.",
-                fix="Readers end without it, and a pipeline makes it again from its source. To delete it all the same:"
+                fix="Its readers fail without it, and a pipeline re-creates it from its source. To delete it anyway:"
                 " --yes-really",
             )
         if not (yes or really) and (as_json or not typer.confirm(f"Delete shard {name} and everything in it?")):
-            raise InvalidError(f"nothing was deleted: shard={name}.", fix="Say yes, or give --yes.")
+            raise InvalidError(f"nothing was deleted: shard={name}.", fix="Answer y, or add --yes.")
         done = opened.portal.call(
             drop_shard(opened.consensus, opened.objects, opened.metastore, opened.clock, opened.rand, name)
         )
     if as_json:
         print_json({"dropped": done.name, "shard_id": done.shard_id, "pipelines": list(done.pipelines)})
         return
-    print(f"dropped {done.name}: {done.rows:,} updates, {done.size_bytes:,} bytes, given back within half an hour")
+    print(f"dropped {done.name}: {done.rows:,} updates, {done.size_bytes:,} bytes, freed within half an hour")
     for pipeline in done.pipelines:
-        print(
-            f"  pipeline {pipeline} makes it again from its source; if it was stopped for good, it keeps that source:"
-        )
+        print(f"  pipeline {pipeline} re-creates it from its source. If it was stopped for good, delete it too:")
         print(f"  tidemill pipeline delete {pipeline}")
 
 
 def _users(opened: Stores, name: str) -> list[str]:
-    """Pipelines that write the shard, derived tables that read it, who holds its history, and the shapes that this
-    configuration's node has of it.
+    """Return the pipelines that write the shard, the derived tables that read it, the blockers of its history, and the
+    shapes that this configuration's node has of it.
 
-    A drop that was cut off left a state that nobody holds: `drop_shard` goes on with it, or raises Missing.
+    An interrupted drop left a state that no process holds: `drop_shard` continues with it, or raises MissingError.
     """
     from tidemill.cli.shape import live_shapes
     from tidemill.maintenance.shards.drop import derived_from, users_of

@@ -1,4 +1,4 @@
-"""`tidemill shard export`: one time of a shard as a directory of Parquet files, whole or not at all."""
+"""`tidemill shard export`: the contents of a shard at one time as a directory of Parquet files, all or nothing."""
 
 from __future__ import annotations
 
@@ -27,19 +27,23 @@ MANIFEST = "_tidemill.json"
 
 def export(
     name: Name,
-    to: Annotated[Path, typer.Argument(help="A directory that does not exist yet.")],
-    as_of: Annotated[str, typer.Option(help="A time: ms, or like 2026-11-22T12:00:00Z. Default: the newest.")] = LATEST,
+    to: Annotated[Path, typer.Argument(help="Output directory; it must not exist yet.")],
+    as_of: Annotated[
+        str, typer.Option(help="Time to export: ms, or as in 2026-11-22T12:00:00Z. Default: the newest.")
+    ] = LATEST,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a shard's contents at one time as Parquet files, any size in little memory.
+    """Write a shard's contents at one time as Parquet files, in little memory for any size.
 
-    The directory appears when everything is in it; an export that was cut off leaves TO.partial behind, which the next
-    one replaces.
+    The directory appears when it is complete. An interrupted export leaves TO.partial behind, which the next one
+    replaces.
     """
     at = as_of_ms(as_of)
     if to.exists():
-        raise InvalidError(f"it is there already: to={to}.", fix="Name a directory that does not exist yet.")
+        raise InvalidError(
+            f"the output directory exists already: to={to}.", fix="Choose a directory that does not exist yet."
+        )
     with stores(config) as opened:
         shard = opened.shard(name)
         try:
@@ -53,13 +57,14 @@ def export(
 
 
 async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) -> dict[str, Any]:
-    """Hold the time, then choose: what is chosen stays for as long as the export takes. Raises InvalidError,
-    UnavailableError."""
+    """Hold the time first, then choose the batches: the chosen batches stay for as long as the export takes. Raises
+    InvalidError, UnavailableError."""
     _, upper = await shard.frontiers()
     time_ms = upper - 1 if as_of is None else as_of
     if not 0 <= time_ms < upper:
         raise InvalidError(
-            f"not readable yet: shard={shard.name} as_of={time_ms} upper={upper}.", fix="Ask for a time below upper."
+            f"the shard is not readable yet at this time: shard={shard.name} as_of={time_ms} upper={upper}.",
+            fix="Choose a time below upper.",
         )
     from tidemill.cli.progress import Bars
     from tidemill.shards.read.hash_ranges import cut
@@ -76,7 +81,7 @@ async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) 
             with Bars() as bars:
                 for number, piece in enumerate(_or_empty(ranges)):
                     path = partial / f"part-{number:05}.parquet"
-                    # On a thread: the hold is renewed meanwhile.
+                    # A thread does the work, so that the loop can renew the hold concurrently.
                     rows += await asyncio.to_thread(_write, path, shard.schema, piece, time_ms, fetch)
                     bars.show(shard.name, number + 1, len(ranges))
             facts = {"shard": shard.name, "shard_id": shard.shard_id, "as_of_ms": time_ms, "rows": rows,
@@ -89,20 +94,20 @@ async def _export(opened: Stores, shard: LogShard, as_of: int | None, to: Path) 
             _sync(to.parent)
         except OSError as error:
             raise UnavailableError(
-                f"cannot write the export: to={to} ({error}).", fix="Make room, or name another."
+                f"cannot write the export: to={to} ({error}).", fix="Free disk space, or choose another directory."
             ) from error
     return facts
 
 
 def _or_empty(ranges: Sequence[Range]) -> Sequence[Range]:
-    """A shard without rows is one file without rows: readers find its columns."""
+    """Return one empty range for a shard without rows, so that one file without rows shows readers the columns."""
     from tidemill.shards.read.hash_ranges import HASH_MAX, Range
 
     return ranges or [Range(0, HASH_MAX, [])]
 
 
 def _write(path: Path, schema: ShardSchema, piece: Range, as_of: int, fetch: Fetch) -> int:
-    """The rows of one range as one file, in its final bytes on the disk."""
+    """Write the rows of one range as one file and sync it to disk. Return the number of rows."""
     import pyarrow.parquet as pq
 
     from tidemill.shards.parts.schema import contents_schema

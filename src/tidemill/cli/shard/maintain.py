@@ -1,4 +1,4 @@
-"""`tidemill shard compact evolve`: what changes a shard and leaves its contents as they are."""
+"""`tidemill shard compact` and `tidemill shard evolve`: changes to a shard that preserve its contents."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 Added = Annotated[list[str] | None, typer.Option("--add", help='A new column: "name type", "name type default 5".')]
 Widened = Annotated[list[str] | None, typer.Option("--widen", help='A column and its wider type: "name type".')]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def compact(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Merge what the keeper would merge, now. Contents and readable times stay; replaced objects go later."""
+    """Merge batches now, as maintenance would do later. Contents and readable times do not change; replaced objects are
+    deleted later."""
     from tidemill.shards.compaction.compaction import compact_once
 
     merges = lost = rows_in = rows_out = bytes_in = bytes_out = 0
@@ -27,7 +28,7 @@ def compact(name: Name, config: ConfigOption = None, as_json: JsonOption = False
         shard = opened.shard(name)
         while (done := opened.portal.call(compact_once(shard, opened.objects, opened.rand))) is not None:
             if not done.shown:
-                lost += 1  # somebody else, most likely the keeper, was first
+                lost += 1  # another process, most likely maintenance, was first
                 continue
             merges += 1
             rows_in, rows_out = rows_in + done.rows_in, rows_out + done.rows_out
@@ -43,7 +44,7 @@ def compact(name: Name, config: ConfigOption = None, as_json: JsonOption = False
         print_json({"shard": name, "merges": merges, "lost": lost, "updates": [rows_in, rows_out],
                     "bytes": [bytes_in, bytes_out]})  # fmt: skip
     elif not merges:
-        print("nothing to merge" if not lost else "somebody else merges it")
+        print("nothing to merge" if not lost else "another process is merging it")
 
 
 def evolve(
@@ -54,16 +55,16 @@ def evolve(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add columns and widen types. Every time reads as it did; older rows hold the default, or null.
+    """Add columns and widen types. Every readable time stays the same; older rows hold the default, or null.
 
-    It cannot be taken back. What the shard has already is left alone, so a repeat is harmless.
+    The change cannot be undone. Changes that the shard already has are ignored, so a repeat is harmless.
     """
     from tidemill.shards.parts.schema_evolution import Changes, evolved
     from tidemill.spark.decode.ddl import parse_column
 
     asked = Changes(tuple(map(parse_column, add or ())), tuple(map(parse_column, widen or ())))
     if not asked:
-        raise InvalidError("nothing is asked for.", fix='Give --add "name type" or --widen "name type".')
+        raise InvalidError("no change was given.", fix='Give --add "name type" or --widen "name type".')
     with stores(config) as opened:
         shard = opened.shard(name)
         try:
@@ -77,16 +78,16 @@ def evolve(
         print_json({"shard": name, "schema_version": schema.version, "before": shard.schema.version,
                     "columns": columns})  # fmt: skip
     elif schema == shard.schema:
-        print(f"{name} has it already: schema {schema.version}")
+        print(f"{name} already has these columns and types: schema {schema.version}")
     else:
         print(f"{name} has schema {schema.version}: " + ", ".join(f"{n} {kind}" for n, kind in columns.items()))
 
 
 def _ask(opened: Stores, name: str, asked: Changes, as_json: bool) -> None:
-    """Raises InvalidError unless the user says yes."""
+    """Ask for confirmation. Raises InvalidError unless the user agrees."""
     from tidemill.maintenance.shards.drop import users_of
 
     users = opened.portal.call(users_of(opened.metastore, name))
-    said = f"Written by {', '.join(users)}: the table stops until its file asks for the same. " if users else ""
-    if as_json or not typer.confirm(f"{said}Change shard {name} for good: {asked}?"):
-        raise InvalidError(f"nothing was changed: shard={name} asked=[{asked}].", fix="Say yes, or give --yes.")
+    said = f"Written by {', '.join(users)}: the table stops until its file declares the same columns. " if users else ""
+    if as_json or not typer.confirm(f"{said}Change shard {name} permanently: {asked}?"):
+        raise InvalidError(f"nothing was changed: shard={name} changes=[{asked}].", fix="Answer y, or add --yes.")

@@ -1,4 +1,4 @@
-"""`tidemill shard list describe history`: read only, and without the bucket."""
+"""`tidemill shard list`, `describe` and `history`: read only, and without the bucket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _YEAR_9999_MS = 253_402_300_799_000
 
 
 def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """List the shards: readable times, batches, updates, and bytes stored and waiting for deletion."""
+    """List the shards: readable times, batches, updates, and stored bytes."""
     from tidemill.shards.registry import read_shards
 
     with consensus_only(config) as opened:
@@ -36,7 +36,7 @@ def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
 
 
 def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Show one shard: its columns and how they came, who holds its history, and what waits for deletion."""
+    """Show one shard: columns, schema changes, holds on its history, and objects waiting for deletion."""
     with consensus_only(config) as opened:
         state = state_of(opened, name)
         now_ms = opened.clock.now_ms()
@@ -66,19 +66,19 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
     print(f"  {row['batches']} batches  {row['parts']} parts  {row['updates']:,} updates  {row['bytes']:,} bytes")
     print(f"  waiting for deletion: {row['garbage_bytes']:,} bytes in {row['garbage_objects']} objects")
     for hold in holds:
-        ends = "stays" if hold["ends_in_ms"] is None else f"ends in {hold['ends_in_ms']} ms unless renewed"
+        ends = "does not expire" if hold["ends_in_ms"] is None else f"ends in {hold['ends_in_ms']} ms unless renewed"
         print(f"  held from {when(hold['since'])} by {hold['owner']} ({ends})")
 
 
 def history(
     name: Name,
-    last: Annotated[int, typer.Option(min=1, help="How many of the newest to show.")] = 20,
+    last: Annotated[int, typer.Option(min=1, help="How many of the newest batches to show.")] = 20,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the newest batches of a shard, oldest first: times, updates, writer; and its changes of schema.
+    """Show the newest batches of a shard, oldest first: times, updates, writer; and its schema changes.
 
-    A merge puts one batch in the place of many: what lies behind it is told together.
+    A merge replaces many batches with one, so merged batches are shown together.
     """
     with consensus_only(config) as opened:
         state = state_of(opened, name)
@@ -90,7 +90,7 @@ def history(
         if "change" in row:
             print(f"{when(row['upper'])}  schema {row['version']}: {row['change']}")
             continue
-        what = f"updates={row['updates']:,}  bytes={row['bytes']:,}" if row["parts"] else "nothing"
+        what = f"updates={row['updates']:,}  bytes={row['bytes']:,}" if row["parts"] else "empty"
         merged = "" if row["summed_to"] < 0 else f"  summed to {when(row['summed_to'])}"
         print(f"{when(row['lower'])} to before {when(row['upper'])}  {what}  by {row['writer'] or 'unknown'}{merged}")
 
@@ -112,11 +112,11 @@ def _history(state: ShardState) -> Iterator[dict[str, Any]]:
 
 
 def _version(schema: ShardSchema, version: SchemaVersion) -> dict[str, Any]:
-    """`change`: types as they are now."""
+    """Describe a schema version. `change` shows the current types."""
     columns = {column.name: column for column in schema.columns}
     said = [f"+{columns[n].name} {columns[n].type}" + _default(columns[n].default) for n in version.added]
     said += [f"{name} {kind}→{columns[name].type}" for name, kind in version.widened]
-    said += [f"-{name}, which is null from then on" for name in version.retired]
+    said += [f"-{name} (null from then on)" for name in version.retired]
     return {
         "version": version.version,
         "upper": version.upper,
@@ -129,7 +129,7 @@ def _version(schema: ShardSchema, version: SchemaVersion) -> dict[str, Any]:
 
 
 def _gone(column: Column) -> str:
-    return f" (null from schema {column.retired} on: its source has it no more)" if column.retired else ""
+    return f" (null from schema {column.retired} on: its source no longer has it)" if column.retired else ""
 
 
 def _default(text: str | None) -> str:
@@ -137,7 +137,7 @@ def _default(text: str | None) -> str:
 
 
 def state_of(opened: ConsensusOnly, name: str) -> ShardState:
-    """Raises MissingError."""
+    """Return the state of a shard. Raises MissingError."""
     from tidemill.shards.registry import read_shard
 
     state = opened.portal.call(read_shard(opened.consensus, name))
@@ -147,7 +147,7 @@ def state_of(opened: ConsensusOnly, name: str) -> ShardState:
 
 
 def when(time_ms: int) -> str:
-    """A time as it is used, and as people read it."""
+    """Return a time in ms and, in parentheses, as a date."""
     if not 0 < time_ms < _YEAR_9999_MS:
         return str(time_ms)
     return f"{time_ms} ({datetime.fromtimestamp(time_ms / 1000, UTC):%Y-%m-%d %H:%M:%S})"

@@ -1,4 +1,4 @@
-"""The Kafka client of `tidemill topic`: what waits in memory is bounded, and Ctrl-C ends it in order."""
+"""Kafka client of `tidemill topic`. Memory for queued records is bounded, and Ctrl-C ends the client in order."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tidemill.base.limits import KAFKA_REQUEST_BYTES
 from tidemill.cli.topic.line_format import Reading
 
 QUEUE_KB = 32 << 10
-"""What librdkafka holds of records that are on their way."""
+"""Limit of the records in flight that librdkafka buffers."""
 ASK_S = 15.0
 POLL_S = 0.2
-"""Ctrl-C is heard between polls."""
+"""Poll interval; Ctrl-C is handled between polls."""
 FLUSH_S = 60.0
 INTERRUPTED = 130
 
 
 class Produced(msgspec.Struct):
-    """`failed`: why the first record that was not acknowledged was not."""
+    """Outcome of `produce`. `failed` says why the first unacknowledged record was not acknowledged."""
 
     sent: int = 0
     acknowledged: int = 0
@@ -33,7 +33,7 @@ class Produced(msgspec.Struct):
 
     def told(self, topic: str) -> str:
         text = f"{self.acknowledged:,} of {self.sent:,} records acknowledged by {topic}"
-        return f"{text}; the first that was not: {self.failed}" if self.failed else text
+        return f"{text}; first failure: {self.failed}" if self.failed else text
 
     @property
     def exit_code(self) -> int:
@@ -43,8 +43,11 @@ class Produced(msgspec.Struct):
 
 
 def produce(settings: dict[str, Any], topic: str, partition: int, source: BinaryIO, lines: Reading) -> Produced:
-    """Every line of `source`, in order. Raises InvalidError for a line that is no record: what was read before it is
-    acknowledged first; Missing, Unavailable."""
+    """Produce every line of `source`, in order.
+
+    Raises InvalidError for a line that is no record, after the records before it are acknowledged; MissingError,
+    UnavailableError.
+    """
     from confluent_kafka import KafkaException, Producer
 
     limits = {"queue.buffering.max.kbytes": QUEUE_KB, "message.max.bytes": KAFKA_REQUEST_BYTES}
@@ -72,7 +75,9 @@ def produce(settings: dict[str, Any], topic: str, partition: int, source: Binary
     except KeyboardInterrupt:
         done.interrupted = True
     except (TidemillError, KafkaException) as error:
-        refused = error if isinstance(error, TidemillError) else UnavailableError(f"the client broke: cause={error}.")
+        refused = (
+            error if isinstance(error, TidemillError) else UnavailableError(f"the Kafka client failed: cause={error}.")
+        )
     _flush(client, done)
     if refused is not None:
         print(done.told(topic), file=sys.stderr)
@@ -87,7 +92,7 @@ def _send(client: Any, topic: str, partition: int, record: Any, delivered: Calla
         try:
             client.produce(topic, record.value, record.key, headers=list(record.headers), on_delivery=delivered, **more)
         except BufferError:
-            client.poll(POLL_S)  # as many wait as may: until some are acknowledged
+            client.poll(POLL_S)  # the queue is full: wait until some records are acknowledged
         else:
             client.poll(0)
             return
@@ -96,11 +101,11 @@ def _send(client: Any, topic: str, partition: int, record: Any, delivered: Calla
 def _flush(client: Any, done: Produced) -> None:
     left = client.flush(FLUSH_S)
     if left and not done.failed:
-        done.failed = f"{left} records are not acknowledged after {FLUSH_S:.0f} s"
+        done.failed = f"{left} records were not acknowledged after {FLUSH_S:.0f} s"
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """As the command line says it; `end` "" = for ever; `count` 0 = all."""
+    """Arguments of the command line. An empty `end` means no end; `count` 0 means all."""
 
     begin: str
     end: str
@@ -109,7 +114,8 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def consume(settings: dict[str, Any], topic: str, asked: Asked, line: Callable[[Any], bytes], out: BinaryIO) -> int:
-    """Write the records asked for to `out`; the exit code. Raises InvalidError, MissingError, UnavailableError."""
+    """Write the requested records to `out` and return the exit code. Raises InvalidError, MissingError,
+    UnavailableError."""
     from confluent_kafka import Consumer
 
     limits = {"queued.max.messages.kbytes": QUEUE_KB, "fetch.message.max.bytes": 4 << 20}
@@ -122,7 +128,7 @@ def consume(settings: dict[str, Any], topic: str, asked: Asked, line: Callable[[
         out.flush()
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read has enough. The interpreter flushes once more at its end: into nothing.
+        # The reader of the pipe has enough. The interpreter flushes again when it exits: into /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         client.close()
@@ -171,7 +177,7 @@ def _ended(message: Any) -> bool:
 
 
 def _span(client: Any, topic: str, partition: int, asked: Asked) -> tuple[int, int | None]:
-    """Offsets [begin, end) of one partition; end None = for ever. Raises InvalidError, UnavailableError."""
+    """Return the offsets [begin, end) of one partition; no end means to follow. Raises InvalidError, UnavailableError."""
     from confluent_kafka import TopicPartition
 
     place = TopicPartition(topic, partition)
@@ -188,7 +194,9 @@ def _span(client: Any, topic: str, partition: int, asked: Asked) -> tuple[int, i
             return max(int(low), int(high) - int(text[1:]))
         if text.isdecimal() and text.isascii():
             return int(text)
-        raise InvalidError(f"no place in a topic: {text!r}.", fix="Use start, end, an offset, -N or @MILLISECONDS.")
+        raise InvalidError(
+            f"invalid position in a topic: {text!r}.", fix="Use start, end, an offset, -N or @MILLISECONDS."
+        )
 
     begin = at(asked.begin)
     if not low <= begin <= high:
@@ -204,7 +212,7 @@ def _made(kind: Any, settings: dict[str, Any]) -> Any:
     try:
         return kind({**settings, "log_level": 2})
     except KafkaException as error:
-        raise InvalidError(f"a property of the client is wrong: cause={error}.", fix="Correct --client.") from error
+        raise InvalidError(f"invalid client property: cause={error}.", fix="Correct --client.") from error
 
 
 def _partition_count(client: Any, topic: str) -> int:
@@ -223,5 +231,6 @@ def _ask(call: Callable[[], Any]) -> Any:
     except KafkaException as error:
         waited_s = SystemClock().monotonic_s() - began_s
         raise UnavailableError(
-            f"no node answers: cause={error.args[0]} waited_s={waited_s:.0f}.", fix="Is one up? See --bootstrap."
+            f"no node answers: cause={error.args[0]} waited_s={waited_s:.0f}.",
+            fix="Start a node with `tidemill up`, or correct --bootstrap.",
         ) from error

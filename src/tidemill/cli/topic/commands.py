@@ -1,4 +1,4 @@
-"""`tidemill topic`: topics and their configs. Records go in and out by `records`."""
+"""`tidemill topic`: topics and their configs. Module `records` produces and consumes records."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ from tidemill.metastore.catalogue import TopicRow, grown
 if TYPE_CHECKING:
     from tidemill.topics.config.alter import Change
 
-app = typer.Typer(help="Topics: their partitions, configs and records.", no_args_is_help=True)
-Set = Annotated[
-    list[str] | None, typer.Option("--set", help="A config, as Kafka names it: NAME=VALUE. May be repeated.")
-]
-Unset = Annotated[
-    list[str] | None, typer.Option("--unset", help="A config that goes back to its default. May be repeated.")
-]
-Really = Annotated[bool, typer.Option("--yes-really", help="Delete it though a capture or a pipeline uses it.")]
+app = typer.Typer(help="Manage topics: partitions, configs and records.", no_args_is_help=True)
+Set = Annotated[list[str] | None, typer.Option("--set", help="Set a config, by Kafka's name: NAME=VALUE. Repeatable.")]
+Unset = Annotated[list[str] | None, typer.Option("--unset", help="Reset a config to its default. Repeatable.")]
+Really = Annotated[bool, typer.Option("--yes-really", help="Delete it even if a capture or a pipeline uses it.")]
 Name = Annotated[str, typer.Argument(help="Topic name.")]
 
 app.command("produce")(produce)
@@ -52,14 +48,16 @@ def create(
 @app.command("alter")
 def alter(
     name: Name,
-    partitions: Annotated[int | None, typer.Option(help="More partitions; there is no way back.")] = None,
+    partitions: Annotated[int | None, typer.Option(help="New number of partitions; it can only grow.")] = None,
     settings: Set = None,
     unset: Unset = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say whether it may be, and what would be.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only check whether the change is allowed, and show its result.")
+    ] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a topic more partitions, or other configs: all of it, or nothing. Who serves it follows within a moment."""
+    """Add partitions to a topic or change its configs: all changes, or none. Nodes apply them within a moment."""
     from tidemill.topics.config.alter import altered
 
     changes = changes_of(settings, unset)
@@ -68,7 +66,7 @@ def alter(
 
     def changed(row: TopicRow) -> TopicRow:
         if row.kind == "capture":
-            raise InvalidError(f"a captured table's topic keeps its partitions and configs: topic={name}.")
+            raise InvalidError(f"the topic of a captured table cannot be changed: topic={name}.")
         row = replace(row, config=altered(row.config, changes, typed=True))
         return row if partitions is None else grown(row, partitions)
 
@@ -82,7 +80,7 @@ def alter(
 
 
 def changes_of(settings: list[str] | None, unset: list[str] | None) -> list[Change]:
-    """What --set and --unset ask for. Raises InvalidError."""
+    """Return the changes that --set and --unset request. Raises InvalidError."""
     from tidemill.topics.config.alter import Op
 
     changes: list[Change] = [(key, Op.SET, value) for key, value in map(_setting, settings or ())]
@@ -92,7 +90,7 @@ def changes_of(settings: list[str] | None, unset: list[str] | None) -> list[Chan
 def _setting(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise InvalidError(f"not a config: {text!r}.", fix="Write it as NAME=VALUE, e.g. --set retention.ms=86400000")
+        raise InvalidError(f"invalid config: {text!r}.", fix="Write it as NAME=VALUE, e.g. --set retention.ms=86400000")
     return key, value
 
 
@@ -113,7 +111,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
 
 @app.command("delete")
 def delete(name: Name, really: Really = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Delete a topic; a later topic of this name has a new id. One that a capture or a pipeline uses is refused."""
+    """Delete a topic. A later topic of this name has a new id. A topic that a capture or a pipeline uses is refused."""
     from tidemill.topics.usage import users_of
 
     with stores(config) as opened:
@@ -122,7 +120,7 @@ def delete(name: Name, really: Really = False, config: ConfigOption = None, as_j
         if users and not really:
             raise InvalidError(
                 f"the topic is in use: topic={name} by={', '.join(users)}.",
-                fix="They stop working without it. To delete it all the same: --yes-really",
+                fix="They stop working without it. To delete it anyway: --yes-really",
             )
         opened.portal.call(opened.catalogue.delete(TopicRow, name))
         if as_json:

@@ -1,8 +1,8 @@
-"""Records as lines and lines as records. Pure.
+"""Conversion of records to lines and lines to records. Pure.
 
-text    [headers TAB] [key TAB] value        bytes as they are
+text    [headers TAB] [key TAB] value        raw bytes
 JSON    {"topic", "partition", "offset", "timestamp", "key", "value", "headers": [[name, value], …]}
-        bytes are a string where they are UTF-8, else {"base64": "…"}; what is not there is null
+        bytes are a string if they are UTF-8, else {"base64": "…"}; what is absent is null
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Header = tuple[str, bytes | None]
 
 
 class LineRecord(msgspec.Struct, frozen=True):
-    """partition −1: by key; timestamp_ms −1: now."""
+    """Record to produce. `partition` −1 means by key; `timestamp_ms` −1 means now."""
 
     key: bytes | None
     value: bytes | None
@@ -32,7 +32,7 @@ class LineRecord(msgspec.Struct, frozen=True):
 
 class Reading(Protocol):
     def read(self, line: bytes) -> LineRecord:
-        """Of a line without its end. Raises InvalidError."""
+        """Parse a line without its line ending. Raises InvalidError."""
         ...
 
 
@@ -49,7 +49,7 @@ class Lines:
             key, found, value = line.partition(self._separator)
             if not found:
                 raise InvalidError(
-                    f"a line without a key: line={line[:80]!r}.",
+                    f"the line has no key: line={line[:80]!r}.",
                     fix=f"Write the key and {self._separator.decode()!r} before the value.",
                 )
         if self._tombstones and not value:
@@ -58,7 +58,7 @@ class Lines:
 
 
 class JsonLines:
-    """Topic and offset of a line are passed over: a copy gets offsets of its own."""
+    """Reader of JSON lines. It ignores topic and offset: a copy gets new offsets."""
 
     def __init__(self, headers: Sequence[tuple[str, str]] = ()) -> None:
         self._headers = tuple((name, value.encode()) for name, value in headers)
@@ -67,12 +67,12 @@ class JsonLines:
         try:
             found: Any = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise InvalidError(f"a line is no JSON: line={line[:80]!r} cause={error}.") from error
+            raise InvalidError(f"the line is not JSON: line={line[:80]!r} cause={error}.") from error
         if not isinstance(found, dict) or not isinstance(found.get("headers", []), list):
-            raise InvalidError(f"a line is no record: line={line[:80]!r}.", fix='Write {"key": …, "value": …}.')
+            raise InvalidError(f"the line is not a record: line={line[:80]!r}.", fix='Write {"key": …, "value": …}.')
         pairs = found.get("headers") or []
         if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-            raise InvalidError(f"headers are no pairs: line={line[:80]!r}.", fix='Write [["name", "value"], …].')
+            raise InvalidError(f"headers are not pairs: line={line[:80]!r}.", fix='Write [["name", "value"], …].')
         headers = tuple((name, _bytes(value, line)) for name, value in pairs)
         return LineRecord(
             _bytes(found.get("key"), line),
@@ -92,8 +92,10 @@ def _bytes(value: Any, line: bytes) -> bytes | None:
         try:
             return base64.b64decode(value["base64"], validate=True)
         except binascii.Error as error:
-            raise InvalidError(f"no base64: line={line[:80]!r} cause={error}.") from error
-    raise InvalidError(f"neither text nor base64: line={line[:80]!r}.", fix='Write a string, {"base64": "…"} or null.')
+            raise InvalidError(f"invalid base64: line={line[:80]!r} cause={error}.") from error
+    raise InvalidError(
+        f"the value is neither text nor base64: line={line[:80]!r}.", fix='Write a string, {"base64": "…"} or null.'
+    )
 
 
 def _number(found: dict[str, Any], name: str, line: bytes) -> int:
@@ -101,12 +103,12 @@ def _number(found: dict[str, Any], name: str, line: bytes) -> int:
     if value is None:
         return -1
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value < 2**63:
-        raise InvalidError(f"no number: name={name} line={line[:80]!r}.")
+        raise InvalidError(f"not a number: name={name} line={line[:80]!r}.")
     return value
 
 
 def as_line(message: Any, *, keys: bool, headers: bool) -> bytes:
-    """`message`: a confluent_kafka.Message."""
+    """Format a `confluent_kafka.Message` as a text line."""
     parts = []
     if headers:
         found = [f"{name}=".encode() + (value or b"") for name, value in message.headers() or ()]

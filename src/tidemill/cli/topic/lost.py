@@ -1,4 +1,4 @@
-"""`tidemill topic lost`: objects of the bucket that hold records of a topic and are gone, and how to live without."""
+"""`tidemill topic lost`: missing objects that hold records of a topic, and how to continue without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tidemill.topics.partition.state import PartitionState
 
 LetGo = Annotated[
-    list[str] | None, typer.Option("--let-go", help="An object that will not come back. May be repeated; or all.")
+    list[str] | None, typer.Option("--let-go", help="Abandon a lost object for good, or `all`. Repeatable.")
 ]
 
 
@@ -24,9 +24,12 @@ def lost(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Objects that hold fresh records of a topic and are gone from the bucket. Readers wait for them, and what comes
-    behind does not move into L1. An object that is let go counts as empty, for every topic that has records in it:
-    their offsets are a gap, as compaction leaves them. There is no way back."""
+    """List objects that hold fresh records of a topic and are missing from the bucket.
+
+    Readers wait for them, and later records do not move into L1. An object that is abandoned with --let-go counts as
+    empty, for every topic that has records in it: their offsets become a gap, as after compaction. This cannot be
+    undone.
+    """
     with stores(config) as opened:
         found = _found(opened, name)
         if let_go:
@@ -43,7 +46,7 @@ def lost(
         print_json(rows)
         return
     for row in rows:
-        state = "let go" if row["let_go"] else "lost"
+        state = "abandoned" if row["let_go"] else "lost"
         print(f"{name}/{row['partition']}  {row['offset']}..{row['end']}  {state}  {row['object']}")
     if not rows:
         print(f"nothing of {name} is lost")
@@ -74,6 +77,8 @@ def _let_go(opened: Stores, found: list[LostRange], keys: list[str]) -> None:
     lost = {each.object_key for each in found if not each.let_go}
     strange = sorted(set(keys) - lost - {"all"} - {each.object_key for each in found})
     if strange:
-        raise InvalidError(f"it is not lost: object={strange[0]}.", fix="Name one that is listed, or all.")
+        raise InvalidError(
+            f"the object is not lost: object={strange[0]}.", fix="Name an object that is listed, or all."
+        )
     for key in sorted(lost if "all" in keys else lost & set(keys)):
         opened.portal.call(let_go(opened.objects, key))

@@ -1,4 +1,4 @@
-"""`tidemill topic produce` and `topic consume`: records between a topic and the terminal, by librdkafka."""
+"""`tidemill topic produce` and `topic consume`: records between a topic and the terminal, through librdkafka."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from tidemill.cli.context import ConfigOption
 
 Topic = Annotated[str, typer.Argument(help="Topic name.")]
 Bootstrap = Annotated[
-    str, typer.Option("--bootstrap", "-b", help="host:port of a node; default: that of the configuration.")
+    str, typer.Option("--bootstrap", "-b", help="host:port of a node. Default: from the configuration.")
 ]
 Client = Annotated[
     list[str] | None,
-    typer.Option("--client", "-X", help="A property of librdkafka, NAME=VALUE (security, …). May be repeated."),
+    typer.Option("--client", "-X", help="A librdkafka property, NAME=VALUE (for security, …). Repeatable."),
 ]
-Partition = Annotated[list[int] | None, typer.Option("--partition", "-p", help="Only this one. May be repeated.")]
+Partition = Annotated[list[int] | None, typer.Option("--partition", "-p", help="Read only this partition. Repeatable.")]
 
 
 def produce(
     name: Topic,
-    file: Annotated[Path | None, typer.Argument(help="One record a line; default: standard input.")] = None,
-    key_separator: Annotated[str, typer.Option("--key", "-K", help="What stands between key and value.")] = "",
-    header: Annotated[list[str] | None, typer.Option("--header", "-H", help="NAME=VALUE, for every record.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="File with one record per line. Default: standard input.")] = None,
+    key_separator: Annotated[str, typer.Option("--key", "-K", help="Separator between key and value.")] = "",
+    header: Annotated[
+        list[str] | None, typer.Option("--header", "-H", help="Header for every record, NAME=VALUE. Repeatable.")
+    ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Each line is an object, as `topic consume --json` writes them.")
+        bool, typer.Option("--json", help="Each line is a JSON object, as written by `topic consume --json`.")
     ] = False,
-    tombstones: Annotated[bool, typer.Option("--tombstones", help="An empty value is no value (null).")] = False,
-    partition: Annotated[int, typer.Option("--partition", "-p", help="Into this one; default: by key.")] = -1,
+    tombstones: Annotated[bool, typer.Option("--tombstones", help="An empty value is a tombstone (null).")] = False,
+    partition: Annotated[int, typer.Option("--partition", "-p", help="Partition to write to. Default: by key.")] = -1,
     bootstrap: Bootstrap = "",
     client: Client = None,
     config: ConfigOption = None,
 ) -> None:
-    """Write lines to a topic, a record each. Exit 0 only when every one of them is acknowledged."""
+    """Write lines to a topic, one record per line. Exit 0 only when every record is acknowledged."""
     from tidemill.cli.topic import client as kafka_client
     from tidemill.cli.topic.line_format import JsonLines, Lines
 
@@ -49,7 +51,9 @@ def produce(
         done = kafka_client.produce(settings, name, partition, sys.stdin.buffer, lines)
     else:
         if not file.is_file():
-            raise InvalidError(f"no such file: path={file}.", fix="Name a file of lines, or leave it out.")
+            raise InvalidError(
+                f"no such file: path={file}.", fix="Name a file of lines, or omit it to read standard input."
+            )
         with file.open("rb") as source:
             done = kafka_client.produce(settings, name, partition, source, lines)
     print(done.told(name), file=sys.stderr)
@@ -59,21 +63,25 @@ def produce(
 def consume(
     name: Topic,
     begin: Annotated[
-        str, typer.Option("--from", help="start, end, an offset, -N (the last N), or @MS (a time).")
+        str, typer.Option("--from", help="First position: start, end, an offset, -N (the last N), or @MS (a time).")
     ] = "start",
-    end: Annotated[str, typer.Option("--to", help="end (as it is now), an offset, or @MS; see --follow.")] = "end",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on for ever, until Ctrl-C.")] = False,
-    count: Annotated[int, typer.Option("--count", "-c", min=0, help="At most so many records; 0 = all.")] = 0,
+    end: Annotated[
+        str, typer.Option("--to", help="Position to stop before: end (the current end), an offset, or @MS.")
+    ] = "end",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new records until Ctrl-C.")] = False,
+    count: Annotated[int, typer.Option("--count", "-c", min=0, help="Print at most this many records; 0 = all.")] = 0,
     partition: Partition = None,
-    keys: Annotated[bool, typer.Option("--keys", "-k", help="The key and a tab before each value.")] = False,
-    headers: Annotated[bool, typer.Option("--headers", help="The headers and a tab before that.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Each record as an object on a line.")] = False,
-    uncommitted: Annotated[bool, typer.Option("--uncommitted", help="Also what transactions may abort.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", "-k", help="Print the key and a tab before each value.")] = False,
+    headers: Annotated[bool, typer.Option("--headers", help="Print the headers and a tab before that.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each record as a JSON object on one line.")] = False,
+    uncommitted: Annotated[
+        bool, typer.Option("--uncommitted", help="Include records of open and aborted transactions.")
+    ] = False,
     bootstrap: Bootstrap = "",
     client: Client = None,
     config: ConfigOption = None,
 ) -> None:
-    """Print records of a topic, a line each. Nothing is committed: it reads without a group."""
+    """Print records of a topic, one per line. No offsets are committed: the command reads without a group."""
     from tidemill.cli.topic import client as kafka_client
     from tidemill.cli.topic.line_format import as_json_line, as_line
 
@@ -93,7 +101,7 @@ def _client_settings(bootstrap: str, client: list[str] | None, path: Path | None
 
 
 def address(config: Config) -> str:
-    """Where clients find the node of this configuration."""
+    """Return the address at which clients find the node of this configuration."""
     bound = Address.parse(config.node.kafka)
     return config.kafka.advertised or str(Address(bare(config.node.advertised_host) or bound.host, bound.port))
 
@@ -101,5 +109,5 @@ def address(config: Config) -> str:
 def _pair(text: str, what: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise InvalidError(f"not a {what}: {text!r}.", fix="Write it as NAME=VALUE.")
+        raise InvalidError(f"invalid {what}: {text!r}.", fix="Write it as NAME=VALUE.")
     return key, value

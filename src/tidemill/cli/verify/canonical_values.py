@@ -27,17 +27,17 @@ from tidemill.shards.parts.schema import TIMESTAMPS
 
 
 def ordered_columns(schema: ShardSchema) -> tuple[Column, ...]:
-    """The key's columns in key order, then the others: the order of values in a row."""
+    """Return the columns in the order of values in a row: the key's columns in key order, then the others."""
     by_name = {c.name: c for c in schema.columns}
     return tuple(by_name[k] for k in schema.key) + tuple(c for c in schema.columns if c.name not in schema.key)
 
 
 def select_expression(column: Column) -> str:
-    """SQL that yields the canonical value."""
+    """Return SQL that yields the canonical value."""
     name = identifier(column.name)
     if column.type in TIMESTAMPS:
-        # Without a zone the digits are taken as UTC; the session's TimeZone is UTC, so both kinds cast alike.
-        # The last days that PostgreSQL has lie beyond int64: no shard holds them, so they may be any number no row has.
+        # A timestamp without a zone is read as UTC; the session's TimeZone is UTC, so both kinds cast alike.
+        # PostgreSQL's last days are beyond int64. No shard holds them, so any number that no row has will do.
         finite = f"least(extract(epoch FROM {name}::timestamptz) * 1000000, {TIMESTAMP_INFINITY - 1})::int8"
         return _with_infinity(name, finite, TIMESTAMP_INFINITY, "int8")
     if column.type == "date":
@@ -45,20 +45,21 @@ def select_expression(column: Column) -> str:
     if column.type in ("float32", "float64"):
         return f"{name}::float8"
     if column.type == "int64":
-        return f"{name}::int8"  # an oid, too
+        return f"{name}::int8"  # applies to oid, too
     if column.type in ("string", "json"):
         return _text(name)
     return name
 
 
 def order_expression(column: Column) -> str:
-    """SQL that sorts as the canonical value does."""
+    """Return SQL that sorts as the canonical value does."""
     name = identifier(column.name)
     return f'{_text(name)} COLLATE "C"' if column.type in ("string", "json") else name
 
 
 def _text(name: str) -> str:
-    """The output function's text, as the stream carries it (a cast trims char(n) and decorates inet)."""
+    """Return SQL for the text of the output function, as the stream carries it. A cast would trim char(n) and decorate
+    inet."""
     return f"CASE WHEN {name} IS NULL THEN NULL ELSE format('%s', {name}) END"
 
 
@@ -70,7 +71,7 @@ def _with_infinity(name: str, finite: str, infinity: int, kind: str) -> str:
 
 
 def fix_floats(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
-    """What must still be done to a row whose floats are plain; None when nothing."""
+    """Return a function that makes the plain floats of a row canonical; None if no column is a float."""
     places = [i for i, c in enumerate(columns) if c.type in ("float32", "float64")]
     if not places:
         return None
@@ -85,7 +86,7 @@ def fix_floats(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
 
 
 def plain_arrow(column: pa.ChunkedArray, kind: Column) -> Any:
-    """A shard column with its canonical integers or float64s, still as Arrow (what the spool stores)."""
+    """Return a shard column with its canonical integers or float64s, still as Arrow (the spool stores it)."""
     if kind.type in TIMESTAMPS:
         return column.cast(pa.int64())
     if kind.type == "date":

@@ -1,4 +1,4 @@
-"""`tidemill verify [TABLE…]`: the source at a commit against the shard at the matching time."""
+"""`tidemill verify [TABLE…]`: compare the source at a commit with the shard at the matching time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from tidemill.cli.context import ConfigOption, JsonOption, print_json, stores
 
 
 def verify(
-    tables: Annotated[list[str] | None, typer.Argument(help="Tables; none = all that pipelines keep.")] = None,
+    tables: Annotated[
+        list[str] | None, typer.Argument(help="Table names. Default: every table that a pipeline maintains.")
+    ] = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare tables with their sources: rows missing, extra, different, and a hash. Exit 1 when any differs."""
+    """Compare tables with their sources: missing, extra and different rows, and a hash. Exit 1 when any differs."""
     from tidemill.cli.verify.tables import Verifier
     from tidemill.topics.l1.reader import l1_reader
 
@@ -54,7 +56,7 @@ def verify(
 
 
 class _Bar:
-    """One progress bar a table, on stderr; nothing when stderr is not a terminal."""
+    """Progress bars, one per table, on stderr; nothing is shown when stderr is not a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console

@@ -1,7 +1,7 @@
-"""Two streams of rows in one key order → what is missing, extra and different. Pure.
+"""Comparison of two streams of rows in one key order: missing, extra and different rows. Pure.
 
-A row is a tuple of canonical values (`canonical_values`), its first `key_length` the key. Both streams must be sorted
-by key in one order; a stream that is not is reported, never compared wrongly. A key that comes twice on
+A row is a tuple of canonical values (`canonical_values`); its first `key_length` values are the key. Both streams must
+be sorted by key in the same order. An unsorted stream is reported, never compared wrongly. A key that occurs twice on
 one side is one row too many there.
 """
 
@@ -20,9 +20,12 @@ EXAMPLES = 5
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """rows: rows of the source. missing: only in the source; extra: only in the shard; different: same key, other
-    values; poisoned: only in the source, for it is a dead letter. The hashes are of the two streams, equal exactly when
-    the streams are. `examples` names a few keys."""
+    """Result of a comparison.
+
+    `rows` counts the rows of the source. `missing` rows are only in the source, `extra` rows only in the shard;
+    `different` rows have the same key and other values. `poisoned` rows are only in the source because they are dead
+    letters. The hashes of the two streams are equal exactly when the streams are. `examples` names a few keys.
+    """
 
     rows: int
     shard_rows: int
@@ -41,10 +44,11 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Comparison:
-    """Push chunks of both sides with `step`; whatever it did not consume is offered again, with more behind it."""
+    """Incremental comparison. Push chunks of both sides with `step`; offer rows that it did not consume again, followed
+    by more."""
 
     def __init__(self, key_length: int, poisoned: Mapping[Row, str] | None = None) -> None:
-        """`poisoned`: key → why its row is a dead letter."""
+        """Initialise. `poisoned` maps a key to the reason why its row is a dead letter."""
         self._key_length = key_length
         self._poisoned = poisoned or {}
         self._hashes = (hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16))
@@ -55,13 +59,13 @@ class Comparison:
 
     @property
     def rows(self) -> int:
-        """Rows of the source so far, for a progress bar."""
+        """Number of source rows so far, for a progress bar."""
         return self._rows[0]
 
     def step(
         self, source: Sequence[Row], shard: Sequence[Row], source_ended: bool, shard_ended: bool
     ) -> tuple[int, int]:
-        """Compare as far as both chunks allow; returns how many rows of each were consumed."""
+        """Compare as far as both chunks allow. Return how many rows of each were consumed."""
         n = self._key_length
         i = j = 0
         while i < len(source) and j < len(shard):
@@ -111,7 +115,7 @@ class Comparison:
             self.missing += 1
 
     def _take(self, side: int, rows: Sequence[Row]) -> None:
-        """Count and hash consumed rows, and hold them to the order this merge relies on."""
+        """Count and hash consumed rows. Raises CorruptError if they are not in the order on which this merge relies."""
         n, last, digest = self._key_length, self._last[side], self._hashes[side]
         for row in rows:
             key = order_of(row[:n])
@@ -131,12 +135,12 @@ class Comparison:
 
 
 def order_of(key: Row) -> Row:
-    """The key as both sides sort it: null after everything, NaN after every number."""
+    """Return the key as both sides sort it: null after everything, NaN after every number."""
     return tuple((2, 0) if v is None else (1, 0) if v is NAN else (0, v) for v in key)
 
 
 class _NaN:
-    """Equal to itself, unlike the float, and printed the same everywhere."""
+    """NaN that, unlike the float, is equal to itself, and prints the same everywhere."""
 
     def __repr__(self) -> str:
         return "nan"

@@ -1,7 +1,7 @@
-"""Keys that a captured table lacks because their rows are dead letters, as canonical rows of the comparison.
+"""Keys of a captured table whose rows are dead letters, as canonical rows of the comparison.
 
-A poisoned row is not there and not equal: it is counted by itself and named. Whether a letter was healed since shows
-by its key being in the shard again, so an old letter explains nothing but a row that is missing.
+A poisoned row is neither present nor equal: it is counted separately and named. A later repair shows by its key being
+in the shard again, so an old dead letter explains only a row that is missing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tidemill.topics.batch.columns import of_fields
 async def poisoned_keys(
     letters: Shard, table: str, schema: ShardSchema, forms: Mapping[str, str] | None = None
 ) -> dict[Row, str]:
-    """Of the captured `table` (schema.table), from a pipeline's dead letters: key → what its newest letter says. An
-    older shard of them names no keys."""
+    """Return key → reason of its newest dead letter, for the captured `table` (schema.table). Older shards of dead
+    letters contain no keys; the result is then empty."""
     if "key" not in {c.name for c in letters.schema.columns}:
         return {}
     try:
@@ -47,8 +47,8 @@ async def poisoned_keys(
 def canonical_keys(
     keys: Sequence[bytes | None], schema: ShardSchema, forms: Mapping[str, str] | None = None
 ) -> dict[Row, int]:
-    """Keys as topics carry them (JSON of the key columns; `forms` in topics of events), with their places; one that no
-    key column holds can be in no shard."""
+    """Return the canonical keys with their places in `keys`, which are as in topics: JSON of the key columns, in the
+    representations of `forms` in event topics. A key that no key column can hold is left out: it can be in no shard."""
     columns_of_keys = of_fields(keys, [None] * len(keys))
     records = Records("", 0, columns_of_keys.timestamps_ms, columns_of_keys)
     rows = CapturedDecoder(schema, forms=forms).decode(records).commands.rows

@@ -1,4 +1,4 @@
-"""What a derived table should hold: its function run anew, in batch, on its inputs at the table's newest time."""
+"""Expected contents of a derived table: its function run again, in batch, on its inputs at the table's newest time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ATTEMPTS = 20
 
 
 class Recomputed:
-    """`time_ms` is the time of the comparison: the newest at which the table and all its inputs are final."""
+    """Recomputation of one derived table. `time_ms` is the compared time: the newest at which the table and all its
+    inputs are final."""
 
     def __init__(self, spark: Any, table: DerivedTable, output: Shard, inputs: list[Shard]) -> None:
         self._spark = spark
@@ -31,7 +32,7 @@ class Recomputed:
         self.time_ms = 0
 
     async def choose_time(self) -> int:
-        """The last time the table was brought to. Raises UnavailableError while an input is behind it."""
+        """Return the last time that the table has reached. Raises UnavailableError while an input lags."""
         _, upper = await self._output.frontiers()
         self.time_ms = upper - 1
         for _ in range(ATTEMPTS):

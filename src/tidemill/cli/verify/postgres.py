@@ -1,11 +1,11 @@
-"""One point of a captured database, with rows to read as of it, though the tables are locked for milliseconds only.
+"""One point of a captured database and its rows as of that point, with the tables locked for milliseconds only.
 
     A   LOCK TABLE … IN SHARE MODE       every writer of these tables has committed, and none can start
         pg_export_snapshot, pg_logical_emit_message(true, 'tidemill', nonce)
     B   SET TRANSACTION SNAPSHOT         sees exactly what A sees
-    A   COMMIT                           writers go on; capture mints a binding tagged `nonce` at this commit
+    A   COMMIT                           writers continue; capture mints a binding tagged `nonce` at this commit
 
-What B reads is what the tables held at A's commit: between A's snapshot and its commit nobody could write them.
+B reads what the tables held at A's commit, because no transaction could write them between A's snapshot and its commit.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LOCK_TIMEOUT_MS = 50
 LOCK_BUDGET_S = 60.0
 LOCK_PAUSE_S = 0.5
 LOCK_SHARE = 0.05
-"""Writers queue behind a lock that is waited for: at most this share of the time."""
+"""Largest share of the time spent waiting for the lock, because writers queue behind a waiting lock."""
 FETCH_ROWS = 20_000
 MARKER_PREFIX = "tidemill"
 
 
 class SourceColumn(NamedTuple):
-    """`generated`: "" not, s stored, v virtual."""
+    """Column of a source table. `generated` is "" for no, s for stored, v for virtual."""
 
     name: str
     type_name: str
@@ -45,7 +45,7 @@ class SourceColumn(NamedTuple):
 
 
 class SourcePoint:
-    """Reads tables as of one commit. One reader at a time: they share transaction B.
+    """Reader of tables as of one commit. Readers share transaction B, so only one may run at a time.
 
     The commit's LSN is within `lsns`, both ends included.
     """
@@ -56,7 +56,7 @@ class SourcePoint:
         self.lsns = lsns
 
     async def count(self, table: str) -> int:
-        """The planner's guess of the number of rows, for a progress bar."""
+        """Return the planner's estimate of the number of rows, for a progress bar."""
         cursor = await self._connection.execute(
             "SELECT greatest(reltuples, 0)::int8 FROM pg_class WHERE oid = %s::regclass", (_quoted(table),)
         )
@@ -64,7 +64,7 @@ class SourcePoint:
         return int(found[0]) if found else 0
 
     async def columns(self, table: str) -> tuple[list[SourceColumn], list[str]]:
-        """All columns, those included that the stream does not carry, and the primary key's."""
+        """Return all columns, including those that the stream does not carry, and the columns of the primary key."""
         cursor = await self._connection.execute(
             "SELECT a.attname, format_type(a.atttypid, a.atttypmod), a.attgenerated::text FROM pg_attribute a"
             " WHERE a.attrelid = %s::regclass AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attnum",
@@ -80,8 +80,8 @@ class SourcePoint:
         return columns, [str(name) for (name,) in await cursor.fetchall()]
 
     async def rows(self, table: str, schema: ShardSchema) -> AsyncIterator[list[Row]]:
-        """Chunks of canonical rows in key order, with null in what is retired. Raises InvalidError when the table lacks
-        a column of the shard."""
+        """Yield chunks of canonical rows in key order, with null in retired columns. Raises InvalidError when the table
+        lacks a column of the shard."""
         import psycopg
 
         columns = ordered_columns(schema)
@@ -96,12 +96,12 @@ class SourcePoint:
             try:
                 await cursor.execute(query.encode())
             except psycopg.errors.UndefinedColumn as error:
-                raise InvalidError(f"table lacks a column of its shard: table={table} ({_said(error)}).") from error
+                raise InvalidError(f"the table lacks a column of its shard: table={table} ({_said(error)}).") from error
             while chunk := await cursor.fetchmany(FETCH_ROWS):
                 yield [fix(r) for r in chunk] if fix else chunk
 
     async def _scope(self, table: str) -> str:
-        """Without the tables that inherit from it: they are tables of their own."""
+        """Return the FROM item, which excludes tables that inherit from the table: they are tables of their own."""
         cursor = await self._connection.execute(
             "SELECT relkind::text FROM pg_class WHERE oid = %s::regclass", (_quoted(table),)
         )
@@ -113,7 +113,8 @@ class SourcePoint:
 async def source_point(dsn: str, tables: Sequence[str], nonce: str) -> AsyncIterator[SourcePoint]:
     """Fix a point at which all `tables` (schema.table) can be read, marked by `nonce` in the stream.
 
-    Raises MissingError for a table that does not exist, UnavailableError when the server or the locks cannot be had.
+    Raises MissingError for a table that does not exist, and UnavailableError when the server does not answer or the
+    locks are not granted.
     """
     import psycopg
 
@@ -132,7 +133,7 @@ async def source_point(dsn: str, tables: Sequence[str], nonce: str) -> AsyncIter
                     raise UnavailableError(
                         f"the tables could not be locked for a moment: tables={','.join(tables)}"
                         f" {await _holder(reader, tables)}.",
-                        fix="End that transaction, and try again.",
+                        fix="End the blocking transaction, and try again.",
                     ) from error
                 await asyncio.sleep(max(LOCK_PAUSE_S, took_s / LOCK_SHARE))
             except psycopg.errors.UndefinedTable as error:
@@ -151,10 +152,10 @@ async def _mark(dsn: str, tables: Sequence[str], nonce: str, reader: psycopg.Asy
     try:
         await reader.rollback()
         await marker.execute(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}".encode())
-        # In one order always, so that two verifications never wait for each other.
+        # The order is always the same, so that two verifications never wait for each other.
         names = ", ".join(_quoted(t) for t in sorted(tables))
         await marker.execute(f"LOCK TABLE {names} IN SHARE MODE".encode())
-        # The first query: the transaction's snapshot is taken here, after the locks.
+        # This is the first query: the transaction's snapshot is taken here, after the locks.
         cursor = await marker.execute(
             "SELECT pg_export_snapshot(), pg_logical_emit_message(true, %s, %s)::text", (MARKER_PREFIX, nonce)
         )
@@ -175,7 +176,7 @@ async def _mark(dsn: str, tables: Sequence[str], nonce: str, reader: psycopg.Asy
 
 
 async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
-    """In REPEATABLE READ, with the settings of the stream's sessions. Raises UnavailableError."""
+    """Connect in REPEATABLE READ, with the settings of the stream's sessions. Raises UnavailableError."""
     import psycopg
 
     try:
@@ -191,7 +192,7 @@ async def _connect(dsn: str) -> psycopg.AsyncConnection[Any]:
 
 
 async def _holder(reader: psycopg.AsyncConnection[Any], tables: Sequence[str]) -> str:
-    """The oldest transaction that writes one of the tables: pid, age, query; of a prepared one its gid."""
+    """Return the oldest transaction that writes one of the tables: pid, age and query, or the gid of a prepared one."""
     cursor = await reader.execute(
         "SELECT a.pid, extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, p.prepared))::int,"
         " left(a.query, 120), p.gid FROM pg_locks l LEFT JOIN pg_stat_activity a USING (pid) LEFT JOIN"

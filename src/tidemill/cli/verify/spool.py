@@ -1,6 +1,6 @@
-"""A shard's updates, or a topic's commands, on disk in a DuckDB file, to be read back in key order.
+"""Updates of a shard, or commands of a topic, in a DuckDB file on disk, to be read back in key order.
 
-DuckDB sums, sorts and spills; what `shards.consolidate` does is deliberately not used here.
+DuckDB sums, sorts and spills. The module deliberately does not use `shards.consolidate`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DUCK_TYPES = {
 
 
 class Spool:
-    """One file in `directory`. Not for concurrent use; blocking work runs on a thread."""
+    """DuckDB file in `directory`. Not for concurrent use; blocking work runs on a thread."""
 
     def __init__(self, directory: Path, name: str, schema: ShardSchema) -> None:
         import duckdb
@@ -56,11 +56,11 @@ class Spool:
         self._names = [f"c{i}" for i in range(len(self._columns))]
 
     async def add_updates(self, rows: pa.Table) -> None:
-        """Updates of the shard: its columns and `_diff`."""
+        """Add updates of the shard: its columns and `_diff`."""
         await asyncio.to_thread(self._insert, "updates", rows, [rows.column(DIFF)])
 
     async def add_commands(self, rows: pa.Table, live: Any, time: Any, partition: Any, order: Any) -> None:
-        """Upserts (live) and deletions of a topic: the newest by (time, order) decides each key."""
+        """Add upserts (`live`) and deletions of a topic. The newest by (time, order) decides each key."""
         await asyncio.to_thread(self._insert, "commands", rows, [live, time, partition, order])
 
     def _insert(self, into: str, rows: pa.Table, extra: Sequence[Any]) -> None:
@@ -76,7 +76,7 @@ class Spool:
             self._duck.unregister("incoming")
 
     def contents(self) -> AsyncIterator[list[Row]]:
-        """What the updates sum up to, in key order. Raises CorruptError on a negative multiplicity."""
+        """Yield the rows that the updates sum up to, in key order. Raises CorruptError on a negative multiplicity."""
         names = ", ".join(self._names)
         return self._stream(
             f"SELECT {names}, sum(diff)::BIGINT AS n FROM updates GROUP BY {names} HAVING sum(diff) <> 0"
@@ -85,7 +85,7 @@ class Spool:
         )
 
     def last_per_key(self) -> AsyncIterator[list[Row]]:
-        """The live rows that the commands leave, in key order."""
+        """Yield the live rows that the commands leave, in key order."""
         names, keys = ", ".join(self._names), ", ".join(self._names[: self._keys])
         return self._stream(
             f"SELECT {names} FROM (SELECT *, row_number() OVER (PARTITION BY {keys} ORDER BY made DESC, ord DESC)"
@@ -94,7 +94,7 @@ class Spool:
         )
 
     async def count(self) -> int:
-        """An upper bound of rows to come, for a progress bar."""
+        """Return an upper bound of the rows to come, for a progress bar."""
         found = await asyncio.to_thread(lambda: self._duck.execute("SELECT count(*) FROM updates").fetchone())
         return int(found[0])
 
@@ -123,7 +123,8 @@ class Spool:
         return rows if self._fix is None else [self._fix(r) for r in rows]
 
     def _order(self) -> str:
-        """By key, then by the rest, so that equal multisets give equal streams; null last, as PostgreSQL does."""
+        """Return the sort order: by key, then by the rest, so that equal multisets give equal streams; null last, as in
+        PostgreSQL."""
         return ", ".join(f"{n} ASC NULLS LAST" for n in self._names)
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""verify one table: fix a point in the source, find its time, and compare the shard at that time."""
+"""Verification of one table: fix a point in the source, find its time, and compare the shard at that time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tidemill.shards.parts.pg_columns import as_held, column_for
 from tidemill.shards.parts.schema import canonical_type
 
 Progress = Callable[[str, int, int], None]
-"""(table, rows of the source compared, rows expected; 0 = not known)"""
+"""Callback with (table, rows of the source compared, rows expected; 0 if unknown)."""
 
 Poisoned = Callable[[str, Shard], Awaitable[Mapping[Row, str]]]
-"""(schema.table, its shard) → keys whose rows are dead letters"""
+"""Function from (schema.table, its shard) to the keys whose rows are dead letters, with the reasons."""
 
 BINDING_TIMEOUT_S = 60.0
 SHARD_TIMEOUT_S = 120.0
@@ -32,7 +32,7 @@ GROUP_ROWS = 200_000
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """One table's verdict. `lsn` 0 = the source has none. `time_ms` is the shard's time that was compared."""
+    """Verdict on one table. `lsn` is 0 if the source has none. `time_ms` is the compared time of the shard."""
 
     table: str
     rows: int
@@ -46,9 +46,10 @@ class Verified(msgspec.Struct, frozen=True):
     examples: tuple[str, ...] = ()
     poisoned: int = 0
     columns: str = ""
-    """How the columns of the source differ from the shard's; rows are compared by those that both have."""
+    """Difference between the columns of the source and of the shard; rows are compared by the columns that both have.
+    """
     parked: str = ""
-    """Why the table does not flow: its rows are not compared, and it is never equal."""
+    """Reason why the table is paused: its rows are not compared, and it never counts as equal."""
 
     @property
     def clean(self) -> bool:
@@ -66,17 +67,17 @@ async def verify_captured(
     timeout_s: float = SHARD_TIMEOUT_S,
     poisoned: Poisoned | None = None,
 ) -> list[Verified]:
-    """Compare captured tables, all at one commit. `tables`: (schema.table, its shard); results in that order.
+    """Compare captured tables, all at one commit. `tables` are (schema.table, its shard); results are in that order.
 
-    Raises UnavailableError when no binding was minted or a shard did not reach its time (who holds it is in `why`),
-    Missing for a table the source does not have, InvalidError for a shard without a key.
+    Raises UnavailableError when no binding was minted or a shard did not reach its time (`tidemill why` names the
+    blocker), MissingError for a table that the source does not have, InvalidError for a shard without a key.
     """
     before = await remap.latest()
     nonce = rand.nonce()
     async with source_point(dsn, [name for name, _ in tables], nonce) as point:
         binding = await marked_binding(remap, nonce, before.time_ms if before else -1)
         if not point.lsns[0] <= binding.lsn <= point.lsns[1]:
-            # While a table's snapshot is being stitched in, capture carries markers on to where it ends.
+            # While the snapshot of a table is being joined to the stream, capture carries markers on to where it ends.
             raise UnavailableError(
                 f"capture bound the marker at another commit: remap={remap.name} lsn={Lsn(binding.lsn)}.",
                 fix="Verify again once the capture's snapshot is done.",
@@ -108,8 +109,8 @@ async def _captured(
 
 
 def column_difference(columns: Sequence[SourceColumn], key: Sequence[str], schema: ShardSchema) -> str:
-    """What the source has that the shard has not, and the other way round, generated columns too; "" = nothing. A
-    column that is retired is none that the shard has: every row must hold null in it."""
+    """Describe the columns that only one side has, generated columns included, and other types or keys; "" if there is
+    no difference. A retired column does not count as one of the shard: every row must hold null in it."""
     ours = {column.name: canonical_type(column.type) for column in schema.columns if not column.retired}
     kinds = {"s": "generated ", "v": "virtual generated "}
     said = [f"{kinds.get(c.generated, '')}column {c.name!r} is not in the shard" for c in columns if c.name not in ours]
@@ -133,9 +134,9 @@ async def verify_expected(
     progress: Progress | None = None,
     timeout_s: float = SHARD_TIMEOUT_S,
 ) -> Verified:
-    """Compare a shard at a time with rows from anywhere: canonical, in key order (`table_rows`, `Spool`).
+    """Compare a shard at a time with rows from any source: canonical, in key order (`table_rows`, `Spool`).
 
-    `source` is given a scratch directory that lives as long as the comparison.
+    `source` gets a scratch directory that lives as long as the comparison.
     """
     with tempfile.TemporaryDirectory(prefix="tidemill-verify-") as scratch:
         rows = source(Path(scratch))
@@ -144,7 +145,7 @@ async def verify_expected(
 
 
 async def marked_binding(remap: Remap, nonce: str, after_ms: int, timeout_s: float = BINDING_TIMEOUT_S) -> Binding:
-    """The binding that capture minted at the marked commit. Raises UnavailableError after the timeout."""
+    """Return the binding that capture minted at the marked commit. Raises UnavailableError after the timeout."""
     waited_s, slice_s = 0.0, 1.0
     while True:
         bindings = await remap.after(after_ms)
@@ -157,7 +158,7 @@ async def marked_binding(remap: Remap, nonce: str, after_ms: int, timeout_s: flo
         if waited_s >= timeout_s:
             raise UnavailableError(
                 f"capture did not reach the marked commit: remap={remap.name} waited_s={waited_s:.0f}.",
-                fix="See `tidemill why`: the capture is stopped or behind.",
+                fix="Run `tidemill why`: the capture is stopped or behind.",
             )
         if not await remap.wait(after_ms, slice_s):
             waited_s += slice_s
@@ -171,15 +172,17 @@ async def compare_shard(
     timeout_s: float = SHARD_TIMEOUT_S,
     poisoned: Callable[[], Awaitable[Mapping[Row, str]]] | None = None,
 ) -> Outcome:
-    """Stream both sides in key order; memory is bounded by chunks and the spool's limit."""
+    """Stream both sides in key order. Memory is bounded by chunks and the spool's limit."""
     if not shard.schema.key:
-        raise InvalidError(f"shard has no key to compare by: shard={shard.name}.", fix="Verify it by its aggregates.")
+        raise InvalidError(
+            f"the shard has no key to compare by: shard={shard.name}.", fix="Verify it by its aggregates."
+        )
     with tempfile.TemporaryDirectory(prefix="tidemill-verify-") as scratch:
         spool = Spool(Path(scratch), "shard", shard.schema)
         try:
             async with shard.holding("verify", time_ms):
                 await spool_shard(shard, time_ms, spool, timeout_s)
-            # Dead letters are there before the shard passes their records, so not before this.
+            # A dead letter is stored before the shard passes its record, so the letters must not be read earlier.
             comparison = Comparison(len(shard.schema.key), await poisoned() if poisoned is not None else {})
             await _merge(comparison, source, spool.contents(), progress)
         finally:
@@ -188,13 +191,13 @@ async def compare_shard(
 
 
 async def spool_shard(shard: Shard, time_ms: int, spool: Spool, timeout_s: float) -> None:
-    """Every update of the shard up to `time_ms`, some batches at a time. Raises UnavailableError, InvalidError below
-    since."""
+    """Add every update of the shard up to `time_ms`, some batches at a time. Raises UnavailableError, and InvalidError
+    below since."""
     upper = await shard.wait_upper(time_ms, timeout_s)
     if upper <= time_ms:
         raise UnavailableError(
-            f"shard did not reach the time: shard={shard.name} time_ms={time_ms} upper={upper}.",
-            fix=f"See `tidemill why shard:{shard.name}`.",
+            f"the shard did not reach the time: shard={shard.name} time_ms={time_ms} upper={upper}.",
+            fix=f"Run `tidemill why shard:{shard.name}`.",
         )
     held: list[pa.Table] = []
     for batch in await shard.batches_until(time_ms):

@@ -1,4 +1,4 @@
-"""Verify tables by what feeds them, as the catalogue says: a captured table, a topic, or a function of other tables."""
+"""Verification of tables by their source in the catalogue: a captured table, a topic, or a function of other tables."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tidemill.topics.partition_reader import PartitionReaderImpl
 
 
 class Plan(msgspec.Struct):
-    """Table names by what feeds them."""
+    """Table names by kind of source."""
 
     captured: dict[str, list[tuple[str, str]]] = {}
-    """capture → [(schema.table, shard)]"""
+    """Captured tables: capture → [(schema.table, shard)]."""
     topics: dict[str, str] = {}
-    """shard → topic"""
+    """Tables of topics: shard → topic."""
     derived: list[str] = []
     pipelines: dict[str, str] = {}
-    """shard → pipeline that keeps it"""
+    """Maintaining pipelines: shard → pipeline."""
 
 
 class Verifier:
@@ -61,8 +61,8 @@ class Verifier:
         self._l1 = l1
 
     async def tables(self, names: Iterable[str] = ()) -> list[Verified]:
-        """Verify the named tables, all that pipelines keep when none is named. Raises MissingError for an unknown
-        one."""
+        """Verify the named tables, or all that pipelines maintain when none is named. Raises MissingError for an
+        unknown table."""
         plan = await self._plan(tuple(names))
         found: list[Verified] = []
         for capture, pairs in plan.captured.items():
@@ -82,7 +82,7 @@ class Verifier:
         for name in names or tuple(fed_by):
             if name not in fed_by:
                 raise MissingError(
-                    f"no pipeline keeps this table: table={name}.", fix=f"Known: {', '.join(sorted(fed_by))}"
+                    f"no pipeline maintains this table: table={name}.", fix=f"Known tables: {', '.join(sorted(fed_by))}"
                 )
             kind, _, rest = fed_by[name].partition(":")
             if kind == "capture":
@@ -97,7 +97,9 @@ class Verifier:
     async def _captured(self, capture: str, pairs: list[tuple[str, str]]) -> list[Verified]:
         section = self._config.capture.get(capture)
         if section is None:
-            raise InvalidError(f"this configuration has no such capture: key=capture.{capture}.", fix="Add its DSN.")
+            raise InvalidError(
+                f"the configuration has no such capture: key=capture.{capture}.", fix="Add the capture with its DSN."
+            )
         remap = await open_remap(self._consensus, self._clock, self._rand, f"capture/{capture}")
         parked: dict[str, Verified] = {}
         tables = []
@@ -134,7 +136,7 @@ class Verifier:
         remap = await open_remap(self._consensus, self._clock, self._rand, f"topic/{topic}")
         latest = await remap.latest()
         if latest is None:
-            raise MissingError(f"nothing was bound for this topic yet: topic={topic}.", fix="Is a node up?")
+            raise MissingError(f"the topic has no binding yet: topic={topic}.", fix="Start a node with: tidemill up")
         shard = await self._shard(name)
         feed = TopicFeed(row.name, row.topic_id, row.partitions, False, shard.schema)
         fold = TopicFold(remap, PartitionReaderImpl(self._consensus, self._objects, self._l1), feed, latest.time_ms)
@@ -156,5 +158,7 @@ class Verifier:
     def _pipeline(self, name: str) -> Pipeline:
         section = self._config.pipeline.get(name)
         if section is None:
-            raise InvalidError(f"this configuration has no such pipeline: key=pipeline.{name}.", fix="Add its file.")
+            raise InvalidError(
+                f"the configuration has no such pipeline: key=pipeline.{name}.", fix="Add the pipeline with its file."
+            )
         return load_pipeline(Path(section.file), name)

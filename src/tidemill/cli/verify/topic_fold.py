@@ -1,4 +1,4 @@
-"""What a stream topic says a table should hold: the last record of each key up to a time, folded on disk."""
+"""Expected contents of a table that follows a topic: the last record of each key up to a time, folded on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFS_AT_ONCE = 32
 
 
 class TopicFold:
-    """`malformed` counts the records that no table can hold; known once `rows` has yielded."""
+    """Fold of a topic. `malformed` counts the records that no table can hold; it is known once `rows` has yielded."""
 
     def __init__(self, remap: Remap, reader: PartitionReader, feed: TopicFeed, time_ms: int) -> None:
         self._remap = remap
@@ -31,7 +31,7 @@ class TopicFold:
         self.records = 0
 
     async def rows(self, scratch: Path) -> AsyncIterator[list[Row]]:
-        """Live rows in key order, as `verify_expected` wants them. Raises what reading the topic raises."""
+        """Yield the live rows in key order, as `verify_expected` needs them. Raises the errors of reading the topic."""
         spool = Spool(scratch, "topic", self._feed.schema)
         try:
             async for base, page in self._pages():

@@ -1,16 +1,19 @@
-"""Captures that this node holds or held and cannot run: when it gives one up, and how long it then does not offer to.
+"""Back-off for captures that this node cannot run: when to hand one over, and how long not to offer to run it again.
 
-    fails     it has neither streamed nor copied for NEVER_S, or for LOST_S where it had in this holding: the node does
-              not offer the capture any more, also not while it holds it, and gives it up where another one offers it
-    given up  for FIRST_S, and twice as long each time, LONGEST_S at most. It still takes what is free and taken by
-              nobody (balancer.py, S2)
-    works     all of that is forgotten
+- Failing: a capture has neither streamed nor copied for NEVER_S, or for LOST_S if it worked since this node acquired
+  it. The node stops offering it, even while it holds it, and hands it over once another node offers it.
+- Handed over: the node does not offer the capture for FIRST_S, and twice as long each time, at most LONGEST_S. It still
+  takes a free capture that no other node takes (balancer.py).
+- Working: all of that is forgotten.
 
-Y1  The others see by what is offered whom they may give a capture: one that this node cannot run, and another can, is
-    tried here for half a minute, more and more rarely.
-Y2  Where a node that took over what was given up fails as well, and then works, the trouble was not this node's: it
-    offers at once what it gave up. The next pause is as long as it would have been.
-Y3  Losing what worked is mostly the database's, and moving helps nothing then: that has longer.
+Nodes learn from each other's offers who can run a capture. A capture that this node cannot run and another node can is
+tried here for half a minute, more and more rarely.
+
+If the node that took over a capture fails as well and then works, this node was not the cause: it offers the capture
+again immediately. The next pause is as long as it would have been.
+
+Losing a capture that worked is mostly caused by the database, and moving it would not help. Such a loss is tolerated
+longer.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ NEVER_S = 30.0
 LOST_S = 120.0
 FIRST_S = 60.0
 LONGEST_S = 6 * 3600.0
-"""Another node runs it meanwhile: who waits so long is only not yet given its share."""
+"""Longest pause. Another node runs the capture in the meantime; a long pause only leaves this node below its share."""
 
 
 @dataclass
@@ -43,16 +46,17 @@ class _Pause:
 
 
 class CaptureBackoff:
-    """Of one node. `now_s` is monotonic."""
+    """Back-off state of one node. `now_s` is monotonic."""
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._holdings: dict[str, _Holding] = {}
         self._pauses: dict[str, _Pause] = {}
-        """Kept until the capture works here: the next one is twice as long."""
+        """Pauses, retained until the capture works here, because the next pause is twice as long."""
 
     def feels(self, capture: str, health: str | None, now_s: float) -> None:
-        """Of a capture that is held, once a look: None while it streams or copies, else what it fails with, or ""."""
+        """Record the health of a held capture at each poll. None means that it streams or copies; otherwise its
+        error, or ""."""
         holding = self._holdings.setdefault(capture, _Holding())
         if health:
             holding.fails_since_s = now_s if holding.fails_since_s is None else holding.fails_since_s
@@ -64,7 +68,7 @@ class CaptureBackoff:
             self._pauses.pop(capture, None)
 
     def ended(self, capture: str) -> None:
-        """It is not held any more."""
+        """Forget the holding of a capture that this node no longer holds."""
         self._holdings.pop(capture, None)
 
     def fails(self, capture: str, now_s: float) -> bool:
@@ -74,7 +78,7 @@ class CaptureBackoff:
         return now_s - holding.fails_since_s >= (LOST_S if holding.worked else NEVER_S)
 
     def give_up(self, capture: str, now_s: float) -> str:
-        """The error with which it failed."""
+        """Start the next pause of a capture and return the error with which it failed."""
         last = self._pauses.get(capture)
         length_s = min(LONGEST_S, last.length_s * 2) if last is not None else FIRST_S
         error = self._holdings[capture].error
@@ -82,7 +86,7 @@ class CaptureBackoff:
         return error
 
     def sees(self, holders: Mapping[str, str], willing: Willing, now_s: float) -> None:
-        """Once a look: capture → the node that holds it, and what the nodes offer."""
+        """Record, at each poll, which node holds each capture and what the nodes offer."""
         for capture, pause in self._pauses.items():
             holder = holders.get(capture, "")
             if holder == self._node or holder not in willing:
@@ -93,11 +97,11 @@ class CaptureBackoff:
                 pause.others_failed, pause.until_s = False, now_s
 
     def withheld(self, now_s: float) -> frozenset[str]:
-        """The captures that this node may run and does not offer."""
+        """Return the captures that this node may run and does not offer."""
         paused = {capture for capture, pause in self._pauses.items() if now_s < pause.until_s}
         return frozenset(paused | {capture for capture in self._holdings if self.fails(capture, now_s)})
 
     def facts(self, now_s: float) -> dict[str, object]:
-        """For reports: what was given up, for how many seconds more it is not offered, and the error."""
+        """Return the pauses for reports: capture → seconds until it is offered again, and its error."""
         paused = {capture: pause for capture, pause in self._pauses.items() if now_s < pause.until_s}
         return {name: {"for_s": round(each.until_s - now_s), "error": each.error} for name, each in paused.items()}

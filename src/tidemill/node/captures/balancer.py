@@ -1,14 +1,16 @@
-"""Which node captures what: each tries for its share, and gives up what is more than that.
+"""Distribution of captures over nodes: each node tries for its share and hands over what exceeds it.
 
-    free      the node that should have it tries at once, the next one a pause later, and so on
-    uneven    a node gives up what should move from it, once that has stood a while
-    unable    a node gives up what it cannot capture, where another one offers to (backoff.py)
+    free      the planned node tries immediately, the next one a pause later, and so on
+    uneven    a node hands over a capture that the plan moves away, once that has persisted for a while
+    unable    a node hands over a capture that it cannot run, if another node offers to (backoff.py)
 
-What should be where is one plan that all make alike (placement.py), so that many who look at once do not all give.
+All nodes compute the same plan (placement.py), so that nodes that poll at the same time do not all hand over.
 
-S1  Nothing here is needed for safety: the lease says who captures, PostgreSQL's lock and the topics' logs that there is
-    one. Two nodes that see it otherwise try both, and one gets it.
-S2  Whoever is willing comes to try, whatever the others do: nothing stays free because of who should have it.
+Safety does not depend on this module. The lease decides which node captures; PostgreSQL's lock and the logs of the
+topics ensure that only one does. Two nodes with different views both try, and one succeeds.
+
+Invariant (liveness): every willing node eventually tries, independent of the others. No capture stays free because the
+planned node does not take it.
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ from tidemill.node.captures.placement import Placement, Willing
 log = structlog.get_logger()
 
 PAUSE_S = 1.5
-"""Between the tries of two nodes: more than a look takes, so that the first one has it by then."""
+"""Pause between the tries of two nodes: longer than a poll, so that the first one has acquired the lease before."""
 UNEVEN_S = 5.0
-"""Moving a capture costs it a moment, and its shapes a new copy: who comes and goes at once gets none."""
+"""Time for which an imbalance must persist. A move costs the capture a moment and its shapes a new copy, so a node
+that comes and goes quickly gets no captures."""
 
 View = tuple[Mapping[str, str], Willing]
-"""(capture → who holds its lease, willing nodes), as of one look; the same object until the next one."""
+"""Result of one poll: (capture → holder of its lease, willing nodes). The same object is returned until the next
+poll."""
 
 
 def node_of(holder: str) -> str:
-    """The name of the node that a lease's holder is a life of."""
+    """Return the name of the node whose process holds a lease."""
     return holder.partition("/")[0]
 
 
@@ -45,14 +49,17 @@ def _since(since_s: float | None, holds: bool, now_s: float) -> float | None:
 
 
 def _unknown() -> str:
-    """Of a capture that is not yet set up, or is just ending."""
+    """Return the health of a capture that is not set up yet, or is ending."""
     return ""
 
 
 class CaptureBalancer:
-    """Of one process, which holds leases as `instance`: its node's name, a slash, and more. `look()` waits for the next
-    look at the leases; `withhold` tells the others which captures this node may run and does not offer.
-    `health[capture]`, while one runs, says how it is: None, it streams or copies; else what it fails with, or ""."""
+    """Balancer of one process, which holds leases as `instance`: its node's name, a slash, and more.
+
+    `look()` waits for the next poll of the leases. `withhold` publishes which captures this node may run and does not
+    offer. `health[capture]` exists while a capture runs: it returns None if the capture streams or copies, otherwise
+    its error, or "".
+    """
 
     def __init__(
         self,
@@ -73,14 +80,15 @@ class CaptureBalancer:
         self._placement = Placement({}, {})
 
     async def turn(self, capture: str) -> None:
-        """Until this node should try for the capture's lease. What an earlier process of it left behind is its own."""
+        """Return when this node should try for the capture's lease. A lease that an earlier process of this node
+        left behind belongs to this node."""
         free_s: float | None = None
         while True:
             holders, placement = await self._planned()
             holder = holders.get(capture, "")
             if holder and node_of(holder) == self._node and holder != self._instance:
                 return
-            if holder:  # this process itself only as it was: it has just given it up
+            if holder:  # held by this process only in an old view: it has just released the lease
                 free_s = None
                 continue
             now_s = self._clock.monotonic_s()
@@ -91,11 +99,12 @@ class CaptureBalancer:
                 return
 
     def facts(self) -> dict[str, object]:
-        """For reports: what this node gave up because it cannot capture it."""
+        """Return facts for reports: captures that this node handed over because it cannot run them."""
         return {"given_up": self._backoff.facts(self._clock.monotonic_s())}
 
     def fairly(self, capture: str, run: Callable[[Lease], Awaitable[None]]) -> Callable[[Lease], Awaitable[None]]:
-        """The body of the lease: `run`, ended where another node should have the capture, or this one cannot."""
+        """Return the body to run under the lease: `run`, ended when another node should have the capture or this
+        node cannot run it."""
 
         async def led(lease: Lease) -> None:
             failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -115,8 +124,9 @@ class CaptureBalancer:
         return led
 
     async def _planned(self) -> tuple[Mapping[str, str], Placement]:
-        """As of the next look. All captures of this process wait for the same one: it is planned for once, and only
-        where it is another one than before. What this node withholds it knows before the others see it."""
+        """Return the holders and the plan as of the next poll. All captures of this process wait for the same poll,
+        and the plan is recomputed only if the view differs. This node's own withheld captures count immediately,
+        before other nodes see them."""
         view = await self._look()
         if view is not self._view:
             holders, willing = view
@@ -145,14 +155,15 @@ class CaptureBalancer:
             now_s = self._clock.monotonic_s()
             self._backoff.feels(capture, self.health.get(capture, _unknown)(), now_s)
             unable_s = _since(unable_s, self._backoff.fails(capture, now_s), now_s)
-            # By then the others know that it is not offered, and this node whether another one withholds it, too.
+            # UNEVEN_S later the other nodes know that this node does not offer the capture, and this node knows whether
+            # they do.
             if unable_s is not None and now_s - unable_s >= UNEVEN_S and {*placement.line(capture)} - {self._node}:
                 error = self._backoff.give_up(capture, now_s)
-                log.warning("a capture is given up, for it fails here", capture=capture, node=self._node, error=error)
+                log.warning("capture handed over: it fails on this node", capture=capture, node=self._node, error=error)
                 return
             uneven_s = _since(uneven_s, capture in placement.to_give(self._node), now_s)
             if uneven_s is not None and now_s - uneven_s >= UNEVEN_S:
-                log.info("a capture is given up, for another node has fewer", capture=capture, node=self._node)
+                log.info("capture handed over: another node has fewer", capture=capture, node=self._node)
                 return
 
 

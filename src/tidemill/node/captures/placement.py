@@ -1,11 +1,11 @@
-"""Where each capture should be: one plan, which all nodes that see the same compute alike.
+"""Plan of where each capture should run. All nodes with the same view compute the same plan.
 
-    free    each goes to the node that then has fewest of those that may run it, the choosy ones first
-    held    while a node could hand one to another that has two fewer, one moves from the fullest to the emptiest
+    free    each capture goes to the able node with the fewest; captures with the fewest able nodes go first
+    held    while a node could hand one to a node that has two fewer, one moves from the fullest to the emptiest
 
-So as few move as need to, however many nodes look at once; where not all may run all, in rare cases one more. Ties are
-broken by hashes that do not change: what is left of a plan that was carried out in part is what was left of it before.
-Only what helps by itself moves: nothing changes places with something else.
+As few captures move as necessary, however many nodes plan at the same time; if not every node may run every capture, in
+rare cases one more. Ties are broken by stable hashes, so the rest of a partly executed plan stays the same. Only single
+moves that help are planned; captures are never swapped.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 Willing = Mapping[str, Collection[str]]
-"""Live node → the captures that it may run."""
+"""Captures that each live node may run."""
 UNEVEN = 2
-"""Moving one for less would only turn things round."""
+"""Least difference that justifies a move: moving for a smaller one would only mirror the imbalance."""
 
 
 class Placement:
-    """Of `holders` (capture → the node that holds its lease) over `willing`. What a node holds that does not offer to
-    run it is counted and stays: nobody but that node knows why."""
+    """Plan from `holders` (capture → node that holds its lease) over `willing`. A capture held by a node that does
+    not offer to run it is counted and stays: only that node knows the reason."""
 
     def __init__(self, holders: Mapping[str, str], willing: Willing) -> None:
         self._holders = holders
@@ -48,11 +48,11 @@ class Placement:
                 self._given[node].add(capture)
 
     def to_give(self, node: str) -> set[str]:
-        """The captures that this node gives up for others to take."""
+        """Return the captures that this node should hand over."""
         return self._given.get(node, set())
 
     def line(self, capture: str) -> list[str]:
-        """The nodes that may run a capture, the one that should try first first."""
+        """Return the nodes that may run a capture, in the order in which they should try."""
         first = self._at.get(capture)
         return sorted(
             self._able.get(capture, ()), key=lambda node: (node != first, self._held[node], _hash(f"{capture}/{node}"))
@@ -62,8 +62,8 @@ class Placement:
         return min(able, key=lambda node: (self._counts[node], self._nodes[node]))
 
     def _even(self, captures: Iterable[str]) -> None:
-        """Move some of these, each at a node that may run it, until none helps: every move makes the sum of the squares
-        smaller. Those that move anyway go first."""
+        """Move some of these captures, each to a node that may run it, until no move helps: every move reduces the
+        sum of the squares. Captures that move anyway go first."""
         piles: dict[frozenset[str], defaultdict[str, list[tuple[bool, bytes, str]]]] = {}
         for capture in captures:
             pile = piles.setdefault(self._able[capture], defaultdict(list))

@@ -1,4 +1,4 @@
-"""The HTTP server of a node.
+"""HTTP server of a node.
 
 socket ─► connection_limits ─► server (ASGI) ─► auth ─► limits ─► app ─► routes of the rooms
 """

@@ -1,4 +1,4 @@
-"""The application of a set of routes. Requests that no route serves are refused as JSON, like all others."""
+"""Application of a set of routes. A request that no route serves is refused as JSON, like every other refusal."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def application(routes: Sequence[BaseRoute]) -> Starlette:
 
 def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: "There is nothing at this path.", 405: f"This path does not take {request.method}."}
+    said = {404: "There is nothing at this path.", 405: f"This path does not support {request.method}."}
     headers = {**(error.headers or {}), "cache-control": "no-store"}
     return JSONResponse({"message": said.get(error.status_code, error.detail)}, error.status_code, headers)
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    """The answer for a handler that raised. Starlette raises the error again, and the server logs it."""
+    """Return the response for a handler that raised. Starlette raises the error again, and the server logs it."""
     return JSONResponse({"message": "Internal error"}, 500, {"cache-control": "no-store"})

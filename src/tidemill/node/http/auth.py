@@ -1,15 +1,18 @@
-"""Who asks over HTTP, and may it: the same principals and rules as at the Kafka endpoint.
+"""Authentication and authorization of HTTP requests, with the same principals and rules as the Kafka endpoint.
 
     Authorization: Bearer TOKEN        a JSON web token (`access.tokens`)
-    Authorization: Basic USER:PASSWORD a user's password, within TLS or from this machine alone
+    Authorization: Basic USER:PASSWORD a user's password, only within TLS or from this machine
 
-HA1  OPEN is answered to everybody: whether the node lives and is ready. All else needs a principal, and the operation
-     that `needs` names; a path that it does not know needs the cluster's, so that a new route is not open by mistake.
-HA2  A proof that counted counts for KNOWN_S more, so that not every request derives a password; a failed one is
-     answered after a delay that grows by address.
-HA3  What was answered to one principal is kept by no cache that serves another. A signed URL of a shape is a proof of
-     its own: who has it may read, and so may a cache.
-HA4  A refusal about shapes says the same of what exists and of what does not.
+Invariants:
+
+- Closed by default: only OPEN paths (is the node alive and ready) are served without a principal. Every other request
+  needs the operation that `needs` names; an unknown path needs an operation on the cluster, so that a new route is not
+  open by mistake.
+- Bounded cost: a verified credential is accepted for KNOWN_S without another check, so that not every request derives a
+  password. A failed one is answered after a delay that grows by address.
+- No shared caching: a response to one principal is not cached for another. A signed URL of a shape is a credential
+  itself: everyone who has it may read the shape, and so may a cache.
+- No disclosure: a refusal about shapes is the same for shapes that exist and shapes that do not.
 """
 
 from __future__ import annotations
@@ -56,8 +59,9 @@ class Need(NamedTuple):
 
 
 class Parties(NamedTuple):
-    """`rulebook` None = whoever proved who it is may do everything. `topics_of`: the topics of a shape's table.
-    `name_claim`: the one by which who came with a password is named in the clauses of shapes."""
+    """Dependencies of the checks. With `rulebook` None every authenticated principal may do everything. `topics_of`
+    returns the topics of a shape's table. `name_claim` is the claim under which the clauses of shapes see a user who
+    gave a password."""
 
     authenticator: Authenticator
     rulebook: AclCache | None
@@ -66,7 +70,8 @@ class Parties(NamedTuple):
 
 
 class AuthenticatedClient(NamedTuple):
-    """`claims`: those that shapes are bound to. `ends_ms` None = as long as the user has this password."""
+    """Verified client. `claims` are those to which shapes are bound. `ends_ms=None` if the client is valid as
+    long as the user has this password."""
 
     principal: str
     claims: Mapping[str, object]
@@ -75,7 +80,8 @@ class AuthenticatedClient(NamedTuple):
 
 
 class Guard:
-    """ASGI middleware. `parties` is set when the node can tell; until then all but OPEN is 503."""
+    """ASGI middleware. `parties` is set once the node can check credentials; until then all paths but OPEN return
+    503."""
 
     def __init__(
         self,
@@ -104,7 +110,8 @@ class Guard:
             return
         host = host_of(scope)
         if scope["path"].endswith("\n"):
-            # The router's patterns end before a last newline: what it takes for one path is another one here.
+            # The router's patterns also match before a trailing newline, so the router would see a known path where
+            # `needs` sees an unknown one.
             await self._refuse(scope, send, 404, "Not Found")
             return
         query = QueryParams(scope["query_string"] if scope["path"] == SHAPE else "")
@@ -117,7 +124,7 @@ class Guard:
             await self._turn_away(scope, send, host, refused)
             return
         except TidemillError as error:
-            await self._refuse(scope, send, 503, f"nobody can be known now: {error}", (b"retry-after", b"1"))
+            await self._refuse(scope, send, 503, f"authentication is not possible now: {error}", (b"retry-after", b"1"))
             return
         principal = known.principal
         raw = scope.get("raw_path") or scope["path"].encode()
@@ -126,9 +133,9 @@ class Guard:
         denied = _denied(parties, needed, principal, host)
         if denied is not None:
             self._tell(denied, principal, host)
-            about = f"may not: {denied.operation.name} {denied.resource.name} {denied.name}."
+            about = f"is not authorized: {denied.operation.name} {denied.resource.name} {denied.name}."
             if scope["path"] == SHAPE:
-                about = "may not ask this of shapes."
+                about = "is not authorized for this shape request."
             await self._refuse(scope, send, 403, f"{principal} {about}")
             return
         if scope["path"] == SHAPE:
@@ -149,9 +156,10 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
     async def _signed(self, scope: Scope, receive: Receive, send: Send, query: QueryParams, host: str) -> None:
-        """Whoever asks: the shape room looks at the signature again, and serves what it signs."""
+        """Pass on a request with a valid signature, for any client. The shape room checks the signature
+        again, and serves what it signs."""
         try:
-            with suppress(BadRequestError):  # which the shape room words
+            with suppress(BadRequestError):  # the shape room words that error
                 self._grants.right(query, None, host)
         except AccessDeniedError as denied:
             await self._refuse(scope, send, denied.status, str(denied))
@@ -170,13 +178,13 @@ class Guard:
         )
 
     async def _proven(self, parties: Parties, scope: Scope, host: str) -> AuthenticatedClient:
-        """Raises AuthenticationFailedError, Unavailable."""
+        """Return the client that the credential proves. Raises AuthenticationFailedError, UnavailableError."""
         given = [value for key, value in scope["headers"] if key == b"authorization"]
         if len(given) != 1 or len(given[0]) > HEADER_BYTES_MAX:
             raise AuthenticationFailedError(
-                "no proof of who asks" if not given else "more than one proof, or one that is too long"
+                "no proof of who asks" if not given else "more than one credential, or one that is too long"
             )
-        # A password counts from this machine where it would not from another.
+        # A password is accepted from this machine where it would not be from another.
         digest = hashlib.sha256(given[0] + (b"\x00here" if _is_loopback(host) else b"")).digest()
         now_s = self._clock.monotonic_s()
         known = self._known.get(digest)
@@ -197,13 +205,13 @@ class Guard:
             lives_s = (found.expires_ms - self._clock.now_ms()) / 1000
             return AuthenticatedClient(found.principal, claims, found.ends_ms, now_s + min(KNOWN_S, lives_s))
         if kind.lower() != "basic":
-            raise AuthenticationFailedError("a kind of proof that is not taken")
+            raise AuthenticationFailedError("an unsupported authentication scheme")
         if not self._within_tls and not _is_loopback(host):
-            raise AuthenticationFailedError("a password outside of TLS")
+            raise AuthenticationFailedError("a password without TLS")
         try:
             user, colon, password = base64.b64decode(proof.strip(), validate=True).decode().partition(":")
         except (binascii.Error, ValueError) as error:
-            raise AuthenticationFailedError("a password that cannot be read") from error
+            raise AuthenticationFailedError("a malformed password credential") from error
         if not colon:
             raise AuthenticationFailedError("a user without a password", user)
         principal = await authenticator.password(user, password)
@@ -219,8 +227,8 @@ class Guard:
 
 
 async def _topics(parties: Parties, query: QueryParams) -> list[str]:
-    """Whose rights a request for a shape needs, whichever of several the shape room takes: `shape.NAME` of what the
-    server defines, the topics of every table."""
+    """Return the topics that a shape request needs, whichever of several tables the shape room picks: `shape.NAME`
+    for a server-defined shape, and the topics of every named table."""
     if parties.rulebook is None:
         return []
     named = [f"shape.{name}" for name in query.getlist(NAME)]
@@ -228,7 +236,7 @@ async def _topics(parties: Parties, query: QueryParams) -> list[str]:
 
 
 def _denied(parties: Parties, needed: Sequence[Need], principal: str, host: str) -> Need | None:
-    """The first that the rules, as they are now, do not allow."""
+    """Return the first need that the current rules do not allow."""
     if parties.rulebook is None:
         return None
     allows = parties.rulebook.authorizer.allows
@@ -238,10 +246,10 @@ def _denied(parties: Parties, needed: Sequence[Need], principal: str, host: str)
 
 
 def needs(method: str, path: str, raw_path: bytes, topics: Sequence[str]) -> list[Need]:
-    """What a request needs, all of it. `topics`: of a request for a shape (`_topics`). Pure."""
+    """Return everything that a request needs. `topics` are those of a shape request (`_topics`). Pure."""
     reads = method in ("GET", "HEAD")
     if path == SHAPE and method == "DELETE":
-        # By its handle alone it may be any shape.
+        # A handle alone may name any shape.
         return [Need(Operation.DELETE, Resource.TOPIC, topic) for topic in topics] or [_cluster(Operation.ALTER)]
     if path == SHAPE and (reads or method == "POST"):  # a POST reads a subset
         return [Need(Operation.READ, Resource.TOPIC, topic) for topic in topics] or [_cluster()]
@@ -252,8 +260,9 @@ def needs(method: str, path: str, raw_path: bytes, topics: Sequence[str]) -> lis
 
 
 def _registry(method: str, parts: list[str], *, reads: bool) -> list[Need]:
-    """A subject is its topic's: `orders-value` and `orders-key` are of orders. A schema by its id is anybody's who is
-    known, for who consumes finds the id in every record."""
+    """Return the needs of a schema registry request. A subject belongs to its topic: `orders-value` and `orders-key`
+    belong to `orders`. Every authenticated client may read a schema by id, because a consumer finds the id in every
+    record."""
     if parts[:2] == ["schemas", "ids"] and reads and len(parts) == 3:
         return []
     subject = parts[1:2] if parts[0] in ("subjects", "config", "mode") else []
@@ -288,7 +297,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _for_one(send: Send) -> Send:
-    """HA3."""
+    """Mark responses as private to one principal, so that no shared cache stores them."""
 
     async def privately(message: Message) -> None:
         if message["type"] == "http.response.start":

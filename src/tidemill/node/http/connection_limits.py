@@ -1,8 +1,9 @@
-"""Connections of one address beyond its share are closed, within CHECK_S, and those that have had their time.
+"""Limit of connections per address: those beyond it, and connections that have reached their end time, are closed
+within CHECK_S.
 
-The server accepts in native code and does not say who connects. So we look at what this process has open: a descriptor
-is duplicated first and judged by what the duplicate says of itself, so one that is closed and used anew meanwhile is
-never mistaken. `shutdown` ends the connection for the server too; the descriptor stays the server's to close.
+The server accepts in native code and does not report peers. So the module inspects the open descriptors of this
+process. A descriptor is duplicated first and judged by its duplicate, so a number that is closed and reused in between
+is never mistaken. `shutdown` ends the connection for the server too; the server still closes its descriptor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ CHECK_S = 1.0
 
 
 def connections(port: int) -> set[int]:
-    """The connections to `port` of this process, by the numbers of their sockets. Linux; none elsewhere."""
+    """Return the connections of this process to `port`, by the inode numbers of their sockets. Linux only; empty
+    elsewhere."""
     found = set()
     for _, connection in _connections(_open(), port):
         with connection:
@@ -26,7 +28,7 @@ def connections(port: int) -> set[int]:
 
 
 def close_connections(port: int, numbers: Set[int]) -> int:
-    """Shut down those of them that are still there; how many."""
+    """Shut down those connections that still exist. Return their number."""
     closed = 0
     for _, connection in _connections(_open() if numbers else [], port):
         with connection:
@@ -36,7 +38,8 @@ def close_connections(port: int, numbers: Set[int]) -> int:
 
 
 def close_crowds(port: int, limit: int) -> int:
-    """Shut down connections to `port` of this process beyond `limit` of one address; how many. Linux; 0 elsewhere."""
+    """Shut down the connections of this process to `port` beyond `limit` per address. Return their number. Linux
+    only; 0 elsewhere."""
     names = _open()
     if len(names) <= limit:
         return 0
@@ -51,18 +54,18 @@ def close_crowds(port: int, limit: int) -> int:
 
 
 def close_copies(listening: socket.socket) -> int:
-    """Replace copies of the descriptor of `listening` in this process by /dev/null; return their number. The
-    descriptors stay allocated until their owners close them. A thread that polls a copy is not woken. Linux; 0
-    elsewhere.
+    """Replace copies of the descriptor of `listening` in this process by /dev/null; return their number.
 
-    Call it when no other thread closes descriptors of `listening`: one that is closed and reused between the check and
-    the replacement would be lost."""
+    The descriptors stay allocated until their owners close them. A thread that polls a copy is not woken. Linux only; 0
+    elsewhere. Call it when no other thread closes descriptors of `listening`: one that is closed and reused between the
+    check and the replacement would be lost.
+    """
     number, closed = os.fstat(listening.fileno()).st_ino, 0
     with open(os.devnull, "rb") as nothing:
         for descriptor in map(int, _open()):
             try:
                 found = os.fstat(descriptor)
-            except OSError:  # closed meanwhile
+            except OSError:  # closed in the meantime
                 continue
             if stat.S_ISSOCK(found.st_mode) and found.st_ino == number and descriptor != listening.fileno():
                 os.dup2(nothing.fileno(), descriptor, inheritable=False)
@@ -78,18 +81,18 @@ def _open() -> list[str]:
 
 
 def _connections(names: list[str], port: int) -> Iterator[tuple[str, socket.socket]]:
-    """(peer's address, duplicate), oldest descriptors first; whoever takes one closes it."""
+    """Yield (peer's address, duplicate), oldest descriptors first. The caller closes each duplicate."""
     for descriptor in sorted(int(name) for name in names):
         try:
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             duplicate = socket.socket(fileno=os.dup(descriptor))
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         try:
             ours = duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.getsockname()[1] == port
             peer = str(duplicate.getpeername()[0]) if ours else ""
-        except OSError:  # it listens, or its peer went
+        except OSError:  # a listening socket, or its peer is gone
             peer = ""
         if peer:
             yield peer, duplicate
@@ -100,6 +103,6 @@ def _connections(names: list[str], port: int) -> Iterator[tuple[str, socket.sock
 def _shut(connection: socket.socket) -> int:
     try:
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # gone by itself
+    except OSError:  # already closed
         return 0
     return 1

@@ -1,11 +1,11 @@
-"""What one HTTP server gives away at most: connections, time for headers, sizes, and requests of one address.
+"""Limits of an HTTP server: connections, time for headers, sizes, and requests per address.
 
-connections         granian stops accepting at `connections`; the rest waits in the kernel's queue
-header_timeout_s    a connection without a whole request head for so long is closed, idle ones too (slow loris)
-header_bytes        request line and headers, 431 beyond, so a URL may be nearly as long
-body_bytes          of a request, 413 beyond
-address_connections connections of one address; what is beyond is closed within a second (http_crowds)
-per_address         requests of one address under way at once, 503 beyond, long polls and streams included
+    connections         granian stops accepting at `connections`; the rest waits in the kernel's queue
+    header_timeout_s    a connection without a whole request head for this long is closed, idle ones too (slow loris)
+    header_bytes        request line and headers, 431 beyond, so a URL may be nearly as long
+    body_bytes          body of a request, 413 beyond
+    address_connections connections per address; those beyond are closed within a second (`connection_limits`)
+    per_address         concurrent requests per address, 503 beyond, long polls and streams included
 
 Every refusal under /v1/ carries the headers of CORS, so that a page can read the reason: refusals of these limits, the
 guard, the routing and the router. The exception is hyper, the parser below. It refuses without headers and body: 414
@@ -40,13 +40,13 @@ class HttpLimits(msgspec.Struct, frozen=True):
     body_bytes: int = 1 << 20
 
     def within_descriptors(self) -> int:
-        """Connections within the share that HTTP has of the process's descriptors."""
+        """Return the limit of connections, capped at HTTP's share of the process's descriptors."""
         return min(self.connections, file_descriptors.current().http)
 
 
 class Bounded:
-    """ASGI middleware, the outermost: `header_bytes`, `per_address` and `body_bytes`, and CORS of what is refused. Who
-    is within it is told the client's address as rules name it."""
+    """ASGI middleware, the outermost: enforces `header_bytes`, `per_address` and `body_bytes`, and adds CORS to
+    refusals. It passes the client's address on in the notation that rules use."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits, origins: Sequence[str] = LOOPBACK_ORIGINS) -> None:
         self._app = app
@@ -54,7 +54,7 @@ class Bounded:
         self._limits = limits
         self._too_long = _message(
             f"The request head is too large: limit_bytes={limits.header_bytes}.",
-            "Send many values as one array parameter (= ANY($1)), or ask for a subset by POST.",
+            "Send many values as one array parameter (= ANY($1)), or request a subset by POST.",
         )
         self.under_way: dict[str, int] = {}
         self.refused = 0
@@ -92,7 +92,7 @@ class Bounded:
 
 
 class _Told:
-    """Adds the headers of CORS to an answer that is no success and has none."""
+    """Sender that adds the headers of CORS to an unsuccessful response that has none."""
 
     def __init__(self, send: Send, scope: Scope, origins: Origins) -> None:
         self._send = send
@@ -111,8 +111,8 @@ class _Told:
 
 
 class _Body:
-    """A body without a declared length is cut off where it passes the limit. The application sees a client that went
-    away, and whatever it answers to that is 413 to the client, which is still there."""
+    """Body without a declared length, truncated where it passes the limit. The application sees a disconnected client;
+    its response is replaced by 413 for the client, which is still connected."""
 
     def __init__(self, receive: Receive, send: Send, limit_bytes: int) -> None:
         self._receive = receive
@@ -141,7 +141,7 @@ def _message(*sentences: str) -> bytes:
 
 
 def _head_bytes(scope: Scope) -> int:
-    """As it was sent, but for spaces that mean nothing."""
+    """Return the size of the head as sent, except for insignificant spaces."""
     query_bytes = len(scope["query_string"])
     line = len(scope["method"]) + len(scope.get("raw_path") or scope["path"]) + query_bytes + bool(query_bytes) + 14
     return line + sum([len(name) + len(value) + 4 for name, value in scope["headers"]])

@@ -1,7 +1,7 @@
-"""One ASGI application on one address, served by granian inside this process's event loop.
+"""Server of one ASGI application on one address, run by granian inside this process's event loop.
 
-Owns the listening socket: it is bound here, without SO_REUSEPORT, so a taken port is an error and port 0
-gives a free one. Does not own the application.
+The module owns the listening socket. It binds without SO_REUSEPORT, so a taken port is an error and port 0 gives a free
+one. It does not own the application.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _log = structlog.get_logger()
 BACKLOG = 1024
 START_TIMEOUT_S = 10.0
 RENEWED_S = 0.1
-"""A worker that cannot serve has ended by then."""
+"""Time within which a worker that cannot serve has ended."""
 RENEW_INTERVAL_S = 5.0
 FORMER_S = 60.0
-"""Connections that a worker has when its certificate is renewed may be used for so long."""
+"""Time for which the connections of a former worker may be used after its certificate was renewed."""
 STOP_TIMEOUT_S = 2.0
-"""Requests under way may finish for this long; close what holds them (live shapes) before the server."""
+"""Time that requests under way get to finish. Close what holds them (live shapes) before the server."""
 
 
 class HttpServer:
-    """`start()` binds and serves; `aclose()` stops, also with requests under way."""
+    """HTTP server. `start()` binds and serves; `aclose()` stops, even with requests under way."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class HttpServer:
         tls: TlsSettings | None = None,
         origins: Sequence[str] = LOOPBACK_ORIGINS,
     ) -> None:
-        """`origins`: of pages that may read why they are refused."""
+        """Initialise. `origins` are those of pages that may read why they are refused."""
         self._tls = tls
         self._certificates = Certificates(tls) if tls is not None else None
         self._limits = limits or HttpLimits()
@@ -64,14 +64,14 @@ class HttpServer:
         self._serving: asyncio.Task[Any] | None = None
         self._renewed = False
         self._former: set[int] = set()
-        """Connections of workers whose certificate was renewed, by their sockets' numbers."""
+        """Connections of workers whose certificate was renewed, by the inode numbers of their sockets."""
 
     @property
     def url(self) -> str:
         return f"http{'s' if self._tls else ''}://{Address(self._host, self.port)}"
 
     def _bind(self) -> socket.socket:
-        """Raises InvalidError when the address is not ours to take."""
+        """Bind and listen. Raises InvalidError when the address is not available."""
         address = Address(self._host, self.port)
         listening = socket.socket(address.family, socket.SOCK_STREAM)
         try:
@@ -88,12 +88,12 @@ class HttpServer:
         return listening
 
     async def start(self) -> int:
-        """Bind and serve; returns the port. Raises InvalidError for a taken port."""
+        """Bind and serve; return the port. Raises InvalidError for a taken port."""
         from granian.constants import HTTPModes, Interfaces
         from granian.http import HTTP1Settings
 
         if self._certificates is not None:
-            self._certificates.load()  # which says what is wrong, in a sentence
+            self._certificates.load()  # raises a sentence that says what is wrong
 
         self._socket = self._bind()
         self.port = int(self._socket.getsockname()[1])
@@ -121,13 +121,16 @@ class HttpServer:
         return self.port
 
     async def follow_certificates(self, works: Callable[[], None]) -> None:
-        """For ever: connections that come after the files of TLS have changed get what is in them, those that are there
-        keep what they began with. Calls `works` while the files can be used; raises InvalidError while they cannot, and
-        the former ones serve."""
+        """Renew the certificate whenever its files change, forever. New connections get the new certificate; existing
+        ones retain theirs.
+
+        Calls `works` while the files can be used. Raises InvalidError while they cannot; the former certificate then
+        stays in use.
+        """
         assert self._certificates is not None
         while True:
             if await asyncio.to_thread(self._certificates.renew):
-                self._renewed = True  # also where this is cancelled meanwhile
+                self._renewed = True  # set before the await, which may be cancelled
                 await self._server.renew(_ssl(self._tls))
                 former = await asyncio.to_thread(connections, self.port)
                 self._former |= former
@@ -142,19 +145,19 @@ class HttpServer:
         self._former -= former
 
     async def _keep_crowds_away(self) -> None:
-        """Once a second, off the loop. What goes wrong there is told, and tried again."""
+        """Close excess connections once a second, off the loop. An error is logged, and the next round tries again."""
         while True:
             await asyncio.sleep(CHECK_S)
             try:
                 closed = await asyncio.to_thread(close_crowds, self.port, self._limits.address_connections)
             except Exception as error:
-                _log.error("connections not counted", error=sentence(error))
+                _log.error("connections could not be counted", error=sentence(error))
                 continue
             if closed:
                 _log.warning("connections closed", count=closed, limit=self._limits.address_connections)
 
     async def _answering(self) -> None:
-        """Return when a connection is taken; raises UnavailableError when the server ended instead."""
+        """Return when a worker accepts connections. Raises UnavailableError when the server ended instead."""
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         assert self._serving is not None
         while not self._server.wrks:
@@ -175,8 +178,8 @@ class HttpServer:
         await self._tasks.aclose()
         if self._socket is not None:
             if self._renewed and (self._serving is None or self._serving.done()):
-                # granian may keep descriptors of renewed workers. Not `shutdown`: a worker that is stopped before it
-                # serves misses the signal, and would call accept in a loop that uses a whole core.
+                # granian may retain descriptors of renewed workers. `shutdown` is not an option: a worker that is
+                # stopped before it serves misses the signal, and would call accept in a loop that uses a whole core.
                 close_copies(self._socket)
             self._socket.close()
             self._socket = None
@@ -192,34 +195,35 @@ def _ssl(tls: TlsSettings | None) -> dict[str, Any]:
 
 
 def _embedded_server(listening: socket.socket, **settings: Any) -> Any:
-    """granian's embedded server on a socket that we bound.
+    """Return granian's embedded server on a socket that is already bound.
 
-    It would bind one itself, with SO_REUSEPORT, which lets two servers share a port unnoticed. The hook
-    that makes its socket is private to granian, so this is the one place that knows it.
+    granian would bind one itself, with SO_REUSEPORT, which lets two servers share a port unnoticed. The hook that
+    creates its socket is private to granian, so this is the only place that uses it.
     """
     from granian._granian import SocketHolder
     from granian.server.embed import Server
 
     class OnSocket(Server):  # type: ignore[misc]
         def _init_shared_socket(self) -> None:
-            # Each worker closes the descriptor it was given when it ends.
+            # Each worker closes its descriptor when it ends.
             self._ssp, self._sfd = None, os.dup(listening.fileno())
             self._shd = SocketHolder(self._sfd, False, BACKLOG)  # type: ignore[call-arg]
 
         async def renew(self, tls: Mapping[str, Any]) -> None:
-            """Another worker takes new connections; the former one ends with those that it has. Not granian's own
-            reload, which lets both take them for seconds, and ends the server over a connection that stays.
+            """Start another worker for new connections; the former one ends with its existing connections.
 
-            Raises UnavailableError when none could be started: the former one goes on."""
+            granian's own reload lets both workers accept for seconds, and ends the server over a connection that stays.
+            Raises UnavailableError when the new worker does not start; the former one continues.
+            """
             self.build_ssl_context(tls["ssl_cert"], tls["ssl_key"], None, tls["ssl_protocol_min"], None, [], False)
             self._init_shared_socket()
             fresh = self._spawn_worker(0, self._spawn_asgi_worker, self.target)
-            fresh.interrupt_by_parent = True  # its end is not the server's before it serves
+            fresh.interrupt_by_parent = True  # its end does not end the server before it serves
             fresh.start()
             try:
                 await asyncio.wait({fresh._task}, timeout=RENEWED_S)
             finally:
-                # Also where this is cancelled: who stops the server stops the workers that it knows.
+                # Also after a cancellation: a stop of the server stops the workers in `wrks`.
                 if fresh._task.done():
                     os.close(self._sfd)
                 else:
@@ -228,6 +232,6 @@ def _embedded_server(listening: socket.socket, **settings: Any) -> Any:
                     self.wrks[:] = [fresh]
                     former.terminate()
             if fresh._task.done():
-                raise UnavailableError(f"the HTTP server did not start anew: error={fresh._task.exception()!r}.")
+                raise UnavailableError(f"the HTTP server did not restart: error={fresh._task.exception()!r}.")
 
     return OnSocket(**settings)

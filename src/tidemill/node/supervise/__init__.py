@@ -1,4 +1,4 @@
-"""The supervisor of `tidemill up`: child processes, restarts with back-off.
+"""Supervisor of `tidemill up`: child processes, restarts with back-off.
 
 configuration, overrides ─► processes ─► supervisor ─► child_launch ─► child
 driver_instances: identical drivers of one pipeline; status: children that do not start

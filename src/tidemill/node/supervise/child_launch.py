@@ -1,10 +1,10 @@
-"""What a supervised child runs first: it asks to end with its parent, and becomes its command.
+"""First program of a supervised child: it arranges to end with its parent, then executes its command.
 
-usage: child_launch.py PARENT_PID COMMAND [ARGUMENT ...]
+    usage: child_launch.py PARENT_PID COMMAND [ARGUMENT ...]
 
-Not between fork and exec of the parent (`preexec_fn`), which has threads: a lock that one of them holds at that moment
-is held in the child for ever, and the parent waits for it (CPython's documentation of subprocess warns of that).
-Started by its path and with nothing of ours, so that it takes no time to speak of.
+The supervisor does not do this between fork and exec (`preexec_fn`), because it has threads: a lock that one of them
+holds at that moment stays held in the child forever, and the parent waits for it (CPython's documentation of subprocess
+warns of that). The program is started by its path and imports nothing from tidemill, so that it costs almost no time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 EXIT_NOT_RUN = 127
-"""What a shell ends with where a command cannot be run."""
+"""Exit code of a shell for a command that cannot be run."""
 
 
 def main(parent: int, command: list[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before that was asked: nobody is there to be told
+    if os.getppid() != parent:  # the parent ended before prctl, so the signal will not come
         return 0
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both, and what it becomes would, too
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores both, and the executed command would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)

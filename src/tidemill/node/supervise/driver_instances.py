@@ -1,9 +1,9 @@
-"""Identical drivers of one pipeline: what each is called, whether it lives, and whose end was meant.
+"""Identical drivers of one pipeline: their names, whether they live, and which of them ended on purpose.
 
-    pipeline:shop  pipeline:shop:2      those of `up`, and of `pipeline run shop`
-    pipeline:shop:b  pipeline:shop:b-2  those of `pipeline run shop --label b`
+    pipeline:shop    pipeline:shop:2      drivers of `up`, and of `pipeline run shop`
+    pipeline:shop:b  pipeline:shop:b-2    drivers of `pipeline run shop --label b`
 
-The drivers of one pipeline and one label are one supervisor's: what it does not start nobody does.
+The drivers of one pipeline and one label belong to one supervisor: no other process starts them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ DRIVER_MODULE = "tidemill.spark.pipeline.driver"
 
 
 def instance_name(label: str, number: int) -> str:
-    """Of driver `number`, from 1; "" for the first one without a label."""
+    """Return the name of driver `number`, from 1; "" for the first one without a label."""
     return "-".join(part for part in (label, str(number) if number > 1 else "") if part)
 
 
 def process_of(pipeline: str, instance: str) -> str:
-    """Under which a driver reports."""
+    """Return the process name under which a driver reports."""
     return ":".join(part for part in (KIND, pipeline, instance) if part)
 
 
 def pipeline_of(process: str) -> str:
-    """Whose driver a process is; "" = nobody's."""
+    """Return the pipeline whose driver a process is; "" if it is no driver."""
     kind, _, rest = process.partition(":")
     return rest.partition(":")[0] if kind == KIND else ""
 
 
 def place_of(process: str) -> tuple[str, int]:
-    """(label, number) of a driver's process."""
+    """Return (label, number) of a driver's process."""
     label, _, number = process.split(":", 2)[2].rpartition("-") if process.count(":") > 1 else ("", "", "1")
     if number.isdecimal():
         return label, int(number)
@@ -44,7 +44,7 @@ def place_of(process: str) -> tuple[str, int]:
 
 
 def is_driver(pid: int) -> bool:
-    """Does a driver run under it here? A pid may be another program's by now."""
+    """Return whether the pid is a driver on this machine. A pid may have been reused by another program."""
     try:
         return DRIVER_MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -52,7 +52,7 @@ def is_driver(pid: int) -> bool:
 
 
 def runs_here(report: Report) -> bool:
-    """Is it a driver of this machine that lives?"""
+    """Return whether the report comes from a live driver on this machine."""
     return report.host == this_process()[1] and is_driver(report.pid)
 
 
@@ -61,8 +61,8 @@ def is_silent(report: Report, now_ms: int) -> bool:
 
 
 def beside(report: Report, reports: Iterable[Report], now_ms: int) -> list[str]:
-    """The processes of other pipelines whose driver is this one's: one pid. One that went silent when this one did not
-    had an earlier process of that number."""
+    """Return the processes of other pipelines that share this one's driver (one pid). If only one of two is silent,
+    it was an earlier process with the same pid."""
     return sorted(
         r.process
         for r in reports
@@ -76,9 +76,9 @@ def beside(report: Report, reports: Iterable[Report], now_ms: int) -> list[str]:
 def not_started(
     reports: Iterable[Report], pipelines: Collection[str], label: str, started: Collection[str], now_ms: int
 ) -> list[str]:
-    """Processes that were this supervisor's drivers, are dead, and are not started any more.
+    """Return processes that were this supervisor's drivers, are dead, and are no longer started.
 
-    One that is frozen is not dead; of one of another machine nobody here knows.
+    A frozen driver is not dead. Drivers of other machines cannot be checked from here.
     """
     host = this_process()[1]
     return [
@@ -94,8 +94,8 @@ def not_started(
 
 
 def not_missed(reports: Iterable[Report], ended: Collection[str], now_ms: int) -> list[str]:
-    """Of drivers that ended on purpose, those to forget: all where a peer goes on, else all but the first, which stays
-    and turns blind. What nobody does any more is never read as health."""
+    """Return which of the drivers that ended on purpose to forget: all of them if a peer continues, otherwise all
+    but the first, which stays and turns blind. A pipeline without any driver must never look healthy."""
     ended_of: dict[str, list[str]] = defaultdict(list)
     living = set()
     for report in reports:

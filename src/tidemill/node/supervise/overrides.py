@@ -1,4 +1,4 @@
-"""What a command line says of pipelines, over what the configuration's file says of them."""
+"""Command-line settings of pipelines, applied over those of the configuration file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def overridden(
     driver_memory: str = "",
     conf: Iterable[str] = (),
 ) -> Config:
-    """The configuration with these for the pipelines `names`; None and "" leave the file's. `conf`: KEY=VALUE, each.
+    """Return the configuration with these settings for the pipelines `names`. None and "" leave the file's. Each item
+    of `conf` is KEY=VALUE.
 
     Raises InvalidError with the option that is wrong.
     """
@@ -43,5 +44,5 @@ def overridden(
 def _pair(text: str) -> tuple[str, str]:
     key, found, value = text.partition("=")
     if not found or not key.strip():
-        raise InvalidError(f"not a Spark setting: --conf {text!r}.", fix="Write --conf KEY=VALUE.")
+        raise InvalidError(f"invalid Spark setting: --conf {text!r}.", fix="Write --conf KEY=VALUE.")
     return key.strip(), value

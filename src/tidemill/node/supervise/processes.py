@@ -1,7 +1,7 @@
-"""Which processes a configuration asks for, and how each is started.
+"""Processes that a configuration requires, and how each is started.
 
-The configuration travels to children as one JSON file in the data directory, so that all of them see
-what the parent saw, environment variables filled in.
+The configuration travels to children as one JSON file in the data directory, so that all of them see what the parent
+saw, with environment variables filled in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidemill.node.supervise.supervisor import ChildSpec, Supervisor
 from tidemill.spark.environment import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 
 NODE_MODULE = "tidemill.cli.serve"
-"""Started by name: the floor above puts the console into the node's process."""
+"""Node module, started by name: the layer above adds the console to the node's process."""
 
 
 def resolved_path(config: Config) -> Path:
@@ -38,7 +38,7 @@ def start_all(
     say: Callable[[str], None] = lambda _: None,
     supervisor: Supervisor | None = None,
 ) -> Supervisor:
-    """Start the node (or several beside each other) and the drivers of each pipeline, supervised. Call on a running
+    """Start the node (or several on one machine) and the drivers of each pipeline, supervised. Call it on a running
     loop."""
     supervisor = supervisor or make_supervisor(config, clock, on_failure, say)
     for number in range(1, nodes + 1):
@@ -60,20 +60,21 @@ def start_all(
 
 
 def supervised_here(config: Config) -> list[str]:
-    """The pipelines whose drivers without a label are those of `up`: with instances = 0 they are somebody else's."""
+    """Return the pipelines whose drivers without a label `up` starts. Drivers of a pipeline with instances = 0 run
+    elsewhere."""
     return [name for name, section in config.pipeline.items() if section.spark.instances]
 
 
 def together(config: Config) -> list[list[str]]:
-    """The pipelines by the drivers that they run in, each alone that names none."""
+    """Return the pipelines grouped by their driver. A pipeline that names no driver is alone."""
     shared = drivers(config)
     alone = [[name] for name, section in config.pipeline.items() if not section.driver]
     return [*alone, *shared.values()]
 
 
 def start_drivers(config: Config, names: Sequence[str], supervisor: Supervisor, label: str = "") -> None:
-    """As many identical drivers of these pipelines, which agree, as the configuration says. `label` tells those of one
-    machine from those of another."""
+    """Start as many identical drivers of these pipelines as the configuration says. `label` distinguishes the
+    drivers of one machine from those of another."""
     for number in range(1, config.pipeline[names[0]].spark.instances + 1):
         supervisor.add(driver(config, names, instance_name(label, number)))
 
@@ -85,7 +86,8 @@ def make_supervisor(
 
 
 def write_private(path: Path, text: str) -> None:
-    """Nobody else may read it at any moment: it holds the URLs and DSNs with their passwords. Raises OSError."""
+    """Write a file that no other user can read at any moment: it holds the URLs and DSNs with their passwords.
+    Raises OSError."""
     make_private_directory(path.parent)
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)
@@ -95,7 +97,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def beside(config: Config, number: int) -> Config:
-    """The configuration of node `number` on this machine: its own name, the next ports, the same stores."""
+    """Return the configuration of node `number` on this machine: its own name, the next ports, the same stores."""
     node = config.node.model_copy(
         update={
             "name": f"{config.node.name}-{number}",
@@ -118,10 +120,10 @@ def next_port(address: str, by: int) -> str:
 
 
 def driver(config: Config, names: Sequence[str], instance: str = "") -> ChildSpec:
-    """A driver of one pipeline, or of several, which have a scratch directory each and one of their session's.
-    `instance` tells it from identical ones, in its directories, its log and its marks.
+    """Return the spec of a driver of one pipeline, or of several, each with its scratch directory, and one session
+    directory. `instance` distinguishes it from identical drivers in its directories, its log and its stages.
 
-    The URLs and settings may hold passwords, so they travel in the environment: a command line is for all to see.
+    URLs and settings may hold passwords, so they travel in the environment: every user can read a command line.
     """
     data = Path(config.node.data).absolute()
     section = config.pipeline[names[0]]

@@ -1,7 +1,8 @@
-"""What `up` tells for its children: marks of those that do not come to run, and their tables' errors in the terminal.
+"""Report of `up` about its children: stages of those that do not start, and errors of their tables in the terminal.
 
-A driver that cannot even start has nobody else to speak for it. Nothing is written while every child runs. Whose end
-was meant is not missed: the reports of drivers that ended with their parent, or that it does not start any more, go.
+A driver that cannot even start cannot report itself. The report is empty while every child runs. Drivers that ended on
+purpose must not be missed: the reports of drivers that ended with their parent, or that it no longer starts, are
+deleted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tidemill.consensus.status.board import Board
 from tidemill.node.supervise.driver_instances import not_missed, not_started
 
 LOOK_EVERY = 3
-"""Rounds between two looks at what the drivers publish."""
+"""Rounds between two reads of the drivers' reports."""
 ADOPT_TIMEOUT_S = 3.0
 RETIRE_TIMEOUT_S = 3.0
 
@@ -30,9 +31,11 @@ log = structlog.get_logger()
 
 
 class SupervisorStatus:
-    """`run` until cancelled; `adopt` before the first child starts, so that ages survive a restart of `up` too.
+    """Reporter of a supervisor. `run` runs until cancelled; call `adopt` before the first child starts, so that ages
+    survive a restart of `up` too.
 
-    The drivers of `pipelines` with `label` are this parent's, and of them it starts those in `started`, processes.
+    The drivers of `pipelines` with `label` belong to this parent; it starts those of them whose processes are in
+    `started`.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class SupervisorStatus:
         self._pipelines = pipelines
         self._label = label
         self.started: Collection[str] | None = None
-        """None = not known yet."""
+        """Processes that were started; None while not known."""
         self._consensus: Consensus | None = None
         self._told = False
         self._said: dict[str, str] = {}
@@ -70,8 +73,8 @@ class SupervisorStatus:
                         self._tracker.adopt(report)
                         self._told = True
         except (TidemillError, TimeoutError) as error:
-            self._told = True  # perhaps: a report that nobody renews or takes away would turn blind
-            log.info("what was told before is not known", cause=sentence(error))
+            self._told = True  # possibly: a report that is neither renewed nor deleted would turn blind
+            log.info("the previous report is not available", cause=sentence(error))
 
     async def run(self) -> None:
         round_number = 0
@@ -87,7 +90,7 @@ class SupervisorStatus:
                     await self._reopen()
                 elif not is_fault(error):
                     raise
-                log.debug("nothing told", error=sentence(error))
+                log.debug("status not reported", error=sentence(error))
 
     async def _look(self, board: Board) -> None:
         reports = await board.reports()
@@ -98,25 +101,25 @@ class SupervisorStatus:
             await _forget(board, not_missed(reports, gone, now_ms))
 
     async def retire(self, ended: Collection[str]) -> None:
-        """These processes ended with their parent, in order."""
+        """Delete the reports of processes that ended with their parent, in order."""
         try:
             async with asyncio.timeout(RETIRE_TIMEOUT_S):
                 board = await self._board()
                 gone = not_missed(await board.reports(), ended, self._clock.now_ms())
-                for process in gone:  # what it failed with is nobody's trouble any more
+                for process in gone:  # its failure concerns no process any more
                     self._tracker.heal(process)
                     self._tracker.remove(process)
                 await _forget(board, gone)
                 await self._publish()
         except (TidemillError, TimeoutError) as error:
-            log.info("what ended is told as blind for an hour", cause=sentence(error))
+            log.info("ended drivers stay visible as blind for an hour", cause=sentence(error))
 
     async def aclose(self) -> None:
         if self._consensus is not None:
             await self._consensus.aclose()
 
     async def _reopen(self) -> None:
-        """What is told here rests on nothing that consensus may have lost: a client that ended is opened again."""
+        """Open the consensus client again after it ended. The report relies on nothing that consensus may have lost."""
         ended, self._consensus = self._consensus, None
         if ended is not None:
             await ended.aclose()
@@ -136,7 +139,8 @@ class SupervisorStatus:
             self._told = False
 
     def _print(self, reports: list[Report]) -> None:
-        """Errors that drivers tell of their units: each once, again only when it is another or came back."""
+        """Print the errors that drivers report for their units: each once, and again only after it changed or came
+        back."""
         now: dict[str, str] = {}
         for report in reports:
             if report.process.startswith("pipeline:"):
@@ -149,5 +153,5 @@ class SupervisorStatus:
 
 async def _forget(board: Board, processes: Collection[str]) -> None:
     for process in processes:
-        log.info("a driver is forgotten, for its end was meant", process=process)
+        log.info("driver forgotten: it ended on purpose", process=process)
         await board.forget(process)

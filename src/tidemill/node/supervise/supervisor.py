@@ -1,10 +1,12 @@
-"""Supervision: one parent, a few child processes, restarts with back-off, no child outlives its parent.
+"""Supervision: one parent, a few child processes, restarts with back-off. No child outlives its parent.
 
-A child is a unit of failure: it ends alone. What it said last is told under its marks (`pipeline:NAME`, `node:NAME`)
-with an age that survives its restarts, until it has run steadily again. A child that exits with code 2 has said in
-one sentence what is wrong with its configuration: it is parked, and tried again when its file changes or after
-PARKED_PAUSE_S. Two things end everything: a node that refuses its configuration before it ever ran, for there is
-nothing yet, and one that exits with code 5, for the bucket belongs to another cluster now.
+A child is a unit of failure: it ends alone. Its last words are reported under its stages (`pipeline:NAME`,
+`node:NAME`), with an age that survives its restarts, until it has run steadily again. A child that exits with code 2
+has printed in one sentence what is wrong with its configuration: it is paused, and tried again when its file changes or
+after PARKED_PAUSE_S.
+
+Two events end everything: a node that refuses its configuration before it ever ran, because nothing works yet, and a
+child that exits with code 5, because the bucket now belongs to another cluster.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ EXIT_REPLACED = 5
 PARKED_PAUSE_S = 10.0
 LOOK_S = 0.5
 BUDGET_MS = 30_000
-"""A child that does not come to run steadily for this long is stuck: more than STABLE_AFTER_S, so that one crash is
-none, however it is timed."""
+"""Time after which a child that does not run steadily counts as stuck: more than STABLE_AFTER_S, so that one crash
+is never reported as stuck."""
 LOG_BYTES = 32 << 20
-"""A child's log this large becomes NAME.log.1, in place of an older one."""
+"""Size at which a child's log becomes NAME.log.1, replacing an older one."""
 WORDS_BYTES = 16 << 10
 
 log = structlog.get_logger()
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
-    """`marks` name the units that end with it; `watch`: files whose change is a reason to try a parked child again;
-    `vital`: without it nothing runs."""
+    """Description of a child. `marks` name the stages that fail with it. A change of a file in `watch` is a reason
+    to try a paused child again. Without a `vital` child nothing runs."""
 
     name: str
     command: Sequence[str]
@@ -71,7 +73,7 @@ class Child:
         self._say = say
         self._said = ""
         self._steady = False
-        """It has run for STABLE_AFTER_S, in this life or an earlier one."""
+        """Set once a process of this child has run for STABLE_AFTER_S."""
         self._log_from = 0
         self._process: asyncio.subprocess.Process | None = None
 
@@ -84,15 +86,15 @@ class Child:
         return self.spec.marks or (f"process:{self.spec.name}",)
 
     def kill(self) -> bool:
-        """SIGKILL, as a crash would; False when it is not running just now."""
+        """Send SIGKILL, like a crash. Return False when the child is not running now."""
         if self.pid is None:
             return False
         os.kill(self.pid, signal.SIGKILL)
         return True
 
     async def run(self) -> None:
-        """Start and restart for ever. Raises InvalidError when a vital child refuses its configuration at once,
-        ClusterReplacedError when a child says that its cluster was."""
+        """Start and restart forever. Raises InvalidError when a vital child refuses its configuration before it ever
+        ran steadily, ClusterReplacedError when a child reports that its cluster was replaced."""
         attempt = 0
         while True:
             started_s = self._clock.monotonic_s()
@@ -106,7 +108,7 @@ class Child:
             if code == EXIT_REPLACED:
                 raise ClusterReplacedError(words)
             self.restarts += 1
-            if code != 0:  # else it was asked to end: `tidemill pipeline restart`
+            if code != 0:  # code 0: it was asked to end, by `tidemill pipeline restart`
                 self._told(words, code)
             if code == EXIT_CONFIGURATION:
                 await self._parked()
@@ -115,9 +117,9 @@ class Child:
             pause_s = BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)]
             await asyncio.sleep(pause_s)
 
-    # telling ----------------------------------------------------------------------------------------
+    # reporting --------------------------------------------------------------------------------------
     def _told(self, words: str, code: int) -> None:
-        """Under its marks every time; in the terminal and the log when it is news."""
+        """Report the error under the child's stages every time; in the terminal and the log only when it is new."""
         parked = code == EXIT_CONFIGURATION
         now_ms = self._clock.now_ms()
         for mark in self.marks:
@@ -137,7 +139,7 @@ class Child:
                 self._said = ""
 
     def _last_words(self, code: int) -> str:
-        """What this life said last, in a sentence; how it ended when it said nothing."""
+        """Return the last line of this process as a sentence, or how it ended if it printed nothing."""
         ended = f"killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
         try:
             with self.log_path.open("rb") as file:
@@ -150,7 +152,7 @@ class Child:
         return _sentence_of(lines[-1])
 
     async def _parked(self) -> None:
-        """Until a watched file is another, or the pause is over."""
+        """Return when a watched file has changed or the pause has expired."""
         before = [_version(path) for path in self.spec.watch]
         until_s = self._clock.monotonic_s() + PARKED_PAUSE_S
         while self._clock.monotonic_s() < until_s:
@@ -158,7 +160,7 @@ class Child:
             if [_version(path) for path in self.spec.watch] != before:
                 return
 
-    # one life ---------------------------------------------------------------------------------------
+    # one process ------------------------------------------------------------------------------------
     async def _once(self) -> int:
         make_private_directory(self.log_path.parent)
         self._rotate()
@@ -170,7 +172,7 @@ class Child:
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **self.spec.environ},
-                start_new_session=True,  # Ctrl-C reaches the parent alone, which stops children in order
+                start_new_session=True,  # Ctrl-C reaches the parent only, which stops children in order
             )
         try:
             return await self._watched(self._process)
@@ -188,7 +190,7 @@ class Child:
                 self._rotate()
 
     def _rotate(self) -> None:
-        """Copied and emptied, for the child holds the file open (for appending)."""
+        """Copy and truncate the log, because the child holds the file open for appending."""
         try:
             if self.log_path.stat().st_size > LOG_BYTES:
                 shutil.copyfile(self.log_path, self.log_path.with_suffix(".log.1"))
@@ -196,7 +198,7 @@ class Child:
                 self._log_from = 0
         except OSError as error:
             if self.log_path.exists():
-                log.warning("log is not rotated", log=str(self.log_path), error=error.strerror)
+                log.warning("log not rotated", log=str(self.log_path), error=error.strerror)
 
     async def _stop(self) -> None:
         process = self._process
@@ -212,7 +214,7 @@ class Child:
 
 
 def _sentence_of(line: str) -> str:
-    """A line of a log as a sentence: our own logs are JSON, a traceback ends with its error."""
+    """Return a log line as a sentence: our own logs are JSON, and a traceback ends with its error."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -235,17 +237,17 @@ def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
-        return f"signal {number}"  # a real-time one
+        return f"signal {number}"  # a real-time signal
 
 
 def launched(command: Sequence[str]) -> list[str]:
-    """`command`, which ends (SIGTERM) when this process has, however that ended."""
+    """Wrap `command` so that it gets SIGTERM when this process ends, however it ends."""
     return [sys.executable, "-IS", child_launch.__file__, str(os.getpid()), *command]
 
 
 class Supervisor:
-    """Runs children until `stop`. `on_failure` hears what ends everything; `say` each thing a child ended with, once;
-    `tracker` holds their marks while they fail."""
+    """Supervisor of children until `stop`. `on_failure` receives the error that ends everything; `say` receives each
+    error of a child once; `tracker` holds their stage statuses while they fail."""
 
     def __init__(
         self,
