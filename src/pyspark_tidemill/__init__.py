@@ -1,7 +1,7 @@
-"""What Spark finds by itself: it imports every installed package named `pyspark_*` and takes its `DefaultSource`.
+"""Entry point that Spark discovers: it imports every installed package named `pyspark_*` and uses its `DefaultSource`.
 
-`spark.read.format("tidemill")` therefore needs no registration. Where PySpark is older than the data source needs,
-there is none here: an error would cost the session the data sources of all other packages too.
+`spark.read.format("tidemill")` therefore needs no registration. With a PySpark that is too old for the data source,
+`DefaultSource` is not defined: an error would cost the session the data sources of all other packages too.
 """
 
 import warnings

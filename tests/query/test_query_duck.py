@@ -117,10 +117,10 @@ def test_names_that_duckdb_cannot_have_are_refused_and_odd_ones_are_not(world: W
         table = world.cluster.table("my-odd.shard")
         assert sorted(table.to_duckdb(connection).fetchall()) == [(1, "x", None), (2, "y", "z")]
         assert connection.sql('SELECT "a.b" FROM "my-odd.shard" WHERE "we""ird" = 2').fetchall() == [("y",)]
-        with pytest.raises(InvalidError, match="DuckDB cannot tell two columns apart: table=twice columns=id,ID"):
+        with pytest.raises(InvalidError, match="DuckDB cannot distinguish two columns: table=twice columns=id,ID"):
             world.cluster.table("twice").to_duckdb(connection)
         connection.execute("CREATE TEMP TABLE taken AS SELECT 1 AS a")
-        with pytest.raises(InvalidError, match="DuckDB refuses the view: name=taken"):
+        with pytest.raises(InvalidError, match="DuckDB rejects the view: name=taken"):
             table.to_duckdb(connection, "taken")
         assert connection.sql("SELECT a FROM taken").fetchall() == [(1,)]
         assert world.holds("twice") == [] and duckdb_views.quoted('a"b') == '"a""b"'
@@ -192,7 +192,7 @@ def test_names_that_differ_by_case_alone_are_refused(world: World) -> None:
     hidden = ShardSchema((Column("id", "int64"), Column("_TIME", "int64")), ("id",))
     world.portal.call(_hidden(world, hidden))
     with duckdb.connect() as connection:
-        with pytest.raises(InvalidError, match="DuckDB cannot tell two tables apart: names=Orders,orders"):
+        with pytest.raises(InvalidError, match="DuckDB cannot distinguish two tables: names=Orders,orders"):
             world.cluster.to_duckdb(connection, ["Orders", "orders"])
         with pytest.raises(InvalidError, match="columns=_TIME,_time"):
             world.cluster.table("hidden").to_duckdb(connection)

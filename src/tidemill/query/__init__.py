@@ -4,9 +4,10 @@
     common_time: one time for several tables
 
 Owns the synchronous interface, and how a read is held and streamed. Does not own the contents of a shard (`shards`),
-the choice of the cluster (`spark/session/cluster_lookup`), or what a command prints (`cli`).
+the choice of the cluster (`spark/session/cluster_lookup`), or the output of commands (`cli`).
 
-A1  A read holds its time before it chooses what it reads, and what it chose stays until the read ends.    table_read
+Invariant (hold first): a read holds its time before it chooses the parts that it reads, and these parts stay until the
+read ends (table_read).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["Cluster", "Table", "connect"]
 
 
 def __getattr__(name: str) -> Any:
-    """Lazy: `import tidemill` must cost next to nothing."""
+    """Import lazily: `import tidemill` must cost next to nothing."""
     if name in ("Cluster", "connect"):
         from tidemill.query import cluster
 

@@ -1,4 +1,4 @@
-"""A shard's updates after a time, under a hold that follows them."""
+"""Changelog of a shard: its updates after a time, under a hold that moves with the reader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ log = structlog.get_logger()
 
 @asynccontextmanager
 async def following(shard: LogShard, clock: Clock, since: int, *, follow: bool) -> AsyncIterator[AsyncIterator[Delta]]:
-    """What `Table.changes` yields. Inside, what comes after the last delta is held, however long its reader takes."""
+    """Yield the deltas of `Table.changes`. Inside, history after the last delta is held, however long its reader
+    takes."""
     hold = MovingHold(shard, shard.reader_name("changes"), clock, ttl_ms=HOLD_TTL_MS, kept=True)
     until = (await shard.frontiers())[1]
 
@@ -44,5 +45,5 @@ async def following(shard: LogShard, clock: Clock, since: int, *, follow: bool) 
 
 
 async def following_one(deltas: AsyncIterator[Delta]) -> Delta | None:
-    """The next delta; None at the end."""
+    """Return the next delta; None at the end."""
     return await anext(deltas, None)

@@ -1,4 +1,4 @@
-"""`connect`: a cluster's stores, for one process."""
+"""`connect`: open a cluster's stores for one process."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ T = TypeVar("T")
 
 
 def connect(config: str | Path | None = None, *, objects: str = "", consensus: str = "") -> Cluster:
-    """Open the cluster that `objects` and `consensus` (URLs), or the file `config`, name.
+    """Open the cluster named by `objects` and `consensus` (URLs), or by the file `config`.
 
     Without them: TIDEMILL_OBJECTS__URL and TIDEMILL_CONSENSUS__URL, else the file of TIDEMILL_CONFIG, else
     `./tidemill.toml`, as for the Spark data source and every command. Needs neither a running node nor Java.
-
-    Raises InvalidError (a file or URL is wrong, or there is no cluster: connecting makes none), Unavailable (naming
-    which store is away).
+    Raises InvalidError (a file or URL is invalid, or there is no cluster: connecting creates none), UnavailableError
+    (naming the store).
     """
     urls = find_cluster(objects, consensus, str(config or ""))
     portal = BlockingPortal("tidemill-python")
@@ -51,9 +50,9 @@ def connect(config: str | Path | None = None, *, objects: str = "", consensus: s
 
 
 class Cluster:
-    """A cluster's tables. A context manager: leaving it closes the stores and ends every read of it.
+    """Tables of a cluster. A context manager: leaving it closes the stores and ends all of its reads.
 
-    Safe from several threads. A process that was forked opens its own.
+    Safe for use from several threads. A forked process must open its own.
     """
 
     def __init__(self, portal: BlockingPortal, stores: Stores) -> None:
@@ -63,18 +62,20 @@ class Cluster:
         self._close = weakref.finalize(self, _close, portal, stores, self._entered)
 
     def tables(self) -> list[str]:
-        """The names of all tables, in order. Raises Unavailable, Closed."""
+        """Return the names of all tables, in order. Raises UnavailableError, ClosedError."""
         return [created.name for created in self._portal.call(created_shards(self._stores.consensus))]
 
     def table(self, name: str) -> Table:
-        """Raises Missing (no such table), InvalidError (no name of a table), Unavailable, Closed."""
+        """Return a table. Raises MissingError (no such table), InvalidError (not a table name), UnavailableError,
+        ClosedError."""
         return Table(self, self._portal, self._stores, name)
 
     def common_time(self, names: Sequence[str]) -> int:
-        """The newest time (ms) that is final in all of these tables: give it to their reads as `as_of`.
+        """Return the newest time (ms) that is final in all of these tables: pass it to their reads as `as_of`.
 
-        A table whose source is idle is waited for three seconds at most. Raises Missing, HistoryLostError (they have no
-        time in common: one of them stands), Unavailable (one was never written, or a store is away).
+        Waits at most three seconds for tables whose source is idle. Raises MissingError, HistoryLostError (they have no
+        time in common, because one of them is stalled), UnavailableError (one was never written, or a store is
+        unavailable).
         """
         shards = [self.table(name)._shard for name in names]
         return self._portal.call(common_time(self._stores, shards))
@@ -87,16 +88,17 @@ class Cluster:
         as_of: Moment = None,
         wait_s: float = WAIT_S,
     ) -> int:
-        """Each of these tables as a temporary view of `connection` (`Table.to_duckdb`), all at one time, in ms.
+        """Create a temporary view of `connection` for each of these tables (`Table.to_duckdb`) at one time; return it
+        in ms.
 
-        Raises as `common_time` and `Table.to_duckdb`. What was made of them before it raised stays.
+        Raises as `common_time` and `Table.to_duckdb`. Views that were created before an error stay.
         """
         seen: dict[str, str] = {}
         for name in names:
             if seen.setdefault(name.casefold(), name) != name:
                 raise InvalidError(
-                    f"DuckDB cannot tell two tables apart: names={seen[name.casefold()]},{name}.",
-                    fix="Make views under names of your own: cluster.table(…).to_duckdb(connection, name).",
+                    f"DuckDB cannot distinguish two tables: names={seen[name.casefold()]},{name}.",
+                    fix="Create views under other names: cluster.table(…).to_duckdb(connection, name).",
                 )
         given = as_of_ms(as_of)
         for attempt in range(NEWEST_ATTEMPTS):
@@ -107,24 +109,24 @@ class Cluster:
                         connection, as_of=None if given is None and at < 0 else at, wait_s=wait_s
                     )
                 break
-            except HistoryLostError:  # the history of one moved on before it was held: there is a newer time in common
+            except HistoryLostError:  # since passed the time before it was held: a newer common time exists
                 if given is not None or attempt == NEWEST_ATTEMPTS - 1:
                     raise
         return at
 
     def close(self) -> None:
-        """Again: nothing. What is used afterwards raises Closed."""
+        """Close the cluster; closing it again has no effect. Later uses raise ClosedError."""
         self._close()
 
     @cached_property
     def _bucket(self) -> Bucket:
-        """For engines that open files."""
+        """File system over the bucket, for engines that open files."""
         from tidemill.query.fsspec_bucket import Bucket
 
         return Bucket(self._portal, self._stores.objects)
 
     def _enter(self, context: AbstractAsyncContextManager[T]) -> SyncContext[T]:
-        """A read's hold: left by the reader, or when the cluster is closed."""
+        """Enter the hold of a read, which ends with the reader, or when the cluster is closed."""
         entered = SyncContext(self._portal, context)
         self._entered.add(entered)
         return entered
@@ -140,14 +142,14 @@ class Cluster:
 
 
 def _close(portal: BlockingPortal, stores: Stores, entered: weakref.WeakSet[SyncContext[Any]]) -> None:
-    """Reads let go of what they hold while the stores are still open."""
-    if portal.is_here:  # collected there, with a cycle of references that it was in
+    """End all reads while the stores are still open, then close the stores."""
+    if portal.is_here:  # garbage collection of a cycle may run this on the portal's own thread
         threading.Thread(target=_close, args=(portal, stores, entered), name="tidemill-close").start()
         return
     try:
         for each in list(entered):
             each.leave()
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and its thread pools ended before
+        with contextlib.suppress(RuntimeError):  # at interpreter exit the thread pools have already shut down
             portal.call(stores.aclose())
     finally:
         portal.close()

@@ -1,4 +1,4 @@
-"""One time for several tables."""
+"""Common time of several tables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
 from tidemill.spark.stores import Stores
 
 IDLE_WAIT_S = 3.0
-"""For idle tables to pass the others' time; without their pipelines the tables are read at the older time."""
+"""Time for idle tables to pass the others' time; if their pipelines do not run, the tables are read at the older
+time."""
 
 
 async def common_time(stores: Stores, shards: Sequence[LogShard]) -> int:
-    """The newest time that is final in all of them; -1 when none was ever written.
+    """Return the newest time that is final in all of them; -1 if none was ever written.
 
-    A table whose source is idle is asked to say so, and waited for a moment. Raises HistoryLostError, UnavailableError.
+    The time of a table whose source is idle is advanced first, with a short wait. Raises HistoryLostError,
+    UnavailableError.
     """
     frontiers = {shard.name: await shard.frontiers() for shard in shards}
     newest = max((upper for _, upper in frontiers.values()), default=0)
@@ -36,11 +38,11 @@ async def common_time(stores: Stores, shards: Sequence[LogShard]) -> int:
     since, first = max((since, name) for name, (since, _) in frontiers.items())
     if not last:
         raise UnavailableError(
-            f"nothing was written yet: shard={least}.", fix="Wait for its pipeline, or leave it out."
+            f"nothing was written yet: shard={least}.", fix="Wait for its pipeline, or omit the table."
         )
     if last <= since:
         raise HistoryLostError(
             f"the tables have no time in common: {first} is readable from {since} on, {least} before {last}.",
-            fix=f"See why it stands: tidemill why {least}.",
+            fix=f"Find out why {least} does not advance: tidemill why {least}.",
         )
     return last - 1

@@ -1,10 +1,10 @@
 """Tables at one time as views of a DuckDB connection.
 
-A view is DuckDB's own scan of the Parquet parts, with its columns and filters (`shards.plan`), and Arrow tables of
-what is not merged. Where no plan is exact, the contents are copied into a temporary table of the connection, by ranges.
-
-What a view reads is held until another takes its name or the connection closes: DuckDB keeps the Arrow table `live` of
-it, and the hold goes with that. (To drop the view alone does not let go.)
+A view is DuckDB's own scan of the Parquet parts, with its columns and filters (`shards.read.read_plan`), and Arrow
+tables of the updates that are not merged. If no exact plan exists, the contents are copied into a temporary table of
+the connection, by ranges. The data of a view is held until another view takes its name or the connection closes: DuckDB
+keeps a reference to the view's Arrow table `live`, and the hold ends with it. (Dropping only the view does not release
+it.)
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ GLOB = set("*?[")
 
 
 def make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: SyncContext[Chosen], name: str) -> None:
-    """The contents that were chosen, as the temporary view `name`. `found` is left when nothing reads it any more.
+    """Create the temporary view `name` of the chosen contents. `found` is left when nothing reads it any more.
 
-    Raises InvalidError (DuckDB cannot have such a view), and what reading raises.
+    Raises InvalidError (DuckDB cannot have such a view), and as reading.
     """
     import duckdb
 
@@ -51,12 +51,13 @@ def make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: SyncCo
         ) from error
     except duckdb.Error as error:
         raise InvalidError(
-            f"DuckDB refuses the view: name={name} ({error}).", fix="Give it another name, or another connection."
+            f"DuckDB rejects the view: name={name} ({error}).", fix="Use another name, or another connection."
         ) from error
 
 
 def _make_view(connection: duckdb.DuckDBPyConnection, table: Table, found: SyncContext[Chosen], name: str) -> None:
-    """Under names of its own, so that the view there was reads what it did until the new one stands."""
+    """Create the view. Its objects have unique names, so an existing view keeps its data until the new one is
+    complete."""
     shard, stores, portal = table._shard, table._stores, table._portal
     number = next(_numbers)
     live_name, gone_name, copy_name = (f"tidemill {what} {number} {name}" for what in ("live", "gone", "copy"))
@@ -87,7 +88,7 @@ _numbers = itertools.count(1)
 
 
 def _drop(connection: duckdb.DuckDBPyConnection, name: str, which: Callable[[int], bool]) -> None:
-    """What views of this name read, by the numbers of the calls that made it."""
+    """Drop the objects behind views of this name; `which` selects them by the number of the call that created them."""
     rows = connection.execute("SELECT view_name FROM duckdb_views() WHERE temporary UNION ALL "
                               "SELECT table_name FROM duckdb_tables() WHERE temporary").fetchall()  # fmt: skip
     for (each,) in rows:
@@ -108,7 +109,7 @@ def _gone_names(key: tuple[str, ...]) -> list[str]:
 
 
 def _let_go(found: SyncContext[Chosen], table: Table) -> None:
-    """`table`: until then its cluster stays open, though nobody else may know it."""
+    """Release the hold. The reference to `table` keeps its cluster open until then, even without other references."""
     found.leave()
 
 
@@ -128,7 +129,7 @@ def _select(plan: Plan, key: tuple[str, ...], live: str, gone: str, paths: list[
 
 
 def _same(left: str, right: str, of: pa.DataType) -> str:
-    """Whatever the connection's collation makes of texts."""
+    """Return SQL for the equality of two key columns, independent of the connection's collation."""
     import pyarrow as pa
 
     if pa.types.is_string(of):
@@ -141,7 +142,7 @@ def _create(connection: duckdb.DuckDBPyConnection, name: str, select: str) -> No
 
 
 def _copy(connection: duckdb.DuckDBPyConnection, name: str, rows: pa.RecordBatchReader) -> None:
-    """DuckDB takes a stream batch by batch, and spills what its memory limit does not allow."""
+    """Copy rows into a temporary table. DuckDB reads a stream batch by batch, and spills beyond its memory limit."""
     stream = f"{name} stream"
     connection.register(stream, rows)
     try:
@@ -151,7 +152,7 @@ def _copy(connection: duckdb.DuckDBPyConnection, name: str, rows: pa.RecordBatch
 
 
 def _paths(connection: duckdb.DuckDBPyConnection, table: Table, plan: Plan) -> list[str]:
-    """What DuckDB opens: files where the bucket is a directory, else objects through a file system of ours."""
+    """Return the paths that DuckDB opens: files if the bucket is a directory, else objects through our file system."""
     if not plan.settled:
         return []
     directory = local_directory(table._stores.urls.objects)
@@ -166,12 +167,12 @@ def _paths(connection: duckdb.DuckDBPyConnection, table: Table, plan: Plan) -> l
 
 
 _verified: OrderedDict[str, None] = OrderedDict()
-"""Keys of parts that this process has verified: an object never changes, and its key is never used again (O1)."""
+"""Keys of parts that this process has verified. An object never changes, and its key is never reused."""
 VERIFIED_MAX = 8192
 
 
 def _verify(table: Table, part: Part) -> None:
-    """DuckDB opens these files itself and verifies no checksums: so the bytes are verified first. Raises Corrupt."""
+    """Verify a file's checksum, which DuckDB does not do when it opens the file itself. Raises CorruptError."""
     if part.crc < 0 or part.object_key in _verified:
         return
     table._portal.call(read_whole(table._stores.objects, part))
@@ -181,13 +182,13 @@ def _verify(table: Table, part: Part) -> None:
 
 
 def _check_names(names: list[str], table: str) -> None:
-    """DuckDB tells no columns apart by case."""
+    """Raises InvalidError if two names differ only in case, which DuckDB ignores."""
     seen: dict[str, str] = {}
     for name in names:
         other = seen.setdefault(name.casefold(), name)
         if other != name:
             raise InvalidError(
-                f"DuckDB cannot tell two columns apart: table={table} columns={other},{name}.",
+                f"DuckDB cannot distinguish two columns: table={table} columns={other},{name}.",
                 fix="Read the table as Arrow or Polars.",
             )
 

@@ -1,4 +1,4 @@
-"""What rows a reader wants: a filter of Arrow's, and what it says about the key. Pure."""
+"""Filter of a read: an Arrow expression, and what it implies about the key. Pure."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from tidemill.shards.parts.schema import contents_schema
 
 Condition = tuple[str, str, Any]
 Where: TypeAlias = "pc.Expression | Sequence[Condition] | Sequence[Sequence[Condition]]"
-"""An expression of `pyarrow.compute`, or conditions as `pyarrow.parquet.read_table(filters=…)` takes them:
-`[("status", "=", "open"), ("total", ">", 5)]`, all of which hold; of several such lists one does."""
+"""An expression of `pyarrow.compute`, or conditions as for `pyarrow.parquet.read_table(filters=…)`:
+`[("status", "=", "open"), ("total", ">", 5)]`, all of which must hold; in a list of such lists, those of one must."""
 
 
 class Filter(msgspec.Struct, frozen=True):
-    """`names`: the columns it looks at. `hashes`: of the only keys that may pass; None = any may."""
+    """Filter of rows. `names`: the columns that it uses. `hashes`: of the only keys that may match; None = any may."""
 
     expression: Any
     names: tuple[str, ...]
     hashes: list[int] | None
 
     def passing(self, rows: pa.Table) -> pa.Table:
-        """Raises InvalidError: it cannot be evaluated on one of them (a division by zero, a text that is no number)."""
+        """Return the matching rows. Raises InvalidError if the filter cannot be evaluated on one of them (a division by
+        zero, a text that is not a number)."""
         try:
             return rows.filter(self.expression)
         except pa.ArrowException as error:
             raise InvalidError(
                 f"the filter cannot be evaluated on a row: {_said(error)}.",
-                fix="Write one that has a result for every row of the table.",
+                fix="Write a filter that has a result for every row of the table.",
             ) from error
 
 
@@ -45,7 +46,8 @@ def _said(error: BaseException) -> str:
 
 
 def filter_of(schema: ShardSchema, where: Where) -> Filter:
-    """Raises InvalidError: a column that is not there, a comparison or a value that Arrow does not know."""
+    """Return the filter. Raises InvalidError for an unknown column, or a comparison or value that Arrow does not
+    support."""
     conditions: list[Condition] = []
     try:
         if isinstance(where, pc.Expression):
@@ -58,17 +60,17 @@ def filter_of(schema: ShardSchema, where: Where) -> Filter:
             expression = filters_to_expression(given)
             conditions = [c for c in given if isinstance(c, tuple) and len(c) == 3 and isinstance(c[0], str)]
         if "FieldPath(" in _QUOTED.sub("", str(expression)):
-            raise ValueError("it names a column by its place")
+            raise ValueError("it names a column by its position")
         empty = contents_schema(schema).empty_table()
         empty.filter(expression)
         names = tuple(n for n in empty.column_names if _looks_at(expression, empty.drop_columns([n])))
         only = {column: value if op == "in" else [value] for column, op, value in conditions if op in ("=", "==", "in")}
         return Filter(expression, names, key_hashes(schema, only) if conditions else None)
-    except Exception as error:  # values are the caller's objects: what comparing or converting one raises is any type
+    except Exception as error:  # values are the caller's objects: comparing or converting one may raise any type
         have = ", ".join(contents_schema(schema).names)
         raise InvalidError(
             f"the filter cannot be applied: {_said(error)}.",
-            fix=f'Write [("column", "=", value)] or an expression of pyarrow.compute, of the columns {have}.',
+            fix=f'Write [("column", "=", value)] or an expression of pyarrow.compute, with the columns {have}.',
         ) from error
 
 
@@ -76,30 +78,33 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def _checked(condition: Any, clocks: Set[str]) -> Any:
-    """A filter is looked at more than once, so nothing of it may be used up. `clocks`: columns without a zone; Arrow
-    would compare them with a time of a zone as if both were UTC's. Raises ValueError."""
+    """Check a condition and return it. A filter is evaluated several times, so iterators are rejected.
+
+    `clocks`: columns without a zone, which Arrow would compare with a zoned time as if both were UTC. Raises
+    ValueError.
+    """
     if isinstance(condition, list):
         return [_checked(one, clocks) for one in condition]
     if not isinstance(condition, tuple) or len(condition) != 3:
         return condition
     name, _, value = condition
     if isinstance(value, Iterator):
-        raise ValueError("give the values of a comparison as a list")
+        raise ValueError("the values of a comparison must be a list")
     values = value if isinstance(value, list | tuple | set | frozenset) else [value]
     if isinstance(name, str) and name in clocks and any(_names_zone(one) for one in values):
-        raise ValueError(f"column {name} is a time without a zone: compare it with one")
+        raise ValueError(f"column {name} is a time without a zone: compare it with another such time")
     return condition
 
 
 def _names_zone(value: Any) -> bool:
-    """Datetimes, and scalars of Arrow's."""
+    """Return whether a datetime or an Arrow scalar has a time zone."""
     if isinstance(value, pa.Scalar):
         return pa.types.is_timestamp(value.type) and value.type.tz is not None
     return isinstance(value, datetime) and value.tzinfo is not None
 
 
 def _looks_at(expression: pc.Expression, without: pa.Table) -> bool:
-    """Arrow does not tell which columns an expression names: it fails where one is missing."""
+    """Return whether the expression uses a column, by evaluating it without that column: Arrow does not list them."""
     try:
         without.filter(expression)
     except pa.ArrowInvalid:

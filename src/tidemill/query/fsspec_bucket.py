@@ -1,4 +1,4 @@
-"""A bucket as a file system of fsspec, for DuckDB: it reads ranges of objects, and nothing else is offered."""
+"""fsspec file system over a bucket, for DuckDB: it reads ranges of objects and supports nothing else."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NEVER_CHANGES = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Bucket(AbstractFileSystem):  # type: ignore[misc]
-    """Paths are `PROTOCOL://SIZE.CRC.FOOTER_CRC/KEY`: what is known of a part, so that opening it needs no look-up.
+    """File system of one bucket.
 
-    DuckDB verifies no checksums, so the file does (`VerifiedFile`).
-
-    `protocol` is this bucket's alone in the process, for DuckDB remembers what it read by its path.
+    Paths are `PROTOCOL://SIZE.CRC.FOOTER_CRC/KEY`: the known facts of a part, so that opening it needs no request.
+    DuckDB verifies no checksums, so the file does (`VerifiedFile`). `protocol` is unique in the process, because DuckDB
+    caches by path.
     """
 
     cachable = False
@@ -50,15 +50,15 @@ class Bucket(AbstractFileSystem):  # type: ignore[misc]
         return {"name": path, "size": self._part_of(path).size_bytes, "type": "file"}
 
     def glob(self, path: str, **_: Any) -> list[str]:
-        """Every path is one object's."""
+        """Return the path itself: every path names one object."""
         return [path]
 
     def modified(self, path: str) -> datetime:
-        """Objects never change (O1)."""
+        """Return a constant, because objects never change."""
         return NEVER_CHANGES
 
     def _part_of(self, path: str) -> Part:
-        """What the path says of it."""
+        """Return the part that a path describes."""
         known, _, key = path.removeprefix(f"{self.protocol}://").partition("/")
         size, crc, footer_crc = map(int, known.split("."))
         return Part(0, size, object_key=key, crc=crc, footer_crc=footer_crc)

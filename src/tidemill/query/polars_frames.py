@@ -1,4 +1,4 @@
-"""Tables as frames of Polars, which is optional."""
+"""Tables as Polars frames; Polars is an optional dependency."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def polars() -> Any:
-    """The module. Raises InvalidError."""
+    """Import Polars. Raises InvalidError if it is not installed."""
     try:
         import polars
     except ImportError as error:
@@ -25,19 +25,20 @@ def polars() -> Any:
 
 
 def scan(table: Table, found: SyncContext[Chosen]) -> pl.LazyFrame:
-    """What was chosen; Polars keeps the source for as long as a frame may read it, and that keeps the hold."""
+    """Return a frame of the chosen contents. Polars references the source while a frame may read it, and so the
+    hold."""
     module = polars()
     from polars.io.plugins import register_io_source
 
     def source(
         columns: list[str] | None, predicate: pl.Expr | None, rows: int | None, batch_rows: int | None
     ) -> Iterator[pl.DataFrame]:
-        """What Polars asks a source for; `batch_rows` is advice."""
+        """Yield the rows of a Polars IO source; `batch_rows` is only a hint."""
         names = schema.names() if columns is None else columns or schema.names()[:1]
         used = [] if predicate is None else predicate.meta.root_names()
         left = rows
         read = list(dict.fromkeys([*names, *used]))
-        types = {name: schema[name] for name in read}  # the table's may be wider by now
+        types = {name: schema[name] for name in read}  # the table's types may have been widened since
         for batch in table._over(found, read, None, end=lambda: None):
             frame = module.from_arrow(batch).cast(types)
             if predicate is not None:

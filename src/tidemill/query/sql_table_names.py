@@ -1,4 +1,4 @@
-"""Which tables a query names, told by DuckDB's own parser."""
+"""Names of the tables in a query, found by DuckDB's own parser."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set[str], set[str]]:
-    """(tables, names that are a table or what a WITH of the query calls so). Raises InvalidError: it does not parse.
+    """Return (tables, names that are either a table or defined by a WITH of the query).
 
-    Not `get_table_names` where that can be helped: it binds as well, and so refuses every JOIN with USING.
+    `get_table_names` is used only for statements that cannot be serialized: it also binds, and so rejects every JOIN
+    with USING. Raises InvalidError if the query does not parse.
     """
     import duckdb
 
@@ -26,12 +27,12 @@ def named_tables(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[set
             raise InvalidError(
                 f"the query does not parse: {tree.get('error_message')}.", fix="Correct it; DuckDB's dialect applies."
             )
-        if tree.get("error"):  # no SELECT: EXPLAIN, for example
+        if tree.get("error"):  # not a SELECT: EXPLAIN, for example
             return set(connection.get_table_names(query)), set()
     except duckdb.Error as error:
         fix = "Correct it; DuckDB's dialect applies."
         if "single statement" in str(error):
-            fix = "Give one statement; of a PIVOT name the values: PIVOT t ON column IN (…) USING …."
+            fix = "Pass one statement; for a PIVOT name the values: PIVOT t ON column IN (…) USING …."
         raise InvalidError(f"the query does not parse: {error}.", fix=fix) from error
     nodes = list(_nodes(tree))
     tables = {node["table_name"] for node in nodes if node.get("type") == "BASE_TABLE"}

@@ -29,55 +29,56 @@ if TYPE_CHECKING:
     from tidemill.shards.handle import LogShard
 
 Moment = int | str | datetime | None
-"""ms since 1970, ISO 8601 text or a datetime (UTC when they name no zone); None or "latest" = the newest there is."""
+"""ms since 1970, ISO 8601 text or a datetime (UTC if without a zone); None or "latest" = the newest time."""
 
 WAIT_S = 60.0
 
 
 class Frontiers(NamedTuple):
-    """Readable are the times since ≤ t < upper, in ms since 1970. Nothing was ever written while upper is 0."""
+    """Readable times: since ≤ t < upper, in ms since 1970. While upper is 0, nothing was ever written."""
 
     since: int
     upper: int
 
 
 class Table:
-    """A table of a cluster. Every read is the exact contents at one time, whoever writes meanwhile.
+    """A table of a cluster. Every read returns the exact contents at one time, independent of concurrent writers.
 
-    What reads have in common:
+    Common parameters of reads:
 
-    columns   names, in the order that is wanted; None = all. Only these (and the key) are fetched and decoded
-    where     a filter (`query.where.Where`); equality with the whole key reads only where that key may be
+    columns   names, in the requested order; None = all. Only these (and the key) are fetched and decoded
+    where     a filter (`query.filters.Where`); equality with the whole key reads only where that key may be
     as_of     the time, see `Moment`
-    wait_s    how long to wait until `as_of` is final
+    wait_s    maximum wait until `as_of` is final
 
-    They raise InvalidError (a column, a filter, a time that makes no sense), HistoryLost (the time is below since),
-    Unavailable (it is not final in time, or a store is away), MissingError (the table was dropped), Corrupt, Closed.
+    Reads raise InvalidError (an invalid column, filter or time), HistoryLostError (the time is below since),
+    UnavailableError (the time is not final within `wait_s`, or a store is unavailable), MissingError (the table was
+    dropped), CorruptError, ClosedError.
     """
 
     def __init__(self, cluster: Cluster, portal: BlockingPortal, stores: Stores, name: str) -> None:
         self.name = name
-        self._cluster = cluster  # for as long as a table of it is used, it stays open
+        self._cluster = cluster  # a reference that keeps the cluster open while the table is in use
         self._portal = portal
         self._stores = stores
         self._shard: LogShard = portal.call(stores.shard(name))
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns, as of the last read: a table may gain columns and wider types."""
+        """Columns as of the last read: a table may gain columns and wider types."""
         return contents_schema(self._shard.schema)
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The columns of which there is one row for each value; empty = a row is its own key, and may repeat."""
+        """Columns with one row for each value; empty = the whole row is the key, and may occur several times."""
         return self._shard.schema.key
 
     def frontiers(self) -> Frontiers:
-        """Which times can be read, now."""
+        """Return the times that can be read now."""
         return Frontiers(*self._portal.call(self._shard.frontiers()))
 
     def count(self, where: Where | None = None, *, as_of: Moment = None, wait_s: float = WAIT_S) -> int:
-        """How many rows there are. Without a filter no row is read: the diffs of all updates are summed."""
+        """Return the number of rows. Without a filter no row is read: the diffs of all updates are summed."""
         if where is not None:
             only = self._filter(where)
             with self.to_batches(only.names[:1] or None, where, as_of=as_of, wait_s=wait_s) as reader:
@@ -97,7 +98,7 @@ class Table:
         as_of: Moment = None,
         wait_s: float = WAIT_S,
     ) -> pa.Table:
-        """All of it in memory. Rows in no order."""
+        """Return all rows in memory, in no particular order."""
         with self._reader(columns, where, as_of, wait_s, long=False) as reader:
             return reader.read_all()
 
@@ -109,23 +110,25 @@ class Table:
         as_of: Moment = None,
         wait_s: float = WAIT_S,
     ) -> pa.RecordBatchReader:
-        """A stream of it: memory holds one row group and what is not merged of one range of keys, whatever the size.
+        """Return a stream of all rows. Memory holds one row group and the unmerged updates of one range of keys, for a
+        table of any size.
 
-        The time is fixed and held by this call, until the reader is at its end, closed or forgotten: what others write
-        meanwhile changes nothing. A reader of Arrow's: DuckDB, Polars and `pyarrow.dataset.write_dataset` take it too.
+        The call fixes and holds the time until the reader is exhausted, closed or garbage-collected: concurrent writes
+        do not matter. It is an Arrow reader, so DuckDB, Polars and `pyarrow.dataset.write_dataset` accept it too.
         """
         return self._reader(columns, where, as_of, wait_s, long=True)
 
     def changes(self, since: Moment, *, follow: bool = False) -> Iterator[pa.Table]:
-        """Every update after the time `since`, once, in tables of one or several whole appends: the columns, `_time`
-        (ms) and `_diff`.
+        """Yield every update after the time `since`, once, in tables of one or several whole appends: the columns,
+        `_time` (ms) and `_diff`.
 
-        An update of a row is its retraction (`_diff` −1) and the new row (+1), at one time. Ends with what is final
-        now; with `follow` it waits for more, for ever. What was yielded is complete up to its greatest `_time`: begin
-        there again. History is held while the iterator is in use, and for five minutes more.
+        An update of a row is its retraction (`_diff` −1) and the new row (+1), at one time. Ends with the updates that
+        are final now; with `follow` it waits for more, indefinitely. The yielded tables are complete up to their
+        greatest `_time`: resume from there. History is held while the iterator is in use, and for five minutes after.
 
-        Raises HistoryLost when updates after `since` can no longer be told apart: begin with `to_arrow`, at a newer
-        time. Evolved when the table's schema changed meanwhile: begin another, after what was yielded.
+        Raises HistoryLostError if updates after `since` are no longer available separately: restart with `to_arrow`, at
+        a newer time. Raises SchemaEvolvedError if the table's schema changes: start another iterator, after the yielded
+        updates.
         """
         at = as_of_ms(since)
         if at is None:
@@ -141,15 +144,15 @@ class Table:
         as_of: Moment = None,
         wait_s: float = WAIT_S,
     ) -> pl.DataFrame:
-        """All of it as a DataFrame. Raises InvalidError as well where polars is not installed."""
+        """Return all rows as a DataFrame. Also raises InvalidError if polars is not installed."""
         from tidemill.query.polars_frames import polars
 
         frame: pl.DataFrame = polars().from_arrow(self.to_arrow(columns, where, as_of=as_of, wait_s=wait_s))
         return frame
 
     def scan_polars(self, *, as_of: Moment = None, wait_s: float = WAIT_S) -> pl.LazyFrame:
-        """A LazyFrame at one time, which is held until the last frame made from it is gone; columns that a query does
-        not use are not read. Raises InvalidError as well where polars is not installed."""
+        """Return a LazyFrame at one time, which is held until the last frame derived from it is gone; columns that a
+        query does not use are not read. Also raises InvalidError if polars is not installed."""
         from tidemill.query.polars_frames import scan
 
         return scan(self, self._choose(as_of, wait_s, long=True))
@@ -162,11 +165,12 @@ class Table:
         as_of: Moment = None,
         wait_s: float = WAIT_S,
     ) -> duckdb.DuckDBPyRelation:
-        """A temporary view `name` (the table's own name) of `connection`, at one time, and the relation of it.
+        """Create a temporary view `name` (default: the table's name) of `connection` at one time, and return its
+        relation.
 
-        DuckDB reads of it what a query uses. The time is held while the connection has the view: until it is closed, or
-        the table is given to it again under this name, at a newer time. For several tables at one time:
-        `Cluster.to_duckdb`. Raises InvalidError as well for a name that DuckDB has something else under.
+        DuckDB reads only the data that a query uses. The time is held while the connection has the view: until it is
+        closed, or this is called again for the same name at a newer time. For several tables at one time use
+        `Cluster.to_duckdb`. Also raises InvalidError if DuckDB has another object of that name.
         """
         from tidemill.query.duckdb_views import make_view, quoted
 
@@ -202,7 +206,7 @@ class Table:
     def _over(
         self, found: SyncContext[Chosen], columns: Sequence[str] | None, where: Where | None, end: Callable[[], None]
     ) -> pa.RecordBatchReader:
-        """What was chosen, as a stream; `end` is called at its end, or when it is given up."""
+        """Return a stream of the chosen contents; `end` is called when it is exhausted or abandoned."""
         names = self._columns(columns)
         only = None if where is None else self._filter(where)
         read = names if only is None else [*names, *(n for n in only.names if n not in names)]
@@ -225,11 +229,11 @@ class Table:
         found = self._cluster._enter(chosen(self._fresh(), at, wait_s, long=long))
         if all(batch.schema_version <= self._shard.schema.version for batch in found.value.batches):
             return found
-        found.leave()  # the schema changed between the two looks
+        found.leave()  # the schema changed between `_fresh` and the choice
         return self._cluster._enter(chosen(self._fresh(), at, wait_s, long=long))
 
     def _fresh(self) -> LogShard:
-        """The handle, of the newest schema. Raises MissingError, Unavailable."""
+        """Return the handle with the newest schema. Raises MissingError, UnavailableError."""
         self._portal.call(self._shard.frontiers())
         if self._shard.state.schema.version != self._shard.schema.version:
             self._shard = self._portal.call(self._stores.shard(self.name))
@@ -240,8 +244,8 @@ class Table:
         names = have if columns is None else list(columns)
         if isinstance(columns, str) or not names or len(set(names)) < len(names):
             raise InvalidError(
-                f"columns are no list of names: table={self.name} columns={columns!r}.",
-                fix="Give a list of one or more different names, or leave it out for all.",
+                f"columns must be a list of distinct names: table={self.name} columns={columns!r}.",
+                fix="Pass a list of one or more distinct names, or None for all columns.",
             )
         for name in names:
             if name not in have:

@@ -1,4 +1,4 @@
-"""One read of one shard: its time, its hold, what it reads, and the bytes of that."""
+"""Read of one shard: its time, its hold, the parts it reads, and their bytes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from tidemill.shards.handle import LogShard
 
 NEWEST_ATTEMPTS = 3
-"""How often the newest time is looked up anew, because history moved past it before it was held."""
+"""Attempts to look up the newest time, because since may pass it before it is held."""
 
 
 class Chosen(NamedTuple):
-    """`at` -1: nothing was ever written."""
+    """Time of a read and its batches. `at` -1: nothing was ever written."""
 
     at: int
     batches: list[Batch]
@@ -32,10 +32,10 @@ class Chosen(NamedTuple):
 
 @asynccontextmanager
 async def chosen(shard: LogShard, as_of: int | None, wait_s: float, *, long: bool) -> AsyncIterator[Chosen]:
-    """What the contents at `as_of` (None = the newest time) are read from. Inside, it stays readable.
+    """Yield the batches that hold the contents at `as_of` (None = the newest time). Inside, they stay readable.
 
-    `long`: the reader may take as long as it likes; else only what is large is held, as for every short read. Raises
-    HistoryLostError, Unavailable (not final within `wait_s`), Closed, Unknown.
+    `long`: the read may take any time; else a hold is taken only for a large one, as for every short read. Raises
+    HistoryLostError, UnavailableError (not final within `wait_s`), ClosedError, UnknownOutcomeError.
     """
     async with AsyncExitStack() as stack:
         for attempt in range(NEWEST_ATTEMPTS):
@@ -45,7 +45,7 @@ async def chosen(shard: LogShard, as_of: int | None, wait_s: float, *, long: boo
                 if not batches or not (long or _size_bytes(batches) > HOLD_ABOVE_BYTES):
                     break
                 await stack.enter_async_context(shard.holding("python", at))
-                batches = await shard.batches_until(at)  # held first, then chosen (A1)
+                batches = await shard.batches_until(at)  # choose after the hold is in force, so that all parts stay
                 break
             except HistoryLostError:
                 if as_of is not None or attempt == NEWEST_ATTEMPTS - 1:
@@ -65,8 +65,8 @@ def rows_of(
     columns: Sequence[str],
     wanted: list[int] | None,
 ) -> Iterator[pa.Table]:
-    """`columns` of the contents, by ranges of the hash; `wanted`: of rows with these hashes alone. Raises
-    HistoryLostError, Corrupt, Unavailable."""
+    """Yield `columns` of the contents, by ranges of the hash; `wanted`: only rows with these hashes. Raises
+    HistoryLostError, CorruptError, UnavailableError."""
     fetch = fetching(portal, objects, whole=len(columns) == len(shard.schema.columns))
     try:
         for chosen_range in cut(found.batches, wanted):

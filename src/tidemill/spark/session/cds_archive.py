@@ -1,12 +1,12 @@
-"""A class-data archive for Spark's JVM: made once, it halves every later start.
+"""Class-data archive for Spark's JVM: created once, it halves the time of every later start.
 
-    python -m tidemill.spark.session.cds_archive        make it now (about one slow start; 60 to 170 MB on disk)
+    python -m tidemill.spark.session.cds_archive        create it now (about one slow start; 60 to 170 MB on disk)
 
-Measured to the first Python job on a slow, shared two-core machine: 23 s without, 11 s with it.
-Spark loads some fifteen thousand classes before its first batch. A dynamic archive (JDK 13 and later) maps
-them instead. It fits one Java, one pyspark and one class path; the name says which, and a JVM that finds it
-unfitting ignores it. Sessions use it when it is there and never make it by themselves: dumping takes time
-at exit that a driver does not have.
+Measured up to the first Python job on a slow, shared two-core machine: 23 s without, 11 s with it.
+Spark loads some fifteen thousand classes before its first batch. A dynamic archive (JDK 13 and later) maps them
+instead. It matches one Java, one pyspark and one class path, which its name identifies, and a JVM ignores an archive
+that does not match. Sessions use an existing archive and never create one: dumping takes time at exit that a driver
+does not have.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ exercise(Path(sys.argv[1]))
 
 
 def archive_path(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the archive for this Java and pyspark is, or would be."""
+    """Return the path of the archive for this Java and pyspark, which may not exist."""
     env = os.environ if environ is None else environ
     java = find_java(env)
     identity = f"{java.home} {java.major} {java.build} {version('pyspark')} {spark_home(env) or sys.prefix}"
@@ -40,13 +40,13 @@ def archive_path(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def archive_options(environ: Mapping[str, str] | None = None) -> list[str]:
-    """JVM options that use the archive, or none when there is no archive."""
+    """Return JVM options that use the archive, empty if there is no archive."""
     path = archive_path(environ)
     return [f"-XX:SharedArchiveFile={path}", "-Xlog:cds=off", "-Xlog:cds+dynamic=off"] if path.is_file() else []
 
 
 def make_archive() -> Path:
-    """Make the archive if it is missing. Raises OSError, subprocess.CalledProcessError."""
+    """Create the archive if it is missing, and return its path. Raises OSError, subprocess.CalledProcessError."""
     path = archive_path()
     if path.is_file():
         return path
@@ -64,7 +64,7 @@ def make_archive() -> Path:
 
 
 def exercise(target: Path) -> None:
-    """Do what a pipeline does in its first seconds, then end the JVM in order, which writes the archive."""
+    """Do what a pipeline does in its first seconds, then end the JVM regularly, which writes the archive."""
     import tempfile
 
     import pyarrow as pa

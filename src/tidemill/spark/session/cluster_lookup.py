@@ -1,13 +1,12 @@
-"""Which cluster a reader means: the nearest word about it wins.
+"""Lookup of the cluster that a reader refers to: the most specific source wins.
 
-    1  options objects and consensus                       as given, each by itself
+    1  options objects and consensus                       each separately, as given
     2  option config                                       the URLs of that file
-    3  what `register` was given
-    4  TIDEMILL_OBJECTS__URL and TIDEMILL_CONSENSUS__URL   what a driver tells its workers
-    5  TIDEMILL_CONFIG, else ./tidemill.toml               with TIDEMILL_<SECTION>__<KEY> over it, as for every command
+    3  the URLs given to `register`
+    4  TIDEMILL_OBJECTS__URL and TIDEMILL_CONSENSUS__URL   set by a driver for its workers
+    5  TIDEMILL_CONFIG, else ./tidemill.toml               overridden by TIDEMILL_<SECTION>__<KEY>, as for every command
 
-A URL that came from a file or the environment is no option of the query, so that neither Spark's plan nor its event
-log names it.
+A URL from a file or the environment is no option of the query, so neither Spark's plan nor its event log contains it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tidemill.consensus.factory import sqlite_file
 from tidemill.spark.environment import CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 from tidemill.spark.stores import Urls
 
-FIX = "Give config=/path/of/tidemill.toml, or start with TIDEMILL_CONFIG set, or in the directory of that file."
+FIX = "Set config=/path/of/tidemill.toml, or start with TIDEMILL_CONFIG set, or in the directory of that file."
 
 
 def find_cluster(
@@ -32,13 +31,14 @@ def find_cluster(
     *,
     environ: Mapping[str, str] | None = None,
 ) -> Urls:
-    """Raises InvalidError when a file is wrong, or when no cluster is where it should be: reading makes none."""
+    """Return the URLs. Raises InvalidError if a file is invalid, or no cluster exists there: a read never creates
+    one."""
     env = os.environ if environ is None else environ
     if not (objects and consensus):
         found = _said(config, registered or {}, env)
         objects, consensus = objects or found.objects, consensus or found.consensus
     if not (objects and consensus):
-        raise InvalidError("one of objects and consensus is not named.", fix=FIX)
+        raise InvalidError("objects or consensus is missing: both are needed.", fix=FIX)
     file = sqlite_file(consensus)
     if file is not None and not file.exists():
         raise InvalidError(f"there is no cluster here: consensus={consensus} directory={Path.cwd()}.", fix=FIX)

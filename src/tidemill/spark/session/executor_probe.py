@@ -1,5 +1,5 @@
-"""What an executor is asked before work is given to it. These functions travel by value, for an executor may have
-nothing of ours yet: at its top this file imports the standard library alone.
+"""Checks that run on an executor before it gets work. These functions are pickled by value, because an executor may not
+have our code yet: the top of this file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CODE = "tidemill's own code"
 
 
 def code_of(package: Path) -> str:
-    """Names the code in a package's directory: equal directories, equal names."""
+    """Return a name of the code in a package's directory: equal directories have equal names."""
     found = 0
     for path in sorted(package.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
@@ -24,7 +24,8 @@ def code_of(package: Path) -> str:
 
 
 def lacking(wanted: dict[str, str], code: str) -> list[str]:
-    """What of `wanted` (distribution → version) and of our code (`code_of`) this interpreter does not have just so."""
+    """Return the parts of `wanted` (distribution → version) and of our code (`code_of`) that this interpreter lacks in
+    exactly that version."""
     out = []
     for name, version in wanted.items():
         try:
@@ -40,7 +41,8 @@ def lacking(wanted: dict[str, str], code: str) -> list[str]:
 
 
 def trouble() -> str:
-    """Do what a task does first: import our code, open the bucket and consensus. "" or where and why that fails."""
+    """Do what a task does first: import our code, open the bucket and consensus. Return "", or where and why it
+    failed."""
     try:
         from tidemill.spark.stores import IN_ENVIRONMENT, shared
 

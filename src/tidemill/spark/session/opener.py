@@ -1,6 +1,7 @@
-"""The one Spark session of a process: opened by the first of its pipelines that comes to it, the same JVM for all.
+"""Opener of the one Spark session of a process. The first pipeline that needs it starts the JVM; all use the same.
 
-Where several share it, each gets a session of its own in it: its temporary views and SQL settings are not the others'.
+If several pipelines share it, each gets a separate session in the JVM: its temporary views and SQL settings are not the
+others'.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class SessionOpener:
-    """`settings` say what the session is like, and its scratch directory; `spark`: one that is there already. Callable
-    from any thread; what is long is done for one at a time."""
+    """Opener of a session. `settings` describe the session and its scratch directory; `spark`: an existing session.
+    Callable from any thread; long operations are serialized."""
 
     def __init__(self, settings: DriverSettings, *, shared: bool = False, spark: SparkSession | None = None) -> None:
         self._settings = settings
@@ -29,11 +30,12 @@ class SessionOpener:
         self._spark = spark
         self._works = False
         self.local: Path | None = None
-        """Where the session that this process has opened keeps its blocks."""
+        """Directory in which the session that this process opened stores its blocks."""
         self._lock = threading.Lock()
 
     def session(self) -> SparkSession:
-        """Blocks while the JVM starts. Raises Invalid without Java, and what Spark raises."""
+        """Return the session; block while the JVM starts. Raises InvalidError without Java, and Spark's own
+        exceptions."""
         settings = self._settings
         with self._lock:
             if self._spark is None:
@@ -49,7 +51,7 @@ class SessionOpener:
             return self._spark.newSession() if self._shared else self._spark
 
     def make_work(self) -> None:
-        """Blocks until executors can run our tasks, after `session`. Raises as `ship` does."""
+        """Block until executors can run our tasks. Called after `session`. Raises as `ship`."""
         with self._lock:
             if self._works or self._spark is None:
                 return
@@ -65,12 +67,12 @@ class SessionOpener:
 
 
 def wait_for_jvm() -> bool:
-    """Blocks until the JVM that this process started has ended; False, at once, where it is somebody else's."""
+    """Block until the JVM that this process started has exited; return False immediately if another process owns it."""
     from pyspark import SparkContext
 
     process = getattr(SparkContext._gateway, "proc", None)
     if process is None:
         return False
-    with suppress(ChildProcessError):  # somebody has asked already how it ended
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # and whoever comes later may ask too
+    with suppress(ChildProcessError):  # its exit status was collected already
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leave the exit status for others to collect
     return True

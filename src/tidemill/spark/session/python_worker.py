@@ -1,7 +1,7 @@
-"""The Python that Spark runs for a session: it looks there for data sources, and runs their planners and tasks.
+"""Python interpreter that Spark runs for a session: it searches it for data sources, and runs their planners and tasks.
 
-A session that `build_session` makes runs the driver's own. Any other runs what PYSPARK_PYTHON named when its JVM was
-started, else `python3` of PATH, which need not have tidemill.
+A session of `build_session` runs the driver's own interpreter. Any other runs the one that PYSPARK_PYTHON named when
+its JVM was started, else `python3` on PATH, which need not have tidemill.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 BUILT = "spark.tidemill.built"
-"""Set in the configuration of a context that `build_session` made."""
+"""Setting that marks a context that `build_session` created."""
 PROBE_TIMEOUT_S = 60
 FIX = (
     "Set PYSPARK_PYTHON to the Python that runs this program before its session is made"
@@ -30,18 +30,21 @@ FIX = (
 
 @contextmanager
 def data_source_found() -> Iterator[None]:
-    """Raises InvalidError where Spark says that there is no data source `tidemill`."""
+    """Translate Spark's error that there is no data source `tidemill` to InvalidError."""
     try:
         yield
-    except Exception as error:  # py4j's own in a classic session, PySpark's under Connect
+    except Exception as error:  # py4j's exception in a classic session, PySpark's under Connect
         if "[DATA_SOURCE_NOT_FOUND]" not in str(error):
             raise
         raise InvalidError('the Python that Spark runs has no data source "tidemill".', fix=FIX) from error
 
 
 def check_python(spark: SparkSession) -> None:
-    """Raises InvalidError where the Python of this session cannot import the data source. Under Spark Connect it is the
-    server's, which cannot be asked here. The JVM of a session of `build_session` leads any Python to ours."""
+    """Raises InvalidError if the session's Python cannot import the data source.
+
+    Under Spark Connect it is the server's Python, which cannot be checked here. In a session of `build_session` the JVM
+    makes any Python find our package, so it is not checked.
+    """
     context = getattr(spark, "_sc", None)
     if context is not None and context.getConf().get(BUILT):
         return

@@ -1,9 +1,9 @@
-"""A SPARK_HOME whose workers import pyspark from the installed package instead of from its zip.
+"""SPARK_HOME whose workers import pyspark from the installed package instead of from its zip.
 
-Spark puts `python/lib/pyspark.zip` first on every worker's path. Python never caches what it compiles from
-a zip, so each worker process compiles pyspark anew: 2.1 against 0.75 CPU-seconds a start (measured), enough
-on a busy machine to pass the ten seconds that Spark waits for a worker. Here the two zips' names belong to
-directories that hold links to the installed packages; everything else is linked as it is.
+Spark puts `python/lib/pyspark.zip` first on every worker's path. Python never caches the bytecode of modules in a zip,
+so each worker process compiles pyspark again: 2.1 against 0.75 CPU-seconds per start (measured), enough on a busy
+machine to exceed the ten seconds that Spark waits for a worker. Here directories with links to the installed packages
+have the names of the two zips; everything else is linked unchanged.
 
     <cache>/spark-home-…/bin, jars, … → the pyspark package
                          python/lib/pyspark.zip/pyspark → the pyspark package
@@ -22,7 +22,7 @@ from tidemill.spark.session.java import cache_dir
 
 
 def spark_home(environ: Mapping[str, str] | None = None) -> str:
-    """The SPARK_HOME to use: the environment's if it names one, else ours; "" where ours cannot be made."""
+    """Return the SPARK_HOME to use: the environment's if it is set, else ours; "" if ours cannot be created."""
     env = os.environ if environ is None else environ
     if env.get("SPARK_HOME"):
         return env["SPARK_HOME"]
@@ -52,6 +52,6 @@ def spark_home(environ: Mapping[str, str] | None = None) -> str:
         fresh.rename(home)
     except OSError:
         shutil.rmtree(fresh, ignore_errors=True)
-        # Another process may have been first; otherwise workers start slowly, which is no reason to stop.
+        # Another process may have been first; otherwise workers start slowly, which is no reason to fail.
         return str(home) if home.is_dir() else ""
     return str(home)

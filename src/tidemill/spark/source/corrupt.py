@@ -1,8 +1,8 @@
 """Modes of a stream of rows for records that cannot be read, as in Spark's own JSON reader.
 
 PERMISSIVE     (default) a separate row: the record's bytes in `_corrupt_record`, the reason in
-PERMISSIVE     record_reason`, its position in `_time`, `_order`, `_partition`; every other column is null, also
-               `_live`: it is neither a row nor a deletion
+               `_corrupt_record_reason`, its position in `_time`, `_order`, `_partition`; every other column is null,
+               also `_live`: it is neither a row nor a deletion
 FAILFAST       the query fails, naming the record
 DROPMALFORMED  such records are omitted
 
