@@ -92,7 +92,7 @@ def stores(faults: Faults, remote: Remote) -> None:
         ("s3", "503", "status=503 code=SlowDown", 503),
         ("s3", "404", "status=404 code=NoSuchKey", 503),
         ("s3", "412", "status=412", 200),
-        ("s3", "hang", "The object store does not answer", 503),
+        ("s3", "hang", "the object store does not answer", 503),
         ("consensus", "refused", "PostgreSQL", 503),
         ("consensus", "swallowed", "not answer", 503),
         ("consensus", "slow", "not answer", 503),
@@ -115,7 +115,7 @@ def flipped(faults: Faults, remote: Remote) -> None:
     """Consumers of a node that was just started read from the store."""
     for fault, words in (
         ("flip-once", "answered a read with damaged bytes"),
-        ("flip", "An object is damaged, or the object store damages its answers"),
+        ("flip", "an object is damaged, or the object store damages its answers"),
     ):
         name = f"s3: {fault}"
         if not faults.wanted(name):

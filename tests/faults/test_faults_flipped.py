@@ -69,8 +69,8 @@ def consumed(served: Served, until: Callable[[list[str]], bool], checks: bool = 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("flip-once", "answered a read with damaged bytes, and then with the right ones"),
-        ("flip", "An object is damaged, or the object store damages its answers"),
+        ("flip-once", "answered a read with damaged bytes, and then with valid ones"),
+        ("flip", "an object is damaged, or the object store damages its answers"),
     ],
 )
 def test_f620_a_store_that_flips_bits_is_named_everywhere_and_a_single_flip_reaches_no_consumer(

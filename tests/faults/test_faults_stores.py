@@ -122,7 +122,7 @@ def test_f616_a_directory_that_takes_no_file_is_named_everywhere_in_time(
         ("s3", "500", "objects@node:n1", "status=500 code=InternalError", 503),
         ("s3", "503", "objects@node:n1", "status=503 code=SlowDown", 503),
         ("s3", "404", "objects@node:n1", "status=404 code=NoSuchKey", 503),
-        ("s3", "hang", "objects@node:n1", "The object store does not answer", 503),
+        ("s3", "hang", "objects@node:n1", "the object store does not answer", 503),
         ("consensus", "refused", "consensus@node:n1", "PostgreSQL", 503),
         ("consensus", "swallowed", "consensus@node:n1", "not answer", 503),
         ("consensus", "slow", "consensus@node:n1", "not answer", 503),

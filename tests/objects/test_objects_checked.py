@@ -55,12 +55,12 @@ def test_f620_a_flipped_answer_is_a_notice_and_a_damaged_object_an_error_and_a_n
     async def body() -> None:
         assert await ask() == "right"
         said = objects.noticed()
-        assert "answered a read with damaged bytes, and then with the right ones" in said
+        assert "answered a read with damaged bytes, and then with valid ones" in said
         assert "key=l1/x" in said and "checksum: flipped" in said and "store=s3" in said
         assert objects.trouble() == ""
         with pytest.raises(CorruptError, match="flipped"):
             await ask()
-        assert "An object is damaged, or the object store damages its answers: reads=2 key=l1/x" in objects.noticed()
+        assert "an object is damaged, or the object store damages its answers: reads=2 key=l1/x" in objects.noticed()
         clock.advance(60_000)
         assert await ask() == "right"
         assert objects.noticed() == ""

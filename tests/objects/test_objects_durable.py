@@ -236,7 +236,7 @@ class Failing(RealSyscalls):
         ("create", errno.EMFILE, UnavailableError, "EMFILE"),
         ("link", errno.EPERM, MisconfiguredError, "writable"),
         ("link", errno.EOPNOTSUPP, InvalidError, "hard links"),
-        ("fsync_directory", errno.EIO, UnknownOutcomeError, "making it safe failed"),
+        ("fsync_directory", errno.EIO, UnknownOutcomeError, "syncing it failed"),
     ],
 )
 def test_each_failure_of_the_disk_has_its_kind(

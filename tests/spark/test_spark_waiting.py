@@ -128,7 +128,7 @@ def test_what_the_data_does_to_a_table_is_told_under_its_mark_with_an_age_that_a
         try:
             tries = ages[-1][1] if ages else 0
             found = until(lambda: (m := mark(harbour, "shard:orders")) and m.tries > tries and m)  # noqa: B023
-            assert "passes what is committed" in found.error
+            assert "above the last stable offset" in found.error
             ages.append((found.failing_since_ms, found.tries))
         finally:
             stopping.set()

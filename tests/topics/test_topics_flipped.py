@@ -71,7 +71,7 @@ def test_f620_a_fetch_of_an_answer_with_a_flipped_bit_serves_what_was_written(mo
         flips = Flips(world, 1)
         assert await everything(node, topic_id) == WRITTEN
         [said] = flips.notices
-        assert "answered a read with damaged bytes, and then with the right ones" in said
+        assert "answered a read with damaged bytes, and then with valid ones" in said
         assert ("key=l1/" if moved else "key=l0/") in said
         flips.left = 1
         reader = PartitionReaderImpl(world.consensus, world.objects, world.l1)
@@ -127,6 +127,6 @@ def test_f620_a_batch_that_its_object_holds_damaged_is_served_as_it_is_and_the_s
         got = await fetch(node, topic_id, 0, 0, max_bytes=1)
         assert [is_intact(each) for each in got.batches] == [False]
         [said] = flips.notices
-        assert "An object is damaged, or the object store damages its answers: reads=2 key=l0/" in said
+        assert "an object is damaged, or the object store damages its answers: reads=2 key=l0/" in said
 
     in_world(scenario(), world)

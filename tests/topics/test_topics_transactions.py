@@ -580,7 +580,7 @@ def test_a_late_marker_ends_no_later_transaction_of_its_epoch(fault: str, began:
         if fault:
             await node.mark(topic_id, 0, Marker(1, 0, True), slow)
         else:
-            with pytest.raises(UnavailableError, match="Look, and send it again"):
+            with pytest.raises(UnavailableError, match="Check the transaction and retry"):
                 await node.mark(topic_id, 0, Marker(1, 0, True), slow)
         if began:
             assert shown(await committed(node, topic_id)) == (["a", "b"] if fault else ["a"])

@@ -7,11 +7,12 @@ Owns key rules, durable and conditional creation, ranged reads, bounded concurre
 translation of every failure into `base.errors`. Does not own what an object means, its format, or when it may be
 deleted.
 
-O1  An object never changes, and its key is never used again.
-O2  An acknowledged put survives power loss.
-O3  `put` of an existing key raises Conflict and changes nothing; of N racing creates one wins,
-    and a writer whose acknowledgement was lost is never told Conflict about its own object.
-O4  Unavailable means the call had no effect. What may have had one is Unknown.
+- Invariant (immutable): an object never changes, and its key is never used again.
+- Invariant (durable): an acknowledged put survives power loss.
+- Invariant (create once): `put` of an existing key raises Conflict and changes nothing. Of N racing creates one wins,
+  and a writer whose acknowledgement was lost never gets a Conflict with its own object.
+- Invariant (certain errors): Unavailable means that the call had no effect. If it may have had one, the error is
+  Unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Buffer", "MemoryObjects", "ObjectMeta", "ObjectStore", "open_objects
 
 
 def __getattr__(name: str) -> Any:
-    """Import the backends when first asked for: most of the package needs only the contract."""
+    """Import the backends on demand: most of the package needs only the contract."""
     if name == "MemoryObjects":
         from tidemill.objects.memory import MemoryObjects
 

@@ -1,7 +1,7 @@
-"""Which requests serve a set of ranged reads of one object: near ranges travel together.
+"""Plan the requests for a set of ranged reads of one object: near ranges are read in one request.
 
-Pure planning. A gap is read and thrown away when it is cheaper than another request; one request
-never grows past `max_bytes` by merging, so a large set still spreads over several connections.
+Pure planning. A gap is read and discarded if that is cheaper than another request. Merging never makes a request larger
+than `max_bytes`, so a large set is still spread over several connections.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REQUEST_BYTES_MAX = 8 * MIB
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Read [start, end) once; `wanted` are (index in the caller's list, start, end), all inside it."""
+    """One read of [start, end). `wanted`: (index in the caller's list, start, end) of the ranges inside it."""
 
     start: int
     end: int
@@ -28,7 +28,7 @@ def plan_reads(
     gap_bytes: int = COALESCE_GAP_BYTES,
     max_bytes: int = REQUEST_BYTES_MAX,
 ) -> list[Request]:
-    """Requests in order of start. Ranges may overlap, repeat, be empty and come in any order."""
+    """Plan requests in order of start. Ranges may overlap, repeat, be empty, and have any order."""
     requests: list[Request] = []
     start = end = -1
     wanted: list[tuple[int, int, int]] = []
@@ -47,7 +47,7 @@ def plan_reads(
 
 
 def cut(request: Request, data: bytes, into: list[bytes]) -> None:
-    """Place the wanted pieces of one answered request at their indexes."""
+    """Store the wanted pieces of one answered request at their indexes in `into`."""
     whole = len(request.wanted) == 1 and len(data) == request.end - request.start
     for index, low, high in request.wanted:
         into[index] = data if whole else data[low - request.start : high - request.start]

@@ -1,4 +1,4 @@
-"""Create a file so that it is there, whole, after power loss, or not there at all.
+"""Create a file so that after power loss it either exists completely or does not exist.
 
 The order, each step before the next:
 
@@ -10,11 +10,11 @@ The order, each step before the next:
     6  fsync the parent directory    and the parent of every ancestor not known to be safe
     7  acknowledge
 
-Syncing after step 4 instead of before is not enough: a crash between leaves a torn file that holds
-a create-only name for ever. A directory counts as known only once this process has synced its entry
-in its parent: one that merely exists may have been made a moment ago by a writer that has not.
-A writer that loses (EEXIST) still does step 6 before it reports the loss: whoever acts on the
-winner's object must not see it vanish with the power.
+Syncing after step 4 instead of before is not enough: a crash in between leaves a torn file that holds a create-only
+name forever. A directory counts as known only once this process has synced its entry in its parent: a directory that
+merely exists may have been created a moment ago by a writer that has not synced it. A writer that loses (EEXIST) still
+does step 6 before it reports the loss: callers that then use the winner's object must not see it vanish after a power
+loss.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from tidemill.base.runtime import file_descriptors
 from tidemill.objects.store import MisconfiguredError
 
 IOVEC_MAX = 1024
-"""Buffers one writev takes (Linux UIO_MAXIOV)."""
+"""Limit of buffers per writev (Linux UIO_MAXIOV)."""
 
 _CONFIGURATION = {errno.EACCES, errno.EPERM, errno.EROFS}
 _SHAPE = {errno.ENOTDIR, errno.EISDIR}
 _NO_LINKS = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 _FEW_INODES = 16
-"""Creates that fail beside this one have given some back by the time the file system is asked."""
+"""Free inodes up to which a failed create counts as "no inodes": concurrent failed creates free some before statvfs
+runs."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 
 class Syscalls(Protocol):
-    """The calls whose order makes a create durable; tests record them, everything else uses `RealSyscalls`."""
+    """System calls whose order makes a create durable. Tests record them; all other code uses `RealSyscalls`."""
 
     def create(self, path: str) -> int: ...
     def write(self, fd: int, buffers: Sequence[memoryview]) -> int: ...
@@ -62,7 +63,7 @@ class RealSyscalls:
         return os.writev(fd, buffers)
 
     def fdatasync(self, fd: int) -> None:
-        if sys.platform == "darwin":  # fsync there stops at the drive's cache
+        if sys.platform == "darwin":  # There, fsync stops at the drive's cache.
             import fcntl
 
             fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
@@ -90,7 +91,7 @@ class RealSyscalls:
 
 
 class Directories:
-    """Which directories under `root` are safely entered in their parents, as far as this process knows.
+    """Directories under `root` whose entries are synced in their parents, as far as this process knows.
 
     Shared by the pool's threads: additions to the set are idempotent, so no lock is needed.
     """
@@ -101,7 +102,7 @@ class Directories:
         self._known = {root}
 
     def make(self, path: str) -> None:
-        """Make `path` and its missing ancestors below root; nothing is synced yet."""
+        """Create `path` and its missing ancestors below root, without syncing."""
         try:
             self._calls.mkdir(path)
         except FileExistsError:
@@ -113,7 +114,7 @@ class Directories:
             self.make(path)
 
     def sync(self, path: str) -> None:
-        """Make the entries of `path` safe, then the entry of every ancestor that is not known to be."""
+        """Sync the entries of `path`, then the entry of every ancestor that is not known to be synced."""
         self._calls.fsync_directory(path)
         unknown = []
         while path not in self._known:
@@ -127,10 +128,10 @@ class Directories:
 def durable_create(
     calls: Syscalls, directories: Directories, temporary: str, target: str, buffers: Sequence[memoryview]
 ) -> None:
-    """Create `target` holding `buffers` by the seven steps above. Blocks.
+    """Create `target` with the content `buffers` by the seven steps above. Blocks.
 
-    Raises FileExistsError when the target exists (its directory entry is safe then). Any other
-    OSError before the link means nothing appeared; after it, `AppearedError` carries the cause.
+    Raises FileExistsError if the target exists (its directory entry is then safe). Any other OSError before the link
+    means that nothing appeared; after it, `AppearedError` carries the cause.
     """
     parent = os.path.dirname(target)
     fd, temporary = _create(calls, temporary)
@@ -158,7 +159,7 @@ def durable_create(
 
 
 class AppearedError(Exception):
-    """The name appeared, but making it safe failed: power loss may take it away again."""
+    """The name appeared, but syncing it failed: power loss may remove it again."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause))
@@ -166,7 +167,7 @@ class AppearedError(Exception):
 
 
 def write_all(calls: Syscalls, fd: int, buffers: Sequence[memoryview]) -> None:
-    """Write every byte; writev may stop early or take at most IOVEC_MAX buffers."""
+    """Write every byte; writev may stop early, and takes at most IOVEC_MAX buffers."""
     pending = list(buffers)
     first = 0
     while first < len(pending):
@@ -179,7 +180,7 @@ def write_all(calls: Syscalls, fd: int, buffers: Sequence[memoryview]) -> None:
 
 
 def _create(calls: Syscalls, stem: str) -> tuple[int, str]:
-    """A fresh temporary file. A taken name is a left-over of an equally seeded process, not a conflict."""
+    """Create a new temporary file. An existing name is left over from a process with the same seed, not a conflict."""
     for attempt in count():
         name = f"{stem}.{attempt}"
         try:
@@ -198,7 +199,7 @@ def _link(calls: Syscalls, directories: Directories, temporary: str, target: str
 
 
 def _unlink_quietly(calls: Syscalls, path: str) -> None:
-    # The failure that matters is already on its way up; what stays behind is swept by age at the next open.
+    # The failure that matters is already being raised; the next open sweeps left-over files by age.
     try:
         calls.unlink(path)
     except OSError:
@@ -206,13 +207,13 @@ def _unlink_quietly(calls: Syscalls, path: str) -> None:
 
 
 def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -> TidemillError:
-    """An operating system error as one of ours; `appeared` = the call may have had its effect."""
+    """Translate an operating system error. `appeared`: the call may have had its effect."""
     code = error.errno or 0
     reason = os.strerror(code) if code else str(error)
     where = f"root={root} error={errno.errorcode.get(code, code)}."
     if appeared:
         return UnknownOutcomeError(
-            f"{what} but making it safe failed, {reason}: {where}", fix="Check the disk and the mount."
+            f"{what} but syncing it failed, {reason}: {where}", fix="Check the disk and the mount."
         )
     if code == errno.EEXIST:
         return ConflictError(f"{what} failed, the object exists already: {where}")
@@ -223,7 +224,7 @@ def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -
         )
     if code in _SHAPE:
         return InvalidError(
-            f"{what} met a file where a directory must be, or the reverse: {where}",
+            f"{what} found a file in place of a directory, or the reverse: {where}",
             fix="No object key may be a directory of another key, and objects.url must name a directory.",
         )
     if code in _NO_LINKS:
@@ -236,13 +237,16 @@ def translate(error: OSError, what: str, root: str, *, appeared: bool = False) -
             return UnavailableError(f"{what} found no free inode: {where}", fix="Remove files from that file system.")
         return UnavailableError(f"{what} found no space: {where}", fix="Free space on the disk, or raise the quota.")
     if code in file_descriptors.EXHAUSTED:
-        fix = "Raise the limit of open files (ulimit -n), and look for what holds them: /proc/PID/fd."
+        fix = "Raise the limit of open files (ulimit -n), and check which process files hold them: /proc/PID/fd."
         return UnavailableError(f"{what} failed, {reason}: {where}", fix=fix)
     return UnavailableError(f"{what} failed, {reason}: {where}", fix="Check the disk and the mount.")
 
 
 def _without_inodes(root: str) -> bool:
-    """The system says "no space" for both. File systems without a limit of inodes count none at all."""
+    """Return whether the file system has no free inodes; ENOSPC does not distinguish that from a full disk.
+
+    File systems without a limit of inodes report a total of 0.
+    """
     try:
         found = os.statvfs(root)
     except OSError:
@@ -251,4 +255,4 @@ def _without_inodes(root: str) -> bool:
 
 
 def conflict(key: str) -> ConflictError:
-    return ConflictError(f"The object exists already: key={key}.")
+    return ConflictError(f"the object already exists: key={key}.")

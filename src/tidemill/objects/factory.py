@@ -1,13 +1,12 @@
-"""From the `objects.url` setting to a store, or one sentence that says what is wrong with it.
+"""Open the store of the `objects.url` setting, or raise an error with one sentence about what is wrong with it.
 
     file:///abs/dir, ./dir, /abs/dir      a local directory
     memory:                               this process only
     s3://bucket/prefix?endpoint=http://host:port&region=us-east-1
 
-Query keys of s3: endpoint, region, access_key_id, secret_access_key, session_token,
-virtual_host=true|false, credentials=environment|instance. Credentials not in the query come from
-AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN; `credentials=instance` asks the
-machine's or container's role for them instead.
+Query keys of s3: endpoint, region, access_key_id, secret_access_key, session_token, virtual_host=true|false,
+credentials=environment|instance. Credentials not in the query come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and
+AWS_SESSION_TOKEN; with `credentials=instance` the role of the machine or container provides them.
 """
 
 from __future__ import annotations
@@ -42,9 +41,11 @@ async def open_objects(
     retry_budget_s: float = OBJECT_RETRY_BUDGET_S,
     verify: bool = True,
 ) -> RetryingObjects:
-    """The store of `url`, with retries and metrics. `verify` lists one key of a bucket, so that a wrong
-    name, right or endpoint shows now. Raises InvalidError (names objects.url: for the operator, now) and Unavailable
-    (it is away: `base.waiting`). Once open, also wrong rights or credentials are Unavailable: they were right before.
+    """Open the store of `url`, with retries and metrics.
+
+    `verify` lists one key of a bucket, so that a wrong name, permission or endpoint is detected now. Raises
+    InvalidError (names objects.url; the operator must act) and Unavailable (wait and retry: `base.waiting`). Once open,
+    missing permissions or credentials are also Unavailable, because they were valid before.
     """
     check_budget(retry_budget_s, concurrency)
     scheme = _scheme(url)
@@ -76,14 +77,14 @@ async def open_objects(
 
 
 def redact(url: str) -> str:
-    """The URL without its secrets, for messages and logs."""
+    """Return the URL without its secrets, for messages and logs."""
     head, mark, query = url.partition("?")
     pairs = [part.partition("=") for part in query.split("&")] if mark else []
     return head + mark + "&".join(f"{n}={'***' if n in _SECRETS else v}" for n, _, v in pairs)
 
 
 def parse_s3(url: str, env: Mapping[str, str]) -> tuple[str, str, dict[str, Any]]:
-    """(bucket, prefix, obstore configuration). Raises InvalidError."""
+    """Parse a URL as (bucket, prefix, obstore configuration). Raises InvalidError."""
     parts = urlsplit(url)
     shown = redact(url)
     if not parts.netloc:
@@ -105,7 +106,7 @@ def parse_s3(url: str, env: Mapping[str, str]) -> tuple[str, str, dict[str, Any]
     if endpoint := query.get("endpoint") or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL"):
         if not endpoint.startswith(("http://", "https://")):
             raise InvalidError(
-                f"The endpoint of objects.url is not an http address: endpoint={endpoint!r}.",
+                f"the endpoint of objects.url is not an http address: endpoint={endpoint!r}.",
                 fix="Write it as http://host:port or https://host.",
             )
         config["endpoint"] = endpoint.rstrip("/")
@@ -116,7 +117,7 @@ def parse_s3(url: str, env: Mapping[str, str]) -> tuple[str, str, dict[str, Any]
             config[name] = value
     if "access_key_id" not in config or "secret_access_key" not in config:
         raise InvalidError(
-            f"There are no credentials for objects.url: objects.url={shown!r}.",
+            f"no credentials for objects.url: objects.url={shown!r}.",
             fix="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add credentials=instance for the machine's role.",
         )
     return parts.netloc, prefix, config
@@ -134,7 +135,8 @@ def _scheme(url: str) -> str:
 
 
 def local_directory(url: str) -> str | None:
-    """The absolute directory of a local store; None of any other. Raises InvalidError for a URL of no known form."""
+    """Return the absolute directory of a local store, or None for another store. Raises InvalidError for an unknown
+    scheme."""
     return os.path.abspath(_directory(url)) if _scheme(url) == "file" else None
 
 
@@ -144,6 +146,6 @@ def _directory(url: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise InvalidError(
-            f"A file URL needs an absolute path: objects.url={url!r}.", fix="Write three slashes: file:///dir."
+            f"a file URL needs an absolute path: objects.url={url!r}.", fix="Write three slashes: file:///dir."
         )
     return unquote(parts.path)

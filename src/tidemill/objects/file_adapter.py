@@ -1,4 +1,4 @@
-"""An object as a file, for synchronous readers that want pieces of it: Parquet's footer and some columns."""
+"""File interface to an object, for synchronous readers of pieces of it: Parquet's footer and some columns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from tidemill.objects.verified_read import pass_on
 
 
 class ObjectFile(io.RawIOBase):
-    """Reads `key`, of `size_bytes`, through `portal`, never from the portal's own thread. One reader at a time.
+    """File over `key`, of `size_bytes`, read through `portal`, never from the portal's own thread. One reader at a
+    time.
 
-    Raises as `ObjectStore.get`.
+    Raises the errors of `ObjectStore.get`.
     """
 
     def __init__(self, portal: BlockingPortal, objects: ObjectStore, key: str, size_bytes: int) -> None:

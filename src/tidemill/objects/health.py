@@ -1,13 +1,13 @@
-"""Health of an object store, derived from the calls of this process: does it answer, does it take writes.
+"""Health of an object store, derived from the calls of this process: whether it answers, and whether it accepts writes.
 
-    H1  A write that was not done is evidence against the store, whatever the error is called. The exception is the
-        Conflict of a create that another writer won, which reading the object back has proven.
-    H2  A request without an answer is evidence from its begin on, long before its timeout.
-    H3  Evidence becomes trouble when no request of its kind succeeds for CONFIRM_S. One failed write among successes,
-        or a pause of a second, is a notice: told for NOTICE_S, and no reason to be unready.
-    H4  A success of its kind ends trouble. A read or a deletion proves nothing about writes, nor the reverse.
+- Evidence: a write that was not done is evidence against the store, regardless of its error. The exception is the Conflict
+  of a create that another writer won, proven by reading the object back.
+- Pending requests: a request without an answer is evidence from its beginning, long before its timeout.
+- Trouble: evidence becomes trouble if no request of its kind succeeds for CONFIRM_S. One failed write among successes,
+  or a pause of a second, is only a notice: it is reported for NOTICE_S, and the node stays ready.
+- Recovery: a success of the same kind ends trouble. A read or a deletion proves nothing about writes, and vice versa.
 
-Attempts count, not calls: a call retries for seconds before it fails, and an operator wants to know at once.
+Attempts count, not calls: a call retries for seconds before it fails, and an operator needs to know earlier.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from tidemill.base.runtime.tasks import sentence
 from tidemill.objects.store import MisconfiguredError
 
 CONFIRM_S = 2.0
-"""Evidence without any success for so long is trouble: longer than a failover of a gateway's front end."""
+"""Time of evidence without any success after which it is trouble: longer than a failover of a gateway's front end."""
 QUESTION_S = 1.0
-"""An attempt without an answer for so long is evidence."""
+"""Time after which an unanswered attempt is evidence."""
 NOTICE_S = 10.0
 
 Kind = Literal["write", "read", "delete"]
 NEEDED: tuple[Kind, ...] = ("write", "read")
-"""Objects that cannot be deleted take space and disturb nobody: that is noticed, and no trouble."""
+"""Kinds that must work. Objects that cannot be deleted only take space, which is a notice but no trouble."""
 
 
 class _Side:
-    """What is known of the attempts of one kind."""
+    """Attempts of one kind."""
 
     def __init__(self) -> None:
         self.under_way: dict[int, float] = {}
-        """Number → begin. Insertion order is age."""
+        """Number to start time. Insertion order is age."""
         self.succeeded_s = float("-inf")
         self.since_s: float | None = None
-        """Begin of the first attempt that failed after the last success."""
+        """Start of the first attempt that failed after the last success."""
         self.error = ""
         self.error_s = float("-inf")
 
     def suspect_s(self, now_s: float) -> float | None:
-        """Since when there is evidence and no success."""
+        """Return since when there is evidence without a success, or None."""
         oldest_s = next(iter(self.under_way.values()), None)
         if oldest_s is not None:
             oldest_s = max(oldest_s, self.succeeded_s)
@@ -56,7 +56,7 @@ class _Side:
 
 
 class Health:
-    """One per store. Plain calls, a few hundred nanoseconds an attempt."""
+    """Health of one store. Plain calls that take a few hundred nanoseconds per attempt."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -71,7 +71,8 @@ class Health:
         return number
 
     def ended(self, number: int, kind: Kind, error: BaseException | None) -> None:
-        """`error` None: it did what it should. Cancelled before QUESTION_S, an attempt proves nothing."""
+        """Record the end of an attempt; `error` None: it succeeded. An attempt cancelled before QUESTION_S proves
+        nothing."""
         side = self._sides[kind]
         began_s = side.under_way.pop(number, None)
         now_s = self._clock.monotonic_s()
@@ -86,11 +87,11 @@ class Health:
             self._against(side, began_s, now_s, sentence(error))
 
     def notice(self, what: str) -> None:
-        """The store did its work, and something about it is wrong all the same."""
+        """Record a fault although the store did its work."""
         self._noticed, self._noticed_s = what, self._clock.monotonic_s()
 
     def trouble(self) -> str:
-        """What does not work now, writes first: others wait for them. "" while all is well."""
+        """Return what does not work now, or "". Writes come first, because callers wait for them."""
         now_s = self._clock.monotonic_s()
         for kind in NEEDED:
             side = self._sides[kind]
@@ -100,7 +101,7 @@ class Health:
         return ""
 
     def noticed(self) -> str:
-        """What went wrong lately though the store works, or is not proven yet. "" while all is well."""
+        """Return what failed recently although the store works, or is not proven to fail yet, or ""."""
         now_s = self._clock.monotonic_s()
         for kind in NEEDED:
             if self._sides[kind].suspect_s(now_s) is not None:
@@ -114,7 +115,7 @@ class Health:
         return ""
 
     def suspected(self, kind: Kind) -> bool:
-        """Is there evidence that is worth a question of our own?"""
+        """Return whether there is enough evidence to justify a probe."""
         now_s = self._clock.monotonic_s()
         since_s = self._sides[kind].suspect_s(now_s)
         return since_s is not None and now_s - since_s > QUESTION_S
@@ -126,7 +127,7 @@ class Health:
         self.notice(error)
 
     def _said(self, kind: Kind, side: _Side, now_s: float) -> str:
-        """The last error, unless requests that began after it have no answer by now."""
+        """Return the last error, unless requests that began after it are still unanswered."""
         oldest_s = next(iter(side.under_way.values()), now_s)
         if side.error and (oldest_s < side.error_s or now_s - oldest_s <= CONFIRM_S):
             return side.error
@@ -134,8 +135,11 @@ class Health:
 
 
 def _is_answer(error: BaseException, kind: Kind) -> bool:
-    """Did the store work, though the caller hears an error? A lost create, an object that is not there, a range or key
-    that is wrong. Of a write that was not done only the proven Conflict is (H1)."""
+    """Return whether the store worked although the caller gets an error: a lost create, a missing object, a bad range
+    or key.
+
+    For a write that was not done, only the proven Conflict counts as an answer.
+    """
     if kind != "read":
         return isinstance(error, ConflictError)
     return isinstance(error, TidemillError) and not isinstance(
@@ -144,4 +148,4 @@ def _is_answer(error: BaseException, kind: Kind) -> bool:
 
 
 def _no_answer(kind: Kind, waited_s: float) -> str:
-    return f"The object store does not answer: operation={kind} oldest_request_s={waited_s:.0f}."
+    return f"the object store does not answer: operation={kind} oldest_request_s={waited_s:.0f}."

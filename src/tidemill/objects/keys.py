@@ -1,8 +1,8 @@
-"""What a key may look like, so that one key means one object on every backend.
+"""Rules for keys, so that one key means one object on every backend.
 
-The character set is what object_store, every S3 server we test and every file system pass through
-unescaped. A segment never starts with a dot: those names belong to the store (temporary files).
-Keys are ASCII, so byte order (S3's listing order) and string order are the same.
+Every object store library, tested S3 server and file system passes these characters through unescaped. A segment never
+starts with a dot: those names belong to the store (temporary files). Keys are ASCII, so byte order (S3's listing order)
+and string order are the same.
 """
 
 from __future__ import annotations
@@ -26,38 +26,39 @@ _PREFIX = re.compile(rf"(?:{_SEGMENT}/)*(?:{_SEGMENT})?")
 _RULE = "Use segments of ASCII letters, digits and -_.=+,:@! joined by '/', none empty or starting with a dot."
 
 
-@lru_cache(4096)  # the same few files are read over and over
+@lru_cache(4096)  # The same few files are read repeatedly.
 def check_key(key: str) -> str:
-    """The key itself. Raises InvalidError when it breaks the rules above."""
+    """Return the key. Raises InvalidError if it breaks the rules above."""
     if len(key) > KEY_BYTES_MAX or _KEY.fullmatch(key) is None:
-        raise InvalidError(f"Not a valid object key: key={key!r}.", fix=_RULE)
+        raise InvalidError(f"invalid object key: key={key!r}.", fix=_RULE)
     if len(key) > SEGMENT_BYTES_MAX and max(map(len, key.split("/"))) > SEGMENT_BYTES_MAX:
         raise InvalidError(
-            f"A segment of an object key is longer than {SEGMENT_BYTES_MAX} bytes: key={key!r}.", fix=_RULE
+            f"a segment of an object key is longer than {SEGMENT_BYTES_MAX} bytes: key={key!r}.", fix=_RULE
         )
     return key
 
 
 def check_prefix(prefix: str) -> str:
-    """A listing prefix: empty, or the beginning of a valid key. Raises InvalidError."""
+    """Return the prefix if it is empty or the beginning of a valid key. Raises InvalidError otherwise."""
     if len(prefix) > KEY_BYTES_MAX or _PREFIX.fullmatch(prefix) is None:
-        raise InvalidError(f"Not a valid key prefix: prefix={prefix!r}.", fix=_RULE)
+        raise InvalidError(f"invalid key prefix: prefix={prefix!r}.", fix=_RULE)
     return prefix
 
 
 def check_range(key: str, start: int, end: int | None, size_bytes: int) -> int:
-    """The resolved end of [start, end) in an object of `size_bytes`. Raises InvalidError when it passes the end."""
+    """Return the resolved end of [start, end) in an object of `size_bytes`. Raises InvalidError if it is beyond the
+    object."""
     stop = size_bytes if end is None else end
     if not 0 <= start <= stop <= size_bytes:
         raise InvalidError(
-            f"The range is outside the object: key={key} start={start} end={end} size_bytes={size_bytes}.",
-            fix="Ask for 0 ≤ start ≤ end ≤ size.",
+            f"the range is outside the object: key={key} start={start} end={end} size_bytes={size_bytes}.",
+            fix="Request 0 ≤ start ≤ end ≤ size.",
         )
     return stop
 
 
 def as_buffers(data: Buffer | Sequence[Buffer]) -> list[memoryview]:
-    """The payload as flat byte views, without copying; empty ones are dropped."""
+    """Return the payload as flat byte views, without copying and without empty ones."""
     pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     views = [memoryview(piece).cast("B") for piece in pieces]
     return [view for view in views if view.nbytes]

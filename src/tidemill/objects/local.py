@@ -1,16 +1,16 @@
 """Objects in a local directory, one file each; `durable_create.py` has the order that makes a create safe.
 
-    ROOT/<key>          the objects; directories come with their first object and are never removed,
+    ROOT/<key>          the objects; directories are created with their first object and are never removed,
                         so no create can lose its parent to a racing delete
-    ROOT/.tmp/<nonce>   objects being written; left-overs of a killed process are swept by age at open
+    ROOT/.tmp/<nonce>   objects being written; files left by a killed process are swept by age at open
 
-Blocking calls run in a small pool of threads. Reads of up to INLINE_READ_BYTES do not: a pread from
-the page cache costs a microsecond, the trip through a thread some fifty. Larger ones, up to
-CACHED_READ_BYTES, are first asked of the page cache alone (RWF_NOWAIT), which never waits for the disk.
+Blocking calls run in a small pool of threads. Reads of up to INLINE_READ_BYTES do not: a pread from the page cache
+costs a microsecond, the trip through a thread some fifty. Larger ones, up to CACHED_READ_BYTES, are first tried from
+the page cache alone (RWF_NOWAIT), which never waits for the disk.
 
-A link is not followed where a file is read, and a new file never takes the place of one: who may write into the
-directory can take objects away, but cannot make us read or write elsewhere by a link in an object's place. The
-directories above it are trusted as they are found: an operator may mount or link them.
+Symbolic links are not followed when a file is read, and a new file never replaces one. A user who can write into the
+directory can remove objects, but cannot redirect reads or writes by a link in place of an object. The directories above
+it are trusted: an operator may mount or link them.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ from tidemill.objects.store import Buffer, ObjectMeta
 
 INLINE_READ_BYTES = 64 << 10
 CACHED_READ_BYTES = 512 << 10
-"""Copied in some 100 µs, about what the trip through a thread takes."""
+"""Copied in some 100 µs, about the cost of the trip through a thread."""
 
 THREADS = 8
 LIST_PAGE = 1000
 TEMPORARY_AGE_MS = 60 * 60 * 1000
-"""A temporary file this old belongs to a dead writer: a live one links it within seconds."""
+"""Age from which a temporary file belongs to a dead writer: a live one links it within seconds."""
 
 _TEMPORARY = ".tmp"
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
-"""0 where the system has no such flag."""
+"""Flag of preadv; 0 on systems without it."""
 
 T = TypeVar("T")
-Pieces = list[bytes]  # inside the class `list` is the method
+Pieces = list[bytes]  # Inside the class, `list` is the method.
 
 
 class LocalObjects:
-    """Open with `LocalObjects.open`, which may block: it makes the root and sweeps old temporary files."""
+    """Object store in a local directory. `LocalObjects.open` creates it; it may block, since it creates the root and
+    sweeps old temporary files."""
 
     def __init__(self, root: str, clock: Clock, rand: Rand, calls: Syscalls | None = None) -> None:
         self._root = root
@@ -73,7 +74,7 @@ class LocalObjects:
     def open(
         cls, root: str | os.PathLike[str], clock: Clock, rand: Rand, calls: Syscalls | None = None
     ) -> LocalObjects:
-        """Raises InvalidError when the root cannot be used, UnavailableError when the disk is full."""
+        """Open a store. Raises InvalidError if the root cannot be used, UnavailableError if the disk is full."""
         path = os.path.abspath(root)
         store = cls(path, clock, rand, calls)
         try:
@@ -81,9 +82,10 @@ class LocalObjects:
         except OSError as error:
             store._pool.shutdown(wait=False)
             if error.errno == errno.EROFS:
-                # A file system goes read-only by itself when its disk fails, and back when somebody mends that.
-                raise as_unavailable(translate(error, "Opening the object directory", path)) from error
-            raise translate(error, "Opening the object directory", path) from error
+                # A failing disk makes its file system read-only, and repairing it makes it writable again. So this is
+                # retriable.
+                raise as_unavailable(translate(error, "opening the object directory", path)) from error
+            raise translate(error, "opening the object directory", path) from error
         except BaseException:
             store._pool.shutdown(wait=False)
             raise
@@ -103,7 +105,7 @@ class LocalObjects:
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         fd = self._open_for_read(key)
         if end is not None and 0 <= start < end <= start + INLINE_READ_BYTES:
-            # Nearly every read is this one: what it brings whole needs no question about the size.
+            # Nearly every read is this one. If it returns all bytes, the size is not needed.
             with contextlib.suppress(OSError):
                 data = os.pread(fd, end - start, start)
                 if len(data) == end - start:
@@ -122,7 +124,7 @@ class LocalObjects:
             self._present()
             return None
         except OSError as error:
-            raise translate(error, f"Looking up {key}", self._root) from error
+            raise translate(error, f"looking up {key}", self._root) from error
         return None if _is_directory(found.st_mode) else ObjectMeta(key, found.st_size, found.st_mtime_ns // 1_000_000)
 
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
@@ -152,8 +154,8 @@ class LocalObjects:
 
     def _prepare(self) -> None:
         _make_root(self._calls, self._root)
-        with contextlib.suppress(PermissionError):  # then this user did not make it either
-            # A root that exists may have been made a moment ago by a process that has not synced it yet.
+        with contextlib.suppress(PermissionError):  # Then this user did not create it either.
+            # An existing root may have been created a moment ago by a process that has not synced it yet.
             self._calls.fsync_directory(os.path.dirname(self._root))
         temporary = self._prefix + _TEMPORARY
         Directories(self._calls, self._root).make(temporary)
@@ -167,7 +169,7 @@ class LocalObjects:
                     if entry.stat(follow_symlinks=False).st_mtime_ns // 1_000_000 < horizon_ms:
                         os.unlink(entry.path)
                 except FileNotFoundError:
-                    continue  # its writer, or another process opening, was faster
+                    continue  # Its writer, or another process that opens the store, was faster.
 
     def _create(self, key: str, temporary: str, target: str, buffers: Sequence[memoryview]) -> None:
         try:
@@ -175,14 +177,14 @@ class LocalObjects:
         except FileExistsError as error:
             if os.path.isdir(target):
                 raise InvalidError(
-                    f"The key is a directory of other keys: key={key}.",
+                    f"the key is a directory of other keys: key={key}.",
                     fix="No object key may be a directory of another key.",
                 ) from error
             raise conflict(key) from error
         except AppearedError as error:
-            raise translate(error.cause, f"Writing {key} created it,", self._root, appeared=True) from error
+            raise translate(error.cause, f"writing {key} created it,", self._root, appeared=True) from error
         except OSError as error:
-            raise translate(error, f"Writing {key}", self._root) from error
+            raise translate(error, f"writing {key}", self._root) from error
 
     def _remove(self, key: str, path: str) -> None:
         try:
@@ -192,11 +194,11 @@ class LocalObjects:
         except IsADirectoryError:
             return
         except OSError as error:
-            raise translate(error, f"Deleting {key}", self._root) from error
+            raise translate(error, f"deleting {key}", self._root) from error
         try:
             self._calls.fsync_directory(os.path.dirname(path))
         except OSError as error:
-            raise translate(error, f"Deleting {key} removed it,", self._root, appeared=True) from error
+            raise translate(error, f"deleting {key} removed it,", self._root, appeared=True) from error
 
     def _open_for_read(self, key: str) -> int:
         self._open()
@@ -204,16 +206,17 @@ class LocalObjects:
             return os.open(self._prefix + check_key(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
             self._present()
-            raise MissingError(f"No such object: key={key}.") from error
+            raise MissingError(f"no such object: key={key}.") from error
         except OSError as error:
-            raise translate(error, f"Reading {key}", self._root) from error
+            raise translate(error, f"reading {key}", self._root) from error
 
     async def _serve(self, fd: int, key: str, ranges: Sequence[tuple[int, int | None]]) -> Pieces:
-        """The ranges, where no end is the object's; closes `fd`, in the pool's thread when the read runs there."""
+        """Read the ranges; without an end, up to the object's end. Closes `fd`, in the pool's thread if the read runs
+        there."""
         try:
             found = os.fstat(fd)
             if _is_directory(found.st_mode):
-                raise MissingError(f"No such object: key={key}.")
+                raise MissingError(f"no such object: key={key}.")
             whole = [(start, check_range(key, start, end, found.st_size)) for start, end in ranges]
         except BaseException:
             os.close(fd)
@@ -228,8 +231,8 @@ class LocalObjects:
         return await self._run(lambda: self._read_and_close(fd, key, whole), unless_run=lambda: os.close(fd))
 
     def _read_cached(self, fd: int, ranges: Sequence[tuple[int, int]]) -> Pieces | None:
-        """The ranges if all of them are in the page cache, else None; never waits."""
-        scratch = self._scratch  # read, copied and free again before anybody else runs
+        """Read the ranges if all of them are in the page cache, else return None. Never waits."""
+        scratch = self._scratch  # Read, copied and free again without an await.
         if scratch is None:
             return None
         pieces = []
@@ -238,7 +241,7 @@ class LocalObjects:
             try:
                 if os.preadv(fd, (view,), start, _NOWAIT) != end - start:
                     return None
-            except OSError:  # not cached, or a file system that cannot tell
+            except OSError:  # Not cached, or not supported by the file system.
                 return None
             pieces.append(bytes(view))
         return pieces
@@ -247,12 +250,12 @@ class LocalObjects:
         try:
             return [_pread(fd, start, end - start) for start, end in ranges]
         except OSError as error:
-            raise translate(error, f"Reading {key}", self._root) from error
+            raise translate(error, f"reading {key}", self._root) from error
         finally:
             os.close(fd)
 
     def _walk(self, directory: str, prefix: str, start_after: str) -> Iterator[ObjectMeta]:
-        """Depth first in key order: a directory sorts as its name with the slash its keys will have."""
+        """Walk depth first in key order: a directory sorts by its name with the slash that its keys have."""
         entries: list[tuple[str, os.DirEntry[str]]] = []
         try:
             with os.scandir(self._prefix + directory) as scan:
@@ -263,7 +266,7 @@ class LocalObjects:
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
-            raise translate(error, f"Listing {directory or 'the root'}", self._root) from error
+            raise translate(error, f"listing {directory or 'the root'}", self._root) from error
         entries.sort(key=lambda pair: pair[0])
         for name, entry in entries:
             if name.endswith("/"):
@@ -275,35 +278,38 @@ class LocalObjects:
                 try:
                     found = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
-                    continue  # deleted since the scan
+                    continue  # Deleted since the scan.
                 yield ObjectMeta(name, found.st_size, found.st_mtime_ns // 1_000_000)
 
     # both ----------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         if self._closed:
-            raise ClosedError(f"The object store was closed: root={self._root}.")
+            raise ClosedError(f"the object store was closed: root={self._root}.")
 
     def _present(self) -> None:
-        """What is not found proves something only while the store itself is there: an unmounted directory is empty.
+        """Check that the store itself exists: in an unmounted, empty directory a missing object proves nothing.
 
         Raises UnavailableError.
         """
         if not os.path.isdir(self._prefix + _TEMPORARY):
             raise UnavailableError(
-                f"The object directory is not there any more: root={self._root}.",
-                fix="Mount it again, or put it back.",
+                f"the object directory does not exist any more: root={self._root}.",
+                fix="Mount or restore the directory.",
             )
 
     async def _run(self, call: Callable[[], T], unless_run: Callable[[], None] | None = None) -> T:
-        """`call` in the pool. A cancelled caller leaves it to finish there, or, when it has not begun, `unless_run`
-        is called in its place: whatever the call would have given up is given up exactly once."""
+        """Run `call` in the pool.
+
+        After a cancellation `call` still finishes there. If it has not begun, `unless_run` is called instead, so that
+        the resources of the call are released exactly once.
+        """
         try:
             queued = self._pool.submit(call)
         except RuntimeError as error:
             if unless_run is not None:
                 unless_run()
-            raise ClosedError(f"The object store was closed: root={self._root}.") from error
+            raise ClosedError(f"the object store was closed: root={self._root}.") from error
         if unless_run is not None:
             given_up = unless_run
             queued.add_done_callback(lambda ended: given_up() if ended.cancelled() else None)
@@ -311,15 +317,15 @@ class LocalObjects:
 
 
 def _make_root(calls: Syscalls, root: str) -> None:
-    """Make the root and its missing ancestors, and make those new entries safe."""
+    """Create the root and its missing ancestors, and sync the new entries."""
     if os.path.isdir(root):
         return
     if os.path.lexists(root):
-        raise InvalidError(f"The object root is not a directory: root={root}.", fix="Point objects.url at a directory.")
+        raise InvalidError(f"the object root is not a directory: root={root}.", fix="Point objects.url at a directory.")
     parent = os.path.dirname(root)
     _make_root(calls, parent)
     try:
-        calls.mkdir(root, 0o700)  # what is in it is the data of its user
+        calls.mkdir(root, 0o700)  # The objects are private data of this user.
     except FileExistsError:
         return _make_root(calls, root)
     calls.fsync_directory(parent)
@@ -333,7 +339,7 @@ def _pread(fd: int, start: int, length: int) -> bytes:
     data = os.pread(fd, length, start)
     if len(data) == length:
         return data
-    pieces = [data]  # a single pread returns at most 2 GiB, and may stop early on a signal
+    pieces = [data]  # A single pread returns at most 2 GiB, and may stop early on a signal.
     missing = length - len(data)
     while missing:
         data = os.pread(fd, missing, start + length - missing)

@@ -1,8 +1,8 @@
-"""Objects in a dict, for tests and the simulation: no threads, no waiting, the same answers every time.
+"""Objects in a dict, for tests and the simulation: no threads, no waiting, deterministic.
 
-Every method decides and acts without an await, so each call is atomic. The store outlives the
-actors that use it: `aclose` closes the handle `MemoryObjects` itself, not what it holds, and
-`reopen` gives a handle on the same objects, as a restarted process would get.
+Every method decides and acts without an await, so each call is atomic. The objects outlive the actors that use them:
+`aclose` closes only the handle, and `reopen` returns another handle on the same objects, as a restarted process would
+get.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class MemoryObjects:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._objects: dict[str, tuple[bytes | bytearray, int]] = {}
-        self._keys: list[str] = []  # always the sorted keys of _objects
+        self._keys: list[str] = []  # Always the sorted keys of _objects.
         self._closed = False
 
     def reopen(self) -> MemoryObjects:
-        """Another handle on the same objects."""
+        """Return another handle on the same objects."""
         other = MemoryObjects(self._clock)
         other._objects, other._keys = self._objects, self._keys
         return other
@@ -33,7 +33,7 @@ class MemoryObjects:
         self._open()
         check_key(key)
         if key in self._objects:
-            raise ConflictError(f"The object exists already: key={key}.", current=self._meta(key))
+            raise ConflictError(f"the object already exists: key={key}.", current=self._meta(key))
         kept = data if isinstance(data, bytes | bytearray) else b"".join(as_buffers(data))
         self._objects[key] = (kept, self._clock.now_ms())
         insort(self._keys, key)
@@ -53,7 +53,7 @@ class MemoryObjects:
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
         self._open()
         check_prefix(prefix)
-        # Positions move while the consumer waits between items; the last key does not.
+        # Positions change while the consumer waits between items; the last key does not.
         at = max(bisect_left(self._keys, prefix), bisect_right(self._keys, start_after))
         while at < len(self._keys) and self._keys[at].startswith(prefix):
             key = self._keys[at]
@@ -72,13 +72,13 @@ class MemoryObjects:
 
     def _open(self) -> None:
         if self._closed:
-            raise ClosedError("The object store was closed: store=memory.")
+            raise ClosedError("the object store was closed: store=memory.")
 
     def _data(self, key: str) -> bytes | bytearray:
         self._open()
         found = self._objects.get(check_key(key))
         if found is None:
-            raise MissingError(f"No such object: key={key}.")
+            raise MissingError(f"no such object: key={key}.")
         return found[0]
 
     def _meta(self, key: str) -> ObjectMeta:

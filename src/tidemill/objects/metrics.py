@@ -1,4 +1,4 @@
-"""Every metric of the room, declared once with its meaning. `store` is local, memory or s3."""
+"""Metrics of the package, declared once with their meaning. `store` is local, memory or s3."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What `tidemill doctor` asks of an object store before anything is trusted to it.
+"""Checks of `tidemill doctor` for an object store, before it is used.
 
-Servers exist that accept `If-None-Match` and ignore it, or check it without atomicity: a sequence of
-two creates finds the first kind, a race of many the second. Probe objects live under `probe/` and
-are deleted at the end, whatever happened.
+Some servers accept `If-None-Match` and ignore it, or check it without atomicity. Two creates in sequence detect the
+first kind, a race of many the second. Probe objects are under `probe/` and are always deleted at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ RACERS = 32
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One line of the doctor: `detail` says what was found, `fix` what to do when not ok."""
+    """One line of the doctor: `detail` is the finding, `fix` the remedy if not ok."""
 
     name: str
     ok: bool
@@ -30,7 +29,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 async def probe_url(url: str, clock: Clock, rand: Rand) -> list[Check]:
-    """Open the store and probe it; an opening that fails is the one failed check."""
+    """Open the store and probe it; a failed open is the only check then."""
     try:
         store = await open_objects(url, clock, rand, retry_budget_s=2.0)
     except TidemillError as error:
@@ -42,7 +41,7 @@ async def probe_url(url: str, clock: Clock, rand: Rand) -> list[Check]:
 
 
 async def probe_objects(store: ObjectStore, rand: Rand) -> list[Check]:
-    """Create, read, list, conditional create, racing creates, delete; later checks are skipped when create fails."""
+    """Create, read, list, conditional create, racing creates, delete; later checks are skipped if create fails."""
     prefix = f"probe/{rand.nonce()}/"
     once, raced = prefix + "once", prefix + "raced"
     checks = [await _check("objects create", lambda: _create(store, once))]
@@ -85,9 +84,10 @@ async def _read(store: ObjectStore, key: str) -> str:
     whole, piece = await store.get(key), await store.get(key, 6, 12)
     if (whole, piece) != (b"first writer", b"writer"):
         raise _Failed(
-            f"what was written did not come back: key={key}.", "Do not use this server: it does not return what it got."
+            f"a read returned other bytes than were written: key={key}.",
+            "Do not use this server: it does not store objects reliably.",
         )
-    return "it reads back, whole and by range"
+    return "it can be read, completely and by range"
 
 
 async def _list(store: ObjectStore, prefix: str, key: str) -> str:
@@ -97,7 +97,7 @@ async def _list(store: ObjectStore, prefix: str, key: str) -> str:
             f"a listing does not show the new object: prefix={prefix} found={found}.",
             "Use a server whose listings are strongly consistent.",
         )
-    return "a listing shows it at once"
+    return "a listing shows it immediately"
 
 
 async def _second_create(store: ObjectStore, key: str) -> str:
@@ -105,8 +105,8 @@ async def _second_create(store: ObjectStore, key: str) -> str:
         await store.put(key, b"second writer")
     except ConflictError:
         if await store.get(key) == b"first writer":
-            return "a second create is refused"
-        raise _Failed(f"a refused create replaced the object: key={key}.", _NO_CONDITIONS) from None
+            return "a second create is rejected"
+        raise _Failed(f"a rejected create replaced the object: key={key}.", _NO_CONDITIONS) from None
     raise _Failed(f"a second create of one key was accepted: key={key}.", _NO_CONDITIONS)
 
 
@@ -131,5 +131,5 @@ async def _delete(store: ObjectStore, keys: tuple[str, ...]) -> str:
     for key in keys:
         await store.delete(key)
         if await store.head(key) is not None:
-            raise _Failed(f"a deleted object is still there: key={key}.", "Check versioning rules of the bucket.")
+            raise _Failed(f"a deleted object still exists: key={key}.", "Check versioning rules of the bucket.")
     return "objects can be deleted"

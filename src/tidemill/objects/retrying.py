@@ -1,19 +1,19 @@
-"""Retries, a bound on concurrency and metrics around any object store.
+"""Retries, limited concurrency and metrics around any object store.
 
-R1  At most `concurrency` requests of the inner store run at once. Reads and deletes leave a quarter of them free: a put
-    that a producer waits for does not stand behind the thousands of objects that a reader asks for at once.
-R2  Unavailable is retried with jittered backoff until the time budget of the call is spent.
-R3  A put whose outcome is Unknown is made again. That is safe however late the lost request arrives,
-    because it carries the same bytes under the same nonce to the same write-once key. Where the store
-    keeps nonces, reading back comes first: our object is success, another's is Conflict. Elsewhere it
-    proves too little: in a directory an object can be seen that power loss would still take away, and
-    only another attempt, which loses but makes the entry safe first, says otherwise.
-R4  Conflict after an attempt of ours that may have landed is settled by reading back, so our own
-    success is never reported as Conflict. What was deleted in between (by age, as an orphan) stays Unknown.
-    Where the store keeps nonces so is the Conflict of a first attempt: a gateway may repeat a create by itself.
+- Concurrency: at most `concurrency` requests of the inner store run at the same time. Reads and deletes leave a quarter
+  of them free, so that a producer's put does not wait behind the thousands of objects that a reader requests.
+- Unavailable is retried with jittered backoff until the time budget of the call is spent.
+- Unknown: a put whose outcome is Unknown is repeated. That is safe however late the lost request arrives, because it
+  carries the same bytes under the same nonce to the same write-once key. If the store stores nonces, the object is read
+  back first: our object is success, another's is Conflict. In other stores that proves too little: in a directory an
+  object can be visible that power loss would still remove. Only another attempt, which loses but first syncs the entry,
+  is proof.
+- Conflict: if an attempt of ours may have landed, a Conflict is resolved by reading back, so our own success is never
+  reported as Conflict. If the object was deleted in between (by age, as an orphan), the outcome stays Unknown. If the
+  store stores nonces, a Conflict of the first attempt is resolved as well: a gateway may repeat a create on its own.
 
-Ours is decided by nonce where the store keeps one (`NoncedObjects`), else by comparing bytes; two
-writers of equal bytes to one key may then both hear success, which changes nothing durable.
+Our own object is identified by nonce if the store stores one (`NoncedObjects`), otherwise by comparing bytes. Two
+writers of equal bytes to one key may then both get success, which changes nothing durable.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ BACKOFF_MAX_S = 2.0
 PUTS_PART = 4
 PROVE_EVERY_S = 1.0
 PROOF_S = 2.0
-"""A probe that is not answered by then is given up, and is evidence itself."""
+"""Time after which an unanswered probe is cancelled and counts as evidence."""
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
-Pieces = list[bytes]  # inside the class `list` is the method
+Pieces = list[bytes]  # Inside the class, `list` is the method.
 
 
 @runtime_checkable
 class NoncedObjects(Protocol):
-    """A store that keeps the nonce of the attempt that created an object."""
+    """A store that stores the nonce of the attempt that created an object."""
 
     async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None: ...
 
@@ -67,7 +67,10 @@ class NoncedObjects(Protocol):
 
 
 class RetryingObjects:
-    """`coalesce`: split `get_ranges` into merged requests here (remote stores), else pass it through."""
+    """Retrying wrapper of a store.
+
+    `coalesce`: split `get_ranges` into merged requests here (remote stores), otherwise pass it through.
+    """
 
     def __init__(
         self,
@@ -81,8 +84,11 @@ class RetryingObjects:
         coalesce: bool = False,
         patient: bool = False,
     ) -> None:
-        """`patient`: the store was opened and answered, so that what is wrong with rights, credentials or the disk's
-        mode is waited for as what is away (Unavailable, with its fix) instead of refused (Invalid)."""
+        """Wrap `inner`.
+
+        `patient`: the store was opened successfully, so later errors of permissions, credentials or a read-only disk
+        are retriable (Unavailable, with their fix) instead of fatal (Invalid).
+        """
         self._inner = inner
         self._nonced = inner if isinstance(inner, NoncedObjects) else None
         self._clock = clock
@@ -90,15 +96,15 @@ class RetryingObjects:
         self._label = store
         self._slots = asyncio.Semaphore(concurrency)
         self._beside_puts = asyncio.Semaphore(concurrency - concurrency // PUTS_PART)
-        """Taken before a slot by whatever is no put."""
+        """Acquired before a slot by all calls except puts."""
         self._budget_s = budget_s
         self._coalesce = coalesce
         self._patient = patient
         self._health = Health(clock)
         self._probe: tuple[str, str] | None = None
-        """Key and nonce of one that may be there."""
+        """Key and nonce of a probe that may exist."""
         self.may_delete: Callable[[], Awaitable[None]] | None = None
-        """Called before each delete; raises where this process may delete nothing (any more)."""
+        """Called before each delete; raises if this process may not delete objects (any more)."""
         self._meters = {operation: _Meter(store, operation) for operation in _OPERATIONS}
 
     @property
@@ -106,22 +112,24 @@ class RetryingObjects:
         return self._inner
 
     def trouble(self) -> str:
-        """One sentence: what does not work now. Empty while the store answers and takes writes. Never waits."""
+        """Return in one sentence what does not work now, or "" while the store answers and accepts writes. Never
+        waits."""
         return self._health.trouble()
 
     def noticed(self) -> str:
-        """One sentence: what went wrong lately though the store works. Never waits."""
+        """Return in one sentence what failed recently although the store works. Never waits."""
         return self._health.noticed()
 
     def notice(self, what: str) -> None:
-        """Record a fault that a reader found, in one sentence, though the store works."""
+        """Record in one sentence a fault that a reader found, although the store works."""
         self._health.notice(f"{what.removesuffix('.')} store={self._label}.")
 
     async def keep_proving(self) -> None:
-        """For ever: where writes or reads failed or are not answered and none succeeded since, try one of our own.
+        """Probe forever: if writes or reads failed or are unanswered and none has succeeded since, try a request of
+        this store.
 
-        So trouble ends when its cause does, and one request that fails for a reason of its own (its size, its key) is
-        no trouble. It costs nothing while all is well.
+        So trouble ends when its cause does, and a request that fails for an individual reason (its size, its key) is no
+        trouble. It costs nothing while the store is healthy.
         """
         while True:
             await asyncio.sleep(PROVE_EVERY_S)
@@ -132,8 +140,10 @@ class RetryingObjects:
                 log.debug("the store is still in trouble", store=self._label, cause=str(error))
 
     async def _prove(self) -> None:
-        """One attempt each, without retries: the next round is the retry. A probe that may have landed is made again
-        under its key, so that at most one is ever left over."""
+        """Try one write and one read, without retries: the next round is the retry.
+
+        A probe that may have landed is repeated under its key, so that at most one is left over.
+        """
         if self._health.suspected("write"):
             self._probe = self._probe or (f"probe/{self._rand.nonce()}", self._rand.nonce())
             key, nonce = self._probe
@@ -160,7 +170,8 @@ class RetryingObjects:
         return await self._metered("head", lambda: self._retried("head", lambda: self._inner.head(key)))
 
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
-        """Retries go on after the last object yielded. A page's wait is not held against `concurrency`."""
+        """List objects; retries continue after the last object yielded. Waiting for a page does not count for
+        `concurrency`."""
         retry = _Retry(self._clock, self._rand, self._budget_s)
         meter = self._meters["list"]
         number = 0
@@ -170,7 +181,7 @@ class RetryingObjects:
                 async for meta in self._inner.list(prefix, start_after):
                     start_after = meta.key
                     self._health.ended(number, "read", None)
-                    number = 0  # the caller may stop here
+                    number = 0  # The caller may stop here.
                     yield meta
                     retry = _Retry(self._clock, self._rand, self._budget_s)
                     number = self._health.began("read")
@@ -187,7 +198,7 @@ class RetryingObjects:
                     meter.ended("unavailable")
                     raise failure from error
                 meter.retries.inc()
-            except BaseException as error:  # cancelled, or closed: the request is no longer under way
+            except BaseException as error:  # Cancelled or closed: the request is no longer in flight.
                 if number:
                     self._health.ended(number, "read", error)
                 raise
@@ -195,7 +206,7 @@ class RetryingObjects:
     async def delete(self, key: str) -> None:
         if self.may_delete is not None:
             await self.may_delete()
-        # Unknown is retried too: a delete that lands twice is one delete.
+        # Unknown is retried too: deleting twice is harmless.
         await self._metered(
             "delete",
             lambda: self._retried("delete", lambda: self._inner.delete(key), (UnavailableError, UnknownOutcomeError)),
@@ -220,13 +231,13 @@ class RetryingObjects:
                 ours = await self._is_ours(key, data, nonce, retry)
                 if ours:
                     if unsettled is None:
-                        self._health.notice(f"The object store refused a create that it had done. {refused.message}")
+                        self._health.notice(f"the object store rejected a create that it had done: {refused.message}")
                     return
                 if ours is None and unsettled is None:
-                    raise  # it was another's, and is deleted by now
+                    raise  # It was another writer's, and has been deleted since.
                 if ours is None:
                     raise UnknownOutcomeError(
-                        f"The object was there and was deleted before it could be read back: key={key}.",
+                        f"the object existed, but was deleted before it could be read back: key={key}.",
                         fix="Write under another key.",
                     ) from unsettled
                 raise
@@ -240,7 +251,7 @@ class RetryingObjects:
                 if ours is not None:
                     if ours:
                         return
-                    raise ConflictError(f"The object exists already: key={key}.") from failure
+                    raise ConflictError(f"the object already exists: key={key}.") from failure
             if not await retry.again():
                 raise unsettled or failure
             self._meters["put"].retries.inc()
@@ -252,9 +263,9 @@ class RetryingObjects:
             await self._inner.put(key, data)
 
     async def _is_ours(self, key: str, data: Buffer | Sequence[Buffer], nonce: str, retry: _Retry) -> bool | None:
-        """Who made the object: this put (True), another (False), nobody yet (None).
+        """Return whether this put created the object (True), another one did (False), or it does not exist (None).
 
-        When reading back fails for the whole budget the put stays Unknown.
+        If reading back fails for the whole budget, the outcome of the put stays Unknown.
         """
         while True:
             try:
@@ -263,7 +274,7 @@ class RetryingObjects:
             except UnavailableError as error:
                 if not await retry.again():
                     raise UnknownOutcomeError(
-                        f"The object may have been written and cannot be read back: key={key}.",
+                        f"the object may have been written, but cannot be read back: key={key}.",
                         fix="Read the key before writing it again.",
                     ) from error
         found = "absent" if ours is None else "ours" if ours else "other"
@@ -297,7 +308,7 @@ class RetryingObjects:
             data = await self._retried("get_ranges", lambda: self._inner.get(key, request.start, request.end))
             cut(request, data, into)
 
-        # The first failure is raised by gather; leaving the group then cancels the requests still under way.
+        # gather raises the first failure; leaving the group then cancels the requests still in flight.
         async with Tasks(on_failure=lambda name, error: None) as tasks:
             await asyncio.gather(*(tasks.spawn(fetch(request), name=f"read {key}") for request in plan_reads(ranges)))
         return into
@@ -320,7 +331,7 @@ class RetryingObjects:
                 self._meters[operation].retries.inc()
 
     async def _once(self, kind: Kind, call: Callable[[], Awaitable[T]]) -> T:
-        """One attempt, within the limit of those under way, and what it says of the store."""
+        """Make one attempt within the concurrency limit, and record its result in the store's health."""
         health = self._health
         async with self._slots:
             number = health.began(kind)
@@ -388,7 +399,7 @@ class _Retry:
         self._ceiling_s = BACKOFF_FIRST_S
 
     async def again(self) -> bool:
-        """Wait before the next attempt; False when the budget does not reach that far."""
+        """Wait before the next attempt; return False if the budget does not last that long."""
         pause_s = self._rand.uniform(self._ceiling_s / 2, self._ceiling_s)
         self._ceiling_s = min(self._ceiling_s * 2, BACKOFF_MAX_S)
         if self._clock.monotonic_s() + pause_s > self._deadline_s:
@@ -398,9 +409,9 @@ class _Retry:
 
 
 def check_budget(budget_s: float, concurrency: int) -> None:
-    """Raises InvalidError for settings that cannot work."""
+    """Raise InvalidError for settings that cannot work."""
     if budget_s < 0 or concurrency < 1:
         raise InvalidError(
-            f"Object store limits must be positive: budget_s={budget_s} concurrency={concurrency}.",
+            f"object store limits must be positive: budget_s={budget_s} concurrency={concurrency}.",
             fix="Correct objects.retry_budget_s or objects.concurrency.",
         )

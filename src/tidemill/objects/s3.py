@@ -1,10 +1,9 @@
 """Objects in a bucket of any S3-compatible server, through obstore.
 
-A put is `If-None-Match: *` with the attempt's nonce in the object's metadata. The library's own
-retries are off: it repeats a conditional put after a 5xx, and would report our own success as
-"already exists". So one call here is one request, AlreadyExists on it is real, and what may have
-happened is Unknown; `retrying` repeats attempts under one nonce and reads it back to tell our
-object from another's.
+A put is `If-None-Match: *` with the attempt's nonce in the object's metadata. The library's own retries are off: it
+repeats a conditional put after a 5xx, and would report our own success as "already exists". So one call here is one
+request, its AlreadyExists is real, and an unclear outcome is Unknown. `retrying` repeats attempts under one nonce, and
+reads the nonce back to distinguish our object from another's.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ LIST_PAGE = 1000
 
 
 class S3Objects:
-    """`prefix` is empty or ends with '/'. `config` is obstore's S3 configuration without the bucket."""
+    """Object store in an S3 bucket. `prefix` is empty or ends with '/'. `config`: obstore's S3 configuration without
+    the bucket."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class S3Objects:
 
     @property
     def plain(self) -> S3Store:
-        """The library's store underneath, for benchmarks that measure what this class adds."""
+        """Underlying store of the library, for benchmarks that measure the overhead of this class."""
         return self._store
 
     # the contract --------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class S3Objects:
             except Exception as error:
                 raise translate(error, "get", key, self._place, writes=False) from error
         if end is None or not 0 <= start < end:
-            # Empty and open ranges have no portable meaning in HTTP: learn the size first.
+            # Empty and open ranges have no portable meaning in HTTP, so the size is needed first.
             size = await self._size(key)
             end = check_range(key, start, end, size)
             if start == end:
@@ -102,7 +102,7 @@ class S3Objects:
         return data
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """One request after another; `retrying` runs them side by side under its limit."""
+        """Read the ranges with one request after another; `retrying` runs them concurrently under its limit."""
         for start, end in ranges:
             if not 0 <= start <= end:
                 check_range(key, start, end, max(start, end, 0))
@@ -160,17 +160,17 @@ class S3Objects:
     # attempts under a nonce, for `retrying` -------------------------------------------------------
 
     async def put_nonced(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
-        """One create request that leaves `nonce` in the object's metadata."""
+        """Create an object with one request, with `nonce` in its metadata."""
         path = self._path(key)
         buffers = as_buffers(data)
-        # Views are handed over as they are; the request body is the only copy made of them.
+        # Views are passed on without copying; the request body is the only copy.
         body = buffers[0] if len(buffers) == 1 else buffers or b""
         try:
             await obstore.put_async(self._store, path, body, mode="create", attributes={NONCE: nonce})
         except Exception as error:
             failure = translate(error, "put", key, self._place, writes=True)
             if isinstance(failure, ConflictError):
-                # Only an object is a conflict.
+                # Conflict is certain only if the object exists.
                 current = await self.head(key)
                 if current is None:
                     raise refused_create(failure) from error
@@ -178,7 +178,7 @@ class S3Objects:
             raise failure from error
 
     async def nonce_of(self, key: str) -> str | None:
-        """The nonce of the attempt that created the object ("" if it has none), or None without an object."""
+        """Return the nonce of the attempt that created the object ("" if it has none), or None without an object."""
         path = self._path(key)
         try:
             found = await obstore.get_async(self._store, path, options={"head": True})
@@ -193,7 +193,7 @@ class S3Objects:
 
     def _open(self) -> None:
         if self._closed:
-            raise ClosedError(f"The object store was closed: {self._place}.")
+            raise ClosedError(f"the object store was closed: {self._place}.")
 
     def _path(self, key: str) -> str:
         self._open()
@@ -202,7 +202,7 @@ class S3Objects:
     async def _size(self, key: str) -> int:
         found = await self.head(key)
         if found is None:
-            raise MissingError(f"No such object: key={key} {self._place}.")
+            raise MissingError(f"no such object: key={key} {self._place}.")
         return found.size_bytes
 
     def _meta(self, found: Any) -> ObjectMeta:

@@ -1,8 +1,9 @@
 """The object store contract: immutable, write-once objects under keys that are never reused.
 
-O1  An object never changes, and its key is never used again.
-O2  An acknowledged put survives power loss (local directory: temp file, fdatasync, link, directory fsync).
-O3  `put` of an existing key raises Conflict and changes nothing.
+- Invariant (immutable): an object never changes, and its key is never used again.
+- Invariant (durable): an acknowledged put survives power loss (local directory: temp file, fdatasync, link, directory
+  fsync).
+- Invariant (create once): `put` of an existing key raises Conflict and changes nothing.
 
 Keys are `/`-separated, relative, without empty, `.` or `..` segments.
 """
@@ -20,9 +21,9 @@ Buffer = bytes | bytearray | memoryview
 
 
 class MisconfiguredError(InvalidError):
-    """The store says no to us, not to this request: rights, credentials, a bucket that is not there.
+    """The store rejects this process, not this request: permissions, credentials, a bucket that does not exist.
 
-    Where a store is opened that is for the operator, at once. Later it was right before, so it is waited for.
+    When a store is opened, the operator must act. Later it was valid before, so callers wait and retry.
     """
 
 
@@ -33,34 +34,38 @@ class ObjectMeta(msgspec.Struct, frozen=True):
 
 
 class ObjectStore(Protocol):
-    """Raises, besides what each method names: Unavailable, Unknown (put and delete only), Closed, Invalid (bad key)."""
+    """Contract of an object store.
+
+    In addition to the errors that each method names, methods raise Unavailable, Unknown (put and delete only), Closed,
+    Invalid (bad key).
+    """
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         """Create `key`. A sequence of buffers is written back to back. Raises Conflict if the key exists.
 
-        One `bytearray` is given away: a store in memory keeps it as the object. Afterwards nothing is written into it
-        but what whoever reads the object may see.
+        A single `bytearray` is handed over: a store in memory uses it as the object. After the call it may only be
+        changed in ways that readers of the object may see.
         """
         ...
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes [start, end) of the object. Raises Missing; Invalid when the range passes the end."""
+        """Read bytes [start, end) of the object. Raises Missing; Invalid if the range is beyond the object."""
         ...
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Several half-open ranges, in the order asked; near ones travel in one request. Raises Missing."""
+        """Read several half-open ranges, in the requested order; near ones share a request. Raises Missing."""
         ...
 
     async def head(self, key: str) -> ObjectMeta | None:
-        """Size and time of the object, or None."""
+        """Return size and time of the object, or None."""
         ...
 
     def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
-        """Objects whose key starts with `prefix`, in key order, strictly after `start_after`."""
+        """List objects whose key starts with `prefix`, in key order, strictly after `start_after`."""
         ...
 
     async def delete(self, key: str) -> None:
-        """Remove the object; an absent key is success (deletes are retried)."""
+        """Delete the object; an absent key is success (deletes are retried)."""
         ...
 
     async def aclose(self) -> None: ...

@@ -1,9 +1,9 @@
-"""A second read after a checksum mismatch: it distinguishes a damaged answer from a damaged object.
+"""Read a second time after a checksum mismatch, to distinguish a damaged answer from a damaged object.
 
-    second read right    the store answered with flipped bits: the bytes are used, and the store has a notice
-    second read wrong    the object is damaged, or every answer is: Corrupt, and the store has a notice
+    second read valid      the store answered with flipped bits: the bytes are used, and the store gets a notice
+    second read invalid    the object is damaged, or every answer is: Corrupt, and the store gets a notice
 
-An object never changes (O1), so both reads must bring the same bytes. Nothing is read twice while all is well.
+An object never changes, so both reads must return the same bytes. Nothing is read twice without a mismatch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ log = structlog.get_logger()
 
 @runtime_checkable
 class Noticing(Protocol):
-    """A store with notices about itself, or a layer above one."""
+    """A store that accepts notices about itself, or a layer above one."""
 
     def notice(self, what: str) -> None: ...
 
 
 async def checked(objects: object, key: str, read: Callable[[], Awaitable[T]]) -> T:
-    """Return the verified result of `read`. Raises CorruptError after two failures in a row, and as `read`."""
+    """Return the verified result of `read`. Raises CorruptError after two mismatches in a row, and the errors of
+    `read`."""
     try:
         return await read()
     except CorruptError as error:
@@ -36,7 +37,7 @@ async def checked(objects: object, key: str, read: Callable[[], Awaitable[T]]) -
 
 
 async def read_again(objects: object, key: str, error: CorruptError, read: Callable[[], Awaitable[T]]) -> T:
-    """The second read, after one that failed with `error`. It must ask the store, not a cache."""
+    """Read again after a read that failed with `error`. `read` must ask the store, not a cache."""
     try:
         found = await read()
     except CorruptError:
@@ -47,7 +48,7 @@ async def read_again(objects: object, key: str, error: CorruptError, read: Calla
 
 
 def checked_now(objects: object, key: str, read: Callable[[], T]) -> T:
-    """As `checked`, of a synchronous reader."""
+    """Return the verified result of a synchronous `read`; see `checked`."""
     try:
         return read()
     except CorruptError as error:
@@ -62,12 +63,12 @@ def checked_now(objects: object, key: str, read: Callable[[], T]) -> T:
 
 
 def tell_flipped(objects: object, key: str, reason: str) -> None:
-    what = "The object store answered a read with damaged bytes, and then with the right ones"
+    what = "the object store answered a read with damaged bytes, and then with valid ones"
     _tell(objects, f"{what}: {_at(key, reason)}")
 
 
 def tell_damaged(objects: object, key: str, reason: str) -> None:
-    _tell(objects, f"An object is damaged, or the object store damages its answers: reads=2 {_at(key, reason)}")
+    _tell(objects, f"an object is damaged, or the object store damages its answers: reads=2 {_at(key, reason)}")
 
 
 def _at(key: str, reason: str) -> str:
@@ -80,6 +81,6 @@ def _tell(objects: object, what: str) -> None:
 
 
 def pass_on(objects: object, what: str) -> None:
-    """Hand a notice to the store, if it takes notices."""
+    """Pass a notice to the store, if it accepts notices."""
     if isinstance(objects, Noticing):
         objects.notice(what)

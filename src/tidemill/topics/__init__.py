@@ -6,12 +6,14 @@
 Owns the produce path (queue slots, L0 objects, sequence rules, placeholders in fenced logs), partitions and their
 leadership, and readers. Does not own the Kafka wire, the rows of the catalogue, or record contents.
 
-T1  Offsets are contiguous, and follow reservation order per producer.
-T2  Readers see only what is durable; an acknowledgement follows.
-T3  A place in line given up without reaching the log poisons what its producer has behind it (seed 000).
-T4  Nothing is refused as out of order but by a leader that has just proved that it leads.
-T5  Every batch that was taken ends as placed, refused, failed or unknown; none is written by half.
+- Invariant (order): offsets are contiguous, and follow reservation order per producer.
+- Invariant (durable before visible): readers see only durable records; the acknowledgement follows.
+- Invariant (poisoning): a queue slot that is abandoned before its batch reaches the log poisons the producer's later
+  batches.
+- Invariant (proven gaps): only a leader that has just proved its leadership rejects a batch as out of order.
+- Invariant (complete outcomes): every accepted batch ends as placed, refused, failed or unknown; none is written
+  partially.
 
-Other rooms use `api` alone, with `batch` (codec), `local_topics`, `partition_reader`, `membership` and
-`produce/producer_ids` for assembly.
+Other rooms use `api` only, plus `batch` (codec), and for assembly `local_topics`, `partition_reader`, `membership` and
+`produce/producer_ids`.
 """

@@ -1,10 +1,9 @@
-"""The fronts of `topics`: what the Kafka endpoint, the capture sink and Spark may call.
+"""Interfaces of `topics` for the Kafka endpoint, the capture sink and Spark.
 
-T1  Offsets are contiguous, and follow reservation order.
-T2  Readers see only what is durable. An acknowledgement follows T2.
+Offsets are contiguous and follow reservation order. Readers see only durable records; the acknowledgement follows.
 
-Record bytes are Kafka record batches, format v2 (magic 2), never decoded on this path; base offset and
-partition leader epoch are patched in place (outside the CRC, which covers byte 21 onward).
+Record bytes are Kafka record batches, format v2 (magic 2), never decoded on this path; base offset and partition leader
+epoch are patched in place (outside the CRC, which covers byte 21 onward).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tidemill.objects.store import Buffer
 
 
 class NotLeaderError(UnavailableError):
-    """This node does not lead the partition; `leader` is the node name that does, or ""."""
+    """The partition is not led by this node; `leader` is the name of the node that leads it, or ""."""
 
     def __init__(self, message: str, *, leader: str = "") -> None:
         super().__init__(message)
@@ -40,17 +39,18 @@ class InvalidTransactionError(InvalidError):
 
 
 class ConcurrentTransactionsError(UnavailableError):
-    """The producer's transaction before this one has not ended yet (Kafka CONCURRENT_TRANSACTIONS): call again."""
+    """The producer's previous transaction has not ended yet (Kafka CONCURRENT_TRANSACTIONS): retry."""
 
 
 class CorruptBatchError(InvalidError):
-    """The producer's bytes are not what it sent: size or checksum are wrong (Kafka CORRUPT_MESSAGE: sent again)."""
+    """A batch whose size or checksum is wrong, so its bytes were damaged in transit (Kafka CORRUPT_MESSAGE: clients
+    retry)."""
 
 
 class InvalidRecordsError(CorruptBatchError):
-    """The producer sent what is no well-formed record batch v2 (Kafka INVALID_RECORD: never sent again).
+    """The bytes are not a well-formed record batch v2 (Kafka INVALID_RECORD: clients do not retry).
 
-    `record_errors`: (index in the batch, what is wrong with that record), as Kafka answers them; may be empty.
+    `record_errors`: (index in the batch, error of that record), as in Kafka's response; may be empty.
     """
 
     def __init__(self, message: str, *, fix: str = "", record_errors: tuple[tuple[int, str], ...] = ()) -> None:
@@ -59,7 +59,8 @@ class InvalidRecordsError(CorruptBatchError):
 
 
 class BatchTooLargeError(CorruptBatchError):
-    """More than the topic takes, or than is ever decompressed (Kafka MESSAGE_TOO_LARGE: clients may split it)."""
+    """A batch larger than the topic or the decompression limit allows (Kafka MESSAGE_TOO_LARGE: clients may split
+    it)."""
 
 
 class InvalidTimestampError(CorruptBatchError):
@@ -67,9 +68,9 @@ class InvalidTimestampError(CorruptBatchError):
 
 
 class UnreadableBatchError(CorruptError):
-    """A stored batch cannot be read: what offsets [base_offset, last_offset] hold is lost, everything beside is not.
+    """A stored batch cannot be read: offsets [base_offset, last_offset] are lost, all others are not.
 
-    Both offsets are inclusive, −1 where not even the header can be read and nobody said where the batch stands.
+    Both offsets are inclusive. They are −1 if not even the header is readable and the caller gave no position.
     """
 
     def __init__(self, reason: str, *, base_offset: int = -1, last_offset: int = -1) -> None:
@@ -89,45 +90,48 @@ def _bad_batch(reason: str, base_offset: int, last_offset: int) -> UnreadableBat
 
 
 class OffsetOutOfRangeError(InvalidError):
-    """The asked offset is below log start or above the high watermark."""
+    """The requested offset is below the log start or above the high watermark."""
 
 
 class RecordsStillNeededError(InvalidError):
-    """Somebody has yet to read records that were to be deleted (Kafka POLICY_VIOLATION)."""
+    """Records that were to be deleted still have a reader that needs them (Kafka POLICY_VIOLATION)."""
 
 
 class ProduceResult(msgspec.Struct, frozen=True):
-    """Inclusive offsets of the batch, its original ones when the batch was a duplicate."""
+    """Inclusive offsets of the batch; for a duplicate those of the original."""
 
     base_offset: int
     last_offset: int
     log_start_offset: int
     duplicate: bool = False
     append_time_ms: int = -1
-    """−1 where records keep their producer's times."""
+    """Append time of the records, or −1 if they have their producer's times."""
 
 
 class ProduceTransaction(msgspec.Struct, frozen=True):
-    """Whose transaction a produced batch is of. `adds`: it also adds its partition to it (KIP-890, version 2)."""
+    """Transaction of a produced batch. `adds`: the batch also adds its partition to it (KIP-890, version 2)."""
 
     transactional_id: str
     adds: bool = False
 
 
 Confirm = Callable[[ProduceTransaction, int, int, str, int], Awaitable[None]]
-"""(whose, producer id, epoch, topic id, partition): returns if the coordinator's transaction of this producer and epoch
-is open and holds the partition, read after the call. Raises InvalidTransactionError, InvalidProducerEpochError,
-UnavailableError."""
+"""Called as (transaction, producer id, epoch, topic id, partition); asks the coordinator after the call. Returns if its
+transaction of this producer and epoch is open and includes the partition. Raises InvalidTransactionError,
+InvalidProducerEpochError, UnavailableError."""
 
 
 Here = tuple[int, object]
-"""What a producer has in a partition at a moment, to be compared only: the first offset of its open transaction (−1:
-none), and the coordinator's word by which one may begin."""
+"""Transaction state of a producer in a partition at one moment, only for comparison: the first offset of its open
+transaction (−1: none), and the permit by which it may begin one."""
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """The end of a transaction in one partition. `bumped`: its epoch is the one after that of the transaction, which it
-    shares with what the producer does next: only an older one is ended by it (KIP-890)."""
+    """End of a transaction in one partition.
+
+    `bumped`: the marker's epoch is one above that of the transaction, and the producer uses it for its next
+    transaction. Only transactions of lower epochs are then ended (KIP-890).
+    """
 
     producer_id: int
     producer_epoch: int
@@ -137,12 +141,12 @@ class Marker(msgspec.Struct, frozen=True):
 
     @property
     def below(self) -> int:
-        """It ends transactions of epochs below this."""
+        """First epoch whose transactions the marker does not end."""
         return self.producer_epoch + (not self.bumped)
 
 
 class FetchRead(msgspec.Struct, frozen=True):
-    """`committed`: nothing from the last stable offset on."""
+    """One partition to fetch from. `committed`: read only below the last stable offset."""
 
     topic_id: str
     partition: int
@@ -152,10 +156,10 @@ class FetchRead(msgspec.Struct, frozen=True):
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """Whole batches, the first one containing the asked offset; `error` set means no batches.
+    """Whole batches, the first one containing the requested offset. If `error` is set there are no batches.
 
-    `last_stable`: −1 where nobody knows it. `aborted`: (producer id, first offset) of the aborted transactions among
-    the batches of a committed read, whose records its reader passes over from there to the producer's next marker.
+    `last_stable`: −1 if unknown. `aborted`: (producer id, first offset) of the aborted transactions among the batches
+    of a committed read. The reader skips their records from there to the producer's next marker.
     """
 
     high_watermark: int
@@ -173,8 +177,10 @@ class PartitionOffsets(msgspec.Struct, frozen=True):
 
 
 class ProducerStatus(msgspec.Struct, frozen=True):
-    """What a partition knows of a producer; `last_sequence` −1 where it wrote nothing in this epoch, `open_since` −1
-    without an open transaction, else its first offset."""
+    """State of a producer in a partition.
+
+    `last_sequence`: −1 if it wrote nothing in this epoch. `open_since`: first offset of its open transaction, or −1.
+    """
 
     producer_id: int
     epoch: int
@@ -184,36 +190,39 @@ class ProducerStatus(msgspec.Struct, frozen=True):
 
 
 class Following(Protocol):
-    """Partitions that one reader asks for again and again, under keys of its own. One `fetch` at a time."""
+    """Partitions that one reader fetches repeatedly, under keys that it chooses. One `fetch` at a time."""
 
     def __len__(self) -> int: ...
 
     def reads(self) -> Iterator[tuple[Hashable, FetchRead]]:
-        """All of them, as of now."""
+        """Yield all followed partitions."""
         ...
 
     def read(self, key: Hashable) -> FetchRead | None: ...
 
     def put(self, key: Hashable, read: FetchRead) -> None:
-        """Follow it, or go on with another offset. A partition that is new here is told with the next answer."""
+        """Follow a partition, or continue it at another offset. A new partition is reported by the next `fetch`."""
         ...
 
     def drop(self, key: Hashable) -> None:
-        """Idempotent."""
+        """Stop following a partition. Idempotent."""
         ...
 
     async def fetch(self, *, max_wait_s: float, min_bytes: int, max_bytes: int) -> list[tuple[Hashable, Fetched]]:
-        """As `TopicLog.fetch`, of those that have batches, an error, or other offsets than were told last. Batches are
-        given again until `put` goes on behind them; who gave some waits for the others the next time."""
+        """Fetch as `TopicLog.fetch`; return the partitions with batches, an error, or changed offsets.
+
+        Batches are returned again until `put` moves past them. A partition that returned batches comes after the others
+        in the next fetch.
+        """
         ...
 
     def close(self) -> None:
-        """Follow nothing; a `fetch` under way ends. Idempotent."""
+        """Stop following all partitions and end a `fetch` in progress. Idempotent."""
         ...
 
 
 class TopicLog(Protocol):
-    """One process's access to all partitions: the writer front (when it leads them) and the serving reader."""
+    """Access of one process to all partitions: produces to those that it leads, and serves reads."""
 
     def produce_nowait(
         self,
@@ -224,29 +233,32 @@ class TopicLog(Protocol):
         sender: Hashable = None,
         within: ProduceTransaction | None = None,
     ) -> asyncio.Future[ProduceResult]:
-        """Reserve the place in line now, in a plain call; the future ends when the batch is durable and committed.
+        """Reserve the queue slot now, in a plain call; the future ends when the batch is durable and committed.
 
-        Calls for one producer id and partition take effect in call order, though their uploads overlap; so do those
-        without a producer id that name one `sender` (a connection; None is this process itself). The batch is checked
-        whole before anything of it is stored.
-        `within`: the batch may be one of this transaction; it is placed only while the coordinator says it is open.
-        The future fails with NotLeaderError, OutOfOrderSequenceError, InvalidProducerEpochError,
-        InvalidTransactionError, CorruptBatchError, Missing, Unavailable (did not happen: retry) or Unknown (may have:
-        retry with the same sequence). Cancelling the future never cancels reserved work. The buffer must stay unchanged
-        until the future ends.
+        Calls for one producer id and partition take effect in call order, though their uploads overlap. The same holds
+        for calls without a producer id that name the same `sender` (a connection; None is this process itself). The
+        whole batch is validated before any of it is stored. `within`: the batch may belong to this transaction; it is
+        placed only while the coordinator reports it as open. The future fails with NotLeaderError,
+        OutOfOrderSequenceError, InvalidProducerEpochError, InvalidTransactionError, CorruptBatchError, Missing,
+        Unavailable (did not happen: retry) or Unknown (may have: retry with the same sequence). Cancelling the future
+        never cancels reserved work. The buffer must stay unchanged until the future ends.
         """
         ...
 
     async def open_here(self, topic_id: str, partition: int, producer_id: int) -> Here:
-        """Raises NotLeaderError, Missing, UnavailableError."""
+        """Return the producer's transaction state. Raises NotLeaderError, Missing, UnavailableError."""
         ...
 
     async def mark(self, topic_id: str, partition: int, marker: Marker, here: Here | None = None) -> None:
-        """End the producer's transaction here; returns when the marker is durable, or there is nothing to end and never
-        will be. Raises NotLeaderError, Missing, UnavailableError, Unknown: call again.
+        """End the producer's transaction in this partition.
 
-        `here`: what `open_here` said before the coordinator's word was read. Where it is something else by now nothing
-        is ended, and it is Unavailable: the word may be of a transaction that ended since (X5)."""
+        Returns when the marker is durable, or when there is nothing to end and never will be. Raises NotLeaderError,
+        Missing, UnavailableError, Unknown: call again.
+
+        `here`: result of `open_here` from before the coordinator's register was read. If the state has changed since,
+        nothing is ended and UnavailableError is raised: the register may describe a transaction that has ended in the
+        meantime.
+        """
         ...
 
     def coordinated_by(self, confirm: Confirm) -> None:
@@ -254,61 +266,68 @@ class TopicLog(Protocol):
         ...
 
     async def producers(self, topic_id: str, partition: int) -> list[ProducerStatus]:
-        """Raises NotLeaderError, Missing, UnavailableError."""
+        """List the live producers. Raises NotLeaderError, Missing, UnavailableError."""
         ...
 
     async def fetch(
         self, reads: Sequence[FetchRead], *, max_wait_s: float, min_bytes: int, max_bytes: int
     ) -> list[Fetched]:
-        """One answer per read, in order. Waits (event-driven) until min_bytes are there or max_wait_s passed.
+        """Return one answer per read, in order. Waits (event-driven) until min_bytes are available or max_wait_s
+        passed.
 
-        At least one whole batch is returned when any is there, even past the byte limits.
+        At least one whole batch is returned if there is any, even beyond the byte limits.
         """
         ...
 
     def follow(self) -> Following: ...
 
     async def offsets(self, topic_id: str, partition: int, *, proved: bool = False) -> PartitionOffsets:
-        """`proved`: of whoever leads while this is asked. Else it may be one that was deposed and does not know it yet:
-        its offsets were right a moment ago."""
+        """Return the offsets of a partition.
+
+        `proved`: confirm during the call that this node leads. Without it the node may have been deposed without
+        noticing; its offsets were correct a moment ago.
+        """
         ...
 
     async def offset_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> tuple[int, int] | None:
-        """(offset, timestamp) of the first record at or after timestamp_ms, or None. The index finds its batch; as in
-        Kafka, one of several records is looked through for it, off the loop.
+        """Return (offset, timestamp) of the first record at or after timestamp_ms, or None.
 
-        Raises NotLeaderError, Missing, UnavailableError.
+        The index finds the batch. As in Kafka, a batch of several records is searched for the record, off the event
+        loop.
         """
         ...
 
     @property
     def leadership(self) -> int:
-        """Grows whenever `leader_of` may have another answer than before."""
+        """Counter that grows whenever the answer of `leader_of` may have changed."""
         ...
 
     async def newest_time(self, topic_id: str, partition: int) -> tuple[int, int] | None:
-        """(offset, timestamp) of the first record with the greatest timestamp, or None. As `offset_for_time`."""
+        """Return (offset, timestamp) of the first record with the greatest timestamp, or None. See
+        `offset_for_time`."""
         ...
 
     async def delete_records(self, topic_id: str, partition: int, before_offset: int) -> int:
-        """Let the log start at `before_offset`, −1 = the high watermark, when it does not start later; returns where it
-        starts, which is durable then. Raises OffsetOutOfRangeError, RecordsStillNeededError, NotLeaderError, Missing,
-        UnavailableError."""
+        """Advance the log start to `before_offset` (−1: the high watermark) and return the durable log start.
+
+        Does nothing if the log already starts later. Raises OffsetOutOfRangeError, RecordsStillNeededError,
+        NotLeaderError, Missing, UnavailableError.
+        """
         ...
 
     async def refresh(self) -> None:
-        """When it returns, what the catalogue said of topics as it was called is followed here, their configs too."""
+        """Apply the catalogue's topics and configs, at least as fresh as the call."""
         ...
 
     def leader_of(self, topic_id: str, partition: int) -> str:
-        """Node name of the current leader as known here, or "" while there is none."""
+        """Return the node name of the current leader as known here, or "" without one."""
         ...
 
 
 class BatchRef(msgspec.Struct, frozen=True):
-    """Where one record batch lies: enough for an executor to read it with nothing but the bucket.
+    """Location of one record batch: enough for an executor to read it with access to the bucket only.
 
-    `aborted`: a transactional batch of one of these producers was aborted, and has no records for anybody.
+    `aborted`: producers whose transactional batch here was aborted; it has no visible records.
     """
 
     object_key: str
@@ -321,18 +340,20 @@ class BatchRef(msgspec.Struct, frozen=True):
 
 
 class PartitionReader(Protocol):
-    """The reader front for other processes (Spark drivers plan, executors read): no server needed."""
+    """Reader interface for other processes (Spark drivers plan, executors read). Needs no server."""
 
     async def last_stable(self, topic_id: str, partition: int) -> int:
-        """The offset below which everything is committed, or aborted, for ever."""
+        """Return the offset below which everything is finally committed or aborted."""
         ...
 
     async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
-        """Batches that overlap offsets [start, end) and are still there (retention), in order; which of them have no
-        records (markers, aborted ones) their bytes and refs tell. Raises OffsetOutOfRangeError when end passes what is
-        committed."""
+        """Return the batches that overlap offsets [start, end) and that retention has not deleted, in order.
+
+        The bytes and refs show which batches have no visible records (markers, aborted ones). Raises
+        OffsetOutOfRangeError if `end` is above the last stable offset.
+        """
         ...
 
     async def read(self, refs: Sequence[BatchRef]) -> list[bytes]:
-        """The record batches, base offsets patched, in order; ranges of one object are coalesced."""
+        """Read the record batches, base offsets patched, in order; ranges of one object are coalesced."""
         ...

@@ -1,4 +1,4 @@
-"""Materialising batches: views into cached objects where they are there, coalesced reads of objects where not."""
+"""Read batches: views into cached objects if they are cached, otherwise coalesced reads of objects."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from tidemill.topics.l0.object_cache import ObjectCache
 
 
 class Ranges(Protocol):
-    """Where ranges of an object come from."""
+    """Source of byte ranges of objects."""
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Buffer]: ...
 
 
 @runtime_checkable
 class SharedRanges(Protocol):
-    """`Ranges` that share their reads with other readers."""
+    """`Ranges` whose reads are shared by several readers."""
 
     def forget(self, key: str) -> None:
-        """Read this object from the store from here on."""
+        """Drop the shared copy, so that the object is read from the store again."""
         ...
 
 
 INLINE_BATCHES = 2_000
-"""More of one object are verified, and put together, in a thread: the checksums of so many take 1 to 2 ms."""
+"""Limit of batches of one object that are verified on the event loop; their checksums take 1 to 2 ms. More are verified
+in a thread."""
 
 
 def choose(sizes: Sequence[int], first: int, max_bytes: int, max_count: int, *, at_least_one: bool) -> tuple[int, int]:
-    """(end index, bytes): at most max_count whole batches from `first` on that fit max_bytes; the first one regardless
-    if asked."""
+    """Return (end index, bytes) of at most max_count whole batches from `first` that fit in max_bytes.
+
+    With `at_least_one`, the first batch is included even if it is larger.
+    """
     total = 0
     index = first
     end = min(len(sizes), first + max_count)
@@ -56,13 +59,14 @@ async def read_batches(
     cache: ObjectCache | None = None,
     ahead: Ranges | None = None,
 ) -> list[list[Buffer] | TidemillError]:
-    """The batches of each group, base offsets patched; those of L1 through `ahead`. One coalesced read per object over
-    all groups, as many objects side by side as a store takes requests at once: it answers each in its own time.
+    """Read the batches of each group, base offsets patched; those of L1 through `ahead`.
 
-    A group whose object cannot be read is the error instead; the others are not harmed.
+    Each object is read once, coalesced over all groups. Up to OBJECT_CONCURRENCY objects are read concurrently.
 
-    Batches that a store returned are verified. One that does not match its checksum is read once more. One that is
-    damaged in its object is returned unchanged: consumers detect it by the same checksum (F207).
+    A group whose object cannot be read gets the error as its result; the other groups are not affected.
+
+    Batches from the store are verified. A batch that does not match its checksum is read again. A batch that is damaged
+    in its object is returned unchanged: consumers detect it by the same checksum.
     """
     missing: dict[str, list[BatchRef]] = {}
     buffers: dict[tuple[str, int], Buffer] = {}
@@ -71,7 +75,8 @@ async def read_batches(
         for ref in refs:
             cached = cache.get(ref.object_key) if cache is not None else None
             if cached is not None:
-                # An append whose outcome its leader never learned leaves the batch as it was sent.
+                # An append whose outcome its leader never learned leaves the batch with the base offset that the
+                # producer sent.
                 if base_offset_at(cached, ref.first_byte) != ref.base_offset:
                     patch(cached, ref.first_byte, ref.base_offset)
                 buffers[ref.object_key, ref.first_byte] = memoryview(cached)[
@@ -88,10 +93,11 @@ async def read_batches(
             if damaged:
                 await _read_damaged(ranges_of, key, damaged, buffers)
         except (MissingError, InvalidError):
-            # The log names it, so it was acknowledged: not the asker's mistake, and no topic is missing.
+            # The log names the object, so its batches were acknowledged. This is neither the caller's mistake nor a
+            # missing topic.
             failed[key] = CorruptError(
                 f"an object that a partition log names is gone: key={key}.",
-                fix="Put it back from a copy of the bucket; or see: tidemill topic lost",
+                fix="Restore it from a copy of the bucket, or see: tidemill topic lost",
             )
         except TidemillError as error:
             failed[key] = error
@@ -126,7 +132,7 @@ async def _damaged(key: str, refs: list[BatchRef], buffers: dict[tuple[str, int]
 async def _read_damaged(
     ranges_of: Ranges, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
 ) -> None:
-    """Read from the store itself: the shared copy is the damaged answer."""
+    """Read again from the store itself: the shared copy is the damaged one."""
     if isinstance(ranges_of, SharedRanges):
         ranges_of.forget(key)
     await _read_object(ranges_of, key, refs, buffers)
@@ -138,8 +144,11 @@ async def _read_damaged(
 async def _read_object(
     ranges_of: Ranges, key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]
 ) -> None:
-    """Adjacent batches travel as one range. Where one of them has another base offset, as those of L0 have, the range
-    is copied once, to be patched: a copy costs twice what the read does, for most of both is memory touched anew."""
+    """Read adjacent batches as one range.
+
+    If a batch has another base offset, as in L0, the range is copied once, to be patched. A copy costs twice as much as
+    the read: both are dominated by touching new memory.
+    """
     runs: list[list[BatchRef]] = []
     for ref in sorted(refs, key=lambda r: r.first_byte):
         if runs and runs[-1][-1].first_byte + runs[-1][-1].size_bytes == ref.first_byte:

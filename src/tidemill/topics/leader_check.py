@@ -1,10 +1,12 @@
-"""A leader learns that it was deposed when it writes; one that has nothing to write is told by the logs' heads.
+"""Detect that this node was deposed as leader, from the heads of the partitions' logs.
 
-    A opens the partition ─► B, whose view is old, takes it over, writes, sees the new view, and lets go of it
-    A leads again by every view, and by its own word: nobody but the log's head says that it lacks what B wrote
+A leader notices that it was deposed when it writes. This module informs leaders that have nothing to write:
 
-Without this whoever reads there waits for the next record of a producer. A node whose lease ran out, by its own clock,
-looks before it answers anything: it may have stood still while others led.
+    A opens the partition ─► B, whose view is old, takes it over, writes, sees the new view, and stops leading
+    A leads again in every view, including its own; only the log's head shows that it lacks B's records
+
+Without this check, readers there would wait until the next produced record. A node whose lease ran out, by its own
+clock, checks before it answers any request: it may have been suspended while others led.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from tidemill.topics.partition.recovery import LOG_PREFIX, place_of
 from tidemill.topics.partition_supervisor import PartitionKey
 
 SURE_S = 1.0
-"""So long reads wait, once, for consensus to say who leads. While it is away they are answered with what is known, as
-Kafka's brokers do without their controller."""
+"""Time that reads wait, once, for consensus to report the leaders. While consensus is unavailable they are answered
+from the known state, as Kafka's brokers do without their controller."""
 
 _log = structlog.get_logger()
 
 
 class LeaderCheck:
-    """Of one process's partitions. `lapses`: see `membership.Assignment`."""
+    """Leader check for one process's partitions. `lapses`: see `membership.Assignment`."""
 
     def __init__(
         self, consensus: Consensus, led: Mapping[PartitionKey, PartitionLeader], lapses: Callable[[], int] = lambda: 0
@@ -41,7 +43,7 @@ class LeaderCheck:
         self._token = ""
 
     async def sure(self) -> None:
-        """Return when each partition that was deposed while this node's lease had run out knows it."""
+        """Wait until every partition that was deposed while this node's lease had run out is closed."""
         while (lapses := self._lapses()) != self._sure_of:
             async with self._asking:
                 if lapses == self._sure_of:
@@ -50,11 +52,11 @@ class LeaderCheck:
                     async with asyncio.timeout(SURE_S):
                         await self.look()
                 except (TimeoutError, TidemillError) as error:
-                    _log.warning("nobody says who leads after a lease ran out", cause=repr(error))
+                    _log.warning("leaders not confirmed after a lease ran out", cause=repr(error))
                 self._sure_of = lapses
 
     async def look(self) -> None:
-        """Tell each partition of this process whose log has changed the log's head. Raises Unavailable."""
+        """Pass the head of every changed log to its partition in this process. Raises Unavailable."""
         if not self._led:
             return
         heads, self._token = await changes(self._consensus, LOG_PREFIX, self._token)

@@ -68,11 +68,11 @@ SHUTDOWN_S = 5.0
 REFRESH = "topics refresh"
 
 OPENINGS_AT_ONCE = 128
-"""Partitions that fence and replay their logs at the same time: a request may name thousands."""
+"""Limit of partitions that fence and replay their logs concurrently: one request may name thousands."""
 
 
 class LocalTopics:
-    """Partitions that the assignment gives this node are opened at first use and served until it takes them away."""
+    """Partitions assigned to this node: opened at first use, and served until the assignment moves them."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class LocalTopics:
         tracker: StatusTracker | None = None,
         metastore: Metastore | None = None,
     ) -> None:
-        """`metastore`: where the rows of L1 are; without it nothing that lies there is read."""
+        """Create the topics of one process. `metastore`: holds the rows of L1; without it nothing is read from L1."""
         self._objects = objects
         self._catalogue = catalogue
         self._clock = clock
@@ -137,7 +137,7 @@ class LocalTopics:
         self._watchers: list[tuple[Moved, Listed]] = []
         self._rounds: Rounds | None = None
         self._compacted: set[str] = set()
-        """Ids of topics that are."""
+        """Ids of compacted topics."""
         if self._l1 is not None:
             rows = self._l1.rows
             self.reconciler = Reconciler(
@@ -148,26 +148,26 @@ class LocalTopics:
 
     @property
     def staged(self) -> tuple[int, int]:
-        """(bytes of batches that wait for their upload or are in it, limit)."""
+        """Return (bytes of batches that wait for their upload or are being uploaded, limit)."""
         return self._writer.staged_bytes, self._settings.staged_bytes
 
     def l1_facts(self) -> dict[str, object]:
-        """What this node moved into L1; empty where it cannot."""
+        """Return the figures of the reconciler on this node; empty without L1."""
         return msgspec.structs.asdict(self.reconciler.figures) if self._rounds is not None else {}
 
     @property
     def partitions_bytes(self) -> int:
-        """About what the partitions that are open here take in memory. 0 without a tracker."""
+        """Estimated memory of the partitions that are open here. 0 without a tracker."""
         return self._sums.all.memory_bytes
 
     @property
     def cached(self) -> tuple[int, int]:
-        """(held, limit) of recent L0 objects in memory, and of what was read of others', in bytes."""
+        """Bytes (held, limit) of recent L0 objects in memory and of cached reads from other nodes' objects."""
         shared = self._shared
         return self._cache.bytes_held + shared.held_bytes, self._settings.cache_bytes + shared.limit_bytes
 
     async def start(self) -> None:
-        """Read the catalogue and keep following it. Optional: without it topics are looked up when first used."""
+        """Read the catalogue and keep following it. Optional: without it topics are looked up at first use."""
         await self.refresh()
         self._keep("topics:catalogue", self._follow_catalogue)
         self._keep("topics:leaders", self._check_leaders)
@@ -178,7 +178,7 @@ class LocalTopics:
             self._keep("topics:hot", self._open_hot)
 
     async def aclose(self) -> None:
-        """Stop leading; appends under way get a moment to end. Everything that waits ends."""
+        """Stop leading. Appends in flight get a moment to end, then all waiting calls end."""
         if self._closed:
             return
         self._closed = True
@@ -193,7 +193,7 @@ class LocalTopics:
 
     @property
     def read_ahead(self) -> tuple[int, int]:
-        """(held, limit) of what was read ahead in L1, in bytes."""
+        """Bytes (held, limit) that were read ahead from L1."""
         return self._ahead.held_bytes, self._ahead.limit_bytes
 
     # TopicLog -------------------------------------------------------------------------------------
@@ -226,8 +226,11 @@ class LocalTopics:
         return [producer_status(state, producer_id) for producer_id, _ in state.live_producers()]
 
     def _remember_refused(self, topic_id: str, partition: int, batch: Buffer) -> None:
-        """A batch refused before this node leads leaves a hole too: those behind it on the same connection may
-        arrive after it has come to lead, and would be accepted from a producer it does not know."""
+        """Record a sequence gap also for a batch that is refused before this node leads.
+
+        Later batches of the same connection may arrive after this node has become the leader, and would be accepted
+        from a producer without state.
+        """
         with contextlib.suppress(CorruptBatchError):
             header = parse_header(batch)
             if header.producer_id >= 0 and self._settings.fault != "no-handover-gate":
@@ -251,7 +254,7 @@ class LocalTopics:
         return LocalFollowing(Serving(self._open_all, self._shared, self._cache, self._l1, self._pace))
 
     async def offsets(self, topic_id: str, partition: int, *, proved: bool = False) -> PartitionOffsets:
-        """Raises NotLeaderError, MissingError, UnavailableError."""
+        """Return the offsets; see `api.TopicLog`. Raises NotLeaderError, MissingError, UnavailableError."""
         led = await self._opened(topic_id, partition)
         if proved:
             await led.prove()
@@ -267,14 +270,17 @@ class LocalTopics:
     async def _first_at(
         self, led: PartitionLeader, timestamp_ms: int, start: int, *, whole: bool = False
     ) -> tuple[int, int] | None:
-        """`whole`: in a batch within which the log starts a record below that may be the answer too."""
+        """Return (offset, timestamp) of the first record at or after `start` with timestamp ≥ timestamp_ms, or None.
+
+        `whole`: if the log starts within a batch, records of it below the log start count too.
+        """
         floor = 0 if whole or self._settings.fault == "below-start" else start
         while True:
             ref = await self._batch_at(led, timestamp_ms, start)
             if ref is None:
                 return None
             if ref.record_count == 1:
-                return ref.base_offset, ref.max_timestamp_ms  # which the index says already
+                return ref.base_offset, ref.max_timestamp_ms  # The index already has the answer.
             async with self._time_lookups:
                 (found,) = await read_batches(self._shared, [[ref]], self._cache)
                 if isinstance(found, TidemillError):
@@ -290,13 +296,13 @@ class LocalTopics:
         index = state.batch_for_time(timestamp_ms, start)
         ref = state.ref(index) if index is not None else None
         if state.reconciled > start:
-            # After the hot state: the other order would miss what moves in between.
+            # L1 after the hot state: the other order would miss a batch that moves in between.
             ref = await self._in_l1().first_at(led.topic_id, led.partition, timestamp_ms, start) or ref
         return ref
 
     def _in_l1(self) -> L1Reader:
         if self._l1 is None:
-            raise UnavailableError("this process does not read L1.")
+            raise UnavailableError("this process cannot read L1.")
         return self._l1
 
     async def newest_time(self, topic_id: str, partition: int) -> tuple[int, int] | None:
@@ -313,14 +319,14 @@ class LocalTopics:
         high_watermark = led.state.high_watermark
         wanted = high_watermark if before_offset == -1 else before_offset
         if not 0 <= wanted <= high_watermark:
-            raise OffsetOutOfRangeError(f"the log cannot start there: offset={before_offset} end={high_watermark}.")
+            raise OffsetOutOfRangeError(f"the offset is outside the log: offset={before_offset} end={high_watermark}.")
         if wanted > led.state.log_start:
             await self._retainer.check_unread(self._topics[topic_id], partition, wanted)
             await led.started_at(wanted)
         return led.state.log_start
 
     def last_stable(self, topic_id: str, partition: int) -> int | None:
-        """The offset below which all is committed, of a partition that is open here, else None. Asks nobody."""
+        """Return the last stable offset of a partition that is open here, else None. Makes no request."""
         led = self._led.get((topic_id, partition))
         return led.state.last_stable if led is not None and led.is_open else None
 
@@ -333,8 +339,11 @@ class LocalTopics:
         await self._confirm(within, producer_id, epoch, topic_id, partition)
 
     def watch(self, moved: Moved, listed: Listed) -> None:
-        """`moved(topic id, partition)` when what is committed moved or a partition was opened here; `listed(topic id →
-        row)` when the catalogue has changed, and now. Plain calls."""
+        """Register callbacks; both are plain calls.
+
+        `moved(topic id, partition)` is called when a last stable offset moved or a partition was opened here.
+        `listed(topic id → row)` is called when the catalogue has changed, and once now.
+        """
         self._watchers.append((moved, listed))
         listed(self._topics)
 
@@ -348,7 +357,8 @@ class LocalTopics:
             self._rounds.moved(topic_id, partition)
 
     def _goes_into_l1(self, topic_id: str) -> bool:
-        """What is settled of a compacted topic does in any case: there it is compacted."""
+        """Return whether the topic's settled batches move to L1. Those of compacted topics always do: compaction runs
+        there."""
         return self._settings.reconcile or topic_id in self._compacted
 
     @property
@@ -360,9 +370,11 @@ class LocalTopics:
 
     # catalogue ------------------------------------------------------------------------------------
     async def refresh(self) -> None:
-        """Read the catalogue: what was made before this call is seen; partitions of deleted topics close with Missing.
+        """Read the catalogue. Topics created before this call are seen; partitions of deleted topics close with
+        Missing.
 
-        Concurrent calls share a read that begins after them. One under way may have passed by what they look for.
+        Concurrent calls share a read that begins after them. A read that is already running may have missed their
+        topics.
         """
         under_way = self._refresh
         if under_way is not None:
@@ -393,7 +405,7 @@ class LocalTopics:
                 led.close(MissingError(f"the topic was deleted: topic_id={topic_id} partition={partition}."))
 
     def _reconfigure(self, before: Mapping[str, TopicRow]) -> None:
-        """Open partitions follow their topic's config."""
+        """Apply changed topic configs to open partitions."""
         for topic_id, row in self._topics.items():
             if topic_id in before and row.config != before[topic_id].config:
                 config = config_of(row)
@@ -414,7 +426,7 @@ class LocalTopics:
                 self._works("topics:catalogue")
 
     def hold(self, holds: RetentionHolds) -> None:
-        """Ask `holds` before anything is taken from a topic."""
+        """Consult `holds` before records of a topic are deleted."""
         self._retainer.holds = holds
 
     async def _retain(self) -> None:
@@ -425,14 +437,16 @@ class LocalTopics:
             self._works("topics:retention")
 
     async def _open_hot(self) -> None:
-        """What nobody asked this node for since it started may still hold what is not in L1; opened, it is moved."""
+        """Open assigned partitions that still have batches outside L1, though no request has used them since the start.
+        Once open, they are reconciled."""
         while True:
             some = self._settings.reconcile or self._compacted
             for topic_id, partition in await self._in_l1().rows.hot() if some else ():
                 ours = self._assignment.leader_of(topic_id, partition) == self._assignment.node
                 wanted = topic_id in self._topics and self._goes_into_l1(topic_id)
                 if ours and wanted and (topic_id, partition) not in self._led:
-                    with contextlib.suppress(TidemillError):  # told under its own mark, and tried again
+                    # The error is reported under the topic's own stage status, and the open is retried.
+                    with contextlib.suppress(TidemillError):
                         await self._opened(topic_id, partition)
             self._works("topics:hot")
             await asyncio.sleep(self._settings.reconcile_max_s)
@@ -446,8 +460,10 @@ class LocalTopics:
             self._works("topics:leaders")
 
     def _leading(self, topic_id: str, partition: int) -> PartitionLeader:
-        """The led partition, opening if need be. Plain: what it reserves next keeps its place. Raises
-        NotLeaderError."""
+        """Return the led partition; open it if necessary. Raises NotLeaderError.
+
+        A plain call, so that the caller's next reservation has its place in order.
+        """
         led = self._led.get((topic_id, partition))
         if led is not None:
             return led
@@ -485,7 +501,7 @@ class LocalTopics:
         elif led.closed_error is None:
             led.config = config_of(self._topics[led.topic_id])
             async with self._openings:
-                # It may have moved while it waited for its turn: whoever leads it by now is not to be fenced.
+                # It may have moved while it waited. Its new leader must not be fenced.
                 if led.closed_error is None:
                     await led.open()
             if led.is_open:
@@ -516,7 +532,7 @@ class LocalTopics:
 
     def _reopen(self, key: PartitionKey) -> None:
         if self._assignment.leader_of(*key) != self._assignment.node:
-            self._supervision.healed(key)  # it is somebody else's now
+            self._supervision.healed(key)  # Another node leads it now.
         elif key not in self._led and not self._closed:
             self._lead(*key)
 
@@ -525,10 +541,11 @@ class LocalTopics:
         return f"topic:{row.name if row is not None else key[0]}"
 
     def _partition_broke(self, name: str, error: BaseException) -> None:
-        """A task that works for one partition ended as none may: "<what> topic/<id>/<partition>"."""
+        """Close the partition of a task that failed unexpectedly; the task's name is "<what>
+        topic/<id>/<partition>"."""
         if name == REFRESH:
-            return  # raised to whoever waits for it
-        _log.error("a partition's task broke", task=name, error=sentence(error), exc_info=error)
+            return  # Raised to the callers that wait for it.
+        _log.error("a partition's task failed", task=name, error=sentence(error), exc_info=error)
         topic_id, _, partition = name.rpartition(" ")[2].removeprefix("topic/").rpartition("/")
         led = self._led.get((topic_id, int(partition))) if partition.isdigit() else None
         if led is not None:
@@ -548,8 +565,11 @@ class LocalTopics:
 
     # fetch ----------------------------------------------------------------------------------------
     async def _open_all(self, reads: Sequence[FetchRead], until_s: float) -> list[Led]:
-        """The led partitions, opened side by side. A takeover outlasts a short poll; an error would make the client
-        look for a leader in vain."""
+        """Return the led partitions, opened concurrently.
+
+        A takeover can outlast a short poll. Wait for it: an error would make the client search for another leader in
+        vain.
+        """
         await self._heads.sure()
         pace = self._pace
         found: list[Led] = []
@@ -583,7 +603,7 @@ class LocalTopics:
             await asyncio.sleep(self._settings.mark_interval_s)
 
     def update_marks(self) -> None:
-        """Set `topic:<name>` for every topic with a partition led here."""
+        """Set the stage status `topic:<name>` for every topic with a partition led here."""
         if self._tracker is not None and not self._closed:
             now_ms = self._clock.now_ms()
             failing = self._supervision.marks()

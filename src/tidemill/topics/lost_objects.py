@@ -1,10 +1,13 @@
-"""L0 objects that are gone from the bucket for good, and what stands in the place of one that was let go.
+"""L0 objects that are missing from the bucket for good, and the stand-ins of those that an operator has dropped.
 
-LO1  Nothing is passed over by itself: whoever needs a lost object is told, and waits. An operator lets it go, by name,
-     with a stand-in under its key, which is created only while nothing is there.
-LO2  A partition passes over the batches of a stand-in when it moves into L1: their offsets are a gap there. Then no
-     log names it, and it is collected as any other object.
-LO3  A stand-in is shorter than any batch: nothing can be read from it.
+Invariant (no silent loss): nothing skips a lost object automatically. A process that needs it reports an error and
+waits. An operator drops it, by name, by writing a stand-in under its key; the stand-in is created only if the key does
+not exist.
+
+A partition skips the batches of a stand-in when they would move to L1: their offsets are a gap there. After that no log
+names the stand-in, and it is collected like any other object.
+
+Invariant (unreadable stand-in): a stand-in is shorter than any batch, so nothing can be read from it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ STAND_IN: Final = b"let go\n" + encode_footer(())
 
 
 class LostRange(msgspec.Struct, frozen=True):
-    """Offsets [start, end) of a partition, of which the object holds some or all. `let_go`: its stand-in is there."""
+    """Offsets [start, end) of a partition whose batches are partly or wholly in a lost object.
+
+    `let_go`: its stand-in exists.
+    """
 
     partition: int
     object_key: str
@@ -38,7 +44,7 @@ async def is_let_go(objects: ObjectStore, key: str) -> bool:
 
 
 async def let_go(objects: ObjectStore, key: str) -> None:
-    """Idempotent. Raises ConflictError where the object is there."""
+    """Write the stand-in of a lost object. Idempotent. Raises ConflictError if the object exists."""
     try:
         await objects.put(key, STAND_IN)
     except ConflictError:
@@ -47,7 +53,7 @@ async def let_go(objects: ObjectStore, key: str) -> None:
 
 
 async def lost_ranges(objects: ObjectStore, states: Iterable[tuple[int, PartitionState]]) -> list[LostRange]:
-    """Of the partitions of a topic, with their states: one for each object that is gone."""
+    """List the lost objects of a topic's partitions, given with their states, one range per partition and object."""
     known: dict[str, bool | None] = {}
     found: list[LostRange] = []
     for partition, state in states:
@@ -64,7 +70,7 @@ async def lost_ranges(objects: ObjectStore, states: Iterable[tuple[int, Partitio
 
 
 async def _looked_at(objects: ObjectStore, key: str) -> bool | None:
-    """None: it is there. False: it is gone. True: it was let go."""
+    """Return None if the object exists, False if it is missing, True if its stand-in exists."""
     found = await objects.head(key)
     if found is None:
         return False

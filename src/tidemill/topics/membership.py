@@ -1,16 +1,21 @@
-"""Who leads which partition: live nodes by lease, partitions by rendezvous hashing over them.
+"""Membership of the cluster: live nodes hold leases, and partitions are assigned by rendezvous hashing over them.
 
-N1  A node's lease says that it is alive and where it is reached; it never makes a write safe. Fencing does.
-N2  Equal views give equal leaders; views converge as soon as a node that comes or leaves has said so, or a lease ran
-    out: whoever sees how long it has left looks again then. Two nodes that disagree fence each other; the loser looks
-    again soon, also one that has nothing to write (`leader_check`).
-N3  A node name belongs to the process that started last under it: it releases its predecessor's lease.
-N4  That a lease ran out says that its node is dead only to a node that could renew its own: while consensus is away all
-    run out. When it is back, the members stay who they were for a moment, in which those that live renew. Else a node
-    would see itself alone, or nobody, and all partitions and groups would move, and move back.
+- Leases are hints: a node's lease shows that it is alive and gives its addresses. It never makes a write safe; fencing
+  does.
+- Convergence: equal views give equal leaders. Views converge as soon as a joining or leaving node has announced itself,
+  or a lease ran out: every node reads the leases again when the next one would expire. Two nodes that disagree fence
+  each other. The loser reads again soon, even if it has nothing to write (`leader_check`).
+- Unique names: a node name belongs to the process that started last under it; that process releases its predecessor's
+  lease.
+- Grace after an outage: an expired lease proves that its node is dead only to a node that could renew its own. While
+  consensus is unavailable, all leases expire. When it is back, the members stay unchanged for a moment, in which live
+  nodes renew. Otherwise a node would see only itself, or no node, and all partitions and groups would move, and move
+  back.
+
+Stored in consensus:
 
     lease     node/<name>      info = msgpack NodeInfo
-    log       cluster/changes  one record for each node that came or left; waited for, never read, cut as it grows
+    log       cluster/changes  one record for each node that joined or left; waited for, never read, truncated
     register  cluster/nodes    msgpack {name: node id}; written at every start, so its sequence grows with every start
     register  cluster/epoch-base    decimal text, written by a restore: the cluster epoch, which names L0 objects, is
                                this (0 if absent) plus the sequence of cluster/nodes
@@ -44,15 +49,17 @@ HEAR_S = 30.0
 ANNOUNCE_TRIES = 5
 EAGER_POLL_GAP_S = 0.05
 RENEWED_WITHIN_S = 1.0
-"""So soon after consensus came back whoever lives has renewed its lease: the longest pause between two attempts of its
-client to reach it."""
+"""Time after an outage of consensus within which every live node has renewed its lease: the longest pause between two
+connection attempts of its client."""
 LATE_SHARE = 5 / 12
-"""A lease that was not renewed for this share of its time to live is late. Its node renews it within a third."""
+"""Share of its time to live after which a lease without renewal is late. Its node renews it within a third."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True):
-    """Where a node is reached, and the captures that it may run. `listeners`: the Kafka addresses beside
-    (host, kafka_port), by name."""
+    """Addresses of a node, and the captures that it may run.
+
+    `listeners`: Kafka addresses in addition to (host, kafka_port), by name.
+    """
 
     host: str = ""
     kafka_port: int = 0
@@ -62,7 +69,7 @@ class NodeInfo(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A live node. `node_id` is a small integer, the same for a name for ever (Kafka's broker id)."""
+    """A live node. `node_id` is a small integer, the same for a name forever (Kafka's broker id)."""
 
     name: str
     host: str
@@ -74,30 +81,32 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Assignment(Protocol):
-    """What a node must know to serve topics."""
+    """Assignment of partitions to nodes, as seen by one node."""
 
     node: str
 
     def leader_of(self, topic_id: str, partition: int) -> str:
-        """Name of the live node that should lead, "" while none is known."""
+        """Return the name of the live node that should lead, or "" while none is known."""
         ...
 
     def epoch(self) -> int: ...
 
     def lapses(self) -> int:
-        """Another number than before where this node's lease ran out, by its own clock, or was renewed after that: what
-        it led may be another's since."""
+        """Return a number that changes when this node's lease expires, by its own clock, or is renewed after that.
+
+        Another node may have led this node's partitions since.
+        """
         ...
 
     def poke(self) -> None:
-        """Something contradicts this view: look again soon."""
+        """Request a fresh view soon, because something contradicts this one."""
         ...
 
     def on_change(self, callback: Callable[[], None]) -> None: ...
 
 
 class Alone:
-    """The assignment of a process that leads everything: one node without leases, and tests."""
+    """Assignment of a process that leads every partition: a single node without leases, and tests."""
 
     def __init__(self, node: str = "local", epoch: int = 0) -> None:
         self.node = node
@@ -118,7 +127,7 @@ class Alone:
 
 
 def rendezvous(names: list[str], topic_id: str, partition: int) -> str:
-    """The node with the highest hash of (node, partition): a node that leaves moves only its own partitions."""
+    """Return the node with the highest hash of (node, partition): a node that leaves moves only its own partitions."""
     if not names:
         return ""
     place = f"/{topic_id}/{partition}".encode()
@@ -126,7 +135,8 @@ def rendezvous(names: list[str], topic_id: str, partition: int) -> str:
 
 
 class Membership:
-    """Keeps this node's lease and a view of the others. `start` before use, `leave` and `aclose` at the end."""
+    """Renews this node's lease and maintains a view of the others. Call `start` before use, `leave` and `aclose` at the
+    end."""
 
     def __init__(
         self,
@@ -157,22 +167,23 @@ class Membership:
         self._callbacks: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
         self._runs_out_s = 0.0
-        """In how long the next lease does, as of the last look."""
+        """Time until the next lease expires, as of the last view."""
         self._renewed_s = 0.0
-        """When the last renewal that was answered was asked for."""
+        """Send time of the last successful renewal."""
         self._lapses = 0
         self._late = False
-        """The last renewal was so long ago that others' leases may have run out for the same reason."""
+        """True if the last renewal is old enough that others' leases may have expired for the same reason."""
         self._kept_until_s = 0.0
-        """Until then a member stays one though its lease ran out (N4)."""
+        """End of the grace after an outage, during which a member stays one though its lease expired."""
         self._left = False
         self._tracker = tracker if tracker is not None else StatusTracker()
         self._tasks = Tasks(self._unit_broke)
         self.superseded: FencedError | None = None
-        """Set once a later process has taken this node's name: this one leads nothing any more and should exit."""
+        """Error set once a later process has taken this node's name: this one leads nothing any more and should
+        exit."""
 
     async def start(self, *, join: bool = True) -> None:
-        """Register, see the others, and `join` them. Raises UnavailableError: call it again."""
+        """Register, read the view, and `join`. Raises UnavailableError: call it again."""
         await self._register()
         await self._look()
         if join:
@@ -181,28 +192,31 @@ class Membership:
         self._keep("membership:changes", self._hear)
 
     async def join(self) -> None:
-        """Take the lease: from here on this node is given partitions, and clients are sent to it. Raises
-        UnavailableError: call it again."""
+        """Acquire the lease: from then on this node is assigned partitions, and clients are sent to it.
+
+        Raises UnavailableError: call it again.
+        """
         await self._acquire()
         await self._announce()
         await self._look()
         self._keep("membership:lease", self._keep_lease)
 
     def _keep(self, mark: str, body: Callable[[], Awaitable[None]]) -> None:
-        """Neither may ever stop: without its lease this node is none, without a view it leads what is not its own."""
+        """Run a loop that must never stop: without its lease this node is no member, and without a view it leads
+        partitions of other nodes."""
         self._tasks.spawn(keep(mark, body, tracker=self._tracker, clock=self._clock), name=mark)
 
     def _unit_broke(self, mark: str, error: BaseException) -> None:
         self._tracker.fail(mark, sentence(error), now_ms=self._clock.now_ms(), parked=True)
 
     def offer(self, captures: tuple[str, ...]) -> None:
-        """The captures that this node may run are others than before; with the next renewal of its lease, within a
-        third of its time, the others see it."""
+        """Set the captures that this node may run. Other nodes see them with the next renewal of the lease, within a
+        third of its time to live."""
         self._info = msgspec.structs.replace(self._info, captures=captures)
 
     async def leave(self) -> None:
-        """Give the lease up, so that others take over now rather than after its time to live. From here on this node
-        leads nothing, and tells clients who does."""
+        """Release the lease, so that others take over now rather than after its time to live. From here on this node
+        leads nothing, and directs clients to the new leaders."""
         lease, self._lease = self._lease, None
         if lease is None or self.superseded is not None:
             return
@@ -212,26 +226,28 @@ class Membership:
             await self._consensus.release(LEASE_PREFIX + self.node, self._holder, lease.term)
             await self._announce()
         except TidemillError as error:
-            _log.info("lease not released; it expires by itself", node=self.node, cause=str(error))
+            _log.info("lease not released; it will expire", node=self.node, cause=str(error))
 
     async def aclose(self) -> None:
-        """Leave, and stop."""
+        """Leave, and stop the tasks."""
         await self.leave()
         await self._tasks.aclose()
 
     @property
     def node_id(self) -> int:
-        """Of this node, once it has started; 0 before."""
+        """Id of this node, once it has started; 0 before."""
         return self._ids.get(self.node, 0)
 
     # the view -------------------------------------------------------------------------------------
     def members(self) -> list[Member]:
-        """Live nodes by node id, this one included while it holds its lease."""
+        """List the live nodes by node id, including this one while it holds its lease."""
         return list(self._members)
 
     def late(self) -> tuple[str, ...]:
-        """Other nodes whose lease is late or expired, as of the last look: dead, frozen or slow. Empty while consensus
-        may have kept all leases from being renewed (N4). A node that released its lease is not among them."""
+        """Return the names of other nodes whose lease is late or expired, as of the last view: dead, frozen or slow.
+
+        Empty while an outage of consensus may have prevented renewals. Excludes nodes that released their lease.
+        """
         return self._late_names
 
     def leader_of(self, topic_id: str, partition: int) -> str:
@@ -243,7 +259,7 @@ class Membership:
         return leader
 
     def epoch(self) -> int:
-        """The cluster epoch as of this node's start."""
+        """Return the cluster epoch as of this node's start."""
         return self._epoch
 
     def lapses(self) -> int:
@@ -256,13 +272,15 @@ class Membership:
         self._wake.set()
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` after every change of the set of members."""
+        """Register `callback`, which is called after every change of the set of members."""
         self._callbacks.append(callback)
 
-    # telling the others ----------------------------------------------------------------------------
+    # announcements ---------------------------------------------------------------------------------
     async def _announce(self) -> None:
-        """This node came or leaves: the others look at once. Who does not hear it has its poll. Raises
-        UnavailableError."""
+        """Announce that this node joined or leaves, so that the others refresh their views immediately.
+
+        A node that misses it refreshes at its next poll. Raises UnavailableError.
+        """
         head = await self._consensus.log_head(CHANGES_LOG)
         for _ in range(ANNOUNCE_TRIES):
             try:
@@ -285,9 +303,9 @@ class Membership:
                 self.poke()
             self._tracker.heal("membership:changes")
 
-    # keeping it -----------------------------------------------------------------------------------
+    # lease and view --------------------------------------------------------------------------------
     async def _register(self) -> None:
-        """A node id for this name, and a new cluster epoch."""
+        """Register a node id for this name, and begin a new cluster epoch."""
         base = await self._consensus.head(EPOCH_BASE_REGISTER)
         while True:
             found = await self._consensus.head(NODES_REGISTER)
@@ -333,17 +351,17 @@ class Membership:
                 self._lease = await self._consensus.acquire(name, self._holder, self._ttl_ms, info)
                 self._answered()
                 if self._has_lapsed():
-                    self._lapses += 2  # one more than while it had run out
+                    self._lapses += 2  # One more than while it had run out.
                 self._renewed_s = asked_s
                 self._tracker.heal("membership:lease")
             except ConflictError as conflict:
-                # N3: a later process has this name; two that kept taking it back would serve nobody.
+                # A later process has this name. Two that took it from each other would serve no client.
                 _log.error("another process runs under this node's name; this one stops", node=self.node)
                 self._set_members(())
                 self.superseded = FencedError(
                     f"another process took this node's name: node={self.node}.",
                     current=conflict.current,
-                    fix="Give every node a name of its own.",
+                    fix="Give every node a unique name.",
                 )
                 self._wake.set()
                 return
@@ -366,9 +384,10 @@ class Membership:
                 _log.warning("members not read", node=self.node, cause=str(error))
 
     def _answered(self) -> float:
-        """Consensus has just answered. For how long yet a member whose lease ran out stays one (N4)."""
+        """Note that consensus has just answered. Return for how long an expired member still counts as one (grace)."""
         now_s = self._clock.monotonic_s()
-        # Every lease is renewed within a third of its time, so this is the soonest that another one can run out.
+        # Every lease is renewed within a third of its time, so this is the earliest time at which another one can
+        # expire.
         late = self._lease is not None and now_s - self._renewed_s >= self._ttl_ms / 1000 * 2 / 3
         if late and not self._late:
             self._kept_until_s = now_s + RENEWED_WITHIN_S
@@ -393,7 +412,7 @@ class Membership:
         self._runs_out_s = min(runs_out_s)
         self._late_names = () if kept_s else tuple(late)
         if self._left:
-            live.pop(self.node, None)  # it may not have been released yet
+            live.pop(self.node, None)  # It may not have been released yet.
         if not live.keys() <= self._ids.keys():
             found = await self._consensus.head(NODES_REGISTER)
             if found is not None:

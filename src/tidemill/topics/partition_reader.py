@@ -1,6 +1,6 @@
 """PartitionReaderImpl: plans from logs and L1's rows, reads from the bucket. Implements `api.PartitionReader`.
 
-For other processes: a Spark driver plans and its executors read. Nothing here talks to a server or fences anyone.
+Used by other processes: a Spark driver plans and its executors read. It does not talk to a server and fences no leader.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 
 RECENT_S = 20.0
-"""A state followed so lately names no object that may be gone: those wait for longer (`collect_after_s`)."""
+"""Age up to which a followed state names only existing objects: garbage is deleted after a longer delay
+(`collect_after_s`)."""
 
 
 class PartitionReaderImpl:
-    """Follows each partition it is asked about, reading only what the log gained since. `consensus` may be None
-    in a process that only reads batches (an executor), `l1` in one that plans nothing below what is hot."""
+    """Follows each requested partition, reading only what was appended to its log since.
+
+    `consensus` may be None in a process that only reads batches (an executor). `l1` may be None in a process that plans
+    nothing below the hot state.
+    """
 
     def __init__(self, consensus: Consensus | None, objects: ObjectStore, l1: L1Reader | None = None) -> None:
         self._consensus = consensus
@@ -35,19 +39,22 @@ class PartitionReaderImpl:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def high_watermark(self, topic_id: str, partition: int) -> int:
-        """The offset after the newest durable record, as of a read of the log during this call."""
+        """Return the offset after the newest durable record, as of a read of the log during this call."""
         return (await self._follow(topic_id, partition)).high_watermark
 
     async def last_stable(self, topic_id: str, partition: int) -> int:
-        """See `api.PartitionReader`; as of a read of the log during this call."""
+        """Return the last stable offset as of a read of the log during this call; see `api.PartitionReader`."""
         return (await self._follow(topic_id, partition)).last_stable
 
     async def log_start(self, topic_id: str, partition: int) -> int:
         return (await self._follow(topic_id, partition)).log_start
 
     async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
-        """See `api.PartitionReader`. Of what retention took nothing is planned: a reader that began before it, and
-        was held by nobody, begins where the log starts."""
+        """Plan batches; see `api.PartitionReader`.
+
+        Offsets that retention deleted are skipped: a reader without a hold that starts below the log start continues
+        there.
+        """
         known = self._states.get(partition_log(topic_id, partition))
         recent = self._followed_s.get(partition_log(topic_id, partition), -inf) > _now_s() - RECENT_S
         if known is not None and recent and end <= known.last_stable:
@@ -57,17 +64,17 @@ class PartitionReaderImpl:
         try:
             return await self._plan(topic_id, partition, state, start, end)
         except CorruptError:
-            # Retention may have taken extents since: the log tells how far, and what is left must be there.
+            # Retention may have deleted extents since. The log shows how far; all others must exist.
             return await self._plan(topic_id, partition, await self._follow(topic_id, partition), start, end)
 
     async def _plan(self, topic_id: str, partition: int, state: PartitionState, start: int, end: int) -> list[BatchRef]:
         if end > state.last_stable:
             raise OffsetOutOfRangeError(
-                f"the range passes what is committed: end={end} last_stable={state.last_stable} "
+                f"the range ends above the last stable offset: end={end} last_stable={state.last_stable} "
                 f"high_watermark={state.high_watermark} partition={topic_id}/{partition}."
             )
         start, boundary = max(start, state.log_start), min(end, state.reconciled)
-        # All of the state before anything is waited for: others follow the log with it.
+        # Read the whole state before the first await: other calls advance it.
         hot: list[BatchRef] = []
         if end > max(start, boundary):
             first = state.first_batch(max(start, boundary))
@@ -75,7 +82,7 @@ class PartitionReaderImpl:
         if start >= boundary:
             return hot
         if self._l1 is None:
-            raise InvalidError(f"this reader has no rows of L1: partition={topic_id}/{partition}.")
+            raise InvalidError(f"this reader cannot read L1: partition={topic_id}/{partition}.")
         aborted = state.aborted.copy()
         past = await self._l1.plan(topic_id, partition, start, boundary)
         return [aborted.told(ref) for ref in past] + hot

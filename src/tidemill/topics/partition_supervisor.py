@@ -1,6 +1,5 @@
-"""A partition is a unit of its own: one that fails is told under its topic's mark, and opened anew after a pause,
-whether anybody asks for it or not. Nothing else notices.
-"""
+"""Restart failed partitions. A partition is an independent unit: a failure is reported under its topic's stage status,
+and the partition is opened again after a pause, even without requests. No other unit is affected."""
 
 from __future__ import annotations
 
@@ -16,17 +15,20 @@ from tidemill.base.status.status import StatusTracker
 PartitionKey = tuple[str, int]
 
 FIRST_REOPEN_S, LONGEST_REOPEN_S = 0.1, 2.0
-"""A partition that failed is opened anew at once, then after so long: most faults are a store that was away."""
+"""Pauses before a failed partition is opened again, after a first immediate attempt. Most faults are an unavailable
+store."""
 
 PARKED_PAUSE_S = 10.0
-"""What only an operator can mend is looked at again this often."""
+"""Pause before each retry of a fault that only an operator can repair."""
 
 STEADY_S = 5.0
-"""A partition that has been open for so long after a failure works again: one that opens and fails keeps its age."""
+"""Time that a partition must stay open after a failure to count as recovered. If it fails sooner, its backoff
+continues."""
 
 
 TOLD_BY_NAME = 50
-"""Topics that fail at once with a mark of their own; the rest shares `topics`: a store that is away fails them all."""
+"""Limit of failing topics with their own status entry; the rest share `topics`. An unavailable store fails all of
+them."""
 
 TOGETHER = "topics"
 
@@ -43,7 +45,7 @@ class _Failing:
 
 
 class Supervision:
-    """Of one process's partitions. `reopen(key)` leads the partition anew if it still is to be led here."""
+    """Supervision of one process's partitions. `reopen(key)` leads the partition again if it is still assigned here."""
 
     def __init__(
         self,
@@ -60,16 +62,16 @@ class Supervision:
         self._reopen = reopen
         self._failing: dict[PartitionKey, _Failing] = {}
         self._told: Counter[str] = Counter()
-        """mark → failing partitions that it tells of"""
+        """Status entry to the number of failing partitions that it reports."""
 
     def check(self, key: PartitionKey) -> None:
-        """Raises UnavailableError while the partition waits for its next try."""
+        """Raise UnavailableError while the partition waits for its next attempt."""
         failing = self._failing.get(key)
         if failing is not None and failing.waiting:
             raise UnavailableError(f"the partition failed: {key[0]}/{key[1]} cause={failing.error}", fix="Retry.")
 
     def marks(self) -> set[str]:
-        """The marks that say of a failing partition what happened to it."""
+        """Return the names of the status entries that report failing partitions."""
         return set(self._told)
 
     def _mark_for(self, key: PartitionKey) -> str:
@@ -106,7 +108,7 @@ class Supervision:
             self.healed(key)
 
     def healed(self, key: PartitionKey) -> None:
-        """It works, or is not wanted here any more."""
+        """Clear the failure: the partition works, or is no longer led here."""
         healed = self._failing.pop(key, None)
         if healed is None:
             return

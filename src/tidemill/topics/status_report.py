@@ -1,7 +1,7 @@
-"""Marks of topics: one per topic, each process's share being the partitions that it leads.
+"""Stage statuses of topics: one per topic. Each process reports a share, that of the partitions that it leads.
 
-A process that leads more topics than OWN_MARKS has one mark for all that are at their target, `topics`; those that
-stand below theirs keep their own, the ones with most behind first.
+A process that leads more topics than OWN_MARKS has one entry, `topics`, for all that are at their target. Topics below
+theirs have their own entries, those furthest behind first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from tidemill.topics.partition.leader import PartitionLeader
 from tidemill.topics.partition_supervisor import TOGETHER
 
 OWN_MARKS = 200
-"""About 30 kB of a process's report."""
+"""Limit of entries: about 30 kB of a process's report."""
 
 
 class Sum:
-    """position = sum of high watermarks, target = sum of reserved ends, of `count` open partitions; memory_bytes: what
-    they take."""
+    """Sums over `count` open partitions: position = high watermarks, target = reserved ends, memory_bytes = memory."""
 
     __slots__ = ("count", "memory_bytes", "position", "target")
 
@@ -40,18 +39,18 @@ class Sum:
 
 
 class TopicStatusTotals:
-    """Where the topics of one process stand. Only what was touched since the last look is added up anew."""
+    """Totals of one process's topics. Only partitions that were touched since the last update are counted again."""
 
     def __init__(self) -> None:
         self.topics: dict[str, Sum] = {}
-        """topic id → of its open partitions here"""
+        """Topic id to the totals of its open partitions here."""
         self.all = Sum()
         self.behind: set[str] = set()
         self._touched: set[PartitionLeader] = set()
         self._counted: dict[PartitionLeader, tuple[int, int, int]] = {}
 
     def touch(self, led: PartitionLeader) -> None:
-        """It moved, or was opened or closed. A plain call, on the path of a produce."""
+        """Mark a partition that moved, opened or closed. A plain call, on the produce path."""
         self._touched.add(led)
 
     def look(self) -> None:
@@ -85,8 +84,10 @@ def report_marks(
     now_ms: int,
     failing: Container[str] = (),
 ) -> set[str]:
-    """Returns the names set; `held_by` names the oldest open upload. The marks of `failing` topics stay as they are:
-    progress of others of their partitions is no sign that they work."""
+    """Set the stage statuses and return their names; `held_by` names the oldest open upload.
+
+    Entries of `failing` topics are not changed: progress of other partitions does not show that the failed ones work.
+    """
     sums.look()
     own = list(sums.topics)
     if len(own) > OWN_MARKS:

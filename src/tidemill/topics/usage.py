@@ -1,4 +1,4 @@
-"""Who uses a topic: deleting it under them would end them."""
+"""Find the users of a topic, which would fail if it were deleted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 
 
 async def users_of(catalogue: Catalogue, topic: TopicRow) -> list[str]:
-    """`capture:<name>` whose table the topic is, `pipeline:<name>` that reads it; by name. Raises Unavailable."""
+    """List the users by name: `capture:<name>` if the topic is one of its tables, `pipeline:<name>` if it reads the
+    topic.
+
+    Raises Unavailable.
+    """
     tables = [table for table in await catalogue.all_tables() if table.topic == topic.name]
     found = sorted({f"capture:{table.capture}" for table in tables})
     sources = {f"topic:{topic.name}", *(f"capture:{table.capture}:{table.table}" for table in tables)}

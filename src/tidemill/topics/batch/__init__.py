@@ -1,7 +1,7 @@
-"""Kafka record batches, format v2 (magic 2): header checks without copying, and a codec for our own use.
+"""Kafka record batches, format v2 (magic 2): header checks without copying, and a codec for internal use.
 
-Owns the byte layout of a batch (KIP-98, Kafka's "Record Batch" page). Does not own offsets: base offset
-and partition leader epoch lie outside the CRC (which covers byte 21 onward) and are patched by others.
+Owns the byte layout of a batch (KIP-98, Kafka's "Record Batch" page). Does not own offsets: base offset and partition
+leader epoch are outside the CRC (which covers byte 21 onward) and are patched by other modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Records of a batch by columns: each step is one call over all records. The layout is encode.py's, byte for byte.
+"""Encode the records of a batch by columns: each step is one call over all records. Same bytes as encode.py.
 
-record:  length varint | attributes int8 | timestamp delta varint | offset delta varint | the rest: key, value, headers
+record:  length varint | attributes int8 | timestamp delta varint | offset delta varint | rest: key, value, headers
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Int64s = npt.NDArray[np.int64]
 _EMPTY = pa.scalar(b"")
 _TABLE = pa.array([signed(value) for value in range(TABLE_SIZE)], pa.binary())
 _ONE_BYTE = 64
-"""Smaller numbers than that take one."""
+"""Bound of the numbers that take one byte."""
 _BITS, _LOW, _MORE = np.uint64(7), np.uint64(0x7F), 0x80
 _LONGER = np.array([1 << 7 * size for size in range(1, 10)], np.uint64)
-"""From which number on, zig-zag, a varint takes a byte more."""
+"""Smallest zig-zag numbers that take one more byte each."""
 
 
 def varints(values: Int64s) -> Any:
-    """A binary column of zig-zag varints."""
+    """Encode the values as a binary column of zig-zag varints."""
     if not len(values):
         return _TABLE[:0]
     low, high = int(values.min()), int(values.max())
@@ -38,7 +38,7 @@ def varints(values: Int64s) -> Any:
 
 
 def _long_varints(values: Int64s) -> Any:
-    """One step for each byte of the longest."""
+    """Encode with one step for each byte of the longest."""
     rest = ((values << 1) ^ (values >> 63)).view(np.uint64)
     sizes = 1 + np.searchsorted(_LONGER, rest, side="right")
     offsets = np.zeros(len(values) + 1, np.int32)
@@ -54,18 +54,18 @@ def _long_varints(values: Int64s) -> Any:
 
 
 def sizes_of(column: Any) -> Int64s:
-    """Bytes of each value of a binary column without nulls."""
+    """Return the size of each value of a binary column without nulls, in bytes."""
     offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
     return np.diff(offsets).astype(np.int64)
 
 
 def join(*columns: Any) -> Any:
-    """Element by element; constants are bytes."""
+    """Join columns element by element; constants are bytes."""
     return pc.binary_join_element_wise(*columns, _EMPTY)
 
 
 def records(first: int, time_deltas: Int64s, rests: list[Any]) -> memoryview:
-    """Records with the offset deltas `first`, `first` + 1, …; `rests`: columns that follow each other in a record."""
+    """Encode records with the offset deltas `first`, `first` + 1, …; `rests`: the adjacent columns of each record."""
     count = len(time_deltas)
     heads = [varints(time_deltas), varints(np.arange(first, first + count))]
     sizes = 1 + sum(sizes_of(column) for column in (*heads, *rests))

@@ -1,9 +1,11 @@
-"""The records of a batch by columns, without an object per record: one hop over the lengths, then numpy over varints.
+"""Scan the records of a batch by columns, without an object per record: one pass over the lengths, then numpy over
+varints.
 
     record   length varint │ attributes int8 │ time delta varint │ offset delta varint │ key │ value │ headers
-             └─ hopped ────┘└─ all records at once ────────────────────────────────────────────────────────┘
+             └─ hopped ────┘└─ all records together ───────────────────────────────────────────────────────┘
 
-Only good records come out: where anything is not as the format has it, the answer is None and the caller looks closer.
+Only well-formed records are returned. For any deviation from the format the scan returns None, and the caller examines
+the batch in another way.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ import numpy.typing as npt
 from msgspec import Struct
 
 RECORD_BYTES_MIN = 7
-"""length, attributes, two deltas, key and value sizes, header count: a byte each."""
+"""Minimum size of a record: length, attributes, two deltas, key and value sizes, header count: a byte each."""
 
 CHUNK_RECORDS = 1 << 14
-"""Scanned at once: its columns stay in the cache, and a batch of millions takes no more memory than one of these."""
+"""Records per scan: their columns fit in the cache, and a batch of millions needs no more memory than one chunk."""
 
 _HEADER_ROUNDS = 32
-"""Headers of a record that are read by columns; records with more are for the slow path."""
+"""Limit of headers per record for the scan by columns; records with more take the slow path."""
 
 _VARINT32, _VARINT64 = 5, 10
 
@@ -29,8 +31,11 @@ Column = npt.NDArray[np.int64]
 
 
 class Scanned(Struct, frozen=True):
-    """`starts`: where each record begins, and where the next one will. A field lies at `*_at`, is `*_bytes` long, −1
-    for null; a record's `header_counts` headers begin at `headers_at`."""
+    """Columns of scanned records.
+
+    `starts`: first byte of each record, and of the byte after the last one. A field is at `*_at`, `*_bytes` long, −1
+    for null. A record's `header_counts` headers begin at `headers_at`.
+    """
 
     starts: Column
     time_deltas: Column
@@ -48,13 +53,15 @@ class Scanned(Struct, frozen=True):
 
 
 def scan(data: bytes | memoryview, at: int, first: int, count: int) -> Scanned | None:
-    """Records `first` … `first + count − 1` of a batch, which begin at byte `at`: whole, well-formed, their offset
-    deltas equal to their places. None when not."""
+    """Scan records `first` … `first + count − 1` of a batch, beginning at byte `at`.
+
+    Returns None unless they are complete and well-formed, with offset deltas equal to their places.
+    """
     return scan_places(data, at, np.arange(first, first + count))
 
 
 def scan_places(data: bytes | memoryview, at: int, places: Column) -> Scanned | None:
-    """The same for records of one or more batches behind each other, which have these offset deltas."""
+    """Scan adjacent records of one or more batches, with these offset deltas; see `scan`."""
     try:
         starts = np.fromiter(_hop(data, at, len(places)), dtype=np.int64, count=len(places) + 1)
         return _columns(np.frombuffer(data, dtype=np.uint8), starts, places)
@@ -63,7 +70,7 @@ def scan_places(data: bytes | memoryview, at: int, places: Column) -> Scanned | 
 
 
 def scan_any(data: bytes | memoryview, at: int, count: int) -> Scanned | None:
-    """The same for `count` records with whatever offset deltas: in a batch that was compacted some are missing."""
+    """Scan `count` records with any offset deltas; see `scan`. A compacted batch has gaps in them."""
     try:
         starts = np.fromiter(_hop(data, at, count), dtype=np.int64, count=count + 1)
         return _columns(np.frombuffer(data, dtype=np.uint8), starts, None)
@@ -72,7 +79,8 @@ def scan_any(data: bytes | memoryview, at: int, count: int) -> Scanned | None:
 
 
 def _hop(data: bytes | memoryview, at: int, count: int) -> Iterator[int]:
-    """Where each record begins, and where the last one ends. Raises IndexError past the end."""
+    """Yield the first byte of each record, and the end of the last one. Raises IndexError beyond the end of the
+    data."""
     position = at
     yield position
     for _ in range(count):
@@ -97,7 +105,7 @@ def _hop(data: bytes | memoryview, at: int, count: int) -> Iterator[int]:
 
 
 def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column | None) -> Scanned | None:
-    """Raises IndexError where a field passes the end of the data."""
+    """Scan the fields. Raises IndexError if a field ends beyond the data."""
     begins, ends = starts[:-1], starts[1:]
     if ends[-1] > len(data):
         return None
@@ -127,7 +135,7 @@ def _columns(data: npt.NDArray[np.uint8], starts: Column, places: Column | None)
 
 
 def _past_headers(data: npt.NDArray[np.uint8], at: Column, counts: Column, ends: Column) -> Column:
-    """Where the headers of each record end; −1 for what is malformed or has too many."""
+    """Return the end of each record's headers; −1 for malformed ones and for too many."""
     result = np.full(len(at), -1, dtype=np.int64)
     active = np.flatnonzero((counts > 0) & (counts <= _HEADER_ROUNDS))
     done = 0
@@ -151,8 +159,10 @@ def _past_headers(data: npt.NDArray[np.uint8], at: Column, counts: Column, ends:
 
 
 def _varints(data: npt.NDArray[np.uint8], at: Column, bytes_max: int) -> tuple[Column, Column]:
-    """(values, next positions) of the zig-zag varints at `at`. A longer one comes out with a value that no field may
-    have. Raises IndexError past the end."""
+    """Return (values, next positions) of the zig-zag varints at `at`.
+
+    Raises IndexError beyond the end of the data, and for a varint that is too long or too large.
+    """
     first = data[at]
     at = at + 1
     zigzag = (first & 0x7F).astype(np.uint64)

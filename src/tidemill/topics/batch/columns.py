@@ -1,4 +1,4 @@
-"""Records as columns: where each field lies in the bytes of one or more batches. Objects are made when asked for."""
+"""Records as columns: positions of the fields in the bytes of one or more batches. Objects are created on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Columns(Struct, frozen=True):
-    """Parallel columns over `body`. A field lies at `*_at` and is `*_bytes` long, −1 for null."""
+    """Parallel columns over `body`. A field is at `*_at` and `*_bytes` long, −1 for null."""
 
     body: bytes
     offsets: Int64s
@@ -59,7 +59,7 @@ class Columns(Struct, frozen=True):
         return tuple(found)
 
     def take(self, at: slice | npt.NDArray[np.intp]) -> Columns:
-        """The records at these places, of the same bytes."""
+        """Select the records at these places; they share the bytes."""
         return Columns(self.body, *(getattr(self, name)[at] for name in _NAMES))
 
     def _fields(self, places: Int64s, sizes: Int64s) -> list[bytes | None]:
@@ -77,7 +77,7 @@ _NAMES = Columns.__struct_fields__[1:]
 
 
 def columns_of(body: bytes, columns: Sequence[Sequence[int] | Int64s]) -> Columns:
-    """In the order of the fields. Raises OverflowError where a number has more than 64 bits."""
+    """Build columns, in the order of the fields. Raises OverflowError if a number has more than 64 bits."""
     return Columns(body, *(np.asarray(column, dtype=np.int64) for column in columns))
 
 
@@ -86,13 +86,13 @@ def no_columns() -> Columns:
 
 
 def of_fields(keys: Sequence[bytes | None], values: Sequence[bytes | None]) -> Columns:
-    """Records that come from no batch: offsets from 0, times 0, no headers."""
+    """Build records that are not from a batch: offsets from 0, times 0, no headers."""
     body, places = bytearray(), []
     for fields in zip(keys, values, strict=True):
         row = []
         for field in fields:
             row += [len(body), -1 if field is None else len(field)]
-            body += (field or b"") + b"\0"  # as in a batch, a value is not the last byte
+            body += (field or b"") + b"\0"  # As in a batch, a value is not the last byte.
         places.append(row)
     count = len(places)
     zeros = [0] * count

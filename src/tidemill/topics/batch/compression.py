@@ -1,7 +1,7 @@
 """Compression of a batch's records: codec numbers of the attributes field, by name.
 
-Snappy is written in xerial's framing, as Java does, and read framed or raw (librdkafka); LZ4 frames are
-written with independent blocks, since Kafka's Java client refuses linked ones.
+Snappy is written in xerial's framing, as Java does, and read framed or raw (librdkafka). LZ4 frames are written with
+independent blocks, since Kafka's Java client rejects linked ones.
 
     xerial:  82 'SNAPPY' 00 | version int32 | compatible int32 | { length int32 | raw snappy block }*
 """
@@ -57,9 +57,9 @@ def compress(codec: int, data: bytes) -> bytes:
 
 
 def decompress(codec: int, data: memoryview) -> memoryview:
-    """The records' bytes; those of codec 0 are not copied. At most DECOMPRESSED_BYTES are ever made of a batch.
+    """Decompress the records; those of codec 0 are not copied. The output is limited to DECOMPRESSED_BYTES per batch.
 
-    Raises BatchTooLargeError, and InvalidRecordsError for what is no such stream. Long work: never call it on the event
+    Raises BatchTooLargeError, and InvalidRecordsError for an invalid stream. Long work: never call it on the event
     loop.
     """
     try:
@@ -86,20 +86,20 @@ def _too_large() -> BatchTooLargeError:
 
 
 def _gunzip(data: memoryview) -> memoryview:
-    """Members may follow one another; a few, since each copies the rest."""
+    """Decompress a gzip stream of one or more members. Their number is limited, since each copies the rest."""
     parts: list[bytes] = []
     left = DECOMPRESSED_BYTES
     rest: bytes | memoryview = data
     while len(rest):
         if len(parts) >= GZIP_MEMBERS:
-            raise ValueError("a gzip stream of too many members")
+            raise ValueError("a gzip stream has too many members")
         member = zlib.decompressobj(31)
         part = member.decompress(rest, left + 1)
         left -= len(part)
         if left < 0:
             raise _too_large()
         if not member.eof:
-            raise ValueError("a gzip stream is cut short")
+            raise ValueError("a gzip stream is truncated")
         parts.append(part)
         rest = member.unused_data
     return memoryview(b"".join(parts) if len(parts) != 1 else parts[0])
@@ -111,13 +111,15 @@ def _unlz4(data: memoryview) -> memoryview:
     if len(found) > DECOMPRESSED_BYTES:
         raise _too_large()
     if not frame.eof or frame.unused_data:
-        raise ValueError("not one whole lz4 frame")
+        raise ValueError("not exactly one complete lz4 frame")
     return memoryview(found)
 
 
 def _unzstd(data: memoryview) -> memoryview:
-    """Into untouched memory of the greatest size: only what is written costs anything. A frame need not say its size,
-    and when it does nobody has checked it."""
+    """Decompress into uninitialised memory of the maximum size, of which only the written part costs anything.
+
+    A frame need not state its size, and a stated size is not verified.
+    """
     room = memoryview(np.empty(DECOMPRESSED_BYTES + 1, dtype=np.uint8).data)
     try:
         count = cramjam.zstd.decompress_into(bytes(data), room)
@@ -131,7 +133,7 @@ def _unzstd(data: memoryview) -> memoryview:
 
 
 def _unsnappy(data: memoryview) -> memoryview:
-    """Every block says its size first, which is checked before anything is made of it."""
+    """Decompress snappy. Every block begins with its size, which is checked before the block is decompressed."""
     if bytes(data[: len(XERIAL_MAGIC)]) != XERIAL_MAGIC:
         return memoryview(_raw_block(bytes(data), DECOMPRESSED_BYTES))
     parts = []
@@ -141,7 +143,7 @@ def _unsnappy(data: memoryview) -> memoryview:
         (length,) = _INT32.unpack_from(data, at)
         at += 4
         if length < 0 or at + length > len(data):
-            raise ValueError("a snappy block passes the end")
+            raise ValueError("a snappy block ends beyond the data")
         block = _raw_block(bytes(data[at : at + length]), left)
         left -= len(block)
         parts.append(block)

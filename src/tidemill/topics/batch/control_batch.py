@@ -41,20 +41,20 @@ def encode_marker(marker: Marker, at_ms: int) -> bytes:
 
 
 def commits(records: Buffer) -> bool:
-    """Is the one record of a control batch the marker of a commit?"""
+    """Return whether the record of a control batch is a commit marker."""
     return _key_of(records) == (0, 1)
 
 
 def aborts(records: Buffer) -> bool:
-    """Is the one record of a control batch the marker of an abort?"""
+    """Return whether the record of a control batch is an abort marker."""
     return _key_of(records) == (0, 0)
 
 
 def _key_of(records: Buffer) -> tuple[int, int] | None:
-    """(version, type). No byte of it is taken on trust."""
+    """Parse (version, type), or return None. The bytes are not trusted."""
     data = memoryview(records)
     try:
-        at = varint(data, 0)[1] + 1  # past the length and the attributes
+        at = varint(data, 0)[1] + 1  # Past the length and the attributes.
         at = varint(data, varint(data, at)[1])[1]
         size, at = varint(data, at)
         version, kind = _KEY.unpack_from(data, at)
@@ -64,7 +64,7 @@ def _key_of(records: Buffer) -> tuple[int, int] | None:
 
 
 def transactional(batch: bytes) -> bytes:
-    """The same batch as one of a transaction."""
+    """Return the same batch with the transactional attribute set."""
     out = bytearray(batch)
     _ATTRIBUTES.pack_into(out, _ATTRIBUTES_AT, _ATTRIBUTES.unpack_from(batch, _ATTRIBUTES_AT)[0] | TRANSACTIONAL)
     _CRC.pack_into(out, _CRC_AT, crc32c.crc32c(memoryview(out)[CRC_START:]))

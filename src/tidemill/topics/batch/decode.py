@@ -1,10 +1,10 @@
-"""Decoder of record batches for our own consumers (Spark executors, tools): columns, and no object per record.
+"""Decode record batches for internal consumers (Spark executors, tools) as columns, without an object per record.
 
-    batches ─► header, checksum, decompressed bytes, each ─► all bytes joined ─► scanned at once (columnar_scan.py) ─►
+    batches ─► header, checksum, decompressed bytes, each ─► all bytes joined ─► scanned together (columnar_scan.py) ─►
     Columns
-                                                                  └─ anything odd: batch by batch, record by record
+                                                                  └─ any deviation: batch by batch, record by record
 
-Many small batches cost what one large one does. A batch whose deltas have gaps is one of a compacted topic.
+Many small batches cost as much as one large one. A batch whose deltas have gaps is from a compacted topic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tidemill.topics.batch.records import Record
 from tidemill.topics.batch.varint import varint
 
 GROUP_BYTES = 8 << 20
-"""Decompressed batches are scanned together up to about this many bytes or CHUNK_RECORDS records."""
+"""Approximate limit of decompressed bytes that are scanned together; the other limit is CHUNK_RECORDS records."""
 
 _INT64 = 2**63
 
@@ -44,7 +44,7 @@ class DecodedBatch(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A batch whose header and checksum are right, and decompressed."""
+    """A decompressed batch whose header and checksum are correct."""
 
     batch: Buffer
     header: BatchHeader
@@ -52,7 +52,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 def decode_batch(buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None = None) -> DecodedBatch:
-    """Header and records, offsets absolute. Raises UnreadableBatchError."""
+    """Decode header and records, with absolute offsets. Raises UnreadableBatchError."""
     header, columns = decode_columns(buffer, check_crc=check_crc, ref=ref)
     times, offsets = columns.timestamps_ms.tolist(), columns.offsets.tolist()
     rows = zip(columns.keys, columns.values, columns.headers, times, offsets, strict=True)
@@ -62,12 +62,13 @@ def decode_batch(buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None
 def decode_columns(
     buffer: Buffer, *, check_crc: bool = True, ref: BatchRef | None = None
 ) -> tuple[BatchHeader, Columns]:
-    """Header and records as columns, offsets absolute and strictly ascending. Raises UnreadableBatchError and nothing
-    else.
+    """Decode header and records as columns, with absolute and strictly ascending offsets.
 
-    `ref`, where the reader has one: the offsets that the partition's log gave this batch. The bytes must agree, and an
-    error names that range however damaged they are.
-    With append time set, every timestamp is the batch's max timestamp, as Kafka's clients read it.
+    Raises only UnreadableBatchError.
+
+    `ref`, if the reader has one: the offsets that the partition's log gave this batch. The bytes must agree, and an
+    error names that range however damaged they are. With append time set, every timestamp is the batch's max timestamp,
+    as Kafka's clients read it.
     """
     opened = open_batch(buffer, ref, check_crc=check_crc)
     columns = _together([opened])
@@ -75,7 +76,7 @@ def decode_columns(
 
 
 def open_batch(buffer: Buffer, ref: BatchRef | None = None, *, check_crc: bool = True) -> Opened:
-    """Raises UnreadableBatchError and nothing else."""
+    """Check and decompress a batch. Raises only UnreadableBatchError."""
     first, last = (ref.base_offset, ref.base_offset + ref.record_count - 1) if ref is not None else (-1, -1)
     try:
         header = parse_header(buffer)
@@ -84,29 +85,34 @@ def open_batch(buffer: Buffer, ref: BatchRef | None = None, *, check_crc: bool =
         if header.magic != 2 or not HEADER_BYTES <= header.size_bytes <= len(buffer):
             raise CorruptBatchError(f"not a record batch v2: magic={header.magic} batch_bytes={header.size_bytes}.")
         if (header.base_offset, header.base_offset + header.last_offset_delta) != (first, last):
-            raise CorruptBatchError(f"other offsets: header={header.base_offset}+{header.last_offset_delta}.")
+            raise CorruptBatchError(
+                f"the header has other offsets: header={header.base_offset}+{header.last_offset_delta}."
+            )
         view = memoryview(buffer)[: header.size_bytes]
         if check_crc and crc32c.crc32c(view[CRC_START:]) != header.crc:
             raise CorruptBatchError("record batch checksum mismatch.")
         return Opened(buffer, header, decompress(header.codec, view[HEADER_BYTES:]))
     except Exception as error:
         reason = _reason(error)
-    # Whatever the bytes are, the harm is these offsets. Raised here, so that it holds no frame with what was decoded.
+    # Any damage of the bytes loses these offsets. Raised here, so that the error holds no frame with the decoded data.
     raise UnreadableBatchError(reason, base_offset=first, last_offset=last)
 
 
 def has_records(header: BatchHeader, ref: BatchRef | None = None) -> bool:
-    """Of users: a marker has none, nor has a batch of a transaction that was aborted. Below the last stable offset, and
-    with the ref that was planned there, the answer is for ever."""
+    """Return whether the batch has records for users: markers and batches of aborted transactions have none.
+
+    Below the last stable offset, and with a ref that was planned there, the answer is final.
+    """
     if header.attributes & CONTROL:
         return False
     return ref is None or not header.attributes & TRANSACTIONAL or header.producer_id not in ref.aborted
 
 
 def decode_opened(batches: Iterable[Opened]) -> Iterator[Columns | tuple[Opened, UnreadableBatchError]]:
-    """The records of many batches in order, a group of batches at once; a batch that cannot be read, with the reason.
+    """Decode the records of many batches in order, a group of batches at a time; yield an unreadable batch with its
+    error.
 
-    Takes from `batches` no more than the next group needs.
+    Takes no more from `batches` than the next group needs.
     """
     for group in _groups(batches):
         rest = [group]
@@ -139,14 +145,17 @@ def _groups(batches: Iterable[Opened]) -> Iterator[list[Opened]]:
 
 
 def _together(group: Sequence[Opened]) -> Columns | None:
-    """All batches at once; None where one of them is not as nearly all are."""
+    """Decode all batches in one scan, or return None if one of them is not in the common form."""
     found = scan_opened(group)
     return found[0] if found is not None else None
 
 
 def scan_opened(group: Sequence[Opened]) -> tuple[Columns, Int64s] | None:
-    """The records of all batches, and where each begins in the columns' body, the end of the last one besides; None
-    where one of the batches is not good, or not as nearly all are."""
+    """Scan the records of all batches in one pass.
+
+    Returns the columns, and the first byte of each record in their body followed by the end of the last one. Returns
+    None if a batch is damaged or not in the common form.
+    """
     headers = [opened.header for opened in group]
     if any(not 0 < h.record_count <= h.last_offset_delta + 1 for h in headers):
         return None
@@ -168,7 +177,7 @@ def scan_opened(group: Sequence[Opened]) -> tuple[Columns, Int64s] | None:
         starts.append(found.starts[:-1])
         parts.append(found)
     begins = np.concatenate([*starts, [at]])
-    # A record that passes the end of its batch has hopped into the next one, where nobody may have ended.
+    # A record that ends beyond its batch has hopped into the next one, where no record ends at the batch's boundary.
     if (begins[ends] != np.cumsum([len(opened.body) for opened in group])).any():
         return None
     if not whole:
@@ -181,7 +190,7 @@ def scan_opened(group: Sequence[Opened]) -> tuple[Columns, Int64s] | None:
     bases = np.repeat(np.array([h.base_timestamp_ms for h in headers], dtype=np.int64), counts)
     times = bases + deltas
     if (((bases ^ times) & (deltas ^ times)) < 0).any():
-        return None  # more than 64 bits
+        return None  # More than 64 bits.
     for h, end in zip(headers, ends.tolist(), strict=True):
         if h.attributes & APPEND_TIME:
             times[end - h.record_count : end] = h.max_timestamp_ms
@@ -194,7 +203,7 @@ def scan_opened(group: Sequence[Opened]) -> tuple[Columns, Int64s] | None:
 
 
 def _alone(opened: Opened) -> Columns:
-    """One batch, record by record. Raises UnreadableBatchError."""
+    """Decode one batch, record by record. Raises UnreadableBatchError."""
     header = opened.header
     first, last = header.base_offset, header.base_offset + max(header.last_offset_delta, 0)
     try:
@@ -217,7 +226,7 @@ def _walk(data: bytes, header: BatchHeader) -> Columns:
         length, at = varint(data, at)
         end = at + length
         if length < 0 or end > len(data):
-            raise IndexError("a record passes the end of the batch")
+            raise IndexError("a record ends beyond the batch")
         delta_ms, at = varint(data, at + 1)
         delta, at = varint(data, at)
         key_at, key_bytes, at = _field(data, at)
@@ -236,12 +245,12 @@ def _walk(data: bytes, header: BatchHeader) -> Columns:
 
 
 def _field(data: bytes, at: int) -> tuple[int, int, int]:
-    """(place, bytes or −1 for null, next position)."""
+    """Return (position, size or −1 for null, next position) of a field."""
     length, at = varint(data, at)
     if length < 0:
         return at, -1, at
     if at + length > len(data):
-        raise IndexError("a field passes the end of the batch")
+        raise IndexError("a field ends beyond the batch")
     return at, length, at + length
 
 

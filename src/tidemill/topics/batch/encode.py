@@ -1,9 +1,10 @@
-"""Encoder of record batches for our own producers (capture, tests, tools).
+"""Encoder of record batches for internal producers (capture, tests, tools).
 
-record:  length varint | attributes int8 | timestamp delta varint | offset delta varint
-         | key length varint (−1 = null) | key | value length varint (−1 = null) | value
-         | header count varint | { key length varint | key | value length varint | value }*
-varints are zig-zag, little end first (Protocol Buffers' sint64).
+    record:  length varint | attributes int8 | timestamp delta varint | offset delta varint
+             | key length varint (−1 = null) | key | value length varint (−1 = null) | value
+             | header count varint | { key length varint | key | value length varint | value }*
+
+Varints are zig-zag, little-endian (Protocol Buffers' sint64).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NULL = _varint(-1)
 
 
 def signed(value: int) -> bytes:
-    """A zig-zag varint."""
+    """Encode a zig-zag varint."""
     return _SMALL[value] if 0 <= value < TABLE_SIZE else _varint(value)
 
 
@@ -50,8 +51,10 @@ def encode_batch(
     compression: str = "none",
     leader_epoch: int = -1,
 ) -> bytes:
-    """One batch of all `records`. Offsets in the records are ignored; `base_timestamp` defaults to the first
-    record's. Raises InvalidError for no records or an unknown compression."""
+    """Encode one batch of all `records`. Their offsets are ignored; `base_timestamp` defaults to the first record's.
+
+    Raises InvalidError without records, or for an unknown compression.
+    """
     if not records:
         raise InvalidError("a record batch needs at least one record.")
     codec = codec_number(compression)
@@ -63,7 +66,7 @@ def encode_batch(
 
 
 def encode_records(records: Sequence[Record], first: int, first_ms: int) -> bytes:
-    """Records with the offset deltas `first`, `first` + 1, … of a batch whose first timestamp is `first_ms`."""
+    """Encode records with the offset deltas `first`, `first` + 1, … of a batch whose first timestamp is `first_ms`."""
     parts: list[bytes] = []
     for delta, record in enumerate(records, first):
         key, value, headers = record.key, record.value, record.headers
@@ -91,14 +94,16 @@ def frame_records(
     producer_epoch: int,
     base_sequence: int,
 ) -> bytes:
-    """One uncompressed batch of `count` records that are encoded already, as `encode_batch` would make it."""
+    """Frame one uncompressed batch of `count` encoded records, with the same bytes as `encode_batch`."""
     fields = (0, count - 1, first_ms, max_ms, producer_id, producer_epoch, base_sequence, count)
     return bytes(_framed(payload, 0, -1, fields))
 
 
 def recompressed(header: BatchHeader, records: Buffer, codec: int) -> bytearray:
-    """The batch of `header` with `records`, which are those it holds, uncompressed, compressed by `codec`. Long work:
-    never on the event loop."""
+    """Rebuild the batch of `header` with its uncompressed `records` compressed by `codec`.
+
+    Long work: never call it on the event loop.
+    """
     attributes = header.attributes & ~CODEC_MASK | codec
     h = header
     times = (h.base_timestamp_ms, h.max_timestamp_ms)
@@ -107,7 +112,7 @@ def recompressed(header: BatchHeader, records: Buffer, codec: int) -> bytearray:
 
 
 def _framed(payload: Buffer, base_offset: int, leader_epoch: int, fields: tuple[int, ...]) -> bytearray:
-    """A header before `payload`; `fields`: those after the checksum."""
+    """Put a header before `payload`. `fields`: the header fields after the checksum."""
     batch = bytearray(HEADER_BYTES)
     batch += payload
     length = len(batch) - LENGTH_FIELD_END

@@ -69,7 +69,7 @@ class BatchHeader(msgspec.Struct, frozen=True):
 
     @property
     def last_sequence(self) -> int:
-        """Inclusive; wraps from 2³¹−1 to 0."""
+        """Last sequence, inclusive; wraps from 2³¹−1 to 0."""
         return add_sequence(self.base_sequence, self.record_count - 1)
 
     @property
@@ -78,12 +78,12 @@ class BatchHeader(msgspec.Struct, frozen=True):
 
 
 def add_sequence(sequence: int, delta: int) -> int:
-    """Sequence arithmetic of KIP-98: non-negative int32 that wraps to 0."""
+    """Add to a sequence as in KIP-98: non-negative int32 that wraps to 0."""
     return (sequence + delta) & MAX_SEQUENCE
 
 
 def parse_header(buffer: Buffer, at: int = 0) -> BatchHeader:
-    """Read the header that starts at byte `at`. Raises CorruptBatchError when the bytes cannot hold one."""
+    """Read the header that starts at byte `at`. Raises CorruptBatchError if the bytes are too few."""
     try:
         offset, length, *rest = HEADER.unpack_from(buffer, at)
     except struct.error:
@@ -96,20 +96,22 @@ def base_offset_at(buffer: Buffer, at: int) -> int:
 
 
 def patch(buffer: bytearray | memoryview, at: int, base_offset: int, leader_epoch: int = -1) -> None:
-    """Write base offset and leader epoch of the batch at byte `at`; both lie outside the CRC."""
+    """Write base offset and leader epoch of the batch at byte `at`; both are outside the CRC."""
     _BASE_OFFSET.pack_into(buffer, at, base_offset)
     _LEADER_EPOCH.pack_into(buffer, at + LENGTH_FIELD_END, leader_epoch)
 
 
 def is_patched(buffer: Buffer, at: int, base_offset: int) -> bool:
-    """Would `patch` change nothing?"""
+    """Return whether `patch` would change nothing."""
     found = _LEADER_EPOCH.unpack_from(buffer, at + LENGTH_FIELD_END)[0]
     return found == -1 and base_offset_at(buffer, at) == base_offset
 
 
 def is_intact(batch: Buffer) -> bool:
-    """Whether the batch matches its checksum. The batch must fill the buffer. The checksum does not cover base offset,
-    length, leader epoch and magic; length and magic are checked separately."""
+    """Return whether the batch matches its checksum. The batch must fill the buffer.
+
+    The checksum does not cover base offset, length, leader epoch and magic; length and magic are checked separately.
+    """
     view = memoryview(batch)
     if len(view) <= CRC_START or view[16] != 2 or _LENGTH.unpack_from(view, 8)[0] != len(view) - LENGTH_FIELD_END:
         return False
@@ -117,7 +119,7 @@ def is_intact(batch: Buffer) -> bool:
 
 
 def stamp(buffer: Buffer, append_time_ms: int) -> None:
-    """Give the batch in the writable `buffer` append time, and the checksum that goes with it."""
+    """Set append time in the batch in the writable `buffer`, and update its checksum."""
     view = memoryview(buffer)
     _ATTRIBUTES.pack_into(view, CRC_START, _ATTRIBUTES.unpack_from(view, CRC_START)[0] | APPEND_TIME)
     _MAX_TIMESTAMP.pack_into(view, 35, append_time_ms)
@@ -125,7 +127,7 @@ def stamp(buffer: Buffer, append_time_ms: int) -> None:
 
 
 def split_batches(buffer: Buffer) -> Iterator[memoryview]:
-    """The whole batches that lie back to back in `buffer` (a Fetch or Produce records field), without copying.
+    """Yield the whole batches that are adjacent in `buffer` (a Fetch or Produce records field), without copying.
 
     Bytes after the last whole batch are ignored, as clients do.
     """

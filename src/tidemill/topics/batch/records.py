@@ -1,4 +1,4 @@
-"""One record of a batch, decoded. The produce and fetch paths never make these; capture and Spark do."""
+"""One decoded record of a batch. The produce and fetch paths never create these; capture and Spark do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Headers = tuple[tuple[str, bytes | None], ...]
 
 
 class Record(msgspec.Struct, frozen=True):
-    """`offset` is absolute once decoded and −1 in a record that is still to be written."""
+    """One record. `offset` is absolute once decoded, and −1 in a record that is still to be written."""
 
     key: bytes | None
     value: bytes | None

@@ -1,12 +1,12 @@
-"""Records of one shape behind each other, looked at together: what one producer writes is mostly of a few sizes.
+"""Check runs of records with the same layout together: most records of a producer have one of a few sizes.
 
     record   length varint │ attributes │ time delta │ offset delta │ key size │ key │ value size │ value │ headers
              └─ same bytes in every record of a run ──────────────────┴───────────┴── and these ───┘
 
-A record as long as the one before begins as far behind it, so a run is a table whose rows are records: where its
-columns of sizes are all the same, every field of every row lies where the first row has it. A column is every so
-many-th byte, taken out as bytes and compared with what it must be: one step in C each, however many records there are.
-Only good records come out; anything else is None, and the caller looks closer.
+Records of equal length are at equal distances, so a run is a table whose rows are records. If its columns of sizes are
+constant, every field of every row is at the same place as in the first row. A column is every n-th byte, extracted as
+bytes and compared with its expected value: one step in C per column, however many records there are. Only well-formed
+records are accepted. For anything else `run` returns None, and the caller examines the records in another way.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import numpy as np
 from tidemill.topics.batch.varint import VarintError, varint
 
 LEAST = 8
-"""Fewer records are no run worth a table of its own, unless they end the batch."""
+"""Minimum records for a run, unless they end the batch: a smaller table is not worth its cost."""
 
 _LOOKED_AT = 4
-"""Records whose lengths are compared one by one before a table is made: records of mixed sizes cost no more."""
+"""Records whose lengths are compared one by one before a table is built, so that mixed sizes cost no more."""
 
 _VARINT_BYTES = 3
-"""Offset and time deltas up to a million; of larger ones there is no run."""
+"""Maximum bytes of offset and time deltas, which allows a million; larger ones make no run."""
 
 _TABLE_BYTES = 2
-"""Offset deltas of so many bytes are kept as columns, 16 KiB; those of three are made as they are needed."""
+"""Maximum bytes of offset deltas whose columns are cached, in 16 KiB; those of three bytes are built when needed."""
 
 _HIGH: Final = bytes(range(0x80, 0x100))
 
 
 class Run(NamedTuple):
-    """`records` of them end at byte `end`; the least and the greatest time delta, ms."""
+    """A run of `records` records that end at byte `end`, with the least and the greatest time delta in ms."""
 
     records: int
     end: int
@@ -44,8 +44,10 @@ class Run(NamedTuple):
 
 
 def run(data: bytes | memoryview, at: int, place: int, left: int) -> Run | None:
-    """The run that begins with the record at byte `at` of `data`, the `place`-th of its batch, of `left` still to come.
-    Columns are taken out of bytes three times as fast as out of a view."""
+    """Return the run that begins with the record at byte `at`, the `place`-th of its batch, of `left` remaining ones.
+
+    Columns are extracted from bytes three times as fast as from a view.
+    """
     try:
         length, first = varint(data, at, 32)
         size = first - at + length
@@ -91,12 +93,12 @@ def _columns_of(data: bytes | memoryview) -> Callable[[int, int, int], bytes]:
 
 
 def _agreed(found: bytes, wanted: bytes) -> int:
-    """How many bytes they have in common at their beginning; they differ, and are of one length."""
+    """Return the length of their common prefix. They differ and have the same length."""
     return int((np.frombuffer(found, np.uint8) != np.frombuffer(wanted, np.uint8)).argmax())
 
 
 def _places(place: int, count: int, place_bytes: int) -> list[bytes]:
-    """The columns of the offset deltas `place`, `place` + 1, … of so many bytes each."""
+    """Return the columns of the offset deltas `place`, `place` + 1, … of `place_bytes` bytes each."""
     if place_bytes <= _TABLE_BYTES:
         return [column[place : place + count] for column in _first_places(place_bytes)]
     return _columns(place, count, place_bytes)
@@ -129,7 +131,8 @@ def _least_and_greatest(columns: list[bytes]) -> tuple[int, int]:
 
 
 def _alike(data: bytes | memoryview, start: int, first: int, size: int, left: int) -> bool:
-    """Do the next records have the length of the one at `start`, whose length ends at `first`?"""
+    """Return whether the next records have the same length as the one at `start`, whose length field ends at
+    `first`."""
     length, bytes_of_length = data[start:first], first - start
     for other in range(start + size, start + size * min(left, _LOOKED_AT), size):
         if data[other : other + bytes_of_length] != length:
@@ -138,8 +141,10 @@ def _alike(data: bytes | memoryview, start: int, first: int, size: int, left: in
 
 
 def _shape(data: bytes | memoryview, start: int, first: int, end: int) -> tuple[list[int], int, int, int]:
-    """(the bytes that say how long something is, where time delta, offset delta and key size are) of the record, whose
-    length ends at `first`. Raises IndexError, VarintError."""
+    """Return (positions of all size bytes, positions of time delta, offset delta and key size) of the record.
+
+    `first` is the end of its length field. Raises IndexError, VarintError.
+    """
     sizes = [*range(start, first)]
     time_at = first + 1
     _, place_at = varint(data, time_at)
@@ -151,18 +156,18 @@ def _shape(data: bytes | memoryview, start: int, first: int, end: int) -> tuple[
     sizes += range(at, after)
     at = after
     if not 0 <= headers <= end - at:
-        raise VarintError("a count of headers that is out of bounds")
+        raise VarintError("the header count is out of bounds")
     for _ in range(headers):
         at = _sized(data, _sized(data, at, sizes, null=False), sizes, null=True)
     if at != end:
-        raise VarintError("a length that its fields do not fill")
+        raise VarintError("the fields do not fill the record's length")
     return sizes, time_at, place_at, key_at
 
 
 def _sized(data: bytes | memoryview, at: int, sizes: list[int], *, null: bool) -> int:
-    """Past a field and its size, whose bytes are noted."""
+    """Return the position after a field, and note the bytes of its size."""
     size, after = varint(data, at, 32)
     if size < (-1 if null else 0):
-        raise VarintError("a size below what its field may have")
+        raise VarintError("the size of a field is out of bounds")
     sizes += range(at, after)
     return after + max(size, 0)

@@ -1,12 +1,12 @@
-"""A produced batch, checked whole before anything of it is stored: what Kafka's log validator refuses is refused here.
+"""Check a whole produced batch before any of it is stored. Rejects what Kafka's log validator rejects.
 
     header   magic, size, counts, attributes, producer fields      always in the plain call     `check_header`
     body     CRC, decompression within DECOMPRESSED_BYTES,         in a thread when large       `check_body`
              every record's length, deltas 0 … n−1, fields that fill it exactly
 
-V1  No Python object per record on the good path: records of one shape are looked at together (`uniform_runs`); of
-    others, where they are many, one tight loop hops over the lengths and all other fields are read by columns
-    (`columnar_scan`), and few are read in line. Whatever these do not like is decided by `_walk`.
+Valid batches are checked without a Python object per record. Records of one layout are checked together
+(`uniform_runs`). Of other records, many are checked by columns (`columnar_scan`), and few in one tight loop. `_walk`
+decides any batch that these do not accept.
 """
 
 from __future__ import annotations
@@ -33,32 +33,35 @@ from tidemill.topics.batch.uniform_runs import run
 from tidemill.topics.batch.varint import VarintError, varint
 
 _BY_COLUMNS_FROM = 128
-"""Fewer records are looked at one by one, without an object each: the columns cost some 60 µs however few there are."""
+"""Minimum records for the check by columns, which costs some 60 µs even for few records."""
 
 _BY_RUNS_FROM = 24
-"""Fewer are read in line faster than one table is made."""
+"""Minimum records for the check by runs; fewer are checked in a loop faster than one table is built."""
 _RUNS_MOST = 8
-"""Of a batch: each is looked for among all records that are left."""
+"""Limit of runs per batch: each one is searched among all remaining records."""
 
 _COPY_BYTES = 64 << 10
 
 _TOLD = 1_000
-"""Records without a key that a refusal names."""
+"""Limit of records without a key that a rejection lists."""
 
 _INT64 = 2**63
 
 
 def check_batch(buffer: Buffer) -> BatchHeader:
-    """The header of the one good batch that `buffer` holds. Raises CorruptBatchError and its subclasses."""
+    """Check the one batch in `buffer` and return its header. Raises CorruptBatchError and its subclasses."""
     header = check_header(buffer)
     check_body(header, buffer)
     return header
 
 
 def check_header(buffer: Buffer, *, in_transaction: bool = False) -> BatchHeader:
-    """All that the 61 bytes tell. Raises CorruptBatchError (size), InvalidRecordsError (wrong magic, counts that
-    disagree, a control batch, a transactional one that is not sent as one or has no producer id, append time set by the
-    producer, a producer id without epoch or sequence)."""
+    """Check all that the 61 bytes of the header state.
+
+    Raises CorruptBatchError (size), InvalidRecordsError (wrong magic, counts that disagree, a control batch, a
+    transactional batch sent without a transaction or producer id, append time set by the producer, a producer id
+    without epoch or sequence).
+    """
     header = parse_header(buffer)
     if header.magic != 2:
         raise InvalidRecordsError(
@@ -80,7 +83,7 @@ def check_header(buffer: Buffer, *, in_transaction: bool = False) -> BatchHeader
         raise InvalidRecordsError(f"append-time and control batches are not accepted: attributes={attributes:#06x}.")
     if attributes & TRANSACTIONAL and (not in_transaction or header.producer_id < 0):
         raise InvalidRecordsError(
-            f"a transactional batch without a transactional id or producer: producer_id={header.producer_id}.",
+            f"a transactional batch needs a transactional id and a producer id: producer_id={header.producer_id}.",
             fix="Initialise the producer with its transactional id.",
         )
     if header.producer_id >= 0:
@@ -95,17 +98,18 @@ def check_header(buffer: Buffer, *, in_transaction: bool = False) -> BatchHeader
 
 
 def check_body(header: BatchHeader, buffer: Buffer, *, keyed: bool = False) -> int:
-    """The greatest timestamp of the records, ms: what the header says of it is the client's word. `keyed`: every record
-    must have a key, as those of a compacted topic do.
+    """Check the records and return their greatest timestamp in ms; the one in the header is only the client's claim.
+
+    `keyed`: every record must have a key, as in a compacted topic.
 
     Raises CorruptBatchError (checksum), BatchTooLarge, InvalidRecordsError with the first bad record. Plain work
-    without waiting, 0.02 µs a record of one shape, else 0.2 to 0.7, and 0.03 ms a MiB; decompression besides.
+    without waiting: 0.02 µs per record of one layout, otherwise 0.2 to 0.7, plus 0.03 ms per MiB and decompression.
     """
     return check_records(header, buffer, keyed=keyed)[0]
 
 
 def check_records(header: BatchHeader, buffer: Buffer, *, keyed: bool = False) -> tuple[int, memoryview]:
-    """As `check_body`, with the records as they are when decompressed."""
+    """Check the records as `check_body` does; return the greatest timestamp and the decompressed records."""
     view = memoryview(buffer)
     if crc32c.crc32c(view[CRC_START:]) != header.crc:
         raise CorruptBatchError(
@@ -129,19 +133,19 @@ def _highest(data: memoryview, header: BatchHeader) -> int:
     if count >= _BY_COLUMNS_FROM:
         highest = _by_columns(data, header)
     else:
-        # Bytes are read faster than a view of them; copying many would cost more.
+        # Bytes are read faster than a view of them, but copying many would cost more.
         highest = _one_by_one(bytes(data) if len(data) <= _COPY_BYTES else data, header)
     return _walk(data, header) if highest is None else highest
 
 
 def _check_keys(data: memoryview, header: BatchHeader) -> None:
-    """Of a batch that is good otherwise. Raises InvalidRecordsError, naming those without a key."""
+    """Check the keys of an otherwise valid batch. Raises InvalidRecordsError with the records that have no key."""
     at = done = 0
     without: list[int] = []
     while done < header.record_count and len(without) < _TOLD:
         found = scan_any(data, at, min(CHUNK_RECORDS, header.record_count - done))
         if found is None:
-            raise InvalidRecordsError(f"the keys of a compacted topic's records cannot be told: record={done}.")
+            raise InvalidRecordsError(f"the keys of a compacted topic's records cannot be read: record={done}.")
         without += (done + np.flatnonzero(found.key_bytes < 0)).tolist()
         at = found.end
         done += len(found.key_bytes)
@@ -153,7 +157,7 @@ def _check_keys(data: memoryview, header: BatchHeader) -> None:
 
 
 def _by_runs(data: memoryview, header: BatchHeader) -> int | None:
-    """The greatest timestamp, or None when the records are not a few runs or something is not as it should be."""
+    """Return the greatest timestamp, or None if the records are not a few runs, or are malformed."""
     at, done, count, highest = 0, 0, header.record_count, -_INT64
     base_ms = header.base_timestamp_ms
     there = bytes(data) if len(data) <= _COPY_BYTES else data
@@ -170,7 +174,7 @@ def _by_runs(data: memoryview, header: BatchHeader) -> int | None:
 
 
 def _by_columns(data: memoryview, header: BatchHeader) -> int | None:
-    """The greatest timestamp, or None when something is not as it should be."""
+    """Return the greatest timestamp, or None if a record is malformed."""
     at, done, count, highest = 0, 0, header.record_count, -_INT64
     base_ms = header.base_timestamp_ms
     while done < count:
@@ -187,7 +191,8 @@ def _by_columns(data: memoryview, header: BatchHeader) -> int | None:
 
 
 def _one_by_one(data: bytes | memoryview, header: BatchHeader) -> int | None:
-    """As `_by_columns`, for few records: the sizes that nearly all records have, in line; anything else is None."""
+    """Check few records in a loop; see `_by_columns`. Handles the sizes that nearly all records have, else returns
+    None."""
     at, low, high = 0, 0, -_INT64
     try:
         for index in range(header.record_count):
@@ -271,7 +276,7 @@ class _Bad(ValueError):
 
 
 def _walk(data: memoryview, header: BatchHeader) -> int:
-    """Record by record; slow, exact. Returns the greatest timestamp."""
+    """Check record by record, slowly and exactly. Return the greatest timestamp."""
     at, highest = 0, -_INT64
     index = 0
     try:
@@ -279,10 +284,10 @@ def _walk(data: memoryview, header: BatchHeader) -> int:
             time_delta, at = _record(data, at, index)
             timestamp_ms = header.base_timestamp_ms + time_delta
             if not -_INT64 <= timestamp_ms < _INT64:
-                raise _Bad("its timestamp has more than 64 bits")
+                raise _Bad("the timestamp has more than 64 bits")
             highest = max(highest, timestamp_ms)
     except (ValueError, IndexError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "it passes the end of the batch"
+        reason = str(error) if isinstance(error, ValueError) else "the record ends beyond the batch"
         raise InvalidRecordsError(
             f"a record is malformed: record={index} reason={reason}.", record_errors=((index, reason),)
         ) from None
@@ -292,24 +297,24 @@ def _walk(data: memoryview, header: BatchHeader) -> int:
 
 
 def _record(data: memoryview, at: int, index: int) -> tuple[int, int]:
-    """(timestamp delta, where the next record begins) of the record at `at`."""
+    """Return (timestamp delta, start of the next record) of the record at `at`."""
     length, at = varint(data, at, 32)
     end = at + length
     if length < 0 or end > len(data):
-        raise _Bad(f"its length is out of bounds: length={length}")
+        raise _Bad(f"the length is out of bounds: length={length}")
     time_delta, at = varint(data, at + 1)
     offset_delta, at = varint(data, at, 32)
     if offset_delta != index:
-        raise _Bad(f"its offset delta is not its place: offset_delta={offset_delta}")
+        raise _Bad(f"the offset delta is not the record's place: offset_delta={offset_delta}")
     for field in ("key", "value"):
         at = _skip(data, at, field, null=True)
     headers, at = varint(data, at, 32)
     if headers < 0 or headers > end - at:
-        raise _Bad(f"its header count is out of bounds: headers={headers}")
+        raise _Bad(f"the header count is out of bounds: headers={headers}")
     for _ in range(headers):
         at = _skip(data, _skip(data, at, "header key", null=False), "header value", null=True)
     if at != end:
-        raise _Bad(f"its length and its content disagree: length={length} difference={end - at}")
+        raise _Bad(f"length and content disagree: length={length} difference={end - at}")
     return time_delta, at
 
 

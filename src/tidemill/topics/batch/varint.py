@@ -1,4 +1,5 @@
-"""Zigzag variable-length integers, one at a time (Kafka's record format v2, KIP-98). Many at once: `columnar_scan`."""
+"""Zigzag variable-length integers, one at a time (Kafka's record format v2, KIP-98). `columnar_scan` reads many
+together."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ class VarintError(ValueError):
 
 
 def varint(data: bytes | memoryview, at: int, bits: int = 64) -> tuple[int, int]:
-    """(value, next position) of one of `bits` bits, 32 or 64. Raises IndexError past the end, VarintError past
-    `bits`."""
+    """Read a varint of `bits` bits, 32 or 64; return (value, next position).
+
+    Raises IndexError beyond the data, VarintError beyond `bits`.
+    """
     byte = data[at]
     at += 1
     zigzag = byte & 0x7F

@@ -1,1 +1,2 @@
-"""Compaction by key (`cleanup.policy=compact`): of each key the newest record stays. Pure; the keeper does the rest."""
+"""Compaction by key (`cleanup.policy=compact`): the newest record of each key remains. Pure; the maintenance job does
+the I/O."""

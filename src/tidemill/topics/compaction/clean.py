@@ -1,14 +1,17 @@
-"""One stretch of batches, cleaned: which records stay, and the batches that hold them. Pure, by columns.
+"""Compact one range of batches: select the remaining records, and rebuild the batches that hold them. Pure, by columns.
 
-CL1  A record goes when a newer one of its key is in the map, when it has no key, or when it is a tombstone below
-     `tombstones_below`. From `end` on nothing is touched. In a captured table's topic a record without a key is the
-     tombstone of every key before it: what is older goes, and it goes as a tombstone does.
-CL2  A batch keeps its first and last offset, its producer, epoch and sequence, and its codec; its records keep their
-     bytes. One without records any more goes whole: what is known of producers is in the partition's state.
-CL3  A batch of an aborted transaction has no records for anybody, and goes; so does the marker of a commit, which
-     nobody asks for. The marker of an abort stays as long as fetches may name the transaction, for a client ends it
-     there: until it lies below `markers_below`.
-CL4  What cannot be read stays as it is.
+Rules for records: a record is removed if the map has a newer one of its key, if it has no key, or if it is a tombstone
+below `tombstones_below`. Nothing from `end` on is changed. In a captured table's topic a record without a key is the
+tombstone of every key before it: older records are removed, and it is removed as a tombstone is.
+
+Rules for batches: a batch retains its first and last offset, its producer, epoch, sequence and codec; its records
+retain their bytes. A batch without remaining records is removed: the producer's state is in the partition's state.
+
+Rules for transactions: batches of aborted transactions are invisible and are removed, and so are commit markers, which
+no reader needs. Clients need an abort marker to end an aborted transaction that a fetch names, so it remains until it
+is below `markers_below`.
+
+Unreadable batches remain unchanged.
 """
 
 from __future__ import annotations
@@ -34,9 +37,12 @@ Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """What is known of a partition's keys below `end`, and which tombstones may go: those below `tombstones_below`.
-    `tombstones_from`: those that stay are counted from there on. `captured`: the topic is a captured table's. No fetch
-    names, and none will, what was aborted wholly below `markers_below`."""
+    """Inputs of one compaction pass over a partition.
+
+    `keys` covers the keys below `end`. Tombstones below `tombstones_below` are removed; the remaining ones are counted
+    from `tombstones_from`. `captured`: the topic is a captured table's. No present or future fetch names transactions
+    that were aborted wholly below `markers_below`.
+    """
 
     keys: KeyMap
     key_hash: KeyHash
@@ -48,7 +54,7 @@ class Pass(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """A batch as it stays; it covers the offsets [base_offset, next_offset)."""
+    """A remaining batch; it covers the offsets [base_offset, next_offset)."""
 
     data: Buffer
     base_offset: int
@@ -57,7 +63,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 PLAIN_HEADERS, UNCHANGED_HEADER = 3, "tm.unchanged"
-"""Of a captured table's records (capture/topics/topic_writer.py)."""
+"""Header count and marker header of a captured table's records (capture/topics/topic_writer.py)."""
 
 
 class Cleaned(msgspec.Struct, frozen=True):
@@ -67,11 +73,11 @@ class Cleaned(msgspec.Struct, frozen=True):
 
 
 Stored = tuple[BatchRef, Buffer]
-"""Where a batch lies, with the producers whose batch here is an aborted one, and its bytes."""
+"""Location of a batch, including the producers aborted in it, and its bytes."""
 
 
 def take_keys(batches: Sequence[Stored], key_hash: KeyHash, keys: KeyMap, *, captured: bool = False) -> None:
-    """Into the map, from batches in order: what has records for anybody, and a key. `captured`: see Pass."""
+    """Add the keys of batches, in order, to the map: of visible records with a key. `captured`: see Pass."""
     for group in _groups(_opened(ref, data) for ref, data in batches):
         readable = [each for each in group if isinstance(each, Opened)]
         for _, columns, _ in _scanned(readable):
@@ -85,7 +91,8 @@ def take_keys(batches: Sequence[Stored], key_hash: KeyHash, keys: KeyMap, *, cap
 
 
 def _leaving(columns: Columns) -> Mask:
-    """Records that leave columns out, which a reader has from the record before of their key: they supersede none."""
+    """Return which records omit columns. A reader takes these from the previous record of the key, so they supersede
+    none."""
     out = np.zeros(len(columns), np.bool_)
     for at in np.flatnonzero(columns.header_counts > PLAIN_HEADERS).tolist():
         out[at] = any(name == UNCHANGED_HEADER for name, _ in columns.headers_of(at))
@@ -93,7 +100,7 @@ def _leaving(columns: Columns) -> Mask:
 
 
 def clean(batches: Sequence[Stored], rules: Pass) -> Cleaned:
-    """What stays of these batches, which are in order."""
+    """Compact these batches, which are in order."""
     stays: list[Batch] = []
     tombstones = 0
     changed = False
@@ -128,12 +135,12 @@ def _kept(columns: Columns, rules: Pass) -> Mask:
 
 
 def _deletes(columns: Columns, rules: Pass) -> Mask:
-    """Which records are tombstones."""
+    """Return which records are tombstones."""
     return (columns.value_bytes < 0) | ((columns.key_bytes < 0) & rules.captured)
 
 
 def _opened(ref: BatchRef, data: Buffer, markers_below: int = 0) -> Opened | Batch | None:
-    """To be looked into; to stay as it is; to go."""
+    """Return Opened to be scanned, Batch to retain unchanged, or None to remove."""
     try:
         opened = open_batch(data, ref)
     except UnreadableBatchError:
@@ -150,7 +157,7 @@ def _as_it_is(opened: Opened) -> Batch:
 
 
 def _groups(batches: Iterator[Opened | Batch | None]) -> Iterator[list[Opened | Batch | None]]:
-    """Stretches that are looked at together: what is held decompressed is bounded."""
+    """Yield groups that are scanned together, which bounds the decompressed bytes."""
     group: list[Opened | Batch | None] = []
     records = size_bytes = 0
     for each in batches:
@@ -166,7 +173,7 @@ def _groups(batches: Iterator[Opened | Batch | None]) -> Iterator[list[Opened | 
 
 
 def _scanned(group: list[Opened]) -> Iterator[tuple[list[Opened], Columns | None, Int64s]]:
-    """Batches with their records and where those begin; without columns one whose records cannot be read."""
+    """Yield batches with their records and the records' first bytes; an unreadable batch comes without columns."""
     rest = [group] if group else []
     while rest:
         some = rest.pop()

@@ -1,12 +1,12 @@
-"""128 bits of each key, a whole column at once: what compaction tells keys apart by.
+"""Hash each key to 128 bits, a whole column at a time. Compaction identifies keys by these hashes.
 
     word 0      the key's length in bytes
-    words 1 …   its bytes, four at a time, zeros behind the last
-    hash k      upper 32 bits of Σ secret[k][i] · word[i] mod 2^64, four of them side by side
+    words 1 …   its bytes, four at a time, padded with zeros
+    hash k      upper 32 bits of Σ secret[k][i] · word[i] mod 2^64, four of them in parallel
 
-Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast"): two keys meet in one hash with a
-probability of 2^-32, whoever chose them, for the secrets are drawn anew for each pass; in all four with 2^-128.
-Longer keys go through BLAKE2b one by one.
+Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast"): two keys collide in one hash with a
+probability of 2^-32, in all four with 2^-128. That holds even for maliciously chosen keys, since each pass draws new
+secrets. Longer keys are hashed one by one with BLAKE2b.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _GATHERED_BYTES = 1 << 20
 _HIGH = np.uint64(0xFFFF_FFFF_0000_0000)
 
 Hashes = npt.NDArray[np.uint64]
-"""A row a key: two columns."""
+"""One row per key: two columns."""
 
 
 class KeyHash:
     def __init__(self, secret: bytes) -> None:
-        """`secret`: what nobody who writes keys knows."""
+        """Derive the factors. `secret` must be unknown to the writers of keys."""
         self._secret = shake_256(secret).digest(32)
         drawn = shake_256(b"words" + secret).digest(4 * _WORDS * 8)
         self._factors = np.frombuffer(drawn, "<u8").astype(np.uint64).reshape(_WORDS, 4)
 
     def of(self, data: Buffer, at: Int64s, sizes: Int64s) -> Hashes:
-        """Keys that lie at `at` in `data` and are `sizes` long; what stands for a null key means nothing."""
+        """Hash the keys at `at` in `data` with length `sizes`; the hash of a null key is meaningless."""
         found = np.zeros((len(at), 2), np.uint64)
         table = np.frombuffer(data, np.uint8)
         for size in np.unique(sizes[sizes >= 0]).tolist():

@@ -1,8 +1,9 @@
-"""Hash of a key → offset of its newest record, of a stretch of a partition: what one pass of compaction knows. Of a
-captured table's also where it was emptied last.
+"""Map the hash of a key to the offset of its newest record, for one compaction pass over a range of a partition.
 
-KM1  It holds as many keys as it was given room for, 24 bytes each, and those of one batch more: a pass of a partition
-     with more keys ends where the map is full, and the next one goes on there.
+For a captured table it also has the offset of its last TRUNCATE.
+
+Invariant (bounded memory): the map holds as many keys as it has room for, 24 bytes each, plus those of one batch. A
+pass over a partition with more keys ends when the map is full, and the next pass continues there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tidemill.topics.batch.columns import Int64s
 from tidemill.topics.compaction.hashes import Hashes
 
 _PENDING = 1 << 16
-"""Records that are sorted and taken into the map at once, at least; else an eighth of it."""
+"""Minimum number of records that are sorted and merged into the map together; in a large map an eighth of its size."""
 
 
 class KeyMap:
@@ -22,11 +23,11 @@ class KeyMap:
         self._hashes: Hashes = np.zeros((0, 2), np.uint64)
         self._offsets: Int64s = np.zeros(0, np.int64)
         self._longest_run = 0
-        """Keys that agree in the first half of their hash: nearly always one."""
+        """Maximum number of keys that agree in the first half of their hash: nearly always one."""
         self._pending: list[tuple[Hashes, Int64s]] = []
         self._pending_count = 0
         self.emptied_at = -1
-        """Nothing before this offset counts any more, of whatever key."""
+        """Offset before which all records of all keys are superseded."""
 
     def __len__(self) -> int:
         self._settle()
@@ -40,14 +41,14 @@ class KeyMap:
         return len(self._offsets) >= self._room
 
     def add(self, hashes: Hashes, offsets: Int64s) -> None:
-        """Records of a batch or several; those of a later call have greater offsets."""
+        """Add records of one or more batches. Each call must have greater offsets than the one before."""
         self._pending.append((hashes, offsets))
         self._pending_count += len(offsets)
         if self._pending_count >= max(_PENDING, len(self._offsets) // 8):
             self._settle()
 
     def superseded(self, hashes: Hashes, offsets: Int64s) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Which of these records have a newer one of their key in the map."""
+        """Return which of these records have a newer one of their key in the map."""
         self._settle()
         at = self._places(hashes)
         known = np.flatnonzero(at >= 0)
@@ -56,7 +57,8 @@ class KeyMap:
         return found
 
     def _places(self, hashes: Hashes) -> Int64s:
-        """Where each stands, −1 for none. Those that agree in the first half stand side by side in any order."""
+        """Return the index of each hash, −1 if absent. Hashes that agree in the first half are adjacent, in any
+        order."""
         found = np.full(len(hashes), -1, np.int64)
         first = np.searchsorted(self._hashes[:, 0], hashes[:, 0], side="left")
         for step in range(self._longest_run):

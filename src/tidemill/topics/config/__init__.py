@@ -1,1 +1,1 @@
-"""Configs of topics: keys, values, changes (KIP-339), and the settings of this room."""
+"""Configs of topics: keys, values, changes (KIP-339), and the settings of this package."""

@@ -1,4 +1,4 @@
-"""Changes of configs, a topic's or a group's: what clients and the command line ask for. Pure (KIP-339)."""
+"""Apply changes to the configs of a topic or a group, as requested by clients and the command line. Pure (KIP-339)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Op(IntEnum):
 
 
 class InvalidConfigRequestError(InvalidError):
-    """INVALID_REQUEST: what is asked for makes no sense, whatever the config."""
+    """The request is invalid for any config (Kafka INVALID_REQUEST)."""
 
 
 Change = tuple[str, int, str | None]
-"""(name, op, value)"""
+"""One change: (name, op, value)."""
 
 
 class Kind(NamedTuple):
-    """What has configs. `check` raises InvalidError for one that is unknown or not served so."""
+    """Kind of a resource with configs. `check` raises InvalidError for a config that is unknown or not supported."""
 
     settings: Mapping[str, Setting]
     check: Callable[[Mapping[str, str]], object]
@@ -47,15 +47,18 @@ TOPIC: Final = Kind(SETTINGS, topic_config)
 def altered(
     config: Mapping[str, str], changes: Sequence[Change], kind: Kind = TOPIC, *, typed: bool = False
 ) -> dict[str, str]:
-    """The config after all changes. Raises InvalidConfigRequestError, or InvalidError for a config that is not served
-    so; a config that stands and is not touched is not judged: it may be older than the checks.
+    """Return the config after all changes.
 
-    To delete what is not set changes nothing, as in Kafka, also where nobody knows the name: who copies the configs of
-    another cluster deletes what has its default there. `typed`: by a person, who is told of an unknown name.
+    Raises InvalidConfigRequestError, or InvalidError for an unsupported config. Configs that are not changed are not
+    checked: they may be older than the checks.
+
+    As in Kafka, deleting a config that is not set changes nothing, even if the name is unknown: tools that copy configs
+    from another cluster delete those that have their default there. `typed`: the names come from a person, and an
+    unknown one raises InvalidError.
     """
     twice = [name for name, count in Counter(name for name, _, _ in changes).items() if count > 1]
     if twice:
-        raise InvalidConfigRequestError(f"a config is named twice: name={twice[0]}.")
+        raise InvalidConfigRequestError(f"a config is repeated: name={twice[0]}.")
     new = dict(config)
     for name, op, value in changes:
         if op == Op.DELETE:
@@ -69,7 +72,7 @@ def altered(
             )
         if value is None:
             raise InvalidConfigRequestError(
-                f"a value is needed: name={name}.", fix="To go back to the default: DELETE."
+                f"a value is required: name={name}.", fix="Use DELETE to restore the default."
             )
         wanted = value if op == Op.SET else _with_items(name, config, op, value, kind)
         kind.check({name: wanted})
@@ -84,7 +87,7 @@ def _with_items(name: str, config: Mapping[str, str], op: int, value: str, kind:
     if setting is None:
         kind.check({name: value})
     if setting is None or setting.kind != "list":
-        raise InvalidError(f"only lists take items: name={name}.", fix="SET the whole value.")
+        raise InvalidError(f"only a list config has items: name={name}.", fix="SET the whole value.")
     items = list(split_list(config.get(name, setting.default)))
     asked = split_list(value)
     if op == Op.APPEND:

@@ -1,9 +1,9 @@
-"""Topic configs: every key of Kafka 4, what it means here, and what values it takes. Names are Kafka's own.
+"""Topic configs: every key of Kafka 4, with its meaning here and its values. Names are Kafka's own.
 
 honoured   does what Kafka documents
-shown      asks for something that cannot be otherwise here, or that this design has not got: any value that Kafka
-           takes is stored and shown, and changes nothing (tools set them by habit, Kafka Streams always)
-single     would change what clients see, and is not served: one value is taken, every other one refused by name
+shown      concerns a mechanism that is fixed here or does not exist: any value that Kafka accepts is stored and
+           shown, and has no effect (tools set them by habit, Kafka Streams always)
+single     would change what clients see, and is not supported: one value is accepted, every other one rejected
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tidemill.base.limits import KAFKA_REQUEST_BYTES
 
 BATCH_BYTES_MIN: Final = 1024
 VALUE_CHARS_MAX: Final = 4096
-"""Of one value: a topic is one row of the metastore."""
+"""Limit of one value: a topic is one row of the metastore."""
 
 _INT: Final = 2**31 - 1
 _LONG: Final = 2**63 - 1
@@ -27,15 +27,18 @@ _LONG: Final = 2**63 - 1
 
 AS_SENT: Final = -1
 _CODECS: Final = {"uncompressed": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4, "producer": AS_SENT}
-"""Numbers of a batch's attributes (`batch.codecs`)."""
+"""Codec numbers in a batch's attributes (`batch.compression`)."""
 
 
 class TopicConfig(msgspec.Struct, frozen=True):
-    """What is honoured, typed. retention_ms, retention_bytes: −1 keeps everything; bytes are of one partition, as in
-    Kafka. append_time: records get the time at which they are stored. ahead_max_ms: how far beyond now a record's own
-    time may lie. codec: by what batches are compressed; AS_SENT leaves it to producers. cleanup: what is done with the
-    past; the four after it say when it is compacted (`keeper`). captured, which is no config: it is a captured
-    table's topic, in which a record without a key empties its partition."""
+    """Typed values of the honoured configs.
+
+    retention_ms, retention_bytes: −1 retains everything; bytes are per partition, as in Kafka. append_time: records get
+    the time at which they are stored. ahead_max_ms: how far in the future a record's own time may be. codec:
+    compression of batches; AS_SENT leaves it to producers. cleanup: treatment of old records; the four fields after it
+    determine when a partition is compacted (`maintenance`). captured (no config): the topic is a captured table's, in
+    which a record without a key empties its partition.
+    """
 
     max_message_bytes: int = KAFKA_REQUEST_BYTES
     retention_ms: int = -1
@@ -52,7 +55,7 @@ class TopicConfig(msgspec.Struct, frozen=True):
 
     @property
     def asks_keys(self) -> bool:
-        """Of every record."""
+        """True if every record must have a key."""
         return self.compacts and not self.captured
 
     @property
@@ -61,20 +64,20 @@ class TopicConfig(msgspec.Struct, frozen=True):
 
     @property
     def forgets(self) -> bool:
-        """By time or by size."""
+        """True if records are deleted by time or by size."""
         return "delete" in self.cleanup and (self.retention_ms >= 0 or self.retention_bytes >= 0)
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One config as it is listed.
+    """One config as listed.
 
     kind       boolean, string, int, long, double or list, as Kafka types it
-    field      its place in TopicConfig, for one that is honoured
-    low, high  bounds of a number; values: what a string, or an item of a list, may be ((): anything)
-    single     only the default is taken
+    field      its field of TopicConfig, if it is honoured
+    low, high  bounds of a number; values: allowed values of a string, or of a list's items ((): any)
+    single     only the default is accepted
     broker     the broker's config that Kafka takes the default from, "" = none
-    says       what it means here, in a sentence: the documentation of DescribeConfigs and docs/kafka.md
-    fix        what to do instead, for one that is refused
+    says       its meaning here, in a sentence: the documentation of DescribeConfigs and docs/kafka.md
+    fix        alternative to a rejected value
     """
 
     default: str
@@ -93,7 +96,7 @@ class Setting(msgspec.Struct, frozen=True):
         return "honoured" if self.field else "single" if self.single else "shown"
 
     def parse(self, name: str, value: str) -> int | float | bool | str | tuple[str, ...]:
-        """The value, typed. Raises InvalidError."""
+        """Parse the value. Raises InvalidError."""
         if len(value) > VALUE_CHARS_MAX:
             raise InvalidError(f"bad value: name={name} chars={len(value)}.", fix=f"Use {VALUE_CHARS_MAX} at most.")
         if self.kind == "boolean":
@@ -127,52 +130,52 @@ def _one_of(name: str, value: str, values: tuple[str, ...]) -> str:
 
 
 def split_list(value: str) -> tuple[str, ...]:
-    """The items of a config of kind list."""
+    """Split the value of a list config into its items."""
     return tuple(item.strip() for item in value.split(",") if item.strip())
 
 
 def _segments(kind: str, default: int, low: int, broker: str) -> Setting:
     high = _INT if kind == "int" else _LONG
-    says = "Nothing: there are no segment files. Records lie in objects of the bucket."
+    says = "No effect: there are no segment files. Records are stored in objects of the bucket."
     return Setting(str(default), kind, says, low=low, high=high, broker=broker)
 
 
 def _level(default: int, low: int, high: int) -> Setting:
-    return Setting(str(default), "int", "Nothing: what is compressed here is so at a middle level.", low=low, high=high)
+    return Setting(str(default), "int", "No effect: batches compressed here use a medium level.", low=low, high=high)
 
 
 def _tiers(default: str, kind: str) -> Setting:
-    says = "There is no second tier: everything is in the bucket from the first byte on."
-    return Setting(default, kind, says, single=True, fix="Leave it out: old records cost object storage already.")
+    says = "There is no second tier: all records are in the bucket from the beginning."
+    return Setting(default, kind, says, single=True, fix="Omit it: old records are in object storage already.")
 
 
 def _throttle() -> Setting:
-    return Setting("", "list", "Nothing: no replica follows another, so there is no traffic to throttle.")
+    return Setting("", "list", "No effect: there are no follower replicas, so no replication traffic.")
 
 
 SETTINGS: Final[dict[str, Setting]] = {
     "cleanup.policy": Setting(
-        "delete", "list", "delete: what retention takes goes. compact: the newest of each key stays. Empty: all does.",
+        "delete", "list", "delete: by retention. compact: the newest record of each key remains. Empty: all remain.",
         "cleanup", values=("compact", "delete"), broker="log.cleanup.policy",
     ),
     "compression.gzip.level": _level(-1, -1, 9),
     "compression.lz4.level": _level(9, 1, 17),
     "compression.type": Setting(
-        "producer", "string", "By what batches are compressed, here where a producer did otherwise. producer: as sent.",
+        "producer", "string", "Codec of stored batches; others are recompressed. producer: as sent.",
         "codec", values=tuple(_CODECS), broker="compression.type",
     ),
     "compression.zstd.level": _level(3, -131072, 22),
     "delete.retention.ms": Setting(
-        "86400000", "long", "A tombstone of a compacted topic stays so long after what it deletes has gone.",
+        "86400000", "long", "How long a tombstone remains after compaction has removed the records that it deletes.",
         "delete_retention_ms", 0, _LONG, broker="log.cleaner.delete.retention.ms",
     ),
     "file.delete.delay.ms": _segments("long", 60_000, 0, "log.segment.delete.delay.ms"),
     "flush.messages": Setting(
-        str(_LONG), "long", "Nothing: every acknowledged record is durable.", low=1, high=_LONG,
+        str(_LONG), "long", "No effect: every acknowledged record is durable.", low=1, high=_LONG,
         broker="log.flush.interval.messages",
     ),
     "flush.ms": Setting(
-        str(_LONG), "long", "Nothing: every acknowledged record is durable.", high=_LONG,
+        str(_LONG), "long", "No effect: every acknowledged record is durable.", high=_LONG,
         broker="log.flush.interval.ms",
     ),
     "follower.replication.throttled.replicas": _throttle(),
@@ -181,27 +184,27 @@ SETTINGS: Final[dict[str, Setting]] = {
     "local.retention.bytes": _tiers("-2", "long"),
     "local.retention.ms": _tiers("-2", "long"),
     "max.compaction.lag.ms": Setting(
-        str(_LONG), "long", "A compacted topic is compacted when it holds a superseded record that is so old.",
+        str(_LONG), "long", "Age of a superseded record at which its topic is compacted.",
         "compaction_lag_max_ms", 1, _LONG, broker="log.cleaner.max.compaction.lag.ms",
     ),
     "max.message.bytes": Setting(
-        str(KAFKA_REQUEST_BYTES), "int", "The largest record batch that is taken, as it is stored.",
+        str(KAFKA_REQUEST_BYTES), "int", "The largest record batch that is accepted, as stored.",
         "max_message_bytes", BATCH_BYTES_MIN, KAFKA_REQUEST_BYTES, broker="message.max.bytes",
     ),
     "message.timestamp.after.max.ms": Setting(
-        "3600000", "long", "A batch with a record later than now by more is refused (INVALID_TIMESTAMP).",
+        "3600000", "long", "A batch with a record further in the future is rejected (INVALID_TIMESTAMP).",
         "ahead_max_ms", 0, _LONG, broker="log.message.timestamp.after.max.ms",
     ),
     "message.timestamp.before.max.ms": Setting(
-        str(_LONG), "long", "Records of any age are taken.", single=True,
-        broker="log.message.timestamp.before.max.ms", fix="Leave it out, or set message.timestamp.type=LogAppendTime.",
+        str(_LONG), "long", "Records of any age are accepted.", single=True,
+        broker="log.message.timestamp.before.max.ms", fix="Omit it, or set message.timestamp.type=LogAppendTime.",
     ),
     "message.timestamp.type": Setting(
         "CreateTime", "string", "CreateTime: the producer's times. LogAppendTime: the time at which a batch is stored.",
         "append_time", values=("CreateTime", "LogAppendTime"), broker="log.message.timestamp.type",
     ),
     "min.cleanable.dirty.ratio": Setting(
-        "0.5", "double", "A partition is compacted when such a part of its bytes came since it was compacted last.",
+        "0.5", "double", "Share of bytes written since its last compaction at which a partition is compacted.",
         "dirty_ratio", 0, 1, broker="log.cleaner.min.cleanable.ratio",
     ),
     "min.compaction.lag.ms": Setting(
@@ -209,19 +212,19 @@ SETTINGS: Final[dict[str, Setting]] = {
         "compaction_lag_ms", 0, _LONG, broker="log.cleaner.min.compaction.lag.ms",
     ),
     "min.insync.replicas": Setting(
-        "1", "int", "Nothing: whatever it asks for, an acknowledged record is durable in the bucket.",
+        "1", "int", "No effect: every acknowledged record is durable in the bucket.",
         low=1, high=_INT, broker="min.insync.replicas",
     ),
-    "preallocate": Setting("false", "boolean", "Nothing: there are no segment files.", broker="log.preallocate"),
+    "preallocate": Setting("false", "boolean", "No effect: there are no segment files.", broker="log.preallocate"),
     "remote.log.copy.disable": _tiers("false", "boolean"),
     "remote.log.delete.on.disable": _tiers("false", "boolean"),
     "remote.storage.enable": _tiers("false", "boolean"),
     "retention.bytes": Setting(
-        "-1", "long", "Of each partition the oldest batches go beyond it, what no pipeline has read excepted.",
+        "-1", "long", "Size of a partition beyond which its oldest batches are deleted, once pipelines have read them.",
         "retention_bytes", -1, _LONG, broker="log.retention.bytes",
     ),
     "retention.ms": Setting(
-        "-1", "long", "Batches whose newest record is older go, what no pipeline has read excepted.",
+        "-1", "long", "Age of its newest record at which a batch is deleted, once pipelines have read it.",
         "retention_ms", -1, _LONG, broker="log.retention.ms",
     ),
     "segment.bytes": _segments("int", 1 << 30, 14, "log.segment.bytes"),
@@ -229,7 +232,7 @@ SETTINGS: Final[dict[str, Setting]] = {
     "segment.jitter.ms": _segments("long", 0, 0, "log.roll.jitter.ms"),
     "segment.ms": _segments("long", 604_800_000, 1, "log.roll.ms"),
     "unclean.leader.election.enable": Setting(
-        "false", "boolean", "Nothing: no election loses a record.", broker="unclean.leader.election.enable"
+        "false", "boolean", "No effect: no election loses a record.", broker="unclean.leader.election.enable"
     ),
 }  # fmt: skip
 
@@ -241,19 +244,21 @@ _WORDS: Final[dict[str, dict[str, int]]] = {
 
 
 def topic_config(config: Mapping[str, str]) -> TopicConfig:
-    """The config of a topic's row. Raises InvalidError, naming the first config that is unknown or not served so, or
-    two that contradict each other."""
+    """Parse the config of a topic's row.
+
+    Raises InvalidError with the first config that is unknown or not supported, or with two that contradict each other.
+    """
     found = _typed(config)
     check_together(found)
     return found
 
 
 def check_together(config: TopicConfig) -> None:
-    """Raises InvalidError where a record would have to be compacted before it may be, as Kafka does."""
+    """Raise InvalidError if a record would have to be compacted before it may be, as Kafka does."""
     least, most = config.compaction_lag_ms, config.compaction_lag_max_ms
     if least > most:
         raise InvalidError(
-            f"they contradict each other: {LAGS[0]}={least} {LAGS[1]}={most}.",
+            f"two configs contradict each other: {LAGS[0]}={least} {LAGS[1]}={most}.",
             fix=f"Set {LAGS[0]} to {LAGS[1]} at most.",
         )
 
@@ -269,7 +274,7 @@ def _typed(config: Mapping[str, str]) -> TopicConfig:
             raise InvalidError(f"unknown topic config: name={name}.", fix=f"Known are {', '.join(SETTINGS)}.")
         if setting.single:
             if value != setting.default:
-                raise InvalidError(f"not served: name={name} value={value[:80]!r}.", fix=setting.fix)
+                raise InvalidError(f"config value not supported: name={name} value={value[:80]!r}.", fix=setting.fix)
             continue
         parsed = setting.parse(name, value)
         if setting.field:
@@ -278,8 +283,8 @@ def _typed(config: Mapping[str, str]) -> TopicConfig:
 
 
 def stored_config(config: Mapping[str, str]) -> TopicConfig:
-    """As `topic_config`, of a row that may be older than the checks: what is not served now is passed over, and what
-    contradicts stands."""
+    """Parse the config of a row that may be older than the checks. Unsupported configs are ignored, and contradictions
+    remain."""
     fields: dict[str, str] = {}
     for name, value in config.items():
         with contextlib.suppress(InvalidError):

@@ -1,11 +1,14 @@
-"""Partitions that one reader asks for again and again: what nothing happened to is not looked at.
+"""Partitions that one reader fetches repeatedly: partitions without changes are not examined again.
 
     put ─► due ─► planned ─► nothing left to read ─► watched ── it moved ─► due
-                     └─ batches or an error: stays due, behind the others once it gave batches
+                     └─ batches or an error: stays due, after the others once it has returned batches
 
-FW1  Whatever is not due is watched, and had nothing for its reader in the plain call that took it out of the due.
-FW2  Offsets other than those told last are told with the next answer; they do not end a wait.
-FW3  A watcher is called once and forgotten, so a reader who never comes back costs each partition one call.
+Invariant (no missed wake-up): a partition that is not due is watched, and had nothing for its reader in the plain call
+that removed it from the due ones.
+
+Offsets that differ from the last reported ones are reported with the next answer; they do not end a wait.
+
+A watcher is called once and dropped, so a reader that never returns costs each partition one call.
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.partition.leader import PartitionLeader
 
 Marks = tuple[int, int, int]
-"""(high watermark, log start, last stable offset)"""
+"""High watermark, log start and last stable offset."""
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """What every reader of one process shares."""
+    """Dependencies that all readers of one process share."""
 
     open_all: Callable[[Sequence[FetchRead], float], Awaitable[list[Led]]]
-    """(reads, until when by the loop's time) → what leads each."""
+    """Called with the reads and a deadline in the loop's time; returns the leader of each, or its error."""
     l0: SharedReads
     cache: ObjectCache
     l1: L1Reader | None
@@ -46,9 +49,9 @@ class _Followed:
         self.key = key
         self.read = read
         self.led: PartitionLeader | None = None
-        """The one that it is watched at."""
+        """Leader that is being watched."""
         self.marks: Marks | None = None
-        """As it was planned."""
+        """Offsets when it was last planned."""
         self.told: Marks | None = None
 
     def woken(self) -> None:
@@ -69,7 +72,7 @@ class _Followed:
 
     @property
     def rests(self) -> bool:
-        """Nothing is there for its reader, and whatever comes is told (FW1)."""
+        """True if there is nothing for its reader, and any change will wake it."""
         if self.led is None:
             return False
         state = self.led.state
@@ -78,13 +81,13 @@ class _Followed:
 
 
 class LocalFollowing:
-    """Implements `api.Following`."""
+    """Partitions followed by one reader of this process. Implements `api.Following`."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._followed: dict[Hashable, _Followed] = {}
         self._due: dict[_Followed, None] = {}
-        """In the order in which they have their turn."""
+        """Partitions to plan, in the order of their turns."""
         self._untold: dict[_Followed, None] = {}
         self._woken: asyncio.Future[None] | None = None
         self._closed = False
@@ -141,7 +144,7 @@ class LocalFollowing:
             due = list(self._due)
             reads = [each.read for each in due]
             led = await serving.open_all(reads, until_s)
-            # Watched first: planning may take several turns of the loop, in which batches arrive.
+            # Watch first: planning may take several turns of the loop, in which batches arrive.
             for each, at in zip(due, led, strict=True):
                 if each in self._due:
                     each.watch(at)
@@ -199,7 +202,7 @@ class LocalFollowing:
 
 
 async def _woken(woken: asyncio.Future[None], within_s: float) -> bool:
-    """False: nothing has moved in this time, so what was planned stands."""
+    """Return False if no partition moved in this time, so that the plan is still valid."""
     try:
         async with asyncio.timeout(within_s):
             await woken

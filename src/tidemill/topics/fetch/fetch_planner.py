@@ -1,4 +1,5 @@
-"""Answering fetches from led partitions: choose by the state in one plain call, or by L1's rows; then materialise."""
+"""Answer fetches from led partitions: choose batches from the state in one plain call, or from L1's rows, then read
+them."""
 
 from __future__ import annotations
 
@@ -19,20 +20,21 @@ Plan = list[BatchRef] | TidemillError
 
 
 BATCHES_MAX = 4_096
-"""Of one answer: a topic of tiny batches would fill 16 MiB with a quarter of a million of them."""
+"""Limit of batches per answer: a topic of tiny batches would fill 16 MiB with a quarter of a million of them."""
 
 COLD_OBJECTS_MAX = 64
-"""L0 objects that one answer waits for: a client that waits for thousands gives up, and asks for them all again."""
+"""Limit of L0 objects that one answer reads from the store: a client that waits for thousands times out, and requests
+them all again."""
 
 
 class AtHand(Protocol):
-    """What is read of L0 without a store."""
+    """Source of L0 ranges that are cached or being read."""
 
     def holds(self, key: str, begin: int, end: int) -> bool: ...
 
 
 class _Cold:
-    """How much of one answer may wait for the store."""
+    """Limits how much of one answer waits for the store."""
 
     def __init__(self, cache: ObjectCache, shared: AtHand) -> None:
         self._cache = cache
@@ -40,7 +42,7 @@ class _Cold:
         self._keys: set[str] = set()
 
     def within(self, refs: list[BatchRef]) -> list[BatchRef]:
-        """As many of them, from the first on."""
+        """Return the longest prefix of `refs` within the limit."""
         for index, ref in enumerate(refs):
             key, begin = ref.object_key, ref.first_byte
             if key in self._keys or self._cache.get(key) or self._shared.holds(key, begin, begin + ref.size_bytes):
@@ -60,10 +62,11 @@ async def plan_fetch(
     cache: ObjectCache,
     shared: AtHand,
 ) -> tuple[list[Plan], int, bool]:
-    """(batches or error for each read, bytes in all, whether to answer at once). At least one batch if there is any.
+    """Return (batches or error for each read, bytes in total, whether to answer immediately).
 
-    Nothing is gained by waiting for more bytes where a read failed, or where there are more than an answer may have:
-    what is left out by a limit now would be left out then."""
+    Includes at least one batch if there is any. Waiting for more bytes is useless if a read failed, or if there are
+    more batches than an answer may have: a limit that excludes them now would exclude them later.
+    """
     cold = _Cold(cache, shared)
     plans: list[Plan] = []
     total = 0
@@ -103,7 +106,7 @@ async def plan_fetch(
 
 
 def _leaves_some(led: PartitionLeader, read: FetchRead, refs: list[BatchRef]) -> bool:
-    """Is there more for its reader behind what is planned?"""
+    """Return whether there is more for the reader after the planned batches."""
     offset = refs[-1].base_offset + refs[-1].record_count if refs else read.offset
     return offset < (led.state.last_stable if read.committed else led.state.high_watermark)
 
@@ -115,12 +118,15 @@ def _past(led: Led, read: FetchRead) -> bool:
 async def _choose_past(
     led: PartitionLeader, read: FetchRead, max_bytes: int, max_count: int, l1: L1Reader | None, *, at_least_one: bool
 ) -> tuple[list[BatchRef], int]:
-    """Batches of L1 and their bytes; ([], −1) when what is asked for is hot, or nothing of it is left below what is hot
-    when this returns. Raises as `_choose_refs`; Corrupt, Unavailable."""
+    """Choose batches of L1; return them and their bytes.
+
+    Returns ([], −1) if the offset is in the hot state, or nothing is left below the hot state when this returns. Raises
+    the errors of `_choose_refs`; Corrupt, Unavailable.
+    """
     state, offset, most = led.state, read.offset, min(read.max_bytes, max_bytes)
     while led.closed_error is None and state.log_start <= offset < state.reconciled:
         if l1 is None:
-            raise UnavailableError(f"this process does not read L1: partition={led.topic_id}/{led.partition}.")
+            raise UnavailableError(f"this process cannot read L1: partition={led.topic_id}/{led.partition}.")
         end = state.reconciled
         try:
             refs = await l1.plan(
@@ -131,22 +137,25 @@ async def _choose_past(
             raise await _told(led, offset, error) from error
         if refs or not at_least_one:
             return refs, sum(ref.size_bytes for ref in refs)
-        offset = end  # meanwhile more may have come to lie in L1
+        offset = end  # More may have moved to L1 during the read.
     return [], -1
 
 
 def _choose_refs(
     led: PartitionLeader, read: FetchRead, max_bytes: int, max_count: int, *, at_least_one: bool
 ) -> tuple[list[BatchRef], int]:
-    """Raises OffsetOutOfRangeError, or what the partition closed with: a closed one wakes nobody any more."""
+    """Choose batches of the hot state; return them and their bytes.
+
+    Raises OffsetOutOfRangeError, or the error that closed the partition: a closed partition wakes no watcher any more.
+    """
     if led.closed_error is not None:
         raise led.closed_error
     state = led.state
     state.check_range(read.offset)
-    # Below it no record is left: `_choose_past` has looked, and nothing was waited for since.
+    # No record is left below `reconciled`: `_choose_past` has checked, without an await since.
     first = state.first_batch(max(read.offset, state.reconciled))
     if read.committed:
-        # Whole batches below it: the log may have been made to start within one of an open transaction.
+        # Whole batches below it: the log start may be within a batch of an open transaction.
         stable = state.first_batch(max(state.last_stable, state.reconciled))
         max_count = min(max_count, max(stable - first, 0))
     end, size = choose(state.sizes, first, min(read.max_bytes, max_bytes), max_count, at_least_one=at_least_one)
@@ -162,7 +171,10 @@ async def materialise(
     pace: CoopBudget,
     ahead: Ranges | None = None,
 ) -> list[Fetched]:
-    """One answer per read. The offsets are of a moment after the plan's, so no batch lies above its watermark."""
+    """Read the planned batches; return one answer per read.
+
+    The offsets are taken after the plan, so no batch is above its watermark.
+    """
     marks = [_marks(each) for each in led]
     batches = await read_batches(l0, [plan if isinstance(plan, list) else [] for plan in plans], cache, ahead)
     answers = []
@@ -174,8 +186,9 @@ async def materialise(
         elif not isinstance(found, list):
             answers.append(Fetched(high_watermark, log_start, [], await told_of(each, plan, found), stable))
         elif read.committed and isinstance(each, PartitionLeader) and each.state.log_start > read.offset:
-            # What was aborted below the log's start is forgotten: nobody could tell it from what was committed.
-            gone = OffsetOutOfRangeError(f"retention took the records: offset={read.offset} log_start={log_start}.")
+            # Transactions aborted below the log start are dropped, so they could not be distinguished from committed
+            # ones.
+            gone = OffsetOutOfRangeError(f"retention deleted the records: offset={read.offset} log_start={log_start}.")
             answers.append(Fetched(high_watermark, log_start, [], gone, stable))
         else:
             aborted = _aborted(each, plan) if read.committed else ()
@@ -186,14 +199,15 @@ async def materialise(
 
 
 def _marks(led: Led) -> tuple[int, int, int]:
-    """(high watermark, log start, last stable offset)"""
+    """Return high watermark, log start and last stable offset."""
     if not isinstance(led, PartitionLeader):
         return -1, -1, -1
     return led.state.high_watermark, led.state.log_start, led.state.last_stable
 
 
 def _aborted(led: Led, plan: list[BatchRef]) -> Sequence[tuple[int, int]]:
-    """All that end where a committed read may come to had ended when it was planned: later ones begin behind it."""
+    """Return the aborted transactions of a committed read. All that can affect it had ended when it was planned: later
+    ones begin after it."""
     if not plan or not isinstance(led, PartitionLeader) or not led.state.aborted:
         return ()
     last = plan[-1]
@@ -201,7 +215,7 @@ def _aborted(led: Led, plan: list[BatchRef]) -> Sequence[tuple[int, int]]:
 
 
 async def told_of(led: Led, plan: list[BatchRef], error: TidemillError) -> TidemillError:
-    """What is told of a planned batch that could not be read."""
+    """Return the error to report for a planned batch that could not be read."""
     if not isinstance(led, PartitionLeader):
         return error
     planned_hot = not plan[0].object_key.startswith(L1_PREFIX)
@@ -209,8 +223,11 @@ async def told_of(led: Led, plan: list[BatchRef], error: TidemillError) -> Tidem
 
 
 async def _told(led: PartitionLeader, offset: int, error: TidemillError, *, planned_hot: bool = False) -> TidemillError:
-    """Retention may have taken the records at `offset` while they were read. Whether it did only the leader knows, and
-    one that was deposed may not know that yet: what it would call lost, its successor let go."""
+    """Return the error to report for the records at `offset`.
+
+    Retention may have deleted them during the read. Only the leader knows, and a deposed leader may not know yet:
+    records that it would report as lost may have been deleted by its successor.
+    """
     if isinstance(error, CorruptError):
         try:
             await led.prove()
@@ -220,7 +237,7 @@ async def _told(led: PartitionLeader, offset: int, error: TidemillError, *, plan
         return led.closed_error
     log_start = led.state.log_start
     if offset < log_start:
-        return OffsetOutOfRangeError(f"retention took the records: offset={offset} log_start={log_start}.")
+        return OffsetOutOfRangeError(f"retention deleted the records: offset={offset} log_start={log_start}.")
     if planned_hot and offset < led.state.reconciled:
         return UnavailableError(f"the records moved to L1 while they were read: offset={offset}.", fix="Retry.")
     return error

@@ -1,4 +1,5 @@
-"""The first record at or after a time: one batch is found by bisection, decoded once and looked through by columns.
+"""Find the first record at or after a time in a batch: the batch was found by bisection; it is decoded once and
+searched by columns.
 
 Runs in a thread (`validator_pool`): a batch may hold millions of records.
 """
@@ -16,9 +17,12 @@ from tidemill.topics.batch.header import APPEND_TIME, HEADER_BYTES, parse_header
 
 
 def first_at(batch: Buffer, ref: BatchRef, timestamp_ms: int, start: int = 0) -> tuple[int, int] | None:
-    """(offset, timestamp) of the first record at or after both `timestamp_ms` and the offset `start`; None where only
-    records below `start` are of that time. A batch that cannot be read, or whose header promised a later time than its
-    records have (stored before that was checked), answers with its first offset: never after what was asked for."""
+    """Return (offset, timestamp) of the first record at or after both `timestamp_ms` and the offset `start`.
+
+    Returns None if only records below `start` have such a time. For a batch that cannot be read, or whose header
+    promises a later time than its records have (stored before that was checked), returns its first offset: never one
+    after the requested record.
+    """
     beginning = (max(ref.base_offset, start), ref.max_timestamp_ms)
     try:
         header = parse_header(batch)

@@ -1,15 +1,16 @@
-"""An L0 object.
+"""Format of an L0 object, little-endian.
 
-regions   the record batches of each partition back to back, partitions in order of first arrival
-footer    'TML0' | version uint8 = 1 | region count uint32
-          { topic id length uint8 | topic id utf-8 | partition uint32 | position uint64 | length uint64 }*
-          | crc32c uint32 of the footer before it
-tail      footer size uint32, its crc included
-little end first. Readers use the placeholders' byte ranges; the footer serves repair and garbage collection.
+    regions   the record batches of each partition back to back, partitions in order of first arrival
+    footer    'TML0' | version uint8 = 1 | region count uint32
+              { topic id length uint8 | topic id utf-8 | partition uint32 | position uint64 | length uint64 }*
+              | crc32c uint32 of the footer before it
+    tail      footer size uint32, its crc included
 
-key       l0/<epoch, 20 digits>/<writer>-<number, 12 digits>    listing order is epoch order
-            writer = <node>-<8 hex digits>, one process's writer; it numbers its objects from 0 in the order in which
-            they are closed
+    key       l0/<epoch, 20 digits>/<writer>-<number, 12 digits>    listing order is epoch order
+                writer = <node>-<8 hex digits>, the writer of one process; it numbers its objects from 0 in the order
+                in which they are closed
+
+Readers use the placeholders' byte ranges; the footer serves repair and garbage collection.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def object_key(epoch: int, writer: str, number: int) -> str:
 
 
 def writer_of(key: str) -> tuple[str, int]:
-    """(writer, number) of an object; a key of another form is that of a writer that nobody knows."""
+    """Parse (writer, number) from an object key. A key of another form counts as object 0 of an unknown writer."""
     writer, _, number = key.removeprefix(PREFIX).partition("/")[2].rpartition("-")
     return (writer, int(number)) if len(number) == 12 and number.isdigit() else (key, 0)
 
@@ -59,7 +60,7 @@ def encode_footer(regions: Sequence[Region]) -> bytes:
 
 
 def decode_footer(tail: Buffer) -> list[Region]:
-    """The regions, from the last bytes of an object (at least the footer and its size). Raises CorruptError."""
+    """Decode the regions from the last bytes of an object (at least the footer and its size). Raises CorruptError."""
     data = bytes(tail)
     try:
         (size,) = _COUNT.unpack_from(data, len(data) - 4)

@@ -1,15 +1,17 @@
-"""When the next L0 object begins: group commit by those who are likely to be in the group. Pure: time is passed in.
+"""Group commit: decide when the next L0 object begins, so that batches that are likely to arrive can share it. Pure:
+time is passed in.
 
 An object, its place in the logs and the acknowledgements cost about the same for one batch as for many, and an
-idempotent producer sends a partition's next batch only when the last one was acknowledged. So:
+idempotent producer sends a partition's next batch only after the previous one was acknowledged. The rules:
 
-G1  Lines (a producer in a partition) that are about to be answered, or were a moment ago, and have no batch here are
-    waited for, while most of them do come back within it: the batches of all of them share an object. A moment is what
-    two typical uploads take, for to wait longer costs more than to share saves; it begins with the answer, however
-    long a busy disk lets that wait for the logs. No batch waits longer than GATHER_MOST_S for others.
-G2  While uploads run, the next one starts after a fraction of a typical upload's time, so that several are spread
-    evenly over it, but not within SPREAD_LEAST_S: where uploads are that short, their end is waited for.
-G3  GATHER_BYTES wait for nobody (G1), a full object for nothing at all. `linger_s` replaces all this by a timer.
+- Gather: wait briefly for lines (a producer in a partition) whose previous batch is about to be answered, or was just
+  answered, and that have no batch here, as long as most of them return within the wait. Their batches then share an
+  object. The wait is two typical uploads, since a longer one costs more than sharing saves. It begins with the answer,
+  however long a busy disk delays that. No batch waits longer than GATHER_MOST_S for others.
+- Spread: while uploads run, the next one starts after a fraction of a typical upload's time, so that several are spread
+  evenly over it, but not within SPREAD_LEAST_S. If uploads are that short, wait for their end.
+- Size: a group of GATHER_BYTES does not gather, and a full object does not wait at all. `linger_s` replaces all this by
+  a timer.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ from tidemill.topics.config.settings import TopicSettings
 
 GATHER_LEAST_S = 0.002
 GATHER_MOST_S = 0.01
-"""The least: an append to the logs, an answer and the client's next batch take a millisecond or two on one machine."""
+"""Minimum of the wait: an append to the logs, an answer and the client's next batch take 1 to 2 ms on one machine."""
 
 SPREAD_LEAST_S = 0.002
 GATHER_BYTES = MIB
-"""Of such a group the part of each batch in what an object costs is small enough."""
+"""Group size from which each batch's share of an object's cost is small enough."""
 
 GATHER_LINES = 64
-"""Of so many that were answered together none is waited for: they make a group whoever comes."""
+"""Number of lines from which no wait is useful: those that return anyway make a group."""
 
 PLACING_MOST_S = 1.0
-"""Who is not answered for so long after an upload waits for something else than the logs' next commit."""
+"""Maximum wait for an answer after an upload. A later answer waits for something else than the next commit of the
+logs."""
 
 _MOST = 0.5
 _SMOOTHING = 0.2
@@ -42,16 +45,16 @@ class GroupCommitPolicy:
     def __init__(self, settings: TopicSettings) -> None:
         self._settings = settings
         self._placing: dict[Hashable, float] = {}
-        """Line → until when its answer is expected; its batch was uploaded and goes to the log."""
+        """Line to the deadline for its answer; its batch was uploaded and is being appended to the log."""
         self._awaited: dict[Hashable, float] = {}
-        """Line → until when it is waited for, the first to be given up first: it was answered."""
+        """Line to the deadline for its next batch, earliest deadline first; it was answered."""
         self._come_back = 1.0
-        """The part of lines, lately, that came back in their moment."""
+        """Moving average of the share of lines that returned within their wait."""
         self._typical_upload_s = 0.0
         self._last_start_s = 0.0
 
     def came(self, now_s: float, line: Hashable) -> None:
-        """A batch of `line` waits for its object."""
+        """Record that a batch of `line` waits for its object."""
         placing_s, awaited_s = self._placing.pop(line, None), self._awaited.pop(line, None)
         until_s = awaited_s or placing_s
         if until_s is not None:
@@ -61,8 +64,10 @@ class GroupCommitPolicy:
         self._last_start_s = now_s
 
     def ended(self, now_s: float, took_s: float, placing: Collection[Hashable]) -> None:
-        """An upload of `took_s` ended; batches of these lines go to the logs now, and no other of theirs waits. Each is
-        told of again, to `answered`."""
+        """Record the end of an upload that took `took_s`; batches of the lines in `placing` now go to the logs.
+
+        No other batch of these lines may be waiting. Each of them is reported again, to `answered`.
+        """
         self._typical_upload_s += _SMOOTHING * (took_s - self._typical_upload_s)
         self._give_up(now_s)
         for line in placing:
@@ -71,7 +76,8 @@ class GroupCommitPolicy:
             self._placing[line] = now_s + PLACING_MOST_S
 
     def answered(self, now_s: float, line: Hashable) -> bool:
-        """A batch of `line` ended. True when it is waited for from now on: what waits may wait less long."""
+        """Record that a batch of `line` ended. Return True if the line's next batch is awaited from now on, which may
+        shorten the current wait."""
         if self._placing.pop(line, None) is None:
             return False
         self._give_up(now_s)
@@ -79,8 +85,10 @@ class GroupCommitPolicy:
         return True
 
     def delay_s(self, now_s: float, *, waiting_bytes: int, first_s: float, uploads: int) -> float:
-        """How long until the next object begins, if nothing more comes: of batches of so many bytes, the first of them
-        staged at `first_s`, while so many uploads run. 0 = now."""
+        """Return how long to wait for the next object if no more batches arrive; 0 = now.
+
+        `waiting_bytes` are pending, the first batch was staged at `first_s`, and `uploads` are in flight.
+        """
         settings = self._settings
         if waiting_bytes >= settings.object_bytes:
             return 0.0

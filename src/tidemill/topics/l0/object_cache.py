@@ -1,8 +1,7 @@
-"""Recent L0 objects in memory, shared by all fetches of the process; oldest out first, by a byte budget.
+"""Cache of recent L0 objects in memory, shared by all fetches of the process; evicts the oldest, by a byte budget.
 
-The buffers are the very ones that were uploaded, with offsets patched in place once they are known, at the latest when
-they are fetched; what a fetch hands out are views into them. An
-evicted buffer lives on until the last view of it is gone.
+The buffers are those that were uploaded. Offsets are patched in place once they are known, at the latest when they are
+fetched. Fetches return views into the buffers, so an evicted buffer is freed only with its last view.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Reading L0 objects that this process did not upload: whoever asks for what another one asked for a moment ago shares
-the answer. A node that has just taken partitions over reads thousands of small objects, each for every group and for
-every partition of theirs, and what producers wait for stands in line at the same store.
+"""Read L0 objects that this process did not upload, and share recent reads between callers.
 
-    asked for ──────────────────────────[ batches of p3 ]
-    read      ────[ NEAR_BYTES before ..  batches of p3 ]     what others will ask for, at no request more
+A node that has just taken partitions over reads thousands of small objects, each for every group and every partition in
+it, while producers wait for the same store. Sharing avoids most of these requests:
 
-LR1  What is held and under way stays within `limit_bytes`; the object that was read first goes first.
-LR2  A read that fails fails for all who wait for it, and is forgotten: the next one asks the store again.
-LR3  Whoever stops waiting disturbs nobody.
-LR4  At most AT_ONCE requests are under way: others who read of the store do not stand behind thousands of these.
+    requested ──────────────────────────[ batches of p3 ]
+    read      ────[ NEAR_BYTES before ..  batches of p3 ]     probably requested next, without an additional request
+
+- Memory: cached and in-flight bytes stay within `limit_bytes`; the object that was read first is evicted first.
+- Errors: a failed read fails for all its waiters and is dropped: the next call asks the store again.
+- Cancellation: a waiter that is cancelled does not affect the others.
+- Concurrency: at most AT_ONCE requests are in flight, so that other readers of the store do not queue behind thousands.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ LIMIT_BYTES = 16 * MIB
 AT_ONCE = OBJECT_CONCURRENCY // 2
 
 NEAR_BYTES = COALESCE_GAP_BYTES
-"""So many bytes cost less than a request. Only before what is asked for: where an object ends nobody knows here."""
+"""Bytes that cost less to read than a request. Only read before the requested range: the end of the object is
+unknown."""
 
 _Read = asyncio.Task[Sequence[bytes] | TidemillError]
 
@@ -39,12 +41,12 @@ class _Piece:
         self.begin = begin
         self.end = end
         self.number = number
-        """Of the ranges of `read`."""
+        """Index among the ranges of `read`."""
         self.read = read
 
 
 class SharedReads:
-    """Implements `topics.fetch.Ranges`."""
+    """Shared reads of L0 objects. Implements `topics.fetch.Ranges`."""
 
     def __init__(self, objects: ObjectStore, tasks: Tasks, *, limit_bytes: int = LIMIT_BYTES) -> None:
         self._objects = objects
@@ -55,11 +57,11 @@ class SharedReads:
         self._turns = asyncio.Semaphore(AT_ONCE)
 
     def holds(self, key: str, begin: int, end: int) -> bool:
-        """It was read, or is being read."""
+        """Return whether the range was read, or is being read."""
         return _covering(self._pieces.get(key, ()), begin, end) is not None
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """As `ObjectStore.get_ranges`. Raises the same."""
+        """Read ranges as `ObjectStore.get_ranges`, with the same errors."""
         pieces = self._pieces.get(key, [])
         missing = [each for each in ranges if _covering(pieces, *each) is None]
         if missing:
@@ -101,7 +103,7 @@ class SharedReads:
             async with self._turns:
                 return await self._objects.get_ranges(key, ranges)
         except TidemillError as error:
-            return error  # whoever waits raises it
+            return error  # Each waiter raises it.
 
     def _ended(self, key: str, pieces: Sequence[_Piece]) -> None:
         read = pieces[0].read
@@ -128,7 +130,7 @@ async def _outcome(piece: _Piece, key: str) -> bytes:
     if not piece.read.done():
         await asyncio.wait([piece.read])
     if piece.read.cancelled() or piece.read.exception() is not None:
-        raise UnavailableError(f"the read of an L0 object was cut off: key={key}.", fix="Retry.")
+        raise UnavailableError(f"the read of an L0 object was interrupted: key={key}.", fix="Retry.")
     outcome = piece.read.result()
     if isinstance(outcome, TidemillError):
         raise outcome

@@ -1,16 +1,19 @@
 """The L0 writer: batches of many partitions into one object, several uploads in flight.
 
     stage ──► pending ──(free slot and: idle · size reached · linger over)──► upload ──► uploaded / upload_failed
-                 └──(expired, or its owner gave up)──► upload_failed, and it enters no object
+                 └──(expired, or abandoned by its owner)──► upload_failed, and not part of any object
 
-L1  A staged batch ends exactly once, as uploaded or as failed; cancelling whoever waits for it changes nothing.
-L2  Members of one object hear of it in the order in which they were staged, thousands of them in stretches; until the
-    last has heard, the object counts as open (T3).
-L3  The buffer of a member is read for the last time when its object is assembled; the object's own buffer
-    then serves the upload, the cache and the fetches, so record bytes are copied once.
+Invariant (one outcome): a staged batch ends exactly once, as uploaded or as failed. Cancelling its waiter changes
+nothing.
 
-Group commit: an idle writer uploads at once what those send whom it answered a moment ago; while uploads run, what
-arrives is collected (`group_commit`).
+Invariant (order): members of one object are notified in the order in which they were staged. Thousands of them are
+notified in several loop turns; until the last one is, the object counts as open.
+
+Invariant (one copy): a member's buffer is read for the last time when its object is assembled. The object's own buffer
+then serves the upload, the cache and the fetches, so record bytes are copied once.
+
+Group commit: an idle writer waits briefly for the next batches of producers that it has just answered; while uploads
+run, arriving batches are collected (`group_commit`).
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ _log = structlog.get_logger()
 
 
 class Staged(Protocol):
-    """What the writer needs of a batch. `abandoned` is read when an object is assembled."""
+    """A batch as the writer sees it. `abandoned` is read when an object is assembled."""
 
     topic_id: str
     partition: int
     line: Hashable
-    """Who sends: of one line in a partition batches come one after another."""
+    """Sender: a line sends its batches in a partition one after another."""
     buffer: Buffer
     size_bytes: int
     staged_s: float
@@ -54,13 +57,13 @@ class Staged(Protocol):
 
 
 class Upload(msgspec.Struct, frozen=True):
-    """One upload under way: its members with their first bytes. `since_ms` is wall time, for marks."""
+    """An upload in flight: its members with their first bytes. `since_ms` is wall time, for the stage status."""
 
     key: str
     since_ms: int
     data: bytearray
     members: deque[tuple[Staged, int]]
-    """Those that have not heard yet."""
+    """Members that have not been notified yet."""
 
 
 class L0Writer:
@@ -76,7 +79,7 @@ class L0Writer:
         settings: TopicSettings,
     ) -> None:
         self.name = f"{node}-{rand.nonce()[:8]}"
-        """Of this very writer, in the keys of its objects."""
+        """Unique name of this writer, in the keys of its objects."""
         self._objects = objects
         self._cache = cache
         self._epoch = epoch
@@ -90,7 +93,7 @@ class L0Writer:
         self._next_number = 0
         self._uploading_bytes = 0
         self._rhythm = GroupCommitPolicy(settings)
-        """By the loop's time, as its timers."""
+        """Uses the event loop's time, as its timers do."""
         self._first_s = 0.0
         self._expired: deque[Staged] = deque()
         self._flush_due: asyncio.Handle | None = None
@@ -103,20 +106,23 @@ class L0Writer:
 
     @property
     def first_open(self) -> int:
-        """Number of the oldest object whose upload has not ended, or of the next one: every earlier one has ended."""
+        """Number of the oldest object whose upload has not ended, or of the next one: all earlier uploads have
+        ended."""
         return min((writer_of(key)[1] for key in self._uploads), default=self._next_number)
 
     def oldest_upload(self) -> Upload | None:
         return next(iter(self._uploads.values()), None)
 
     def stage(self, item: Staged) -> None:
-        """Take the batch into the next object. Plain call; the item hears the outcome. Raises UnavailableError,
-        ClosedError."""
+        """Add the batch to the next object. A plain call; the item is notified of the outcome.
+
+        Raises UnavailableError, ClosedError.
+        """
         if self._closed:
             raise ClosedError("the topic writer was closed.")
         if self.staged_bytes + item.size_bytes > self._settings.staged_bytes and self._pending_bytes:
             raise UnavailableError(
-                f"too much is waiting for upload: staged_bytes={self.staged_bytes}.", fix="Slow down and retry."
+                f"too many bytes wait for upload: staged_bytes={self.staged_bytes}.", fix="Slow down and retry."
             )
         item.staged_s = self._clock.monotonic_s()
         now_s = asyncio.get_running_loop().time()
@@ -128,7 +134,7 @@ class L0Writer:
         self._schedule()
 
     def answered(self, item: Staged) -> None:
-        """The batch has its result, whatever it is. Plain call: its sender may send the next one now."""
+        """Record that the batch has its result. A plain call: its sender may send the next batch now."""
         loop = asyncio.get_running_loop()
         timer = self._flush_due
         if self._rhythm.answered(loop.time(), _line(item)) and timer is not None and not self._flush_now:
@@ -137,7 +143,8 @@ class L0Writer:
             self._schedule()
 
     def _schedule(self) -> None:
-        """Decide when to flush next. The zero delay lets everything that arrives in this turn of the loop share."""
+        """Decide when to flush next. The zero delay lets all batches that arrive in this turn of the loop share an
+        object."""
         if not self._pending or len(self._uploads) >= self._settings.uploads_in_flight or self._closed:
             return
         if self._flush_now:
@@ -145,7 +152,7 @@ class L0Writer:
         delay_s = self._delay_s()
         if self._flush_due is not None:
             if delay_s > 0:
-                return  # looked at again when the timer ends
+                return  # Decided again when the timer fires.
             self._flush_due.cancel()
         loop = asyncio.get_running_loop()
         self._flush_now = delay_s <= 0
@@ -160,7 +167,7 @@ class L0Writer:
         )
 
     def _look(self) -> None:
-        """The timer ended: what has been answered since may be waited for."""
+        """Handle the timer: batches answered since may have extended the wait."""
         self._flush_due = None
         if self._pending and self._delay_s() <= 0:
             self._flush()
@@ -168,7 +175,8 @@ class L0Writer:
             self._schedule()
 
     def _flush(self) -> None:
-        """Start uploads while slots are free: near-equal chunks, so that no tiny object trails a full one."""
+        """Start uploads while slots are free, in chunks of nearly equal size, so that no tiny object follows a full
+        one."""
         self._flush_due, self._flush_now = None, False
         self._drop_expired()
         chunks = max(1, round(self._pending_bytes / self._settings.object_bytes))
@@ -245,34 +253,40 @@ class L0Writer:
         try:
             await self._objects.put(upload.key, upload.data)
         except TidemillError as failure:
-            # A Conflict too: an attempt of ours may stand there, but its durability was never acknowledged.
+            # Also a Conflict: an earlier attempt of this upload may have succeeded, but its durability was never
+            # confirmed.
             error = UnavailableError(
                 f"the upload of an L0 object failed: key={upload.key} cause={failure}", fix="Retry."
             )
         except BaseException as fault:
             if not is_own_fault(fault):
                 raise
-            # L1 holds whatever a library raises.
-            _log.error("the upload of an L0 object broke", key=upload.key, error=sentence(fault), exc_info=fault)
+            # Every batch must get its outcome, also for an unexpected exception of a library.
+            _log.error(
+                "the upload of an L0 object failed unexpectedly", key=upload.key, error=sentence(fault), exc_info=fault
+            )
             error = UnavailableError(
-                f"the upload of an L0 object broke: key={upload.key} cause={fault!r}.", fix="Retry."
+                f"the upload of an L0 object failed unexpectedly: key={upload.key} cause={fault!r}.", fix="Retry."
             )
         now_s = loop.time()
         self._rhythm.ended(now_s, now_s - begun_s, self._placing(upload) if error is None else ())
         await self._end(upload, error)
 
     def _placing(self, upload: Upload) -> set[Hashable]:
-        """The lines of its batches that have none waiting: they send again once they are answered. None where many wait
-        anyhow."""
+        """Return the lines of the upload's batches that have none pending, and so send again once they are answered.
+
+        Empty if many batches wait anyway.
+        """
         if len(self._pending) > GATHER_LINES or len(upload.members) > GATHER_LINES:
             return set()
         going = {_line(item) for item, _ in upload.members if not item.abandoned}
         return going - {_line(item) for item in self._pending}
 
     def _upload_broke(self, name: str, fault: BaseException) -> None:
-        """Telling the members went wrong: those that were not told yet hear of a failure (L1)."""
-        _log.error("an L0 upload's members were not all told", task=name, error=sentence(fault), exc_info=fault)
-        error = UnavailableError(f"the upload of an L0 object broke: cause={fault!r}.", fix="Retry.")
+        """Fail the members that were not notified, because the notification itself failed: each batch must get an
+        outcome."""
+        _log.error("not all members of an L0 upload were notified", task=name, error=sentence(fault), exc_info=fault)
+        error = UnavailableError(f"the upload of an L0 object failed unexpectedly: cause={fault!r}.", fix="Retry.")
         upload = self._uploads.get(name.rpartition(" ")[2])
         if upload is None:
             self._fail_expired(error)
@@ -306,7 +320,7 @@ class L0Writer:
             _fail(item, error)
 
     async def aclose(self) -> None:
-        """Fail what is pending or under way as Unavailable (nothing of it is in a log) and stop."""
+        """Fail the batches that are pending or being uploaded as Unavailable (none is in a log), and stop."""
         self._closed = True
         if self._flush_due is not None:
             self._flush_due.cancel()

@@ -1,4 +1,4 @@
-"""Putting an L1 object together: ranges of offsets, partition by partition, with the batches that lie in them. Pure."""
+"""Build an L1 object: ranges of offsets, partition by partition, with their batches. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from tidemill.topics.l1.format import REGION_BATCHES, Footer, Region, encode_foo
 
 
 class ObjectBuilder:
-    """`begin`, `add` for each batch in offset order, `end`; for one range of a partition after another; then `finish`.
+    """Builder of one L1 object.
 
-    A range of more than REGION_BATCHES becomes several regions, each beginning where the one before it ends.
+    For each range of a partition call `begin`, `add` for each batch in offset order, and `end`; then `finish`.
+
+    A range of more than REGION_BATCHES becomes several regions, each beginning where the previous one ends.
     """
 
     def __init__(self, topic_id: str) -> None:
@@ -26,17 +28,19 @@ class ObjectBuilder:
 
     @property
     def size_bytes(self) -> int:
-        """Of the batches so far."""
+        """Size of the batches so far."""
         return self._size_bytes
 
     def begin(self, partition: int, base_offset: int) -> None:
-        """A range of `partition` that covers the offsets from `base_offset` on, with or without records."""
+        """Begin a range of `partition` that covers the offsets from `base_offset`, with or without records."""
         self._partition, self._base = partition, base_offset
         self._first_byte = self._size_bytes
 
     def add(self, batch: Buffer, base_offset: int, next_offset: int, max_timestamp_ms: int) -> None:
-        """One whole record batch, its base offset written into it. It covers [base_offset, next_offset); the first one
-        of a range may begin before it."""
+        """Add one whole record batch with its base offset patched; it covers [base_offset, next_offset).
+
+        The first batch of a range may begin before the range.
+        """
         at = self._batches[-1][1] if self._batches else self._base
         if next_offset <= max(at, base_offset) or (self._batches and base_offset < at):
             raise ValueError(f"batches must ascend: at={at} base_offset={base_offset} next_offset={next_offset}")
@@ -47,7 +51,7 @@ class ObjectBuilder:
         self._batches.append((base_offset, next_offset, len(batch), max_timestamp_ms))
 
     def end(self, next_offset: int) -> None:
-        """The range ends before `next_offset`; nothing happens when it is empty."""
+        """End the range before `next_offset`; an empty range adds nothing."""
         at = self._batches[-1][1] if self._batches else self._base
         if next_offset < at:
             raise ValueError(f"a range ends before its batches do: next_offset={next_offset} at={at}")
@@ -55,7 +59,7 @@ class ObjectBuilder:
             self._close(next_offset)
 
     def finish(self) -> tuple[list[Buffer], Footer]:
-        """What to put, and what it says of itself."""
+        """Return the parts to upload, and the footer."""
         at = self._size_bytes
         regions = []
         for region, index in zip(self._regions, self._indexes, strict=True):

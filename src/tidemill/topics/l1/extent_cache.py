@@ -1,7 +1,9 @@
-"""Extents that were looked up before: who reads through a partition asks for the same few again with each fetch.
+"""Cache of extents: a reader that moves through a partition requests the same few with each fetch.
 
-RX1  What is told is what the rows say when they are asked (`ExtentStore.extents_stamp`), never something older.
-RX2  At most `extents_max` are kept; those of the partition that was read first go first.
+Invariant (no stale extents): an entry is returned only if the rows are unchanged at the time of the call
+(`ExtentStore.extents_stamp`).
+
+At most `extents_max` extents are cached; those of the partition that was read first are evicted first.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.topics.l1.extent_store import ExtentStore
 
 AT_ONCE = 8
-"""Extents that one look brings at least: who reads large ones needs the next one much later, if at all."""
+"""Minimum number of extents per look-up: a reader of large ones needs the next one much later, if at all."""
 
 AT_MOST = 1_024
 
@@ -22,7 +24,7 @@ EXTENTS_MAX = 8_192
 
 
 class _Run:
-    """Extents of a partition in order, with none between them."""
+    """Contiguous extents of a partition, in order."""
 
     __slots__ = ("extents", "lasts", "stamp")
 
@@ -32,7 +34,7 @@ class _Run:
         self.lasts = [extent.last_offset for extent in extents]
 
     def at(self, offset: int) -> L1ExtentRow | None:
-        """None where another one, of which nothing is known here, may be it."""
+        """Return the extent at `offset` or the first one after it, or None if an unknown extent may be that one."""
         index = bisect_left(self.lasts, offset)
         if index == len(self.lasts) or (index == 0 and offset < self.extents[0].base_offset):
             return None
@@ -47,19 +49,19 @@ class RecentExtents:
         self._runs: OrderedDict[tuple[str, int], _Run] = OrderedDict()
 
     def known(self, topic_id: str, partition: int, offset: int) -> L1ExtentRow | None:
-        """What `at` told of it before, which may be outdated."""
+        """Return the extent that `at` would find in the cache; it may be outdated."""
         run = self._runs.get((topic_id, partition))
         return run.at(offset) if run is not None else None
 
     async def at(
         self, topic_id: str, partition: int, offset: int, *, fresh: bool, passed: int = 0
     ) -> L1ExtentRow | None:
-        """The extent that holds `offset`, or the first one after it. Raises Unavailable.
+        """Return the extent that holds `offset`, or the first one after it. Raises Unavailable.
 
-        `passed`: so many did the caller go through already; as many more are read at once, so that thousands of small
-        ones take a few looks.
+        `passed`: number of extents that the caller has read so far. As many more are read in one look-up, so that
+        thousands of small ones take few look-ups.
         """
-        # Before the rows: what is written while they are read has a stamp of its own.
+        # Before the rows: a change during their read gets another stamp.
         stamp = await self._rows.extents_stamp(topic_id, partition, fresh=fresh)
         run = self._runs.get((topic_id, partition))
         if run is not None and run.stamp == stamp:

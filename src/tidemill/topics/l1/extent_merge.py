@@ -1,9 +1,9 @@
-"""Many small extents become few large ones: which, and how they are put together (RFC 0005 §7).
+"""Merge many small extents into few large ones: selection and assembly (RFC 0005 §7).
 
-A run is FANOUT or more neighbours of which the largest is at most a GROWTH-th of all: they become one extent. So each
-time that a record is copied its extent has grown GROWTH times, and of each size a partition has few: of 4 KiB every ten
-minutes, a month is some ten extents, each record copied four times. Batches stay as they are, and so do the offsets
-that extents cover.
+A run is FANOUT or more adjacent extents whose largest is at most 1/GROWTH of their sum; they become one extent. So each
+time that a record is copied, its extent has grown by a factor of GROWTH, and a partition has few extents of each size.
+With 4 KiB every ten minutes, a month is about ten extents, and each record was copied four times. Batches are not
+changed, and neither are the offsets that extents cover.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from tidemill.topics.l1.format import REGION_BATCHES, RegionIndex
 FANOUT = 8
 GROWTH = 4
 LEAST_BYTES = 4096
-"""Smaller ones are as this."""
+"""Size up to which all extents count as equally small."""
 
 Run = Sequence[L1ExtentRow]
 
 
 def run_of(extents: Sequence[L1ExtentRow], target_bytes: int, fanout: int = FANOUT) -> Run:
-    """The neighbours to merge next, of the smallest that have enough of them; () when there is no such run. One is
-    never larger than `target_bytes`, nor than what a region takes."""
+    """Return the adjacent extents to merge next, the smallest first, or () if no run is long enough.
+
+    A run is never larger than `target_bytes`, nor than a region allows.
+    """
     bound = LEAST_BYTES
     while bound < 2 * target_bytes:
         run: list[L1ExtentRow] = []
@@ -54,7 +56,7 @@ def _is_worth_it(run: Run, fanout: int) -> bool:
 
 
 def add_run(build: ObjectBuilder, run: Run, held: Sequence[tuple[RegionIndex, Buffer]]) -> None:
-    """The extents of `run` as one range of `build`; `held`: of each its index and the bytes of its batches."""
+    """Add the extents of `run` as one range of `build`. `held`: index and batch bytes of each extent."""
     if any(one.last_offset + 1 != other.base_offset for one, other in pairwise(run)):
         raise ValueError("a run is contiguous")
     build.begin(run[0].partition, run[0].base_offset)

@@ -1,7 +1,10 @@
-"""L1's rows in the metastore: reading them, and committing what `row_transitions` makes of them.
+"""L1's rows in the metastore: read them, and commit the changes that `row_transitions` computes.
 
-L1  A commit expects the rows it was made from; where one has changed, it is made anew from what is there now.
-L2  An outcome that is unknown is looked up in the rows, never guessed: an object is registered by one commit alone.
+Invariant (optimistic commits): a commit expects the rows from which it was computed. If one has changed, the change is
+computed again from the current rows.
+
+Invariant (resolved outcomes): an unknown outcome is resolved by reading the rows, never guessed. Only one commit can
+register an object.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ from tidemill.topics.l1.row_transitions import Add, ReadRows, Replace
 TRIES = 8
 PAUSE_S = 0.05
 TRIMMED_AT_ONCE = 1_000
-"""Extents that one commit removes at most."""
+"""Limit of extents that one commit removes."""
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 
 class Place(msgspec.Struct, frozen=True):
-    """What the rows say of a partition: its L1 part, and how far its checkpoint has followed the log."""
+    """Rows of a partition: its L1 row, and its checkpoint row, which shows how far the checkpoint has followed the
+    log."""
 
     l1: L1PartitionRow | None
     checkpoint: PartitionRow | None
@@ -51,10 +55,10 @@ class ExtentStore:
         return await self._metastore.get(L1_PARTITIONS, topic_id, partition, fresh=fresh)
 
     async def places(self, topic_id: str, partitions: Sequence[int]) -> dict[int, Place]:
-        """Both rows of each of these partitions, read after one sync."""
+        """Return both rows of each of these partitions, read after one sync."""
         if not partitions:
             return {}
-        # The checkpoint's first: what it says, L1's row that is read after it is not behind (X1).
+        # Read the checkpoint rows first: an L1 row that is read later is not behind them (RFC 0005, X1).
         copies = [PARTITIONS.key(topic_id, partition) for partition in partitions]
         keys = [L1_PARTITIONS.key(topic_id, partition) for partition in partitions]
         found = await self._metastore.get_rows([*copies, *keys])
@@ -65,14 +69,14 @@ class ExtentStore:
         }
 
     async def hot(self) -> list[tuple[str, int]]:
-        """Partitions whose checkpoint row holds something that is not in L1."""
+        """List the partitions whose checkpoint row has batches that are not in L1."""
         rows = await self._metastore.rows(PARTITIONS, fresh=False)
         return [(row.topic_id, row.partition) for row in rows if row.next_offset > row.hot_start]
 
     async def extents(
         self, topic_id: str, partition: int, offset: int = 0, *, fresh: bool = True
     ) -> AsyncIterator[L1ExtentRow]:
-        """From the one that holds `offset`, or the first one after it, in order."""
+        """Yield extents in order, from the one that holds `offset`, or the first one after it."""
         for _ in range(TRIES):
             begin = await self._at_or_below(topic_id, partition, offset, fresh=fresh)
             lower, upper = L1_EXTENTS.key(topic_id, partition, begin or 0), self._end(topic_id, partition)
@@ -81,7 +85,7 @@ class ExtentStore:
                 for key, value in zip(keys, values, strict=True):
                     extent = L1_EXTENTS.decode(key, value)
                     if first is not None and extent.base_offset != first:
-                        break  # it was replaced, or went, between the two looks
+                        break  # It was replaced or deleted between the two reads.
                     first = None
                     if extent.last_offset >= offset:
                         yield extent
@@ -90,13 +94,13 @@ class ExtentStore:
             if first is None:
                 return
         raise UnavailableError(
-            f"the extents of a partition keep changing: partition={topic_id}/{partition}.", fix="Retry."
+            f"the extents of a partition change too often: partition={topic_id}/{partition}.", fix="Retry."
         )
 
     async def some_extents(
         self, topic_id: str, partition: int, offset: int, count: int, *, fresh: bool = True
     ) -> list[L1ExtentRow]:
-        """The first `count` of `extents`."""
+        """Return the first `count` of `extents`."""
         found: list[L1ExtentRow] = []
         async for extent in self.extents(topic_id, partition, offset, fresh=fresh):
             found.append(extent)
@@ -105,12 +109,16 @@ class ExtentStore:
         return found
 
     async def extents_stamp(self, topic_id: str, partition: int, *, fresh: bool = True) -> object:
-        """Equal to an earlier one: no extent of the partition came, went or was replaced since."""
+        """Return a stamp of the partition's extents. Equal stamps mean that no extent was added, deleted or
+        replaced."""
         return await self._metastore.stamp(L1_EXTENTS.prefix(topic_id, partition), fresh=fresh)
 
     async def extent_for_time(self, topic_id: str, partition: int, timestamp_ms: int) -> L1ExtentRow | None:
-        """The first one with a record at or after `timestamp_ms`. By bisection over `highest_timestamp_ms`, which may
-        count extents that are gone: then the ones that follow are looked through."""
+        """Return the first extent with a record at or after `timestamp_ms`, or None.
+
+        Bisects over `highest_timestamp_ms`, which may count extents that are deleted; the extents that follow are then
+        scanned.
+        """
         row = await self.partition(topic_id, partition)
         if row is None or row.highest_timestamp_ms < timestamp_ms:
             return None
@@ -118,7 +126,7 @@ class ExtentStore:
         while low < high:
             middle = await self._covering(topic_id, partition, (low + high) // 2)
             if middle is None:
-                low = (low + high) // 2 + 1  # it went meanwhile, as the oldest do
+                low = (low + high) // 2 + 1  # Deleted during the search, as the oldest are.
             elif middle.highest_timestamp_ms >= timestamp_ms:
                 found, high = middle, middle.base_offset
             else:
@@ -131,8 +139,11 @@ class ExtentStore:
         return None
 
     async def newest_time_ms(self, topic_id: str, partition: int, start: int) -> int | None:
-        """The greatest time of the extents from `start` on; None where there is none. A few reads as long as the extent
-        with the greatest time there ever was is still there, else all of them."""
+        """Return the greatest timestamp of the extents from `start`, or None without extents.
+
+        Takes a few reads while the extent with the greatest timestamp of all time still exists, otherwise reads all
+        extents.
+        """
         row = await self.partition(topic_id, partition)
         found = await self.extent_for_time(topic_id, partition, row.highest_timestamp_ms) if row is not None else None
         if found is not None and found.last_offset >= start:
@@ -146,7 +157,7 @@ class ExtentStore:
         return await self._metastore.rows(L1_TERMS, topic_id, partition)
 
     async def cleaned(self, topic_id: str, partition: int) -> tuple[L1CleanedRow, int]:
-        """How far it has been compacted, and the seqno of that row, 0 = none yet."""
+        """Return how far the partition has been compacted, and the seqno of that row (0: no row yet)."""
         key = L1_CLEANED.key(topic_id, partition)
         found = await self._metastore.get_row(key)
         if found is None or not found.value:
@@ -162,7 +173,7 @@ class ExtentStore:
         return prefix_end(L1_EXTENTS.prefix(topic_id, partition))
 
     async def _at_or_below(self, topic_id: str, partition: int, offset: int, *, fresh: bool) -> int | None:
-        """Base offset of the last extent that begins at or below `offset`."""
+        """Return the base offset of the last extent that begins at or below `offset`."""
         lower, upper = L1_EXTENTS.prefix(topic_id, partition), L1_EXTENTS.key(topic_id, partition, offset + 1)
         async for keys, _ in self._metastore.scan(lower, upper, reverse=True, fresh=fresh):
             for key in keys:
@@ -172,18 +183,20 @@ class ExtentStore:
     # writing --------------------------------------------------------------------------------------
 
     async def register(self, topic_id: str, object_id: str) -> None:
-        """Say that an object is about to be uploaded. Raises UnavailableError, UnknownOutcomeError: its id is never
-        used then."""
+        """Register an object that is about to be uploaded.
+
+        Raises UnavailableError, UnknownOutcomeError: its id must then never be used.
+        """
         await self._metastore.commit(
             [L1_OBJECTS.encode(row_transitions.register(topic_id, object_id, self._clock.now_ms()))]
         )
 
     async def add(self, request: Add) -> dict[int, int]:
-        """Refer to an object that was registered and uploaded; where each of its partitions goes on
-        (`row_transitions.Added`).
+        """Commit a reference to an object that was registered and uploaded. Return the next offset of each of its
+        partitions (`row_transitions.Added`).
 
-        Raises Invalid when its registration has expired; Unavailable when it did not happen; Unknown when nobody can
-        tell yet.
+        Raises Invalid if its registration has expired, Unavailable if the commit did not happen, Unknown if that cannot
+        be determined yet.
         """
         partitions = sorted({region.partition for region in request.regions})
         doubtful: UnknownOutcomeError | None = None
@@ -198,15 +211,18 @@ class ExtentStore:
             except UnknownOutcomeError as unknown:
                 doubtful = unknown
             except (ConflictError, FencedError):
-                pass  # it did not happen; of an earlier try that is decided by the rows
+                pass  # This attempt did not happen; the rows show the outcome of an earlier one.
             await self._pause()
         raise doubtful or UnavailableError(
-            f"the rows of a topic keep changing: topic_id={request.topic_id}.", fix="Retry."
+            f"the rows of a topic change too often: topic_id={request.topic_id}.", fix="Retry."
         )
 
     async def replace(self, request: Replace) -> tuple[int, ...]:
-        """Refer to an object in place of the extents it was made of; the partitions left out for theirs changed
-        (`row_transitions.replace_extents`). Raises as `add`."""
+        """Replace the extents that an object was built from by references to it.
+
+        Return the partitions that were left out because their extents changed (`row_transitions.replace_extents`).
+        Raises the errors of `add`.
+        """
         spans: dict[int, tuple[int, int]] = {}
         for region in request.regions:
             first = spans.get(region.partition, (region.base_offset, 0))[0]
@@ -214,7 +230,7 @@ class ExtentStore:
         doubtful: UnknownOutcomeError | None = None
         for _ in range(TRIES):
             held, expects = await self._held(request.topic_id, sorted(spans), [])
-            # After their rows, so that expecting those vouches for them.
+            # Read after the partition rows, which change with every extent: expecting them guards the extents.
             standing = {p: await self._between(request.topic_id, p, *span) for p, span in spans.items()}
             names = {extent.object_id for extents in standing.values() for extent in extents}
             of, of_objects = await self._held(request.topic_id, [], sorted({request.object_id, *names}))
@@ -228,14 +244,14 @@ class ExtentStore:
             except UnknownOutcomeError as unknown:
                 doubtful = unknown
             except (ConflictError, FencedError):
-                pass  # it did not happen; of an earlier try that is decided by the rows
+                pass  # This attempt did not happen; the rows show the outcome of an earlier one.
             await self._pause()
         raise doubtful or UnavailableError(
-            f"the rows of a topic keep changing: topic_id={request.topic_id}.", fix="Retry."
+            f"the rows of a topic change too often: topic_id={request.topic_id}.", fix="Retry."
         )
 
     async def _between(self, topic_id: str, partition: int, first: int, last: int) -> list[L1ExtentRow]:
-        """Extents with an offset in [first, last]."""
+        """Return the extents with an offset in [first, last]."""
         found: list[L1ExtentRow] = []
         async for extent in self.extents(topic_id, partition, first):
             if extent.base_offset > last:
@@ -244,7 +260,7 @@ class ExtentStore:
         return found
 
     async def set_start(self, topic_id: str, partition: int, start: int) -> None:
-        """See `row_transitions.set_start`; whole, in as many commits as it takes. Made again it changes nothing.
+        """Set the start completely, in as many commits as necessary; see `row_transitions.set_start`. Idempotent.
 
         Raises UnavailableError, UnknownOutcomeError: call again.
         """
@@ -255,7 +271,7 @@ class ExtentStore:
             row = held.partitions.get(partition)
             if row is None:
                 return
-            # After their row, so that expecting it vouches for them.
+            # Read after the partition row, which changes with every extent: expecting it guards the extents.
             oldest = await self.some_extents(topic_id, partition, 0, TRIMMED_AT_ONCE)
             names = sorted({extent.object_id for extent in oldest if extent.last_offset < start})
             charged, of_objects = await self._held(topic_id, [], names)
@@ -271,19 +287,21 @@ class ExtentStore:
                 more, tries = True, tries + 1
                 if tries >= TRIES:
                     raise UnavailableError(
-                        f"the rows of a partition keep changing: partition={topic_id}/{partition}.", fix="Retry."
+                        f"the rows of a partition change too often: partition={topic_id}/{partition}.", fix="Retry."
                     ) from refused
                 await self._pause()
 
     async def set_cleaned(self, row: L1CleanedRow, seqno: int) -> None:
-        """In place of the row that was read at `seqno`. Raises ConflictError when another has taken its place,
-        UnavailableError, UnknownOutcomeError."""
+        """Write the row in place of the one read at `seqno`.
+
+        Raises ConflictError if another one was written since, UnavailableError, UnknownOutcomeError.
+        """
         await self._metastore.commit([L1_CLEANED.encode(row)], expects={L1_CLEANED.key_of(row): seqno})
 
     async def _held(
         self, topic_id: str, partitions: Sequence[int], objects: Sequence[str]
     ) -> tuple[ReadRows, dict[bytes, int]]:
-        """The rows a change is made from, and the seqnos to expect of them."""
+        """Read the rows that a change is computed from, and the seqnos to expect for them."""
         if not partitions and not objects:
             return ReadRows({}, {}, {}), {}
         keys = [L1_PARTITIONS.key(topic_id, partition) for partition in partitions]

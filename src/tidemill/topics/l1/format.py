@@ -1,25 +1,26 @@
-"""An L1 object: record batches of one topic, partition by partition, in offset order (RFC 0005 §2).
+"""Format of an L1 object: record batches of one topic, partition by partition, in offset order (RFC 0005 §2).
 
-regions   record batches v2 of one partition back to back, base offsets patched. A partition may have several
-          regions, of disjoint and ascending offsets.
-indexes   one per region, in the order of the regions: 'TMI1' | batch count uint32 | codec uint8 | payload
-          | crc32c uint32 of the index before it
-            payload   four columns of int64, one after another, each value less the one before it (the first less 0):
-                      base offset, next offset, size in bytes, max timestamp; one entry a batch
-            codec     0 as it is · 4 zstd
-footer    'TML1' | version uint8 = 1 | topic id length uint8 | topic id utf-8 | region count uint32
-          { partition uint32 | first byte uint64 | size uint64 | base offset int64 | last offset int64
-            | max timestamp int64 | batch count uint32 | index byte uint64 | index size uint32 }*
-          | crc32c uint32 of the footer before it
-tail      footer size uint32, its crc included
-little end first.
+    regions   record batches v2 of one partition back to back, base offsets patched. A partition may have several
+              regions, of disjoint and ascending offsets.
+    indexes   one per region, in the order of the regions: 'TMI1' | batch count uint32 | codec uint8 | payload
+              | crc32c uint32 of the index before it
+                payload   four columns of int64, one after another, each value delta-encoded (the first against 0):
+                          base offset, next offset, size in bytes, max timestamp; one entry a batch
+                codec     0 none · 4 zstd
+    footer    'TML1' | version uint8 = 1 | topic id length uint8 | topic id utf-8 | region count uint32
+              { partition uint32 | first byte uint64 | size uint64 | base offset int64 | last offset int64
+                | max timestamp int64 | batch count uint32 | index byte uint64 | index size uint32 }*
+              | crc32c uint32 of the footer before it
+    tail      footer size uint32, its crc included
 
-key       l1/<topic id>/<created ms, 15 digits>-<nonce>     listing order of a topic is the order of creation
+    key       l1/<topic id>/<created ms, 15 digits>-<nonce>     listing order of a topic is the order of creation
 
-A region covers the offsets [base offset, last offset], both inclusive, whether or not a batch holds each of them:
-markers, aborted and compacted records leave gaps. It may hold no batch at all, and its first one may begin before it,
-where the log was cut within a batch. Readers take the places of a region and
-of its index from the extent row; the footer serves repair and the deep check.
+All integers are little-endian.
+
+A region covers the offsets [base offset, last offset], both inclusive, even if no batch holds some of them: markers,
+aborted and compacted records leave gaps. It may hold no batch at all. Its first batch may begin before it, if the log
+was truncated within a batch. Readers take the byte ranges of a region and of its index from the extent row; the footer
+serves repair and the deep check.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tidemill.topics.api import BatchRef
 INDEX_MAGIC = b"TMI1"
 FOOTER_MAGIC = b"TML1\x01"
 REGION_BATCHES = 65_536
-"""Batches of one region at most: its index is 2 MiB before compression."""
+"""Limit of batches per region: its index is then 2 MiB before compression."""
 
 _ZSTD = 4
 _RAW_BELOW_BATCHES = 8
@@ -53,8 +54,10 @@ Column = npt.NDArray[np.int64]
 
 
 class Region(msgspec.Struct, frozen=True):
-    """`first_byte`, `size_bytes` of the batches, `index_byte`, `index_bytes` of the index, all within the object.
-    Offsets are inclusive."""
+    """Entry of the footer for one region; offsets are inclusive.
+
+    `first_byte` and `size_bytes` locate the batches, `index_byte` and `index_bytes` the index, all within the object.
+    """
 
     partition: int
     first_byte: int
@@ -77,13 +80,16 @@ def object_id(created_ms: int, nonce: str) -> str:
 
 
 def created_ms(object_id: str) -> int:
-    """−1 for an id of another form."""
+    """Return the creation time in an object id, or −1 for an id of another form."""
     text = object_id.partition("-")[0]
     return int(text) if len(text) == 15 and text.isdigit() else -1
 
 
 class RegionIndex:
-    """One entry a batch, ascending. `ends` are next offsets; `highest` is the running maximum of `timestamps`."""
+    """Index of a region: one entry per batch, ascending.
+
+    `ends` are next offsets; `highest` is the running maximum of `timestamps`.
+    """
 
     __slots__ = ("bases", "ends", "highest", "sizes", "starts", "timestamps")
 
@@ -100,19 +106,21 @@ class RegionIndex:
 
     @property
     def cost_bytes(self) -> int:
-        """What it holds in memory."""
+        """Estimated memory of the index."""
         return len(self.bases) * 48 + 400
 
     def find(self, offset: int) -> int:
-        """The batch that holds `offset`, or the first one after it; the number of batches when there is none."""
+        """Return the index of the batch that holds `offset`, or of the first one after it; len(self) if there is
+        none."""
         return int(np.searchsorted(self.ends, offset, side="right"))
 
     def find_time(self, timestamp_ms: int) -> int:
-        """The first batch with a timestamp at or after `timestamp_ms`; the number of batches when there is none."""
+        """Return the index of the first batch with a timestamp at or after `timestamp_ms`; len(self) if there is
+        none."""
         return int(np.searchsorted(self.highest, timestamp_ms, side="left"))
 
     def ref(self, index: int, object_key: str, first_byte: int) -> BatchRef:
-        """Where batch `index` lies, in a region that begins at `first_byte`."""
+        """Return the location of batch `index`, in a region that begins at `first_byte`."""
         base = int(self.bases[index])
         return BatchRef(
             object_key,
@@ -125,7 +133,7 @@ class RegionIndex:
 
 
 def encode_index(batches: Sequence[tuple[int, int, int, int]]) -> bytes:
-    """`batches`: (base offset, next offset, size in bytes, max timestamp) of each."""
+    """Encode an index. `batches`: (base offset, next offset, size in bytes, max timestamp) of each batch."""
     columns = np.array(batches, np.int64).reshape(-1, _COLUMNS).T
     payload = np.diff(columns, axis=1, prepend=0).astype("<i8").tobytes()
     codec = 0
@@ -136,7 +144,7 @@ def encode_index(batches: Sequence[tuple[int, int, int, int]]) -> bytes:
 
 
 def decode_index(data: Buffer, region: Region) -> RegionIndex:
-    """The index of `region`, whose batches must lie back to back in it, ascend, and be as many as it says.
+    """Decode the index of `region`, and check that its batches are adjacent, ascending and complete.
 
     Raises CorruptError.
     """
@@ -157,7 +165,7 @@ def decode_index(data: Buffer, region: Region) -> RegionIndex:
     ordered = (bases < ends).all() and (bases[1:] >= ends[:-1]).all() and (sizes > 0).all()
     inside = not count or (ends[0] > region.base_offset and ends[-1] <= region.last_offset + 1)
     if not (ordered and inside and int(sizes.sum()) == region.size_bytes):
-        raise _contradiction(region, "its batches do not add up to it")
+        raise _contradiction(region, "its batches do not match the region")
     return RegionIndex(bases, ends, sizes, timestamps)
 
 
@@ -172,13 +180,13 @@ def _decompressed(payload: Buffer, wanted: int, region: Region) -> bytes:
 
 def _contradiction(region: Region, what: str) -> CorruptError:
     return CorruptError(
-        f"the index of an L1 region says something else than the region: partition={region.partition} "
+        f"the index of an L1 region contradicts the region: partition={region.partition} "
         f"base_offset={region.base_offset} {what}."
     )
 
 
 def encode_footer(footer: Footer) -> bytes:
-    """With the tail."""
+    """Encode the footer and the tail."""
     name = footer.topic_id.encode()
     parts = [FOOTER_MAGIC, bytes((len(name),)), name, _U32.pack(len(footer.regions))]
     parts += [_REGION.pack(*msgspec.structs.astuple(region)) for region in footer.regions]
@@ -188,18 +196,19 @@ def encode_footer(footer: Footer) -> bytes:
 
 
 def parse_tail(tail: Buffer, size_bytes: int) -> Footer | int:
-    """The footer from the last bytes of an object of `size_bytes`, or how many bytes more, before these, it takes.
+    """Parse the footer from the last bytes of an object of `size_bytes`, or return how many preceding bytes are
+    missing.
 
     Raises CorruptError.
     """
     if len(tail) < 4:
         if size_bytes < 4:
-            raise CorruptError(f"an L1 object without a footer: size_bytes={size_bytes}.")
+            raise CorruptError(f"an L1 object has no footer: size_bytes={size_bytes}.")
         return 4 - len(tail)
     (footer_bytes,) = _U32.unpack_from(tail, len(tail) - 4)
     if not len(FOOTER_MAGIC) + 9 <= footer_bytes <= size_bytes - 4:
         raise CorruptError(
-            f"an L1 object has no footer of this size: footer_bytes={footer_bytes} size_bytes={size_bytes}."
+            f"an L1 object has an impossible footer size: footer_bytes={footer_bytes} size_bytes={size_bytes}."
         )
     if footer_bytes + 4 > len(tail):
         return int(footer_bytes) + 4 - len(tail)
@@ -220,10 +229,10 @@ def _decode_footer(body: bytes, data_bytes: int) -> Footer:
     (count,) = _U32.unpack_from(body, end)
     at = end + 4
     if len(body) != at + count * _REGION.size:
-        raise CorruptError(f"an L1 footer has another length than its regions: count={count} bytes={len(body)}.")
+        raise CorruptError(f"an L1 footer does not have the length of its regions: count={count} bytes={len(body)}.")
     regions = tuple(Region(*_REGION.unpack_from(body, at + i * _REGION.size)) for i in range(count))
     for region in regions:
         ends = max(region.first_byte + region.size_bytes, region.index_byte + region.index_bytes)
         if ends > data_bytes or region.last_offset < region.base_offset:
-            raise CorruptError(f"an L1 footer names what is not in the object: {region} data_bytes={data_bytes}.")
+            raise CorruptError(f"an L1 footer names bytes outside the object: {region} data_bytes={data_bytes}.")
     return Footer(topic_id, regions)

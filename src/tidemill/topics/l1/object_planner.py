@@ -1,4 +1,4 @@
-"""What the reconciler decides: which batches go into the next object of a topic, and when to look again. Pure."""
+"""Decide which batches go into the next object of a topic, and when the next round starts. Pure."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from tidemill.topics.api import BatchRef
 from tidemill.topics.partition.state import PartitionState
 
 SPEED_UP, SLOW_DOWN = 0.75, 0.25
-"""How far the interval moves towards what would have filled an object: large objects are in memory while made."""
+"""Weights with which the interval moves towards the one that would have filled an object. A fast speed-up limits the
+memory that large objects take while they are built."""
 
 PIECES = 3_000
-"""Partitions of one object: what it changes is one commit, of some rows each (METASTORE_BATCH_ROWS)."""
+"""Limit of partitions per object: an object is one commit, of several rows per partition (METASTORE_BATCH_ROWS)."""
 
 PIECE_BATCHES = 65_536
-"""Of one partition in one object: what is held of a topic of tiny batches."""
+"""Limit of batches of one partition in one object: bounds the memory for a topic of tiny batches."""
 
 ROUND_BATCHES = 1_024
-"""Of one partition, since the last round: whoever reads it from elsewhere asks for as many objects of L0 in the worst
-case, and its next leader replays what tells of them. Small ones would fill an L1 object in an hour."""
+"""Target of batches of one partition per round. In the worst case a reader on another node requests as many L0 objects,
+and the next leader replays their log records. Tiny batches would otherwise take an hour to fill an L1 object."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Offsets [start, end) of a partition, and the batches that lie in them. `terms`: (term, its first offset here)."""
+    """Offsets [start, end) of a partition and their batches. `terms`: (term, its first offset here)."""
 
     partition: int
     start: int
@@ -40,9 +41,10 @@ class Piece(msgspec.Struct, frozen=True):
 def cut(
     state: PartitionState, partition: int, start: int, end: int, room_bytes: int, *, at_least_one: bool
 ) -> Piece | None:
-    """Whole batches of the hot state from `start` on that end by `end` and fit; the first one regardless if asked.
+    """Cut a piece from the hot state: whole batches from `start` that end by `end` and fit in `room_bytes`.
 
-    `start`: not below where the hot state starts. None when nothing fits or is there.
+    With `at_least_one`, the first batch is included even if it is larger. `start` must not be below the start of the
+    hot state. Returns None if no batch fits or exists.
     """
     index = state.first_batch(start)
     refs: list[BatchRef] = []
@@ -59,15 +61,17 @@ def cut(
 
 
 def terms_of(terms: Sequence[tuple[int, int]], start: int, end: int) -> tuple[tuple[int, int], ...]:
-    """Of the leader epochs of a log those that placed [start, end), the first as if it began at `start`; 0 where the
-    log does not know it."""
+    """Select the leader epochs that placed [start, end), the first one cut to begin at `start`.
+
+    Its term is 0 if the log no longer has it.
+    """
     before = [term for term, first in terms if first <= start]
     inside = [(term, first) for term, first in terms if start < first < end]
     return ((before[-1] if before else 0, start), *inside)
 
 
 def part_moved(size_bytes: int, target_bytes: int, batches: int) -> float:
-    """How much of what one round should move it moved: 1 when it filled an object, or moved ROUND_BATCHES of a
+    """Return which part of a round's target was moved: 1 if it filled an object, or moved ROUND_BATCHES of a
     partition."""
     return max(size_bytes / target_bytes, batches / ROUND_BATCHES)
 
@@ -75,11 +79,12 @@ def part_moved(size_bytes: int, target_bytes: int, batches: int) -> float:
 def next_interval_s(
     interval_s: float, part: float, least_s: float, most_s: float, *, full: bool, took_s: float
 ) -> float:
-    """After a round that moved `part` of what it should after `interval_s` and took `took_s`.
+    """Return the pause until the next round, after one that moved `part` of its target after `interval_s` and took
+    `took_s`.
 
-    `full`: more was there than one object takes. The next one follows when it has rested for as long as it worked,
-    however soon that is: whatever is written, it is caught up with, for half of the time at most. Where nothing moved,
-    something stood in the way: it is looked at a little later each time.
+    `full`: there was more than one object could take. The next round then follows after a rest as long as the work, so
+    that reconciling keeps up with any load, but takes at most half of the time. If nothing moved, something blocked the
+    round: the interval doubles.
     """
     if full:
         return min(took_s, most_s)

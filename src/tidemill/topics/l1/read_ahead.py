@@ -1,10 +1,11 @@
-"""Reading ahead in L1: who goes on through an object finds the next stretch in memory, or on its way.
+"""Read ahead in L1: a reader that continues through an object finds the next bytes in memory, or on their way.
 
-    a read that begins where one ended ──► the bytes behind it, up to the region's end, a span at a time
-    half a span left before the reader ──► the next one
+    a read that begins where an earlier one ended ──► the bytes after it, up to the region's end, a span at a time
+    half a span left before the reader ─────────────► the next one
 
-RA1  What is held and under way stays within `limit_bytes`; the longest unused goes first. One reader's spans serve all.
-RA2  A span that cannot be read is forgotten: whoever needs its bytes reads them, and is told.
+- Memory: cached and in-flight bytes stay within `limit_bytes`; the least recently used span is evicted first. All
+  readers share the spans.
+- Errors: a span that cannot be read is dropped. A reader that needs its bytes reads them itself and gets the error.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from tidemill.objects.verified_read import pass_on
 
 LIMIT_BYTES = 64 * MIB
 SPAN_BYTES = 4 * MIB
-"""What a consumer of 100 MB/s reads in 40 ms, about the answer time of an object store."""
+"""Bytes that a consumer of 100 MB/s reads in 40 ms, about the latency of an object store."""
 
 ENDS_KEPT = 4_096
-"""Places where reads ended: as many readers at once are followed."""
+"""Limit of remembered end positions of reads, and so of concurrent readers that are followed."""
 
 
 class _Span:
@@ -49,12 +50,12 @@ class ReadAhead:
         self._closed = False
         self._ends: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._spans: OrderedDict[tuple[str, int], _Span] = OrderedDict()
-        """By object and first byte, the longest unused first."""
+        """Spans by object and first byte, the least recently used first."""
         self._begins: dict[str, list[int]] = {}
-        """object → where its spans begin, ascending"""
+        """Object key to the first bytes of its spans, ascending."""
 
     def expect(self, key: str, begin: int, end: int, limit: int) -> None:
-        """Somebody is about to read [begin, end) of an object, in a region that ends at `limit`. Plain call."""
+        """Announce a read of [begin, end) of an object, in a region that ends at `limit`. A plain call."""
         goes_on = (key, begin) in self._ends
         self._ends[key, end] = None
         self._ends.move_to_end((key, end))
@@ -65,7 +66,7 @@ class ReadAhead:
             self._read(key, reach, min(limit, reach + self._span_bytes))
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """As `ObjectStore.get_ranges`, from spans where they hold a range whole. Raises the same."""
+        """Read ranges as `ObjectStore.get_ranges`, from spans that cover a range completely; same errors."""
         found: list[Buffer | None] = [await self._held(key, begin, end) for begin, end in ranges]
         missing = [place for place, data in zip(ranges, found, strict=True) if data is None]
         if missing:
@@ -95,8 +96,11 @@ class ReadAhead:
         return parts[0] if len(parts) == 1 else b"".join(parts) if parts else None
 
     def _covering(self, key: str, begin: int, end: int) -> list[tuple[_Span, int]]:
-        """Spans that hold all of it, in order, and from where each is needed; none where something is missing. Those of
-        readers that began at different places overlap."""
+        """Return the spans that together cover [begin, end), in order, each with the first byte to use; empty if a byte
+        is missing.
+
+        Spans of readers that began at different places overlap.
+        """
         found: list[tuple[_Span, int]] = []
         at = begin
         for first in self._begins.get(key, ()):
@@ -109,7 +113,7 @@ class ReadAhead:
         return []
 
     def _reach(self, key: str, at: int) -> int:
-        """Up to where everything from `at` on is held or under way."""
+        """Return the end of the contiguous bytes from `at` that are cached or in flight."""
         for first in self._begins.get(key, ()):
             span = self._spans[key, first]
             if span.begin <= at < span.end:
@@ -117,7 +121,7 @@ class ReadAhead:
         return at
 
     def close(self) -> None:
-        """Nothing more is read."""
+        """Stop reading ahead."""
         self._closed = True
 
     def _read(self, key: str, begin: int, end: int) -> None:
@@ -138,7 +142,7 @@ class ReadAhead:
         try:
             data = await self._objects.get(span.key, span.begin, span.end)
         except TidemillError:
-            self._forget(span)  # RA2
+            self._forget(span)  # A reader that needs these bytes reads them itself and gets the error.
         finally:
             if not span.data.done():
                 span.data.set_result(data)

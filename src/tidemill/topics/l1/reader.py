@@ -1,7 +1,7 @@
-"""Reading L1: extents of the rows and indexes of the objects become `BatchRef`s, which everybody reads as those of L0.
+"""Read L1: turn extent rows and object indexes into `BatchRef`s, which are read like those of L0.
 
-RD1  What the rows say is read after `reconciled` was, so every extent below that is there (X2); one that is not has
-     gone by retention since, or is lost. Only the partition's log tells which.
+Invariant: the rows are read after `reconciled`, so every extent below it is visible (RFC 0005, X2). A missing extent
+was deleted by retention since, or is lost. Only the partition's log shows which.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALL = 1 << 62
 
 
 class L1Reader:
-    """One process's. Raises CorruptError for what must be there and is not, Unavailable."""
+    """L1 reader of one process. Raises CorruptError for data that must exist and does not, Unavailable."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class L1Reader:
         cache_bytes: int = INDEX_CACHE_BYTES,
         ahead: ReadAhead | None = None,
     ) -> None:
-        """`ahead`: hears what is planned, so that who goes on finds it read."""
+        """Create the reader. `ahead` is informed of planned reads, so that it can read ahead of them."""
         self.rows = rows
         self.ahead = ahead
         self._recent = RecentExtents(rows)
@@ -52,14 +52,16 @@ class L1Reader:
         self._held_bytes = 0
 
     async def warm(self, places: Sequence[tuple[str, int, int]]) -> None:
-        """Read side by side the indexes that plans from these offsets, (topic id, partition, offset), begin with. What
-        fails is told by the plan."""
+        """Read concurrently the indexes that plans from these (topic id, partition, offset) begin with.
+
+        Errors are ignored: the plan raises them.
+        """
         cold = [place for place in places if not self._is_warm(*place)]
         if len(cold) > 1:
             await asyncio.gather(*(self._warm(*place) for place in cold))
 
     def _is_warm(self, topic_id: str, partition: int, offset: int) -> bool:
-        """As far as is known: if the rows have changed since, the plan reads them and the index."""
+        """Return whether the cache has the index. If the rows have changed since, the plan reads them and the index."""
         extent = self._recent.known(topic_id, partition, offset)
         return extent is not None and (extent.object_id, extent.index_byte) in self._indexes
 
@@ -80,15 +82,15 @@ class L1Reader:
         max_count: int = ALL,
         at_least_one: bool = True,
     ) -> list[BatchRef]:
-        """The batches that overlap [start, end), in order, as many as fit; the first one regardless if asked.
+        """Return the batches that overlap [start, end), in order, as many as fit; with `at_least_one` always the first.
 
-        Empty when none of these offsets has a record any more. Raises CorruptError when some of them lie in no extent.
+        Empty if none of these offsets has a record any more. Raises CorruptError if some of them are in no extent.
         """
         what = (topic_id, partition, start, end)
         try:
             return await self._plan(*what, max_bytes, max_count, at_least_one, fresh=False)
         except CorruptError:
-            # Rows a moment old may lack the newest extents, or name what is gone.
+            # Slightly old rows may lack the newest extents, or name deleted ones.
             return await self._plan(*what, max_bytes, max_count, at_least_one, fresh=True)
 
     async def _plan(
@@ -130,7 +132,7 @@ class L1Reader:
         return found
 
     async def first_at(self, topic_id: str, partition: int, timestamp_ms: int, start: int) -> BatchRef | None:
-        """The first batch with a record at or after both `timestamp_ms` and the offset `start`; None = not in L1."""
+        """Return the first batch from offset `start` with a record at or after `timestamp_ms`; None if L1 has none."""
         found = await self.rows.extent_for_time(topic_id, partition, timestamp_ms)
         if found is None:
             return None
@@ -144,7 +146,7 @@ class L1Reader:
         return None
 
     async def index(self, extent: L1ExtentRow) -> RegionIndex:
-        """Of one extent; kept while it is among the recently used."""
+        """Return the index of an extent; recently used ones are cached."""
         key = (extent.object_id, extent.index_byte)
         known = self._indexes.get(key)
         if known is not None:
@@ -158,7 +160,7 @@ class L1Reader:
         try:
             index = await checked(self._objects, extent.object_key, read)
         except MissingError:
-            raise CorruptError(f"an object that an L1 extent names is gone: key={extent.object_key}.") from None
+            raise CorruptError(f"an object that an L1 extent names is missing: key={extent.object_key}.") from None
         if key not in self._indexes:
             self._indexes[key] = index
             self._held_bytes += index.cost_bytes
@@ -168,14 +170,15 @@ class L1Reader:
         return index
 
     async def data(self, extent: L1ExtentRow, span: tuple[int, int] | None = None) -> bytes:
-        """The bytes of its batches, or of the `span` within them. Raises CorruptError when its object is gone."""
+        """Read the bytes of an extent's batches, or the `span` within them. Raises CorruptError if the object is
+        missing."""
         begin, end = span if span is not None else (0, extent.size_bytes)
         if begin == end:
             return b""
         try:
             return await self._objects.get(extent.object_key, extent.first_byte + begin, extent.first_byte + end)
         except MissingError:
-            raise CorruptError(f"an object that an L1 extent names is gone: key={extent.object_key}.") from None
+            raise CorruptError(f"an object that an L1 extent names is missing: key={extent.object_key}.") from None
 
 
 def l1_reader(

@@ -1,7 +1,7 @@
-"""When the reconciler looks at which topic: woken by what is written, each topic in its own interval.
+"""Schedule the reconciler's rounds: writes wake it, and each topic has its own interval.
 
-A topic without anything to move is not looked at and costs nothing. A round that failed, of whatever type, is tried
-again after the topic's interval; the topics beside it are not kept waiting.
+A topic with nothing to move is not scheduled and costs nothing. A round that failed, with any exception, is repeated
+after the topic's interval; other topics do not wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tidemill.topics.l1.reconciler import PartitionKey, Reconciler
 from tidemill.topics.partition.leader import PartitionLeader
 
 AT_ONCE = 2
-"""Objects made at the same time: their bytes are in memory."""
+"""Limit of objects that are built concurrently: their bytes are in memory."""
 
 _log = structlog.get_logger()
 
@@ -39,20 +39,20 @@ class Rounds:
         self._led = led
         self._due: list[tuple[float, str]] = []
         self._listed: set[str] = set()
-        """Topics in `_due` or in a round."""
+        """Topics in `_due` or in a running round."""
         self._moved: dict[str, set[int]] = {}
-        """topic id → its partitions that may have something to move"""
+        """Topic id to its partitions that may have something to move."""
         self._interval_s: dict[str, float] = {}
         self._wake = asyncio.Event()
 
     def moved(self, topic_id: str, partition: int) -> None:
-        """Something was written, or opened here. Plain call."""
+        """Schedule the topic: its partition was written or opened here. A plain call."""
         self._moved.setdefault(topic_id, set()).add(partition)
         if topic_id not in self._listed:
             self._list(topic_id)
 
     async def run(self) -> None:
-        """For ever."""
+        """Run rounds forever."""
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def fail(_: str, error: BaseException) -> None:
@@ -94,7 +94,7 @@ class Rounds:
         except BaseException as fault:
             if not is_own_fault(fault):
                 raise
-            _log.error("a topic's round broke", topic_id=topic_id, error=sentence(fault), exc_info=fault)
+            _log.error("a topic's round failed", topic_id=topic_id, error=sentence(fault), exc_info=fault)
             return
         if done.failed is not None:
             _log.warning("a topic is not all in L1 yet", topic_id=topic_id, cause=str(done.failed))
@@ -108,7 +108,7 @@ class Rounds:
         )
 
     def _again(self, topic_id: str) -> None:
-        """Listed while anything is left to move."""
+        """Schedule the topic again while anything is left to move."""
         left = {partition for partition in self._moved.pop(topic_id, ()) if self._has_more(topic_id, partition)}
         if left:
             self._moved[topic_id] = left
@@ -117,7 +117,7 @@ class Rounds:
             self._interval_s.pop(topic_id, None)
 
     def _has_more(self, topic_id: str, partition: int) -> bool:
-        """One that is not open here tells again when it is opened."""
+        """Return whether the partition has more to move. A closed one is scheduled again when it is opened."""
         led = self._led.get((topic_id, partition))
         return led is not None and led.is_open and led.stable_end > led.state.hot_start
 

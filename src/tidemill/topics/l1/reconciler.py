@@ -1,13 +1,19 @@
-"""The reconciler: what is settled of the partitions led here moves into L1, a topic's object at a time (RFC 0005 §5).
+"""The reconciler: moves settled batches of the partitions led here into L1, one object of a topic at a time (RFC 0005
+§5).
 
     rows of the topic ─► corrections ─► read batches ─► register ─► put ─► add ─► Advance(reconciled) in each log
 
-RC1  Nothing is read beyond the stable end, nor beyond what the partition's checkpoint row holds (X1).
-RC2  Cut off anywhere, a round leaves nothing that a log or a reader follows; the next one reads where L1 ends and
-     corrects the logs first.
-RC3  What fails of one partition leaves that one out; what fails of an object leaves the logs as they are.
-RC4  A batch that does not match its checksum is read once more (`batch_reads.read_batches`) before L1 stores it for
-     good. Damage that the object itself has is copied and reported: consumers see it by the same checksum.
+Invariant (bounds): no offset is moved beyond the last stable offset, nor beyond the partition's checkpoint row (RFC
+0005, X1).
+
+Invariant (interruptible): a round interrupted at any point leaves nothing that a log or a reader refers to. The next
+round continues where L1 ends, and corrects the logs first.
+
+Invariant (isolation): a failure of one partition leaves out that partition only. A failure of an object leaves the logs
+unchanged.
+
+Invariant (verified): a batch that does not match its checksum is read again (`batch_reads.read_batches`) before L1
+stores it. Damage in the object itself is copied and reported: consumers detect it by the same checksum.
 """
 
 from __future__ import annotations
@@ -39,15 +45,18 @@ from tidemill.topics.partition.leader import PartitionLeader
 
 PartitionKey = tuple[str, int]
 Taken = tuple[Piece, list[Buffer]]
-"""What an object takes of one partition, and the batches of it."""
+"""The piece of one partition in an object, and its batches."""
 T = TypeVar("T")
 
 _log = structlog.get_logger()
 
 
 class Figures(msgspec.Struct):
-    """Since this node began. `left_out`: how often a partition was, for what failed of it; `corrected`: how often a log
-    was told of extents that it did not know; `let_go`: batches of lost objects that were passed over."""
+    """Counters since the start of this node.
+
+    `left_out`: partitions left out of an object because of an error. `corrected`: logs that lacked extents of the rows.
+    `let_go`: skipped batches of lost objects.
+    """
 
     objects: int = 0
     moved_bytes: int = 0
@@ -57,8 +66,11 @@ class Figures(msgspec.Struct):
 
 
 class Round(msgspec.Struct, frozen=True):
-    """`full`: there was more than the object took. `failed`: what kept some or all of it from moving. `batches`: of the
-    partition that had the most."""
+    """Result of a round.
+
+    `full`: there was more than the object could take. `failed`: the error that prevented some or all of the move.
+    `batches`: of the partition with the most.
+    """
 
     size_bytes: int = 0
     full: bool = False
@@ -67,7 +79,7 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class Reconciler:
-    """One node's, over the partitions that it leads."""
+    """Reconciler of one node, for the partitions that it leads."""
 
     def __init__(
         self,
@@ -89,13 +101,12 @@ class Reconciler:
         self._settings = settings
         self._led = led
         self._waiting: dict[PartitionKey, int] = {}
-        """partition with more → the round that took from it last: those that waited longest go first"""
+        """Partition with more to move, to the last round that took from it: those that waited longest go first."""
         self._round = 0
         self.figures = Figures()
 
     async def round(self, topic_id: str, partitions: Collection[int]) -> Round:
-        """Move at most one object of these partitions of a topic. Raises nothing of TidemillError: `Round.failed`
-        tells."""
+        """Move at most one object of these partitions of a topic. Does not raise TidemillError: see `Round.failed`."""
         try:
             return await self._move(topic_id, partitions)
         except TidemillError as error:
@@ -125,7 +136,7 @@ class Reconciler:
     async def _without_what_was_let_go(
         self, topic_id: str, piece: Piece, error: TidemillError
     ) -> tuple[Piece, list[Buffer] | TidemillError]:
-        """LO2. The piece keeps its offsets."""
+        """Remove the batches of dropped objects from the piece, and read the others. The piece retains its offsets."""
         keys = {ref.object_key for ref in piece.refs if self._cache.get(ref.object_key) is None}
         gone = {key for key in sorted(keys) if await is_let_go(self._objects, key)}
         if not gone:
@@ -134,7 +145,7 @@ class Reconciler:
         for ref in piece.refs:
             if ref.object_key in gone:
                 _log.warning(
-                    "lost records are passed over", partition=f"{topic_id}/{piece.partition}", offset=ref.base_offset,
+                    "lost records skipped", partition=f"{topic_id}/{piece.partition}", offset=ref.base_offset,
                     count=ref.record_count, key=ref.object_key,
                 )  # fmt: skip
         self.figures.let_go += len(piece.refs) - len(left.refs)
@@ -142,7 +153,7 @@ class Reconciler:
         return left, found
 
     async def _choose(self, topic_id: str, partitions: Collection[int]) -> tuple[list[Piece], bool]:
-        """What the next object takes, and whether there is more."""
+        """Select the pieces of the next object; return them and whether there is more."""
         led = {
             partition: each
             for partition in partitions
@@ -180,17 +191,17 @@ class Reconciler:
         _log.warning("a partition is left out of an L1 object", partition=f"{topic_id}/{partition}", cause=str(error))
 
     async def _span(self, led: PartitionLeader, place: Place) -> tuple[int, int]:
-        """Offsets that may move now; what the rows know already is told to the log."""
+        """Return the offsets that may move now. Correct the log if the rows are ahead of it."""
         state, copy, row = led.state, place.checkpoint, place.l1
         if copy is None:
             return 0, 0
         end = min(led.stable_end, copy.next_offset)
         if row is None:
-            # X1: L1 begins nowhere behind the copy's log start.
+            # L1 may not begin above the checkpoint's log start (RFC 0005, X1).
             return (state.log_start if state.log_start <= copy.log_start else end), end
         if row.next < state.reconciled:
             raise CorruptError(
-                f"L1 holds less than a log says: partition={led.topic_id}/{led.partition} next={row.next} "
+                f"L1 lacks offsets that a log has removed: partition={led.topic_id}/{led.partition} next={row.next} "
                 f"reconciled={state.reconciled}.",
                 fix="Restore the cluster from its bucket.",
             )
@@ -202,12 +213,15 @@ class Reconciler:
             return row.next, end
         if copy.log_start < start:
             return end, end
-        # Retention passed all that L1 holds: it goes on where the log begins.
+        # Retention has passed everything in L1, so L1 continues at the log start.
         await self._rows.set_start(led.topic_id, led.partition, start)
         return start, end
 
     async def _upload(self, topic_id: str, taken: Sequence[Taken]) -> int:
-        """Raises Unavailable, Unknown, Invalid: nothing of it is in L1, or the next round finds that it is."""
+        """Upload and add an object; return its size.
+
+        Raises Unavailable, Unknown, Invalid: L1 does not refer to the object, or the next round finds that it does.
+        """
         parts, footer = await _in_a_thread_if_many(partial(_build, topic_id, fault=self._settings.fault), taken)
         name = object_id(self._clock.now_ms(), self._rand.nonce())
         await self._rows.register(topic_id, name)
@@ -229,7 +243,8 @@ class Reconciler:
         return size
 
     async def _unread_below(self, led: PartitionLeader) -> int:
-        """Below it compaction has taken the records of what was aborted, and nobody reads what was there before."""
+        """Return the offset below which compaction has removed the records of aborted transactions, and no reader uses
+        the replaced ones."""
         if not led.config.compacts or not len(led.state.aborted):
             return 0
         row, _ = await self._rows.cleaned(led.topic_id, led.partition)

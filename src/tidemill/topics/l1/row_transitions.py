@@ -1,11 +1,14 @@
-"""How the rows of L1 change (RFC 0005 §3). Pure: from the rows as they were read to the rows to write, or a refusal.
+"""Changes of L1's rows (RFC 0005 §3). Pure: from the rows as read to the rows to write, or an error.
 
-Whoever commits a change expects every partition row and object row it was made from as it was read. Extents and terms
-change only together with their partition's row, so that guards them too.
+The commit of a change must expect every partition row and object row that was read for it. Extents and terms change
+only together with their partition's row, which guards them too.
 
-E1  Extents of a partition cover [start, next) without a gap; none overlap.
-E2  An object is referred to by the one commit that registers it; its removed bytes are those of extents that are gone.
-E3  `start` and `next` never go back.
+Invariant (coverage): extents of a partition cover [start, next) without gaps or overlaps.
+
+Invariant (one reference): only the commit that registers an object refers to it. Its removed bytes are those of its
+deleted extents.
+
+Invariant (monotonic): `start` and `next` never decrease.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ from tidemill.metastore.rows.l1 import L1ExtentRow, L1ObjectRow, L1PartitionRow,
 from tidemill.topics.l1.format import Region
 
 Written = list[tuple[bytes, bytes]]
-"""Keys and values; the empty value deletes."""
+"""Rows to write, as keys and values; an empty value deletes."""
 
 
 class Add(msgspec.Struct, frozen=True):
-    """An object to refer to. `terms`: by partition, (term, its first offset) of all that placed what its extents hold,
-    ascending. Offsets and sizes as in `format.Region`."""
+    """Request to refer to an object, with offsets and sizes as in `format.Region`.
+
+    `terms`: by partition, (term, its first offset) of all terms that placed the offsets of its extents, ascending.
+    """
 
     topic_id: str
     object_id: str
@@ -37,7 +42,7 @@ class Add(msgspec.Struct, frozen=True):
 
 
 class ReadRows(msgspec.Struct, frozen=True):
-    """Rows as they were read. `terms`: the newest of each partition, those of later ones absent."""
+    """Rows as they were read. `terms`: the newest of each partition; a partition without terms is absent."""
 
     partitions: Mapping[int, L1PartitionRow]
     terms: Mapping[int, L1TermRow]
@@ -45,15 +50,19 @@ class ReadRows(msgspec.Struct, frozen=True):
 
 
 class Added(msgspec.Struct, frozen=True):
-    """`next` by partition: where it goes on, which is not behind its extents when they were left out."""
+    """Result of `add`. `next` by partition: its next offset, which is not the end of its extents if they were left
+    out."""
 
     rows: Written
     next: dict[int, int]
 
 
 class Replace(msgspec.Struct, frozen=True):
-    """An object to refer to in place of whole extents. `epochs`: by partition, the compaction epoch of its row when the
-    extents were read that the regions were made of."""
+    """Request to refer to an object in place of whole extents.
+
+    `epochs`: by partition, the compaction epoch of its row when the extents were read from which the regions were
+    built.
+    """
 
     topic_id: str
     object_id: str
@@ -63,14 +72,15 @@ class Replace(msgspec.Struct, frozen=True):
 
 
 class Replaced(msgspec.Struct, frozen=True):
-    """`stale`: partitions whose extents changed meanwhile; theirs stay, and of the object nothing is referred to."""
+    """Result of `replace_extents`. `stale`: partitions whose extents changed since they were read; theirs are not
+    replaced."""
 
     rows: Written
     stale: tuple[int, ...]
 
 
 class Trimmed(msgspec.Struct, frozen=True):
-    """`more`: extents below the start are left, for another commit."""
+    """Result of `set_start`. `more`: extents below the start are left for another commit."""
 
     rows: Written
     more: bool
@@ -81,23 +91,27 @@ def register(topic_id: str, object_id: str, at_ms: int) -> L1ObjectRow:
 
 
 def was_added(row: L1ObjectRow | None) -> bool:
-    """Did the one `add` of this object take place? An extent always counts for some bytes."""
+    """Return whether the one `add` of this object took place. An extent always has some bytes."""
     return row is not None and row.registered and row.total_bytes > 0
 
 
 def is_garbage(row: L1ObjectRow) -> bool:
-    """Nothing refers to it, or ever will. One that claims to have lost more than it held is left alone."""
+    """Return whether no row refers to the object, or ever will. An object with more removed than total bytes is
+    retained."""
     return row.registered and row.removed_bytes == row.total_bytes
 
 
 def expire(row: L1ObjectRow, at_ms: int) -> L1ObjectRow | None:
-    """The row once no `add` may register it any more; None when one has."""
+    """Return the row that prevents any later `add` from registering it, or None if one has."""
     return None if row.registered else replace(row, registered=True, updated_ms=at_ms)
 
 
 def add(held: ReadRows, request: Add, at_ms: int) -> Added:
-    """Raises InvalidError when the request contradicts itself, the stored terms, or names an object that was not
-    registered for it or has expired."""
+    """Refer to an uploaded object.
+
+    Raises InvalidError if the request contradicts itself or the stored terms, or names an object that was not
+    registered for it or has expired.
+    """
     known = _unregistered(held, request.object_id)
     rows: Written = []
     nexts: dict[int, int] = {}
@@ -105,7 +119,7 @@ def add(held: ReadRows, request: Add, at_ms: int) -> Added:
     for partition, group in groupby(request.regions, key=lambda region: region.partition):
         regions = list(group)
         if partition in nexts:
-            raise InvalidError(f"the regions of a partition do not follow each other: partition={partition}.")
+            raise InvalidError(f"the regions of a partition are not adjacent in the request: partition={partition}.")
         _check_regions(regions)
         weight = sum(region.size_bytes + region.index_bytes for region in regions)
         total += weight
@@ -131,8 +145,11 @@ def add(held: ReadRows, request: Add, at_ms: int) -> Added:
 def replace_extents(
     held: ReadRows, standing: Mapping[int, Sequence[L1ExtentRow]], request: Replace, at_ms: int
 ) -> Replaced:
-    """`standing`: by partition, the extents with an offset in the range of its regions, ascending, as of its row;
-    `held.objects`: theirs, and the new one. Raises InvalidError as `add`, and when every partition is stale."""
+    """Replace extents by those of a new object.
+
+    `standing`: by partition, the extents with an offset in the range of its regions, ascending, read with its row.
+    `held.objects`: their objects, and the new one. Raises InvalidError like `add`, and if every partition is stale.
+    """
     known = _unregistered(held, request.object_id)
     rows: Written = []
     stale: list[int] = []
@@ -148,7 +165,8 @@ def replace_extents(
             removed += weight
             stale.append(partition)
             continue
-        # What the first one counts of all before it is a bound for the new ones, and theirs for what follows.
+        # The old first extent's bound covers all extents before it, and is a valid start for the new ones and those
+        # after.
         before = replace(row, highest_timestamp_ms=old[0].highest_timestamp_ms)
         changed, extents = _appended(before, request.object_id, regions)
         bases = {extent.base_offset for extent in extents}
@@ -163,14 +181,14 @@ def replace_extents(
         rows.append(L1_PARTITIONS.encode(changed))
         gone += old
     if not gone:
-        raise InvalidError(f"all that an L1 object was made of has changed: object={request.object_id}.")
+        raise InvalidError(f"all extents that an L1 object replaces have changed: object={request.object_id}.")
     rows += _charged(gone, held.objects, at_ms)
     rows.append(_registered(known, total, removed, request.object_bytes, at_ms))
     return Replaced(rows, tuple(stale))
 
 
 def _covers(row: L1PartitionRow, old: Sequence[L1ExtentRow], regions: Sequence[Region], epoch: int) -> bool:
-    """Do the regions stand for exactly these extents, and have those been as they are since they were read?"""
+    """Return whether the regions match exactly these extents, and the extents have not changed since they were read."""
     return (
         row.compaction_epoch == epoch
         and bool(old)
@@ -183,8 +201,8 @@ def _unregistered(held: ReadRows, object_id: str) -> L1ObjectRow:
     known = held.objects.get(object_id)
     if known is None or known.registered:
         raise InvalidError(
-            f"an L1 object was not registered, or not in time: object={object_id} expired={known is not None}.",
-            fix="Register another one.",
+            f"an L1 object is unregistered or expired: object={object_id} expired={known is not None}.",
+            fix="Register a new object.",
         )
     return known
 
@@ -215,13 +233,13 @@ def _check_regions(regions: Sequence[Region]) -> None:
 
 
 def _new_terms(request: Add, newest: L1TermRow | None, regions: Sequence[Region]) -> Written:
-    """Rows of the terms that are not stored yet."""
+    """Return the rows of the terms that are not stored yet."""
     partition, base, last = regions[0].partition, regions[0].base_offset, regions[-1].last_offset
     terms = list(request.terms.get(partition, ()))
     rising = all(one[0] < other[0] and one[1] < other[1] for one, other in pairwise(terms))
     if not terms or not rising or terms[0][1] != base or terms[-1][1] > last:
         raise InvalidError(
-            f"the terms of a partition's extents are not theirs: partition={partition} base_offset={base} "
+            f"the terms do not match a partition's extents: partition={partition} base_offset={base} "
             f"last_offset={last} terms={terms}."
         )
     if newest is not None:
@@ -274,8 +292,11 @@ def set_start(
     objects: Mapping[str, L1ObjectRow],
     at_ms: int,
 ) -> Trimmed:
-    """The partition begins at `start`, or where it did when that is later. `oldest`: its first extents, ascending;
-    `objects`: theirs. A start beyond `next` empties the partition: it goes on there."""
+    """Start the partition at `start`, unless it already starts later.
+
+    `oldest`: its first extents, ascending; `objects`: their objects. A start beyond `next` empties the partition and
+    becomes its next offset.
+    """
     start = max(start, row.start)
     gone = [extent for extent in oldest if extent.last_offset < start]
     more = bool(gone) and len(gone) == len(oldest) and len(gone) < row.extent_count

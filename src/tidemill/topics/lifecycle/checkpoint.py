@@ -1,8 +1,8 @@
-"""Keeping the rows of partitions up to date with their logs (RFC 0002 §6): what changed since they were written.
+"""Keep the rows of partitions up to date with their logs (RFC 0002 §6), by writing what changed since the last round.
 
-The log of a partition lives in consensus; its rows live in the bucket and hold the same state (`partition.rowform`).
-The extents go first and the partition row after them, so rows that were cut off only hold extents that their
-partition row does not reach yet.
+The log of a partition is in consensus. Its rows are in the bucket and hold the same state (`partition.row_codec`).
+Extents are written before the partition row, so an interrupted write leaves only extents that the partition row does
+not reach yet.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ from tidemill.topics.partition.row_codec import aborted_rows, extents, partition
 from tidemill.topics.partition.state import PartitionState
 
 FOLLOWED_AT_ONCE = 16
-"""Partition logs read at the same time."""
+"""Limit of partition logs that are read concurrently."""
 
 FOLLOWED_ROUNDS = 60
-"""A partition that did not change for so many rounds is let go; when it does it is read again from its roll-up."""
+"""Rounds without a change after which a partition's state is dropped; at its next change it is read again from its
+rollup."""
 
 SLICE_ROWS = 200
-"""Rows of one group, which is written at once."""
+"""Limit of rows in one group, which is written atomically."""
 
 STRETCH_S = 0.002
-"""Of all partitions together in one turn of the loop: a checkpoint can wait, what it shares the loop with cannot."""
+"""Time in one turn of the loop for all partitions together: a checkpoint can wait, other tasks of the loop cannot."""
 
 Place = tuple[str, int]
 
 
 class Scan(Protocol):
     def __call__(self, prefix: bytes, *, reverse: bool = False) -> AsyncIterator[tuple[list[bytes], list[bytes]]]:
-        """Key prefix → chunks of live rows (keys, values), ascending, or descending when `reverse`."""
+        """Yield chunks of live rows (keys, values) with the key prefix, ascending, or descending if `reverse`."""
         ...
 
 
 class PartitionsStage:
     """All partitions of all topics in the catalogue. Implements `metastore.checkpoint.Stage`.
 
-    A round looks at the partitions whose logs changed since it was last written what they hold, at no others.
+    A round examines only the partitions whose logs changed since they were last written.
     """
 
     name = "partitions"
@@ -64,10 +65,10 @@ class PartitionsStage:
         self._metastore = metastore
         self._logs = ChangedLogs(consensus, LOG_PREFIX)
         self._followers: dict[Place, PartitionFollower] = {}
-        """The longest idle first."""
+        """Followers by partition, the longest idle first."""
         self._gathered: list[Place] = []
         self._rows: dict[Place, PartitionRow] = {}
-        """Rows found by `load` that nobody has looked at yet."""
+        """Rows found by `load` for partitions that no round has written yet."""
         self._stored: set[str] = set()
         """Ids of topics that have rows."""
         self._gone: set[str] = set()
@@ -75,14 +76,15 @@ class PartitionsStage:
         self.unreadable: dict[str, TidemillError] = {}
 
     async def load(self) -> None:
-        """Begin from what the rows say."""
+        """Start from the stored rows."""
         self._followers.clear()
         self._logs.restart()
         self._rows = {(row.topic_id, row.partition): row for row in await self._metastore.rows(PARTITIONS)}
         self._stored = {topic_id for topic_id, _ in self._rows}
 
     async def gather(self) -> dict[str, Unit]:
-        """By `<topic id>/<partition>`, and by topic id where the topic is gone. Raises Unavailable."""
+        """Return the rows to write, by `<topic id>/<partition>`, and by topic id for deleted topics. Raises
+        Unavailable."""
         self._round += 1
         counts = {row.topic_id: row.partitions for row in await self._metastore.rows(TOPICS)}
         self._gathered = await self._changed(counts)
@@ -108,7 +110,7 @@ class PartitionsStage:
         return units
 
     async def _changed(self, counts: Mapping[str, int]) -> list[Place]:
-        """The partitions to be looked at. `counts` was read before their logs are."""
+        """Return the partitions to examine. `counts` must be read before the logs."""
         places = {place for place in self._rows if place[0] in counts}
 
         def there(name: str) -> bool:
@@ -118,21 +120,21 @@ class PartitionsStage:
         silent: list[str] = []
         for name, head in (await self._logs.look(there)).items():
             if head.next == 0 and place_of(name) not in places:
-                silent.append(name)  # opened, and nothing was ever said in it
+                silent.append(name)  # Opened, but without any record.
             else:
                 places.add(place_of(name))
         self._logs.done(silent)
         return sorted(places)
 
     def late(self, before: Set[str]) -> set[str]:
-        """Unreadable partitions and the ids of their topics."""
+        """Return the unreadable partitions and the ids of their topics."""
         return {name for thing in self.unreadable for name in (thing, thing.rpartition("/")[0])}
 
     def written(self, late: Set[str]) -> None:
         for place in self._gathered:
             name, follower = f"{place[0]}/{place[1]}", self._followers[place]
             if name in late:
-                # What it has replayed may be half of something: the next one begins from the row.
+                # It may have replayed only part of the changes, so the next follower starts from the row.
                 self._followers[place] = self._follower(*place, follower.row)
                 continue
             follower.written()
@@ -157,7 +159,8 @@ class PartitionsStage:
         return PartitionFollower(self._consensus, self._objects, topic_id, partition, row, self._pace)
 
     async def _deletions(self, topic_id: str) -> Unit:
-        """Partition rows first: extents without one are passed over, one without its extents would be a loss (K1)."""
+        """Delete partition rows first: extents without one are ignored, while a partition row without extents would be
+        a loss."""
         groups: Unit = []
         for family in (PARTITIONS, EXTENTS, ABORTED):
             async for keys, _ in self._metastore.prefix(family.prefix(topic_id)):
@@ -166,9 +169,9 @@ class PartitionsStage:
 
 
 class PartitionFollower:
-    """Follows one partition's log and says what its rows lack. Batches that are written leave memory again.
+    """Follows one partition's log and computes the missing rows. Batches that are written are released from memory.
 
-    `row` is the partition row as the metastore holds it, None when there is none; changed by `written`.
+    `row` is the partition row in the metastore, or None; `written` updates it.
     """
 
     def __init__(
@@ -183,26 +186,28 @@ class PartitionFollower:
         self._log = partition_log(topic_id, partition)
         self.row = row
         self.round = 0
-        """The stage's, in which it changed last."""
+        """Round of the stage in which it last changed."""
         self._state = PartitionState()
         self._next_row: PartitionRow | None = row
         self._swept = self._next_swept = False
 
     async def gather(self, scan: Scan) -> Unit:
-        """Groups of rows to write in this order, each group at once; [] when nothing changed since `written`.
+        """Return the groups of rows to write, in this order, each atomically; [] if nothing changed since `written`.
 
-        Reads only what the log gained. Raises CorruptError (also when the log holds less than the rows), Unavailable.
+        Reads only what was appended to the log. Raises CorruptError (also if the log holds less than the rows),
+        Unavailable.
         """
         pace = self._pace
         self._state, _ = await catch_up(self._consensus, self._objects, self._log, self._state, pace=pace)
         row = self.row or PartitionRow(self.topic_id, self.partition, 0, 0, log_position=-1)
         new = partition_row(self._state, self.topic_id, self.partition)
         if new.next_offset < row.next_offset or new.log_start < row.log_start or new.reconciled < row.reconciled:
-            # Another life of this topic id: rows that may be all that is left of it are not overwritten.
+            # This is another incarnation of the topic id. Rows that may be all that is left of the earlier one are not
+            # overwritten.
             raise CorruptError(
                 f"a partition's log holds less than its rows: partition={self.topic_id}/{self.partition}"
                 f" next_offset={new.next_offset} row={row.next_offset}.",
-                fix="Consensus was replaced without `tidemill restore`: restore it, or start with an empty bucket.",
+                fix="Restore consensus (it was replaced without `tidemill restore`), or start with an empty bucket.",
             )
         fresh: list[ExtentRow] = []
         written: list[Group] = []
@@ -210,7 +215,7 @@ class PartitionFollower:
             fresh.append(extent)
             written.append([EXTENTS.encode(extent)])
             if pace.due:
-                await pace.rest()  # only this call changes the state
+                await pace.rest()  # Safe: only this call changes the state.
         new = replace(
             new,
             size_bytes=row.size_bytes + sum(extent.size_bytes for extent in fresh),
@@ -218,7 +223,8 @@ class PartitionFollower:
         )
         if replace(new, log_position=row.log_position) == row:
             return []
-        # What a restore ended, the row tells of as open; it ended at the row's last offset, without a marker.
+        # The row lists transactions as open that a restore ended; they ended at the row's last offset, without a
+        # marker.
         aborted_from = row.next_offset - 1 if row.transactions else row.next_offset
         aborted = aborted_rows(self._state, self.topic_id, self.partition, aborted_from)
         written += _sliced([ABORTED.encode(each) for each in aborted])
@@ -230,7 +236,8 @@ class PartitionFollower:
         if new.hot_start > row.hot_start or remembered > before:
             gone = await self._forgotten(scan, new.hot_start)
             new = replace(new, size_bytes=new.size_bytes - sum(extent.size_bytes for extent in gone))
-            groups.append([PARTITIONS.encode(new)])  # before its extents go: K1
+            # Before its extents are deleted: a partition row never counts an offset that no extent row holds.
+            groups.append([PARTITIONS.encode(new)])
             groups += [[(EXTENTS.key_of(extent), b"")] for extent in gone]
             groups += _sliced(await self._ended(scan, remembered))
         else:
@@ -239,16 +246,17 @@ class PartitionFollower:
         return groups
 
     def written(self) -> None:
-        """What the last `gather` returned is committed."""
+        """Note that the result of the last `gather` is committed."""
         self.row = self._next_row
         self._swept = self._next_swept
         _forget_batches(self._state)
 
     async def _sweep(self, scan: Scan, next_offset: int, standing: Container[bytes]) -> list[Group]:
-        """Deletions of what lies past the partition row, once, before the row reaches it.
+        """Return deletions of rows beyond the partition row, once, before the row reaches them.
 
-        In one life of a log it is only written again (K2). But a manifest may hold extents and aborted transactions
-        without their partition row, and the log that was restored from it goes on with other batches.
+        Within one incarnation of a log such rows are simply overwritten, because runs are always cut in the same way.
+        But a manifest may hold extents and aborted transactions without their partition row, and the log that was
+        restored from it continues with other batches.
         """
         if self._swept:
             return []
@@ -262,7 +270,7 @@ class PartitionFollower:
         return _sliced(stale)
 
     async def _forgotten(self, scan: Scan, start: int) -> list[ExtentRow]:
-        """The written extents that lie wholly below `start`."""
+        """Return the stored extents that are wholly below `start`."""
         found: list[ExtentRow] = []
         async for keys, values in scan(EXTENTS.prefix(self.topic_id, self.partition)):
             for key, value in zip(keys, values, strict=True):
@@ -273,7 +281,7 @@ class PartitionFollower:
         return found
 
     async def _ended(self, scan: Scan, start: int) -> Group:
-        """Deletions of the transactions that were aborted wholly below `start`."""
+        """Return deletions of the transactions that were aborted wholly below `start`."""
         found: Group = []
         async for keys, values in scan(ABORTED.prefix(self.topic_id, self.partition)):
             for key, value in zip(keys, values, strict=True):
@@ -288,7 +296,7 @@ def _sliced(rows: Group) -> list[Group]:
 
 
 def _forget_batches(state: PartitionState) -> None:
-    """What `apply` needs of what was before is the high watermark and what is open."""
+    """Drop the batches: for later commands `apply` needs only the high watermark and the open transactions."""
     for column in (
         state.bases,
         state.objects,

@@ -1,7 +1,7 @@
-"""Writing topics back into empty consensus, from rows (RFC 0002 §6). Every step may be repeated by the same attempt.
+"""Write topics into empty consensus, from rows (RFC 0002 §6). The same attempt may repeat every step.
 
-topic/<id>/<partition>   [nothing happened, rollup], truncated to the rollup: a log that begins where a state is
-topics/producer-ids      the first id of this incarnation: none that was ever handed out comes again
+topic/<id>/<partition>   [no-op, rollup], truncated to the rollup: the log begins with the state
+topics/producer-ids      the first id of this incarnation: ids that were allocated before are never allocated again
 cluster/nodes            node ids by name
 cluster/epoch-base       above every epoch that names an object of the bucket
 """
@@ -25,10 +25,11 @@ from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.produce.producer_ids import REGISTER as PRODUCER_IDS_REGISTER
 
 TERMS_APART = 1000
-"""Leader epochs of the old cluster's lost tail are never met again, so Kafka clients see where it was cut."""
+"""Distance of the new leader epochs from the old ones. The epochs of the old cluster's lost tail are never reused, so
+Kafka clients detect where it was truncated."""
 
 PRODUCER_IDS_BITS = 40
-"""Each incarnation hands out ids of its own: [incarnation << 40, …). Those of captures lie far above."""
+"""Bits of the ids of one incarnation, which allocates [incarnation << 40, …). The ids of captures are far above."""
 
 
 async def restore_partition(
@@ -40,21 +41,23 @@ async def restore_partition(
     state: PartitionState,
     attempt: str,
 ) -> None:
-    """Make the partition's log begin with `state`, whose `applied` is set. Raises InvalidError when it has a log
-    already."""
+    """Make the partition's log begin with `state`, and set its `applied`. Raises InvalidError if it already has a
+    log."""
     log = partition_log(topic_id, partition)
     head = await consensus.log_head(log)
     if head.next == 0:
         state.applied = 1
         rollup = await write_rollup(objects, state, topic_id, partition, rand.nonce())
         if rollup is None:
-            raise UnavailableError(f"the bucket takes no objects: log={log}.", fix="Check it with: tidemill doctor")
+            raise UnavailableError(
+                f"the bucket does not accept objects: log={log}.", fix="Check it with: tidemill doctor"
+            )
         filler = encode_command(PlaceBatches(state.last_at_ms, (), ()))
         term = max((term for term, _ in state.terms), default=0) + TERMS_APART
         while head.next == 0:
             with contextlib.suppress(
                 UnknownOutcomeError, ConflictError
-            ):  # the nonce of what stands there tells, if anything does
+            ):  # The nonce of the first record shows whether it is ours.
                 await consensus.append(log, term, 0, [filler, encode_command(rollup)], attempt)
             head = await consensus.log_head(log)
     found = await consensus.read(log, head.start, limit_records=1)
@@ -69,7 +72,7 @@ async def restore_partition(
 async def restore_registers(
     consensus: Consensus, objects: ObjectStore, rand: Rand, *, incarnation: int, node_ids: dict[str, int]
 ) -> None:
-    """The cluster's counters: nothing that was ever named by them is named again."""
+    """Restore the cluster's counters, so that ids that they have produced are not produced again."""
     first_id = incarnation << PRODUCER_IDS_BITS
     await _write_once(consensus, rand, PRODUCER_IDS_REGISTER, str(first_id).encode())
     await _write_once(consensus, rand, EPOCH_BASE_REGISTER, str(await newest_epoch(objects) + 1).encode())
@@ -77,12 +80,12 @@ async def restore_registers(
 
 
 async def newest_epoch(objects: ObjectStore) -> int:
-    """The greatest epoch that names an L0 object; 0 when there is none. A few listings, whatever the bucket holds."""
+    """Return the greatest epoch that names an L0 object, or 0. Takes few listings, however large the bucket."""
 
     async def epoch_from(epoch: int) -> int:
         async for found in objects.list("l0/", start_after=f"l0/{epoch:020d}"):
             epoch_text = found.key.removeprefix("l0/").partition("/")[0]
-            if epoch_text.isdigit():  # what somebody else put there is none of ours
+            if epoch_text.isdigit():  # An object of another owner is ignored.
                 return int(epoch_text)
         return -1
 
@@ -92,7 +95,7 @@ async def newest_epoch(objects: ObjectStore) -> int:
     step = 1
     while (found := await epoch_from(low + step)) >= 0:
         low, step = found, step * 2
-    high = low + step  # nothing at or above it
+    high = low + step  # No epoch is at or above it.
     while low + 1 < high:
         middle = (low + high) // 2
         found = await epoch_from(middle)
@@ -101,7 +104,7 @@ async def newest_epoch(objects: ObjectStore) -> int:
 
 
 async def _write_once(consensus: Consensus, rand: Rand, key: str, data: bytes) -> None:
-    """An earlier run of the attempt, or nobody, has written it."""
+    """Write the register unless it exists: then an earlier run of this attempt has written it."""
     nonce = rand.nonce()
     try:
         await consensus.cas(key, 0, data, nonce)

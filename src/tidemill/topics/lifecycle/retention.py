@@ -1,12 +1,12 @@
-"""Retention of topics by time and size: where a partition's log may start, and who moves it there.
+"""Retention of topics by time and size: determine where a partition's log may start, and advance it.
 
-    the leader       looks every `retention_check_s` at those of its partitions that were written to, or in which the
-                     oldest batch has come to its time, and appends an Advance to their logs
-    an idle one      that nobody has opened is read, not taken over; until something in it is due, nobody looks at it
-    a hold           what a pipeline has not read yet stays, whatever the topic's config says
+    led partitions    every `retention_check_s` the leader examines those that were written to, or whose oldest batch
+                      has expired, and appends an Advance to their logs
+    idle partitions   that are not open are read without taking them over; they are not examined until something is due
+    holds             records that a pipeline has not read yet are retained, regardless of the topic's config
 
-Kafka's rules: whole batches, oldest first, as long as the newest record of a batch is older than retention.ms, or as
-what is left without the batch is still retention.bytes or more. Times are those of the records.
+Kafka's rules: whole batches are deleted, oldest first, while the newest record of a batch is older than retention.ms,
+or while the rest without the batch is at least retention.bytes. Times are those of the records.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ NEVER_MS = 1 << 62
 
 class RetentionHolds(Protocol):
     async def __call__(self, topic: TopicRow) -> Mapping[int, int] | None:
-        """partition → first offset somebody still has to read; None = all of it. Raises when it cannot be told."""
+        """Return partition to the first offset that some reader still needs; None = all records are needed.
+
+        Raises if that cannot be determined.
+        """
         ...
 
 
@@ -51,7 +54,7 @@ async def no_holds(topic: TopicRow) -> Mapping[int, int]:
 
 
 def kept_start(state: PartitionState, config: TopicConfig, now_ms: int) -> int:
-    """Where the log may start, at or after where it does: not within an open transaction. Pure."""
+    """Return where the log may start: not before its current start, and not within an open transaction. Pure."""
     gone = 0
     if config.retention_ms >= 0:
         gone = bisect_right(state.highest_timestamps, now_ms - config.retention_ms - 1)
@@ -64,23 +67,24 @@ def kept_start(state: PartitionState, config: TopicConfig, now_ms: int) -> int:
 
 
 def has_retention(row: TopicRow) -> TopicConfig | None:
-    """The config of a topic that forgets. A captured table's never does: a later pipeline begins with its snapshot."""
+    """Return the config of a topic with retention, else None. A captured table's topic has none: a later pipeline
+    begins with its snapshot."""
     config = stored_config(row.config)
     return config if row.kind == "stream" and config.forgets else None
 
 
 def is_compacted(row: TopicRow) -> bool:
-    """By key."""
+    """Return whether the topic is compacted by key."""
     return "cleanup.policy" in row.config and stored_config(row.config).compacts
 
 
 def config_of(row: TopicRow) -> TopicConfig:
-    """What whoever serves the topic keeps to."""
+    """Return the typed config that the leader applies."""
     return replace(stored_config(row.config), captured=row.kind == "capture")
 
 
 class Retainer:
-    """One node's rounds over the partitions that it leads or would lead."""
+    """Retention rounds of one node, over the partitions that it leads or would lead."""
 
     def __init__(
         self,
@@ -103,16 +107,16 @@ class Retainer:
         self._l1 = l1
         self._logs = ChangedLogs(consensus, LOG_PREFIX)
         self._due_ms: dict[PartitionKey, int] = {}
-        """partitions that hold records → when something in them may be due"""
+        """Partitions with records, to the time when something in them may be due."""
         self._topics: Mapping[str, TopicRow] = {}
         self._configs: dict[str, TopicConfig] = {}
-        """Of the topics that forget."""
+        """Configs of the topics with retention."""
         self.holds: RetentionHolds = no_holds
 
     async def round(self, topics: Mapping[str, TopicRow]) -> None:
-        """`topics`: those there are, read a moment ago; another mapping when they changed.
+        """Run one round. `topics`: a recent catalogue; a new mapping if it changed.
 
-        A topic that fails is looked at in the next round; the others are not harmed. Raises Unavailable.
+        A topic that fails is retried in the next round and does not affect the others. Raises Unavailable.
         """
         for led in list(self._led.values()):
             led.settle(self._settings.settle_after_s)
@@ -129,10 +133,10 @@ class Retainer:
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                _log.warning("retention of a topic waits", topic=topics[topic_id].name, cause=sentence(error))
+                _log.warning("retention of a topic is delayed", topic=topics[topic_id].name, cause=sentence(error))
 
     def _note(self, topics: Mapping[str, TopicRow]) -> None:
-        """Topics came, went, or are to forget by another rule: what they hold is looked at anew."""
+        """Schedule the partitions of topics that were added, removed or reconfigured."""
         if topics is self._topics:
             return
         self._topics = topics
@@ -149,7 +153,7 @@ class Retainer:
         return 0 if topic_id in self._configs else NEVER_MS
 
     async def _look(self, topics: Mapping[str, TopicRow]) -> None:
-        """What was written to since the last round."""
+        """Schedule the partitions that were written to since the last round."""
 
         def there(name: str) -> bool:
             topic_id, partition = place_of(name)
@@ -164,11 +168,11 @@ class Retainer:
         self._logs.done(written)
 
     async def check_unread(self, row: TopicRow, partition: int, offset: int) -> None:
-        """Raises RecordsStillNeededError when somebody has yet to read a record below `offset`, and what `holds`
-        raises."""
+        """Raise RecordsStillNeededError if a reader still needs a record below `offset`. Also raises the errors of
+        `holds`."""
         if row.kind == "capture":
             raise RecordsStillNeededError(
-                f"a captured table's topic is never cut: later pipelines begin with it: topic={row.name}."
+                f"a captured table's topic is never truncated, because later pipelines need it: topic={row.name}."
             )
         holds = await self.holds(row)
         held = 0 if holds is None else holds.get(partition, offset)
@@ -193,7 +197,7 @@ class Retainer:
                 led.start_at(min(start, holds.get(partition, start)))
 
     async def _due(self, row: TopicRow, partition: int, config: TopicConfig) -> PartitionLeader | None:
-        """The partition, led, if something of it may go."""
+        """Return the led partition if some of its records may be deleted, else None."""
         key = (row.topic_id, partition)
         led = self._led.get(key)
         if led is not None and not led.is_open:
@@ -204,7 +208,7 @@ class Retainer:
             state, _ = await catch_up(self._consensus, self._objects, partition_log(*key), PartitionState())
         start, oldest_ms = await self._kept(key, state, config)
         if start <= state.log_start:
-            # By size nothing goes before the next batch comes, and that is a change of the log.
+            # By size, nothing is due before the next batch arrives, which changes the log.
             timed = config.retention_ms >= 0 and oldest_ms is not None
             self._due_ms[key] = oldest_ms + config.retention_ms + 1 if timed and oldest_ms is not None else NEVER_MS
             return None
@@ -213,7 +217,8 @@ class Retainer:
         return led
 
     async def _kept(self, key: PartitionKey, state: PartitionState, config: TopicConfig) -> tuple[int, int | None]:
-        """(where the log may start, the newest time in what goes next): extents, oldest first, then what is hot."""
+        """Return (where the log may start, newest time of what is deleted next): extents, oldest first, then the hot
+        state."""
         now_ms, start, hot_start, left = self._clock.now_ms(), state.log_start, state.hot_start, state.size_bytes
         hot, hot_ms = kept_start(state, config, now_ms), state.highest_timestamps[0] if len(state) else None
         if start == hot_start:
@@ -221,7 +226,7 @@ class Retainer:
         row = await self._l1.partition(*key, fresh=False) if self._l1 is not None else None
         if self._l1 is None or row is None:
             return start, None
-        # Not the row's sum: until the keeper has trimmed it, that counts what has gone below the log's start.
+        # Not the row's sum, which counts extents below the log start until the maintenance job has removed them.
         extents = [extent async for extent in self._l1.extents(*key, start, fresh=False)]
         left += sum(extent.size_bytes for extent in extents if extent.base_offset < hot_start)
         for extent in extents:

@@ -1,4 +1,4 @@
-"""Making a partition say what is decided of the bucket's objects, without leading it; ending a deleted one's log."""
+"""Settle a partition without leading it, so that unused objects can be deleted; end the log of a deleted partition."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state import PartitionState
 
 NOBODY = ""
-"""A writer that has no objects."""
+"""Name of a writer without objects."""
 
 
 async def settle(
     consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, topic_id: str, partition: int
 ) -> None:
-    """Append an Advance in a term of its own: whatever another writer has made so far and not placed, it never will.
-    A leader steps down by it and opens the partition again; its clients retry. Raises UnavailableError, Corrupt."""
+    """Append an Advance in a new term: batches that another writer has made so far and not placed can never be placed.
+
+    A leader steps down and opens the partition again; its clients retry. Raises UnavailableError, Corrupt.
+    """
     log = partition_log(topic_id, partition)
     appender = Appender(consensus, log, clock, rand, TopicSettings())
     await appender.fence()
@@ -34,8 +36,10 @@ async def settle(
 
 
 async def end_log(consensus: Consensus, topic_id: str, partition: int) -> None:
-    """Forget every record of a deleted topic's partition; its head (some 100 bytes) stays and fences whoever is late.
-    Raises UnavailableError, Unknown, Fenced: call again."""
+    """Truncate the log of a deleted topic's partition. Its head (some 100 bytes) remains and fences late writers.
+
+    Raises UnavailableError, Unknown, Fenced: call again.
+    """
     log = partition_log(topic_id, partition)
     head = await consensus.log_head(log)
     if head.start < head.next:

@@ -1,4 +1,4 @@
-"""What to do with the batches whose turn has come: one command for the log, and a fate for each. Pure."""
+"""Decide the outcome of each batch whose turn has come, and build one log command for those that are accepted. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from tidemill.topics.partition.transactions import COMMIT, PLAIN, Ledger
 
 
 class Plan:
-    """
-    accepted    placed by `command`, with the base offset each will have
-    duplicates  answered with the offsets of an earlier batch: committed, or `tentative` (in this very command)
-    refused     by the sequence rules, or not of an open transaction
+    """Outcome of one group of batches.
+
+    accepted    placed by `command`, with the base offset that each will have
+    duplicates  answered with the offsets of an earlier batch: committed, or `tentative` (placed by this command)
+    refused     by the sequence rules, or because no matching transaction is open
     needless    markers of transactions that are not open here
-    early       must wait for the retry of an earlier batch that failed here; the client is told to come again
-    poisoned    a batch of the same producer before them did not reach the log
+    early       must wait for the retry of an earlier batch that failed here; the client is asked to retry
+    poisoned    an earlier batch of the same producer did not reach the log
     """
 
     __slots__ = ("accepted", "at_ms", "command", "duplicates", "early", "members", "needless", "poisoned", "refused")
@@ -47,7 +48,7 @@ def plan_group(
     now_s: float,
     limit: int,
 ) -> Plan:
-    """Take at most `limit` batches from the front of `queue`, in order, and decide against `state`."""
+    """Remove at most `limit` batches from the front of `queue`, in order, and decide each against `state`."""
     plan = Plan(max(at_ms, state.last_at_ms))
     ledger = Ledger(state.transactions)
     tentative: dict[int, Producer] = {}
@@ -67,7 +68,8 @@ def plan_group(
             if pending.here not in (None, as_seen(ledger.of(producer_id), permits.granted(producer_id))):
                 plan.refused.append((pending, Refusal.OTHER_TRANSACTION))
                 continue
-            permits.void(producer_id, pending.ends_below)  # X4: before any later batch is judged
+            # Revoke before any later batch is judged: no batch may follow the marker of its transaction.
+            permits.void(producer_id, pending.ends_below)
             if not ledger.ends(producer_id, pending.ends_below):
                 plan.needless.append(pending)
                 continue
@@ -120,7 +122,7 @@ def plan_group(
 
 
 def _outside(ledger: Ledger, pending: Pending, epoch: int) -> Refusal | None:
-    """Why a batch may not stand where it would, as far as transactions go."""
+    """Return why the transaction rules reject the batch, or None if they accept it."""
     producer_id = pending.header.producer_id
     confirmed = pending.permit is not None and not pending.permit.void
     if not ledger.takes(producer_id, epoch, pending.kind, confirmed=confirmed):

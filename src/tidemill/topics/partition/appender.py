@@ -1,4 +1,4 @@
-"""Appending to a partition's log in one term, until the outcome is certain or leadership is given up."""
+"""Append to a partition's log in one term, until the outcome is certain or leadership is lost."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ FENCE_TRIES = 8
 
 
 class LeadershipLostError(Exception):
-    """This leader must stop. `certain`: the append that ended it did not happen and never will. `fault`: what went
-    wrong; None when another leader is simply there."""
+    """Signal that this leader must stop.
+
+    `certain`: the append that ended leadership did not happen and never will. `fault`: its cause, or None if
+    another leader took over.
+    """
 
     def __init__(self, reason: str, *, certain: bool, fault: BaseException | None = None) -> None:
         super().__init__(reason)
@@ -32,7 +35,10 @@ class LeadershipLostError(Exception):
 
 
 class Appender:
-    """One partition's log, one term. The caller keeps at most one append under way and passes the next position."""
+    """Appends to one partition's log in one term.
+
+    The caller has at most one append in flight and passes the next position.
+    """
 
     def __init__(self, consensus: Consensus, log: str, clock: Clock, rand: Rand, settings: TopicSettings) -> None:
         self._consensus = consensus
@@ -42,10 +48,10 @@ class Appender:
         self._settings = settings
         self.term = 0
         self._told_term = self._told_next = 0
-        """The newest that was heard of the log, by whatever way."""
+        """Newest term and next position seen in any head of this log."""
 
     async def fence(self) -> LogHead:
-        """Take a term above every earlier one: no older append lands any more (C1). Raises UnavailableError."""
+        """Claim a term above every earlier one, so that older leaders can no longer append. Raises UnavailableError."""
         last: TidemillError = UnavailableError(f"no attempt was made: log={self._log}.")
         term = 0
         for _ in range(FENCE_TRIES):
@@ -56,7 +62,7 @@ class Appender:
                 self.term = term
                 return head
             except FencedError as fenced:
-                # Another node was faster; whether it or we should lead is decided by the assignment, not here.
+                # Another node was faster. The assignment decides which node should lead, not this loop.
                 last, term = fenced, 0
             except (UnavailableError, UnknownOutcomeError) as error:
                 last = error
@@ -68,16 +74,19 @@ class Appender:
         return self
 
     def overtaken(self, position: int) -> bool:
-        """Is anything known of another leader, of whom nothing stands below `position`? Two that fenced at once share
-        their term: the first of them that appends is the leader, as the other one learns by position."""
+        """Return whether another leader is known, or the log has entries at or after `position`.
+
+        Two leaders that fenced concurrently can share a term. The first of them to append is the leader; the other one
+        detects it by the position.
+        """
         return self._told_term > self.term or self._told_next > position
 
     async def append(self, position: int, record: bytes) -> None:
-        """Returns once `record` stands at `position`. Raises LeadershipLostError.
+        """Append `record` at `position`; return when it is durable. Raises LeadershipLostError.
 
-        After a lost answer the same attempt (nonce, position) is repeated until it is found in the log or refused
-        for good, so it lands at most once, and nobody has to guess. Whoever is told late that it did not land tries
-        once more: consensus is back.
+        After a lost answer the same attempt (nonce, position) is repeated until it is found in the log or finally
+        refused, so it is appended at most once. If consensus reports after the deadline that the record did not land,
+        one more attempt is made, because consensus answers again.
         """
         nonce = self._rand.nonce()
         give_up_s = self._clock.monotonic_s() + self._settings.append_budget_s
@@ -107,7 +116,7 @@ class Appender:
             await self._pause()
 
     async def confirm(self, position: int) -> None:
-        """A linearizable check that we still lead and have applied everything. Raises LeadershipLostError."""
+        """Check linearizably that this node still leads and has applied the whole log. Raises LeadershipLostError."""
         try:
             head = await self._consensus.log_head(self._log)
         except TidemillError as error:
@@ -118,7 +127,7 @@ class Appender:
             )
 
     async def _landed(self, position: int, nonce: str) -> bool | None:
-        """None: nobody answers."""
+        """Return whether the attempt is in the log, or None if consensus does not answer."""
         try:
             return await resolve_append(self._consensus, self._log, position, nonce)
         except MissingError as gone:
@@ -127,8 +136,10 @@ class Appender:
             return None
 
     async def _refused_for_good(self, position: int, nonce: str) -> bool:
-        """After a refusal: did an earlier, doubtful attempt land? False = it did. Raises LeadershipLostError if
-        unknowable."""
+        """Return True if no earlier attempt with an unknown outcome landed, False if one did.
+
+        Raises LeadershipLostError if that cannot be determined.
+        """
         try:
             return not await resolve_append(self._consensus, self._log, position, nonce)
         except TidemillError as error:

@@ -1,4 +1,4 @@
-"""apply(state, command): checks everything, then writes. No clock, randomness, I/O or logging."""
+"""Apply a command to the state of a partition: check everything, then write. No clock, randomness, I/O or logging."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from tidemill.topics.partition.transactions import ABORT, COMMIT, PLAIN, Ledger
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """The command changed nothing, here and on every other reader of the log; its proposer is told."""
+    """Result of a command that changed nothing, here and on every other reader of the log; the proposer gets the
+    reason."""
 
     reason: str
 
 
 def apply(state: PartitionState, command: Command, position: int, term: int) -> Rejected | None:
-    """Take the command at `position` of the log, appended in `term`. None = it took effect.
+    """Apply the command at `position` of the log, appended in `term`. Return None if it took effect.
 
-    A rejected command still advances `applied`: its position is spent.
+    A rejected command still advances `applied`, because its position is used up.
     """
     if position != state.applied:
         raise ValueError(f"log positions must be applied in order: position={position} applied={state.applied}")
@@ -51,7 +52,7 @@ def _place(state: PartitionState, command: PlaceBatches, term: int) -> Rejected 
         producer_id = batch.producer_id
         if batch.kind in (COMMIT, ABORT):
             if not ledger.ends(producer_id, batch.producer_epoch + 1):
-                return Rejected(f"a marker without a transaction: producer_id={producer_id}")
+                return Rejected(f"a marker has no open transaction to end: producer_id={producer_id}")
             known = changed.get(producer_id) or state.producer(producer_id, command.at_ms)
             ledger.end(producer_id, batch.kind, offset)
             changed[producer_id] = marked(known, batch.producer_epoch, command.at_ms)
@@ -61,7 +62,7 @@ def _place(state: PartitionState, command: PlaceBatches, term: int) -> Rejected 
             if verdict is not None:
                 return Rejected(f"the sequence rules refuse a batch: producer_id={producer_id} verdict={verdict}")
             if not ledger.takes(producer_id, batch.producer_epoch, batch.kind, confirmed=True):
-                return Rejected(f"not of the producer's transaction: producer_id={producer_id} kind={batch.kind}")
+                return Rejected(f"the batch has the wrong transaction: producer_id={producer_id} kind={batch.kind}")
             if batch.kind != PLAIN:
                 ledger.place(producer_id, batch.producer_epoch, offset, command.at_ms)
             changed[producer_id] = remember(
@@ -79,11 +80,11 @@ def _place(state: PartitionState, command: PlaceBatches, term: int) -> Rejected 
 
 def _advance(state: PartitionState, command: Advance, position: int) -> Rejected | None:
     if command.log_start > state.high_watermark:
-        return Rejected(f"the log cannot start there: log_start={command.log_start} end={state.high_watermark}")
+        return Rejected(f"log start above the high watermark: log_start={command.log_start} end={state.high_watermark}")
     if command.reconciled > state.high_watermark:
-        return Rejected(f"nothing is there to be in L1: reconciled={command.reconciled} end={state.high_watermark}")
+        return Rejected(f"L1 above the high watermark: reconciled={command.reconciled} end={state.high_watermark}")
     if command.aborted_start > max(command.reconciled, state.reconciled):
-        return Rejected(f"nothing is compacted before it is in L1: aborted_start={command.aborted_start}")
+        return Rejected(f"compaction is ahead of L1: aborted_start={command.aborted_start}")
     state.last_at_ms = max(state.last_at_ms, command.at_ms)
     state.settled = Settled(position, command.writer, command.below)
     state.reconciled = max(state.reconciled, command.reconciled)

@@ -1,11 +1,11 @@
-"""Bytes of a partition's log records and rollup objects.
+"""Byte formats of a partition's log records and rollup objects.
 
 log record     msgpack array [tag, fields…]
                  1  at_ms, [object key…], [[object index, first byte, size, base offset, record count,
                     producer id, producer epoch, base sequence, max timestamp, kind]…]
-                 2  object key, size, [commands that the object does not hold yet…]
+                 2  object key, size, [commands that the object does not include yet…]
                  3  at_ms, log start, writer, below, reconciled, aborted start
-rollup object  'TMPR' | version uint8 = 1 | msgpack map | crc32c uint32 of everything before it, little end first
+rollup object  'TMPR' | version uint8 = 1 | msgpack map | crc32c uint32 of all preceding bytes, little-endian
                  columns are little-endian int64/uint32 arrays as binary; `aborted` as in `transactions`
 """
 
@@ -54,7 +54,7 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(data: bytes) -> Command:
-    """Raises CorruptError."""
+    """Decode a log record. Raises CorruptError if it is malformed."""
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
@@ -62,7 +62,7 @@ def decode_command(data: bytes) -> Command:
 
 
 def encode_state(state: PartitionState) -> bytes:
-    """The rollup object of `state`; producers that have expired stay out."""
+    """Encode the rollup object of `state`, without expired producers."""
     live = list(state.live_producers())
     snapshot = _Snapshot(
         state.applied,
@@ -88,7 +88,8 @@ def encode_state(state: PartitionState) -> bytes:
 
 
 def decode_state(data: bytes, object_key: str) -> PartitionState:
-    """The state as of the rollup's own position: `applied` is where its record stands. Raises CorruptError."""
+    """Decode the state as of the rollup's own position: `applied` is the position of its log record. Raises
+    CorruptError."""
     body, crc = data[:-4], data[-4:]
     if not body.startswith(MAGIC) or crc32c.crc32c(body).to_bytes(4, "little") != crc:
         raise CorruptError(f"damaged rollup object: key={object_key}.")

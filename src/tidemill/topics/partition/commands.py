@@ -1,4 +1,7 @@
-"""Commands of a partition's log. Wire tags and field order are append-only; times ride inside, set by the proposer."""
+"""Commands of a partition's log.
+
+Wire tags and field order are append-only. Commands carry their times, set by the proposer.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import msgspec
 
 
 class Placeholder(msgspec.Struct, frozen=True, array_like=True):
-    """Where one record batch lies and what it holds; `object_index` points into the command's `objects`."""
+    """Location and metadata of one record batch; `object_index` is an index into the command's `objects`."""
 
     object_index: int
     first_byte: int
@@ -22,7 +25,7 @@ class Placeholder(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlaceBatches(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Append batches, in order. All or none."""
+    """Append batches, in order, all or none."""
 
     at_ms: int
     objects: tuple[str, ...]
@@ -30,9 +33,12 @@ class PlaceBatches(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The log starts at `log_start` (never back), and what `writer` numbered below `below` is decided: its batches for
-    this partition are in the log before this record, or never will be. What lies below `reconciled` (never back) is in
-    L1; of transactions that were aborted wholly below `aborted_start` (never back) compaction has taken everything."""
+    """Advance the marks of the log; none of them ever moves back.
+
+    The log starts at `log_start`. Everything that `writer` numbered below `below` is decided: its batches for this
+    partition are in the log before this record, or never will be. Offsets below `reconciled` are in L1. Compaction has
+    removed every record of transactions that were aborted wholly below `aborted_start`.
+    """
 
     at_ms: int
     log_start: int
@@ -43,8 +49,11 @@ class Advance(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Rollup(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The whole state as of this record's position: in an object, and the commands that were placed, in this record's
-    term, while that was written. Records before this one may be forgotten."""
+    """Refer to the whole state as of this record's position, so that earlier records may be truncated.
+
+    The state is the object's, plus the commands in `tail`: those placed, in this record's term, while the object was
+    being written.
+    """
 
     object_key: str
     size_bytes: int

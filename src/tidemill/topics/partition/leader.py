@@ -1,10 +1,10 @@
-"""The leader of one partition: the only async file of the room that proposes.
+"""The leader of one partition, and the only module of this package that proposes commands.
 
-    produce_nowait   reserve (plain call) ─► stage ─► upload (several under way) ─► redeem, in order ─►
-    commit loop      sequence rules ─► one append for all that queued ─► publish ─► acknowledge ─► wake fetches
+    produce_nowait   reserve (plain call) ─► stage ─► upload (several in flight) ─► redeem, in order ─►
+    commit loop      sequence rules ─► one append for everything queued ─► publish ─► acknowledge ─► wake fetches
 
-A batch that fails anywhere before the log is abandoned, which poisons what its producer has in line behind it.
-Leadership ends at the first refused or unresolvable append; the next leader, maybe this node, fences and replays.
+A batch that fails anywhere before the log is abandoned, which poisons the later batches of its producer. Leadership
+ends at the first refused or unresolvable append; the next leader, possibly this node, fences and replays.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ async def no_coordinator(
     within: ProduceTransaction, producer_id: int, epoch: int, topic_id: str, partition: int
 ) -> None:
     raise InvalidTransactionError(
-        f"nobody coordinates transactions here: transactional_id={within.transactional_id!r}."
+        f"this process has no transaction coordinator: transactional_id={within.transactional_id!r}."
     )
 
 
 class LeaderDeps(msgspec.Struct, frozen=True):
-    """What every partition of one process shares."""
+    """Dependencies that all partitions of one process share."""
 
     consensus: Consensus
     objects: ObjectStore
@@ -81,16 +81,18 @@ class LeaderDeps(msgspec.Struct, frozen=True):
     settings: TopicSettings
     tasks: Tasks
     appends: asyncio.Semaphore
-    """Who appends at the same time: one answer of consensus may be all of theirs, to be followed in one turn."""
+    """Limits how many partitions append concurrently, so that one reply of consensus does not resume all of them in one
+    loop turn."""
     moved: Callable[[str, int], None] = lambda *_: None
-    """(topic id, partition): what is committed in it moved, or it was opened here. A plain call."""
+    """Called with (topic id, partition) when its last stable offset moved, or it was opened here. A plain call."""
     confirm: Confirm = no_coordinator
     touched: Callable[[PartitionLeader], None] = lambda _: None
-    """What its marks say may have changed. A plain call."""
+    """Called when the data behind the partition's stage status may have changed. A plain call."""
 
 
 class PartitionLeader:
-    """From the moment a node means to lead a partition until it stops. Never reopened: a new term is a new one."""
+    """One leadership of a partition, from the node's decision to lead until it stops. Never reopened: a new term gets a
+    new instance."""
 
     def __init__(
         self,
@@ -105,11 +107,11 @@ class PartitionLeader:
         self.state = PartitionState()
         self.closed_error: TidemillError | None = None
         self.fault: BaseException | None = None
-        """What made it close, when that was no change of leadership: the unit failed, and is opened anew."""
+        """Error that closed it, if that was not a change of leadership. The unit failed, and is opened again."""
         self.is_open = False
         self.reserved_records = 0
         self.config = TopicConfig()
-        """The topic's, as of the last read of the catalogue."""
+        """Config of the topic, as of the last read of the catalogue."""
         self._around = around
         self._holes = holes
         self._on_closed = on_closed
@@ -117,33 +119,34 @@ class PartitionLeader:
         self._appender = Appender(around.consensus, self._log_name, around.clock, around.rand, around.settings)
         self._places = ProducerQueue()
         self._live: dict[Pending, None] = {}
-        """Every batch without a result, in reservation order."""
+        """Batches without a result, in reservation order."""
         self._by_identity: dict[tuple[int, int, int, int], Pending] = {}
         self._turned: deque[Pending] = deque()
-        """Batches whose turn has come, in the order of the log to be."""
+        """Batches whose turn has come, in the order in which they will be appended."""
         self._permits = TransactionVerification(lasting=around.settings.fault == "marker-before-data")
         self._told_stable = 0
         self._plan: Plan | None = None
         self._committing = False
         self._start_at = 0
-        """Where retention lets the log start."""
+        """Log start that retention allows."""
         self._reconciled = 0
-        """Up to where L1 is known to hold everything."""
+        """Offset below which L1 is known to hold everything."""
         self._aborted_start = 0
         self._advance_due = False
         self._placed_s: float | None = None
-        """When the first batch was placed of which no Advance tells yet."""
+        """Time of the first batch placed since the last Advance."""
         self._rollups = RollUps(
             around.consensus, around.objects, around.rand, around.tasks, (self._log_name, topic_id, partition),
             around.settings.rollup_records, self._commit_soon,
         )  # fmt: skip
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.watchers = Watchers()
-        """Woken when the high watermark or the log's start moves, or leadership ends."""
+        """Watchers to wake when the high watermark or the log start moves, or leadership ends."""
 
     # opening and closing --------------------------------------------------------------------------
     async def open(self) -> None:
-        """Fence, replay, serve what was reserved meanwhile. On any failure the partition closes itself."""
+        """Fence, replay, and stage the batches that were reserved during that. On any failure the partition closes
+        itself."""
         try:
             fenced = await self._appender.fence()
             state, head = await catch_up(
@@ -171,14 +174,15 @@ class PartitionLeader:
                 self._stage(pending)
 
     async def opened(self) -> None:
-        """Wait until it is open. Raises what it closed with."""
+        """Wait until the partition is open. Raises the error that closed it."""
         if not self._opened.done():
             await asyncio.shield(self._opened)
         if self.closed_error is not None:
             raise self.closed_error
 
     def close(self, error: TidemillError) -> None:
-        """Stop leading. What certainly is not in the log fails with `error`; an append under way decides its own."""
+        """Stop leading. Batches that are certainly not in the log fail with `error`; an append in flight decides its
+        own."""
         if self.closed_error is not None:
             return
         self.closed_error = error
@@ -198,7 +202,8 @@ class PartitionLeader:
     def produce_nowait(
         self, buffer: Buffer, sender: Hashable = None, within: ProduceTransaction | None = None
     ) -> asyncio.Future[ProduceResult]:
-        """See `api.TopicLog`. The place in line is taken before this returns, whatever the check takes."""
+        """Produce a batch; see `api.TopicLog`. The queue slot is reserved before this returns, however long validation
+        takes."""
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         try:
             header = check_header(buffer, in_transaction=within is not None)
@@ -237,7 +242,10 @@ class PartitionLeader:
         return as_seen(self.state.transactions.get(producer_id), self._permits.granted(producer_id))
 
     def mark_nowait(self, marker: Marker, here: Here | None = None) -> asyncio.Future[ProduceResult]:
-        """See `api.TopicLog`. It does not wait in its producer's line: a batch that it overtakes is refused (X4)."""
+        """Append a transaction marker; see `api.TopicLog`.
+
+        A marker does not wait in its producer's queue. A batch of the transaction that it overtakes is refused.
+        """
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         if self.closed_error is not None:
             fail_future(future, self.closed_error)
@@ -272,7 +280,7 @@ class PartitionLeader:
                 self._stage(pending)
 
     def _refuse(self, pending: Pending, error: TidemillError) -> None:
-        """Never to be stored, whoever sends it again: it leaves the line, and its successors are judged without it."""
+        """Reject a batch permanently: it leaves the queue, and its successors are judged without it."""
         self._end(pending)
         pending.fail(error)
         self._release(pending)
@@ -281,7 +289,7 @@ class PartitionLeader:
         if pending.abandoned:
             return
         if not pending.suits(self.config):
-            self._check(pending, pending.line)  # it came before the config was known
+            self._check(pending, pending.line)  # It arrived before the config was known.
             return
         try:
             conform(pending, self.config, self._around.clock.now_ms())
@@ -296,7 +304,7 @@ class PartitionLeader:
             self.batch_failed(pending, error)
 
     def _ask_permit(self, pending: Pending, within: ProduceTransaction) -> None:
-        """The coordinator is asked while the batch is uploaded, once for all that a producer has under way."""
+        """Ask the coordinator during the upload, once for all in-flight batches of the producer."""
         producer_id, epoch = pending.header.producer_id, pending.header.producer_epoch
         opened = self.state.transactions.get(producer_id)
         if opened is not None and opened.epoch == epoch:
@@ -327,7 +335,7 @@ class PartitionLeader:
     def _no_permit(self, permit: Permit, producer_id: int, error: TidemillError) -> None:
         self._permits.refused(producer_id, permit)
         permit.answer.set_exception(error)
-        permit.answer.exception()  # seen: whoever waited may be gone
+        permit.answer.exception()  # Mark the exception as retrieved: the waiters may be gone.
 
     def batch_uploaded(self, pending: Pending) -> None:
         if pending.ticket is None:
@@ -375,7 +383,7 @@ class PartitionLeader:
 
     # retention: plain calls -------------------------------------------------------------------------
     def start_at(self, log_start: int) -> None:
-        """Let the log start there, if it does not start later: a record of its own, in line with the batches."""
+        """Advance the log start to `log_start`, unless it is already later, with a separate log record."""
         if self.is_open and log_start > self.state.log_start:
             self._start_at = max(self._start_at, log_start)
             self._advance_due = True
@@ -383,12 +391,12 @@ class PartitionLeader:
 
     @property
     def stable_end(self) -> int:
-        """The offset up to which what is there is decided for readers of every kind."""
+        """Offset below which every transaction has ended."""
         return self.state.last_stable
 
     def reconciled_to(self, offset: int, aborted_start: int = 0) -> None:
-        """Forget the batches below `offset`, which L1 holds, and what was aborted wholly below `aborted_start`, where
-        nothing of it is left: a record of its own, in line with the batches."""
+        """Drop the batches below `offset`, which L1 holds, and the transactions that were aborted wholly below
+        `aborted_start`, of which no records are left. Appends a separate log record."""
         if self.is_open and offset > self.state.reconciled:
             self._reconciled = max(self._reconciled, offset)
             self._aborted_start = max(self._aborted_start, aborted_start)
@@ -396,7 +404,7 @@ class PartitionLeader:
             self._commit_soon()
 
     async def started_at(self, log_start: int) -> None:
-        """`start_at`, and wait until that is durable. Raises what the partition closed with."""
+        """Advance the log start and wait until that is durable. Raises the error that closed the partition."""
         self.start_at(log_start)
         while self.state.log_start < log_start:
             if self.closed_error is not None:
@@ -404,18 +412,20 @@ class PartitionLeader:
             await self.watchers.moved()
 
     def settle(self, after_s: float) -> None:
-        """Say in the log what is decided, if something was placed `after_s` ago and nothing was said since. A
-        partition without records writes nothing."""
+        """Record in the log what is decided, if the first batch since the last such record was placed `after_s` ago.
+
+        A partition without new batches writes nothing.
+        """
         now_s = self._around.clock.monotonic_s()
         if self.is_open and self._placed_s is not None and now_s - self._placed_s >= after_s:
             self._advance_due = True
             self._commit_soon()
 
     async def _advance(self) -> None:
-        """Raises LeadershipLostError."""
+        """Append an Advance. Raises LeadershipLostError."""
         around, state = self._around, self.state
         waiting = [writer_of(pending.object_key)[1] for pending in self._live if pending.object_key]
-        # Read before the append: what is closed meanwhile has a number of its own.
+        # Read before the append: an object that is closed during it gets a higher number.
         below = min([*waiting, around.writer.first_open])
         self._advance_due, self._placed_s = False, None
         at_ms = max(around.clock.now_ms(), state.last_at_ms)
@@ -428,7 +438,8 @@ class PartitionLeader:
             self.watchers.wake()
 
     def batch_failed(self, pending: Pending, error: TidemillError) -> None:
-        """It is not in the log, or may not be (Unknown): its producer must send it again before anything later."""
+        """Fail a batch that is not in the log, or may not be (unknown outcome). Its producer must send it again before
+        any later one."""
         header, releases = pending.header, self._around.settings.fault == "release-failed"
         if pending.idempotent and not releases:
             now_s = self._around.clock.monotonic_s()
@@ -449,7 +460,7 @@ class PartitionLeader:
 
     # commit ---------------------------------------------------------------------------------------
     async def _commit(self) -> None:
-        """Until nothing is left to append. Whatever ends it ends this leadership, and every waiting request with it."""
+        """Append until nothing is left. Any failure ends this leadership and fails every waiting request."""
         try:
             while self.closed_error is None:
                 rollup = self._rollups.take()
@@ -498,14 +509,14 @@ class PartitionLeader:
             if self._placed_s is None:
                 self._placed_s = around.clock.monotonic_s()
         elif plan.needless or any(refusal is not Refusal.STALE_EPOCH for _, refusal in plan.refused):
-            # A gap is only a gap, and a transaction not open, if nobody else has written here; an append would have
-            # proved that by itself.
+            # A sequence gap, or a transaction that is not open, is proof only if no other leader has written to the
+            # log; a successful append would have shown that.
             await self._appender.confirm(self.state.applied)
         self._plan = None
         self._settle(plan)
 
     async def _propose(self, command: Command) -> None:
-        """Append, then apply what was appended. Raises LeadershipLostError."""
+        """Append, then apply the appended command. Raises LeadershipLostError."""
         position = self.state.applied
         data = encode_command(command)
         if self._around.settings.fault == "told-early":
@@ -516,13 +527,13 @@ class PartitionLeader:
         await self._appender.append(position, data)
         rejected = apply(self.state, command, position, self._appender.term)
         if rejected is not None:
-            refused = CorruptError(f"a command was refused: log={self._log_name} {rejected.reason}.")
+            refused = CorruptError(f"the appended command was rejected: log={self._log_name} {rejected.reason}.")
             raise LeadershipLostError(refused.message, certain=True, fault=refused)
         if not isinstance(command, Rollup):
             self._rollups.placed(command, len(data))
 
     def _settle(self, plan: Plan) -> None:
-        """Everything decided is durable: publish, then answer in log order, then let go of the places in line."""
+        """Publish the durable plan, then answer in log order, then release the queue slots."""
         state = self.state
         for pending, base_offset in plan.accepted:
             if pending.data is not None:
@@ -560,7 +571,8 @@ class PartitionLeader:
             self._places.release(pending.ticket)
 
     def _step_down(self, stop: LeadershipLostError) -> None:
-        """What was being appended is not there for certain, or may be; the rest is not."""
+        """Fail every undecided batch and close. Batches of the last append fail as unknown unless it certainly did not
+        happen."""
         plan, self._plan = self._plan, None
         error = NotLeaderError(f"this node stopped leading the partition: log={self._log_name} cause={stop.reason}")
         if plan is not None:
@@ -580,16 +592,17 @@ class PartitionLeader:
         self.close(error)
 
     async def prove(self) -> None:
-        """Close unless the log says that this is its leader still: for an answer that another one may know better.
+        """Close unless the log confirms that this node still leads. Used for answers about which another leader may
+        know better.
 
         Raises UnavailableError.
         """
         self.told_head(await self._around.consensus.log_head(self._log_name))
 
     def told_head(self, head: LogHead) -> None:
-        """The log's, now or some time ago: what another leader took or wrote ends this one's leadership."""
+        """Accept a head of the log, possibly an old one; close if it shows that another leader fenced or wrote."""
         self._appender.told(head)
-        # What is being appended may have landed.
+        # The append in flight may have landed.
         if self.is_open and self._appender.overtaken(self.state.applied + self._committing):
             self.close(self._taken_over())
 
@@ -598,5 +611,5 @@ class PartitionLeader:
 
     # fetch ----------------------------------------------------------------------------------------
     def at_end(self, offset: int) -> bool:
-        """Whoever reads from there has read all there is."""
+        """Return whether a reader at `offset` has read everything."""
         return self.closed_error is None and offset == self.state.high_watermark

@@ -17,7 +17,7 @@ from tidemill.topics.produce import ProducerLine, Ticket
 
 
 class Owner(Protocol):
-    """The partition that led when the batch arrived."""
+    """The partition leader that received the batch."""
 
     topic_id: str
     partition: int
@@ -28,11 +28,11 @@ class Owner(Protocol):
 
 
 class Pending:
-    """Ends exactly once. Implements `l0.writer.Staged`; `futures` has one entry per caller that shares the result.
+    """A batch that ends exactly once. Implements `l0.writer.Staged`.
 
-    `checked`: its bytes are good; only then may it be staged, and only then is `max_timestamp_ms` known. `keyed`: that
-    each of its records has a key was looked at too.
-    `within`: whose transaction a batch of records is of; `permit`: by which it may begin one here.
+    `futures`: one entry per caller that shares the result. `checked`: validation has passed. Only then may the batch be
+    staged, and only then is `max_timestamp_ms` known. `keyed`: validation included the check that each record has a
+    key. `within`: the transaction of a data batch. `permit`: permission to begin that transaction here.
     """
 
     __slots__ = (
@@ -93,9 +93,9 @@ class Pending:
         self.within = within
         self.permit: Permit | None = None
         self.ends_below = 0
-        """A marker: the first epoch whose transaction it does not end."""
+        """First epoch whose transaction the marker does not end; 0 for data."""
         self.here: Here | None = None
-        """A marker: what it ends, where that is known."""
+        """State that the marker expects to end, or None to end any open transaction."""
         if marker is not None:
             self.kind, self.ends_below = COMMIT if marker.commit else ABORT, marker.below
         else:
@@ -103,30 +103,33 @@ class Pending:
 
     @property
     def idempotent(self) -> bool:
-        """Has it a place in its producer's sequence? A marker has none."""
+        """True if the batch has a place in its producer's sequence; a marker has none."""
         return self.header.producer_id >= 0 and self.kind < COMMIT
 
     @property
     def identity(self) -> tuple[int, int, int, int]:
-        """What makes a retry the same batch: producer id, epoch, first sequence, record count."""
+        """Identity by which a retry is recognised: producer id, epoch, first sequence, record count."""
         h = self.header
         return (h.producer_id, h.producer_epoch, h.base_sequence, h.record_count)
 
     def found_good(self, max_timestamp_ms: int, rewritten: bytearray | None) -> None:
-        """`rewritten`: what is stored in place of what was sent; the same records under the same numbers."""
+        """Record a passed validation. `rewritten`: the bytes to store instead of those received, with the same records
+        and numbers."""
         self.checked, self.max_timestamp_ms = True, max_timestamp_ms
         if rewritten is not None:
             self.header, self.buffer, self.size_bytes = parse_header(rewritten), rewritten, len(rewritten)
 
     def suits(self, config: TopicConfig) -> bool:
-        """Was it checked for, and is it as, what the topic asks of its records? A marker always is."""
+        """Return whether the batch was validated for `config` and has its codec. A marker always suits."""
         return self.kind > TRANSACTIONAL or (
             (self.keyed or not config.asks_keys) and config.codec in (AS_SENT, self.header.codec)
         )
 
     def stamp(self, append_time_ms: int) -> None:
-        """Its records get this time instead of their own (message.timestamp.type=LogAppendTime). In place where the
-        bytes may be written: who sent them sees the time in the answer."""
+        """Set the append time on all records (message.timestamp.type=LogAppendTime).
+
+        The buffer is changed in place if it is writable; the producer gets the time in the answer.
+        """
         if memoryview(self.buffer).readonly:
             self.buffer = bytearray(self.buffer)
         stamp(self.buffer, append_time_ms)
@@ -154,7 +157,7 @@ class Pending:
 
 
 def fail_future(future: asyncio.Future[ProduceResult], error: TidemillError) -> None:
-    """Set the error and mark it as seen: a client that went away is no fault of ours to log."""
+    """Set the error and mark it as retrieved: a client that has disconnected is not worth a log line."""
     if not future.done():
         future.set_exception(error)
         future.exception()

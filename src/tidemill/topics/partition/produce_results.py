@@ -1,4 +1,4 @@
-"""What the callers of `produce_nowait` are told: results and errors of decided batches."""
+"""Build the results and errors of decided batches for the callers of `produce_nowait`."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def refused(pending: Pending, refusal: Refusal) -> TidemillError:
     if refusal is Refusal.STALE_EPOCH:
         return InvalidProducerEpochError(f"a newer epoch of this producer has written here: {facts}.")
     if refusal is Refusal.NO_TRANSACTION:
-        return InvalidTransactionError(f"the batch is not of its producer's open transaction: {facts}.")
+        return InvalidTransactionError(f"the batch is not part of an open transaction of its producer: {facts}.")
     if refusal is Refusal.TOO_MANY_TRANSACTIONS:
-        return InvalidTransactionError(f"{OPEN_LIMIT} transactions are open in the partition: {facts}.")
+        return InvalidTransactionError(f"too many open transactions in the partition: limit={OPEN_LIMIT} {facts}.")
     if refusal is Refusal.OTHER_TRANSACTION:
         return UnavailableError(
-            f"what the marker ends is not certain any more: {facts}.", fix="Look, and send it again."
+            f"the open transaction changed before its marker was placed: {facts}.",
+            fix="Check the transaction and retry.",
         )
-    return OutOfOrderSequenceError(f"the batch does not follow the producer's last one: {facts}.")
+    return OutOfOrderSequenceError(f"the batch does not follow the producer's last batch: {facts}.")

@@ -1,10 +1,11 @@
-"""Idempotent producers, exactly as Kafka 4 (KIP-98, KIP-360): pure rules over one producer's last batches.
+"""Idempotent producers, exactly as in Kafka 4 (KIP-98, KIP-360): pure rules over one producer's last batches.
 
-I1  Same epoch, same first and last sequence as one of the last five batches: its original offsets.
-I2  Lower epoch: stale. Higher epoch: the first sequence must be 0.
-I3  Same epoch otherwise: the sequence must follow the last one; 2³¹−1 is followed by 0.
-I4  A producer without state (new, expired, its data gone) may start at any sequence.
-I5  A marker of a newer epoch than the producer's last batch fences it: that epoch begins at sequence 0.
+- Same epoch, and the same first and last sequence as one of the last five batches: a duplicate, answered with the
+  original offsets.
+- Lower epoch: stale. Higher epoch: the first sequence must be 0.
+- Same epoch otherwise: the sequence must follow the last one; 2³¹−1 is followed by 0.
+- A producer without state (new, expired, its data deleted) may start at any sequence.
+- A marker with a newer epoch than the producer's last batch fences it: the new epoch begins at sequence 0.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import msgspec
 from tidemill.topics.batch.header import add_sequence
 
 REMEMBERED_BATCHES = 5
-"""What Kafka's broker keeps, and the most a client may have in flight with idempotence on."""
+"""Number of batches that Kafka's broker remembers, and the most a client may have in flight with idempotence on."""
 
 PRODUCER_EXPIRY_MS = 24 * 3600 * 1000
-"""producer.id.expiration.ms of Kafka."""
+"""Default of producer.id.expiration.ms in Kafka."""
 
 
 class Remembered(msgspec.Struct, frozen=True, array_like=True):
@@ -30,8 +31,10 @@ class Remembered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Producer(msgspec.Struct, frozen=True, array_like=True):
-    """The newest at most five batches of one producer id in one epoch, oldest first; none after a marker that began
-    the epoch."""
+    """The newest batches of one producer id in one epoch, at most five, oldest first.
+
+    Empty after a marker that began the epoch.
+    """
 
     epoch: int
     batches: tuple[Remembered, ...]
@@ -47,7 +50,7 @@ class Refusal(Enum):
 
 
 def judge(producer: Producer | None, epoch: int, first_sequence: int, record_count: int) -> Remembered | Refusal | None:
-    """None = append it; Remembered = a duplicate of that batch; Refusal otherwise."""
+    """Return None to append the batch, Remembered if it is a duplicate of that batch, or a Refusal."""
     if producer is None:
         return None
     if epoch < producer.epoch:
@@ -68,7 +71,7 @@ def judge(producer: Producer | None, epoch: int, first_sequence: int, record_cou
 def remember(
     producer: Producer | None, epoch: int, first_sequence: int, record_count: int, base_offset: int, at_ms: int
 ) -> Producer:
-    """The producer after an accepted batch; a new epoch forgets the batches of the old one."""
+    """Return the producer's state after an accepted batch; a new epoch drops the batches of the old one."""
     batch = Remembered(first_sequence, add_sequence(first_sequence, record_count - 1), base_offset, record_count)
     if producer is None or producer.epoch != epoch:
         return Producer(epoch, (batch,), at_ms)
@@ -76,7 +79,10 @@ def remember(
 
 
 def marked(producer: Producer | None, epoch: int, at_ms: int) -> Producer:
-    """The producer after a marker of `epoch`, which is not below its own (I5)."""
+    """Return the producer's state after a marker of `epoch`, which must not be below its own.
+
+    A newer epoch fences the producer: it has no batches, so the next sequence must be 0.
+    """
     if producer is None or producer.epoch != epoch:
         return Producer(epoch, (), at_ms)
     return Producer(epoch, producer.batches, at_ms)

@@ -1,4 +1,4 @@
-"""Bring a partition's state up to its log: used by a new leader and by readers in other processes."""
+"""Bring a partition's state up to date with its log. Used by new leaders and by readers in other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidemill.topics.partition.commands import Rollup
 from tidemill.topics.partition.state import PartitionState
 
 RESTARTS_LIMIT = 8
-"""How often a replay starts over because the log was truncated, or a rollup replaced, under it."""
+"""Number of times a replay restarts because the log was truncated, or a rollup replaced, during it."""
 
 
 LOG_PREFIX = "topic/"
@@ -24,7 +24,7 @@ def partition_log(topic_id: str, partition: int) -> str:
 
 
 def place_of(name: str) -> tuple[str, int]:
-    """(topic id, partition) of a partition's log, named without its prefix."""
+    """Parse the name of a partition's log, without its prefix, as (topic id, partition)."""
     topic_id, _, partition = name.rpartition("/")
     return topic_id, int(partition)
 
@@ -33,13 +33,12 @@ async def catch_up(
     consensus: Consensus, objects: ObjectStore, log: str, state: PartitionState, seen: LogHead | None = None,
     *, pace: CoopBudget | None = None,
 ) -> tuple[PartitionState, LogHead]:  # fmt: skip
-    """Apply everything up to the head of the last read; returns the state (a new one after a rollup) and that head.
+    """Apply the log up to its head. Return the state (a new one if a rollup was loaded) and the head of the last read.
 
-    `seen`: the head as of a moment ago, when the caller knows it; of a log that was empty then nothing is read.
-    `pace`: of whoever has a loop with others in it; the state is the caller's alone until this returns. What the log
-    gains meanwhile is not waited for.
-    Raises CorruptError when the log starts with anything but a rollup, UnavailableError when it moves too fast to
-    follow.
+    `seen`: a recent head, if the caller has one. If it shows an empty log, nothing is read. `pace`: budget for yielding
+    to other tasks of the loop. The caller must not share the state until this returns. With `pace`, records appended
+    during the replay are not waited for. Raises CorruptError if a truncated log starts with anything but a rollup,
+    UnavailableError if the log is truncated faster than it can be read.
     """
     if seen is not None and seen.next == state.applied == 0:
         return state, seen
@@ -48,7 +47,7 @@ async def catch_up(
             return await _follow(consensus, objects, log, state, seen, pace)
         except MissingError:
             state, seen = PartitionState(), None
-    raise UnavailableError(f"a partition log kept being truncated while it was read: log={log}.", fix="Try again.")
+    raise UnavailableError(f"a partition log is truncated faster than it is read: log={log}.", fix="Try again.")
 
 
 async def _follow(
@@ -77,7 +76,7 @@ async def _follow(
 
 
 async def _open_rollup(consensus: Consensus, objects: ObjectStore, log: str, start: int) -> PartitionState:
-    """The state at the first record of a truncated log, which is a rollup. Raises MissingError if it was replaced."""
+    """Load the state at the first record of a truncated log, a rollup. Raises MissingError if it was replaced."""
     found = await consensus.read(log, start, limit_records=1)
     command = decode_command(found.records[0].data) if found.records else None
     if not isinstance(command, Rollup):
@@ -91,5 +90,5 @@ async def _open_rollup(consensus: Consensus, objects: ObjectStore, log: str, sta
     for placed in command.tail:
         apply(state, placed, state.applied, found.records[0].term)
     if state.applied != start:
-        raise CorruptError(f"a rollup is of another position: log={log} start={start} applied={state.applied}.")
+        raise CorruptError(f"a rollup has another position: log={log} start={start} applied={state.applied}.")
     return state

@@ -1,9 +1,9 @@
-"""Rollups: the whole state in an object, named by a log record, so that the records before it may be forgotten.
+"""Write rollups: the whole state in an object, named by a log record, so that earlier records may be truncated.
 
     key    rollup/topic/<topic id>/<partition>/<log position, 20 digits>-<nonce>
 
-The object is durable before the record names it; the log is truncated, and the previous object deleted, only
-after the record is durable. Whoever reads an object that goes under it starts again at the log's new start.
+The object is durable before the record names it. The log is truncated, and the previous object deleted, only after the
+record is durable. A reader whose object is deleted during the read starts again at the new start of the log.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tidemill.topics.partition.commands import Rollup
 from tidemill.topics.partition.state import PartitionState
 
 INLINE_BATCHES = 20_000
-"""Encoded on the loop: about a ms."""
+"""Largest state that is encoded on the event loop: about 1 ms."""
 
 _log = structlog.get_logger()
 
 
 def copy_of(state: PartitionState) -> PartitionState:
-    """What `write_rollup` reads of the state, as it is now: a few ms for a million batches."""
+    """Copy the parts of the state that `write_rollup` reads: a few ms for a million batches."""
     copy = PartitionState()
     copy.applied, copy.log_start = state.applied, state.log_start
     copy.high_watermark, copy.last_at_ms = state.high_watermark, state.last_at_ms
@@ -42,8 +42,10 @@ def copy_of(state: PartitionState) -> PartitionState:
 async def write_rollup(
     objects: ObjectStore, state: PartitionState, topic_id: str, partition: int, nonce: str
 ) -> Rollup | None:
-    """The command that names the object, without a tail; None when the store refused. `state` must not change
-    meanwhile: see `copy_of`. A large one is encoded in a thread."""
+    """Write the object and return the command that names it, without a tail, or None if the store failed.
+
+    `state` must not change during the call: see `copy_of`. A large state is encoded in a thread.
+    """
     key = f"rollup/topic/{topic_id}/{partition}/{state.applied:020d}-{nonce}"
     data = await asyncio.to_thread(encode_state, state) if len(state) > INLINE_BATCHES else encode_state(state)
     try:
@@ -55,8 +57,10 @@ async def write_rollup(
 
 
 async def forget_before(consensus: Consensus, objects: ObjectStore, log: str, position: int, previous_key: str) -> None:
-    """Truncate before the rollup at `position`. A failure is only logged: the next rollup truncates further, and an
-    object left over is named by no live record."""
+    """Truncate the log before the rollup at `position` and delete the previous object.
+
+    A failure is only logged: the next rollup truncates further, and no live record names the remaining object.
+    """
     try:
         await consensus.truncate(log, position)
         if previous_key:

@@ -1,11 +1,13 @@
-"""When a partition rolls up: beside the work of its leader, never in the way of an acknowledgement.
+"""Schedule the rollups of a partition concurrently with its leader's work, without delaying acknowledgements.
 
-    due ─► copy of the state at position p ─► upload, while commits go on ─► Rollup(key, tail) at position q ≥ p
-           └───────────── commands placed at p … q−1 are kept as the tail ─────────────┘
-    ─► records before q are forgotten, the previous object deleted
+    due ─► copy of the state at position p ─► upload, while commits continue ─► Rollup(key, tail) at position q ≥ p
+           └───────────── commands placed at p … q−1 are retained as the tail ─────────────┘
+    ─► records before q are truncated, the previous object deleted
 
-U1  The state at q is the object's plus the tail: whoever opens the log there needs nothing before it.
-U2  A roll-up that fails, or whose tail grows too large, changes nothing but when the next one is tried.
+Invariant (complete rollup): the state at q is the object's plus the tail, so a process that opens the log there needs
+nothing before it.
+
+Invariant (harmless failure): a rollup that fails, or whose tail grows too large, only delays the next attempt.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from tidemill.topics.partition.state import PartitionState
 
 RETRY_RECORDS = 256
 AFTER_RETENTION = 1024
-"""Records after which a log is rolled up that tells mostly of what retention took."""
+"""Records after which a log is rolled up if most of its batches have been deleted by retention."""
 
 TAIL_BYTES = 1 << 20
-"""Of the commands beside one roll-up, an eighth of what a log record holds: some thousand batches."""
+"""Limit of the commands in one tail: an eighth of a log record's limit, some thousand batches."""
 
 _log = structlog.get_logger()
 
 
 class RollUps:
-    """One led partition's. `ready` is called when `take` has something."""
+    """Rollups of one led partition. `ready` is called when `take` will return a command."""
 
     def __init__(
         self,
@@ -54,21 +56,21 @@ class RollUps:
         self._ready = ready
         self._from = self._retry_from = 0
         self._tail: list[PlaceBatches | Advance] | None = None
-        """While a roll-up is under way: what was placed since its copy of the state."""
+        """Commands placed since the copy of the state; None while no rollup is under way."""
         self._tail_bytes = 0
         self._written: Rollup | None = None
 
     def placed(self, command: PlaceBatches | Advance, size_bytes: int) -> None:
-        """`command` stands in the log now."""
+        """Add a command that is in the log now to the tail of a running rollup."""
         if self._tail is not None:
             self._tail.append(command)
             self._tail_bytes += size_bytes
 
     def consider(self, state: PartitionState) -> None:
-        """Begin one when it is due. Plain call, between two commands."""
+        """Begin a rollup if it is due. A plain call, between two commands."""
         least = self._rollup_records
         if state.settled.position > state.rollup_position and len(state) < state.applied - state.rollup_position:
-            # Most of what the log says has been forgotten by retention.
+            # Retention has removed most of what the log describes.
             least = min(least, AFTER_RETENTION)
         due = state.rollup_position + max(least, len(state) // 4)
         if self._tail is not None or state.applied < max(due, self._from):
@@ -78,19 +80,19 @@ class RollUps:
         self._tasks.spawn(self._write(copy_of(state)), name=f"rollup {self._log_name}")
 
     def take(self) -> Rollup | None:
-        """The command to propose next, if one is ready."""
+        """Return the command to propose next, or None if no rollup is ready."""
         written, tail = self._written, self._tail
         if written is None or tail is None:
             return None
         self._written = self._tail = None
         if self._tail_bytes > TAIL_BYTES:
             self._from = self._retry_from
-            _log.warning("rollup given up: too much was placed beside it", log=self._log_name, bytes=self._tail_bytes)
+            _log.warning("rollup abandoned: tail is too large", log=self._log_name, bytes=self._tail_bytes)
             return None
         return Rollup(written.object_key, written.size_bytes, tuple(tail))
 
     def named(self, position: int, previous_key: str) -> None:
-        """The roll-up stands at `position`: what it replaces goes, in its own time."""
+        """Start truncating what the rollup at `position` replaces, in the background."""
         forgetting = forget_before(self._consensus, self._objects, self._log_name, position, previous_key)
         self._tasks.spawn(forgetting, name=f"forget {self._log_name}")
 

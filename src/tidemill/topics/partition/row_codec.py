@@ -1,10 +1,9 @@
-"""A partition's state as rows of the metastore, and back. Pure.
+"""Convert a partition's state to rows of the metastore, and back. Pure.
 
-One partition row (counters, leader epochs, producers, open transactions), one extent row for every run of batches that
-lie back to back in one object, and one row for every offset at which transactions were aborted.
+The rows are one partition row (counters, leader epochs, producers, open transactions), one extent row for each run of
+batches that are adjacent in one object, and one row for each offset at which transactions were aborted.
 
-K1  A partition row never counts an offset that no extent row holds.
-K2  Extents are cut the same way whenever they begin at the same offset: writing them again replaces them.
+Invariant: a partition row never counts an offset that no extent row holds.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import Aborted, Open, end_all
 
 PRODUCERS_BYTES = 192 << 10
-"""Of a partition row's producers, which must leave room for the rest below METASTORE_VALUE_BYTES: 1,400 busy ones."""
+"""Size limit of the producers in a partition row, about 1,400 busy ones. Leaves room for the rest below
+METASTORE_VALUE_BYTES."""
 
 EXTENT_BATCHES = 256
-"""Batches of one extent row at most: about 8 kB of its `batches`."""
+"""Limit of batches per extent row: about 8 kB of its `batches`."""
 
 _encoder = msgspec.msgpack.Encoder()
 _batches = msgspec.msgpack.Decoder(list[tuple[int, int, int, int]])
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def partition_row(state: PartitionState, topic_id: str, partition: int) -> PartitionRow:
-    """Everything of the state but its batches; producers that have expired stay out."""
+    """Build the partition row: the whole state except its batches and expired producers."""
     opened = [(producer_id, each.first_offset) for producer_id, each in state.transactions.items()]
     return PartitionRow(
         topic_id,
@@ -59,7 +59,10 @@ def partition_row(state: PartitionState, topic_id: str, partition: int) -> Parti
 
 
 def _encoded(live: list[tuple[int, Producer]]) -> bytes:
-    """As many as a row takes, the newest: one that is left out may start at any sequence, as after its expiry (I4)."""
+    """Encode the most recent producers that fit in a row.
+
+    A producer that is left out may start at any sequence, as if it had expired.
+    """
     data = _encoder.encode(live) if live else b""
     if len(data) <= PRODUCERS_BYTES:
         return data
@@ -71,7 +74,10 @@ def _encoded(live: list[tuple[int, Producer]]) -> bytes:
 
 
 def extents(state: PartitionState, topic_id: str, partition: int, start: int) -> Iterator[ExtentRow]:
-    """The batches from base offset `start` on, in runs that lie back to back in one object (K2)."""
+    """Yield extents for the batches from base offset `start`: runs of batches that are adjacent in one object.
+
+    Invariant: runs that begin at the same offset are cut in the same way, so writing them again replaces them.
+    """
     first, count = bisect_left(state.bases, start), len(state)
     while first < count:
         end = first + 1
@@ -106,7 +112,7 @@ def _extent(state: PartitionState, topic_id: str, partition: int, first: int, en
 
 
 def aborted_rows(state: PartitionState, topic_id: str, partition: int, start: int) -> list[AbortedRow]:
-    """The transactions that were aborted at `start` or after it."""
+    """Return the rows of transactions that were aborted at or after `start`."""
     index = state.aborted
     found = (index[at] for at in range(index.from_offset(start), len(index)))
     rows: list[AbortedRow] = []
@@ -117,10 +123,12 @@ def aborted_rows(state: PartitionState, topic_id: str, partition: int, start: in
 
 
 def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Iterable[AbortedRow] = ()) -> PartitionState:
-    """The state again, with `applied` as of the row. Extents the row does not reach are left out. A transaction that
-    was open is aborted: what became of it is lost with what followed the row.
+    """Rebuild the state from rows, with `applied` as of the partition row.
 
-    Raises CorruptError when the extents are not contiguous from where the hot state starts to the row's next offset.
+    Extents beyond the row's next offset are left out. A transaction that was open is aborted: its outcome was lost with
+    the records after the row.
+
+    Raises CorruptError if the extents are not contiguous from the start of the hot state to the row's next offset.
     """
     state = PartitionState()
     state.applied = row.log_position
@@ -170,7 +178,7 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Itera
         if max(row.log_start, row.aborted_start) <= each.last_offset < row.next_offset:
             for producer_id, first_offset, stable in ((each.producer_id, each.first_offset, each.stable), *each.others):
                 state.aborted.add(Aborted(producer_id, first_offset, each.last_offset, stable))
-                # One that an earlier restore ended, while the row of before tells of it as open.
+                # An earlier restore ended this one; the older partition row still lists it as open.
                 if producer_id in opened and opened[producer_id].first_offset == first_offset:
                     del opened[producer_id]
     end_all(opened, state.aborted, row.next_offset)
@@ -178,12 +186,12 @@ def partition_state(row: PartitionRow, rows: Iterable[ExtentRow], aborted: Itera
 
 
 def producers_of(row: PartitionRow) -> dict[int, Producer]:
-    """Raises CorruptError."""
+    """Decode the producers of a row, by id. Raises CorruptError."""
     return dict(_decoded(_producers, row.producers, row, "producers"))
 
 
 def transactions_of(row: PartitionRow) -> dict[int, int]:
-    """producer id → first offset of its open transaction. Raises CorruptError."""
+    """Decode the open transactions of a row: producer id to first offset. Raises CorruptError."""
     return dict(_decoded(_transactions, row.transactions, row, "transactions"))
 
 
@@ -197,7 +205,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[list[T]], data: bytes, row: Partit
 
 
 def batches_of(extent: ExtentRow) -> list[tuple[int, int, int, int]]:
-    """[base offset, first byte, size, max timestamp] of each batch. Raises CorruptError."""
+    """Return (base offset, first byte, size, max timestamp) of each batch. Raises CorruptError."""
     if not extent.batches:
         return [(extent.base_offset, extent.first_byte, extent.size_bytes, extent.max_timestamp_ms)]
     try:

@@ -1,9 +1,9 @@
-"""Batches of idempotent producers that failed here and whose retry is still to come (F2).
+"""Remember batches of idempotent producers that failed here and that their client has not retried yet.
 
-The queue poisons what was in line behind a failed batch. A later batch that arrives after the failure and
-before the client's retry finds an empty queue; for a producer without state any sequence would be accepted
-(I4), and the retry refused for ever. So the first failed batch of a producer is remembered, and later ones
-are told to come again until it has been retried, its epoch is superseded, or the memory expires.
+The queue poisons the batches behind a failed one. But a later batch that arrives after the failure, and before the
+client's retry, finds an empty queue. If its producer has no state, any sequence would be accepted, and the retry would
+then be refused forever. So the first failed batch of a producer is remembered, and later batches are answered with a
+retriable error until it has been retried, its epoch is superseded, or the entry expires.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ HOLES_LIMIT = 10_000
 
 
 class SequenceGaps:
-    """One partition's holes on this node; outlives the leadership in which they arose. Pure: time passed in."""
+    """Sequence gaps of one partition on this node; outlives the leadership in which they arose. Pure: time is passed
+    in."""
 
     def __init__(self) -> None:
         self._holes: dict[int, tuple[int, int, int, float]] = {}
-        """producer id → epoch, the first and the last sequence that is missing at the start of a batch, since when"""
+        """Producer id to (epoch, first and last missing batch's first sequence, time of the first failure)."""
 
     def __len__(self) -> int:
         return len(self._holes)
 
     def failed(self, producer_id: int, epoch: int, first_sequence: int, now_s: float) -> None:
-        """A batch certainly did not, or may not have, reached the log. The earliest of an epoch counts: uploads end
-        in any order, so a later batch may fail before an earlier one does."""
+        """Record a batch that did not, or may not have, reached the log.
+
+        The earliest batch of an epoch counts. Uploads end in any order, so a later batch may fail before an earlier
+        one.
+        """
         first = last = first_sequence
         known = self._holes.get(producer_id)
         if known is not None and now_s - known[3] < HOLE_EXPIRY_S:
@@ -35,13 +39,14 @@ class SequenceGaps:
             if epoch == known[0]:
                 first = known[1] if _precedes(known[1], first) else first
                 last = known[2] if _precedes(last, known[2]) else last
-                now_s = known[3]  # else who comes again and again would keep it for ever
+                now_s = known[3]  # A producer that retries repeatedly must not renew its gap forever.
         if len(self._holes) >= HOLES_LIMIT and known is None:
             del self._holes[next(iter(self._holes))]
         self._holes[producer_id] = (epoch, first, last, now_s)
 
     def blocks(self, producer_id: int, epoch: int, first_sequence: int, now_s: float) -> bool:
-        """Must this batch wait for the retry of an earlier one? A batch before the hole never waits for it."""
+        """Return whether this batch must wait for the retry of an earlier one. A batch before the gap never waits for
+        it."""
         known = self._holes.get(producer_id)
         if known is None:
             return False
@@ -51,8 +56,10 @@ class SequenceGaps:
         return epoch == known[0] and _precedes(known[1], first_sequence)
 
     def filled(self, producer_id: int, epoch: int, first_sequence: int, count: int) -> None:
-        """This batch of `count` records stands in the log. What failed later is missing still: the hole begins where
-        the batch ends."""
+        """Record that this batch of `count` records is in the log.
+
+        Batches that failed after it are still missing: the gap then begins where this batch ends.
+        """
         known = self._holes.get(producer_id)
         if known is None or epoch < known[0]:
             return
@@ -64,5 +71,5 @@ class SequenceGaps:
 
 
 def _precedes(earlier: int, later: int) -> bool:
-    """Sequences wrap at 2³¹: of two, the one less than half the circle behind came first."""
+    """Compare sequences that wrap at 2³¹: the earlier one is less than half the circle behind."""
     return 0 < ((later - earlier) & MAX_SEQUENCE) < MAX_SEQUENCE // 2

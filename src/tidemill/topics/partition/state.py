@@ -1,7 +1,7 @@
-"""State of one partition. Owned: only `apply` writes it.
+"""State of one partition. Only `apply` writes it.
 
-Batches lie in parallel compact arrays (36 bytes a batch), ascending by base offset; object keys are
-interned, since one object usually holds several of a partition's batches.
+Batches are stored in parallel compact arrays (36 bytes a batch), ascending by base offset. Object keys are interned,
+since one object usually holds several batches of a partition.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tidemill.topics.partition.producer_state import PRODUCER_EXPIRY_MS, Produce
 from tidemill.topics.partition.transactions import AbortedIndex, Open, first_open
 
 PRODUCERS_LIMIT = 20_000
-"""Producers remembered per partition; the longest idle goes first (I4 makes forgetting harmless but for retries)."""
+"""Limit of remembered producers per partition. The longest idle is dropped first; it may then start at any sequence,
+which harms nothing but the detection of its retries."""
 
 _RECENT_KEYS = 16
 
@@ -31,30 +32,34 @@ def running_maximum(times: array[int]) -> array[int]:
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True):
-    """Where the newest `commands.Advance` stands, and what it says."""
+    """Position and content of the newest `commands.Advance`."""
 
     position: int = -1
     writer: str = ""
     below: int = 0
 
     def covers(self, writer: str, number: int, seen_at: int) -> bool:
-        """Is everything decided that an object of `writer` holds for this partition? `seen_at`: the log's end, read
-        after the object was seen. Its own writer says so by number. Of another one, whatever it made before the record
-        it never places: it leads no more, or its next append finds that record where it expects the end."""
+        """Return whether every batch for this partition in an object of `writer` is decided.
+
+        `seen_at`: end of the log, read after the object was seen. The writer named in the record decides by number. Any
+        other writer can no longer place what it made before the record: it no longer leads, or its next append fails
+        because the record is at the expected position.
+        """
         return number < self.below if writer == self.writer else self.position >= seen_at
 
 
 class PartitionState:
-    """
-    applied         the next position of the fenced log: every record before it is in this state
+    """State of one partition.
+
+    applied         next position of the fenced log: every record before it is in this state
     log_start       first Kafka offset that may be read
-    reconciled      everything below it lies in L1, or below the log's start; its batches are not in this state
+    reconciled      offsets below it are in L1, or below the log start; their batches are not in this state
     high_watermark  next Kafka offset; everything below is durable
     terms           (term, first offset placed in it), ascending: Kafka's leader epochs
-    last_at_ms      the newest proposer's time seen; the only clock of this state
+    last_at_ms      newest time of a proposer; the only clock of this state
     transactions    producer id → its open transaction, in the order in which they began
-    aborted         the aborted ones of which a record may be read
-    aborted_start   of those that were aborted wholly below it compaction has taken everything
+    aborted         aborted transactions that still have readable records
+    aborted_start   compaction has removed all records of transactions that were aborted wholly below it
     """
 
     def __init__(self) -> None:
@@ -89,26 +94,27 @@ class PartitionState:
         return max(self.log_start, self.reconciled)
 
     def producer(self, producer_id: int, at_ms: int) -> Producer | None:
-        """The live state of a producer; one idle for longer than PRODUCER_EXPIRY_MS is unknown."""
+        """Return the live state of a producer, or None if it was idle for PRODUCER_EXPIRY_MS and has no open
+        transaction."""
         found = self.producers.get(producer_id)
         if found is not None and at_ms - found.updated_ms >= PRODUCER_EXPIRY_MS:
             return found if producer_id in self.transactions else None
         return found
 
     def live_producers(self) -> Iterator[tuple[int, Producer]]:
-        """Those that are not unknown by now, the longest idle first."""
+        """Yield the producers that have not expired, the longest idle first."""
         for producer_id, producer in self.producers.items():
             if self.last_at_ms - producer.updated_ms < PRODUCER_EXPIRY_MS or producer_id in self.transactions:
                 yield producer_id, producer
 
     def forget_idle_producers(self) -> None:
-        """Down to the limit; never one whose transaction is open."""
+        """Drop the longest idle producers beyond the limit, but none with an open transaction."""
         while len(self.producers) > PRODUCERS_LIMIT:
             del self.producers[next(each for each in self.producers if each not in self.transactions)]
 
     @property
     def last_stable(self) -> int:
-        """The offset below which everything is committed or aborted (X1)."""
+        """Offset below which every transaction is committed or aborted."""
         first = first_open(self.transactions)
         return self.high_watermark if first is None else max(first, self.log_start)
 
@@ -121,8 +127,10 @@ class PartitionState:
         return len(keys) - 1
 
     def start_at(self, log_start: int) -> None:
-        """Forget the batches that lie wholly below it or in L1, their objects, and the leader epochs that wrote alone
-        what lies below it."""
+        """Set the log start and drop what is no longer needed.
+
+        Drops the batches wholly below it or in L1, their objects, and leader epochs that wrote only below it.
+        """
         self.log_start = log_start
         gone = bisect_right(self.bases, self.hot_start) - 1
         if self.hot_start == self.high_watermark:
@@ -130,7 +138,7 @@ class PartitionState:
         if gone > 0:
             for column in (self.bases, self.objects, self.first_bytes, self.sizes, self.max_timestamps):
                 del column[:gone]
-            # An index may go back by _RECENT_KEYS, so the least one is looked for.
+            # Indexes may go back by up to _RECENT_KEYS, so take the minimum.
             unused = min(self.objects) if self.objects else len(self.object_keys)
             del self.object_keys[:unused]
             self.objects = array("I", (np.frombuffer(self.objects, np.uint32) - np.uint32(unused)).tobytes())
@@ -140,40 +148,42 @@ class PartitionState:
         self.aborted.start_at(max(log_start, self.aborted_start))
 
     def live_objects(self) -> set[str]:
-        """Keys of the objects that hold a batch from the log's start on."""
+        """Return the keys of the objects that hold a batch of this state."""
         return {self.object_keys[index] for index in set(self.objects)}
 
     @property
     def memory_bytes(self) -> int:
-        """About what it takes to lead this partition, itself and all: measured with 10,000 of them, not counted."""
+        """Estimated memory for leading this partition, with all its objects. Calibrated with 10,000 partitions."""
         batches = BATCH_BYTES * len(self.bases) + KEY_BYTES * len(self.object_keys)
         return LED_BYTES + batches + PRODUCER_BYTES * len(self.producers)
 
     @property
     def size_bytes(self) -> int:
-        """Of the batches in this state."""
+        """Total bytes of the batches in this state."""
         return sum(self.sizes)
 
     # reading --------------------------------------------------------------------------------------
     def first_batch(self, offset: int) -> int:
-        """Index of the batch that contains `offset`; len(self) at the high watermark. Raises OffsetOutOfRangeError, and
-        ValueError for one in L1."""
+        """Return the index of the batch that contains `offset`, or len(self) at the high watermark.
+
+        Raises OffsetOutOfRangeError, or ValueError if the batch is in L1.
+        """
         self.check_range(offset)
         if offset < self.reconciled:
-            raise ValueError(f"the batch lies in L1: offset={offset} reconciled={self.reconciled}")
+            raise ValueError(f"the batch is in L1: offset={offset} reconciled={self.reconciled}")
         if offset == self.high_watermark:
             return len(self.bases)
         return bisect_right(self.bases, offset) - 1
 
     def check_range(self, offset: int) -> None:
-        """Raises OffsetOutOfRangeError unless log_start ≤ offset ≤ high_watermark."""
+        """Raise OffsetOutOfRangeError unless log_start ≤ offset ≤ high_watermark."""
         if not self.log_start <= offset <= self.high_watermark:
             raise OffsetOutOfRangeError(
                 f"offset out of range: offset={offset} log_start={self.log_start} high_watermark={self.high_watermark}."
             )
 
     def end_batch(self, offset: int) -> int:
-        """Index after the last batch that starts below `offset`."""
+        """Return the index after the last batch that starts below `offset`."""
         return bisect_left(self.bases, offset)
 
     def next_base(self, index: int) -> int:
@@ -191,11 +201,11 @@ class PartitionState:
         )
 
     def committed_ref(self, index: int) -> BatchRef:
-        """`ref`, with the producers of which this batch would be an aborted one."""
+        """Return `ref` of the batch, with the producers of aborted transactions that overlap it."""
         return self.aborted.told(self.ref(index))
 
     def batch_for_time(self, timestamp_ms: int, start: int = 0) -> int | None:
-        """Index of the first batch whose max timestamp ≥ timestamp_ms, of those with an offset ≥ start."""
+        """Return the index of the first batch at or after `start` whose max timestamp ≥ timestamp_ms, or None."""
         index = bisect_left(self.highest_timestamps, timestamp_ms)
         first = self.first_batch(max(start, self.hot_start))
         if index < first:

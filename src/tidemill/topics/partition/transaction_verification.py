@@ -1,14 +1,15 @@
-"""Which transactions may begin in a partition (KIP-890). Pure bookkeeping of one leader, in one term.
+"""Decide which transactions may begin in a partition (KIP-890). Pure bookkeeping of one leader, in one term.
 
-    first batch ─► permit issued ─► coordinator asked ─► batch placed, if its permit is not void by then
-                        a marker of its producer decided ─┘ └─ void: it came late, and is refused
+    first batch ─► permit issued ─► coordinator asked ─► batch placed, unless its permit is void
+                        a marker of its producer decided ─┘ └─ void: the batch is too late, and is refused
 
-X4  A permit is issued by a leader that is open before it asks the coordinator, and a marker takes it back: no batch
-    stands behind the marker of its own transaction, so no transaction hangs.
-X5  Transactions of one epoch follow each other (version 1), and a marker may come late: of a coordinator that was
-    deposed, when the next one has ended its transaction and the producer has begun another. So who marks looks at what
-    is open here, reads the register then, and ends just that: what was not there before the register still said
-    "prepared" may be the next transaction's.
+Invariant (no hanging transaction): an open leader issues the permit before it asks the coordinator, and a marker
+revokes it. So no batch follows the marker of its transaction, and no transaction hangs.
+
+Invariant (marker ends what was seen): in version 1, transactions of one epoch follow each other, and a deposed
+coordinator may send a marker late, when the next coordinator has ended its transaction and the producer has begun
+another. So a coordinator first reads the open transaction here, then the register, and then ends exactly that
+transaction. A transaction that was not open before the register still read "prepared" may be the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from tidemill.topics.partition.transactions import Open
 
 
 class Permit:
-    """Of one producer in one epoch. `answer`: ends when the coordinator has confirmed, or with its refusal."""
+    """Permission of one producer and epoch to begin a transaction.
+
+    `answer` completes when the coordinator has confirmed, or fails with its refusal.
+    """
 
     __slots__ = ("answer", "epoch", "void")
 
@@ -35,7 +39,10 @@ def as_seen(opened: Open | None, granted: Permit | None) -> Here:
 
 
 class TransactionVerification:
-    """`lasting`: test-only, a marker takes nothing back."""
+    """Permits of one partition by producer id.
+
+    `lasting`: test-only, markers revoke nothing.
+    """
 
     def __init__(self, *, lasting: bool = False) -> None:
         self._permits: dict[int, Permit] = {}
@@ -58,12 +65,12 @@ class TransactionVerification:
         return permit
 
     def refused(self, producer_id: int, permit: Permit) -> None:
-        """The next batch asks again."""
+        """Drop the permit, so that the next batch asks again."""
         if self._permits.get(producer_id) is permit:
             del self._permits[producer_id]
 
     def void(self, producer_id: int, below: int) -> None:
-        """Those of epochs below: what a marker ends."""
+        """Revoke the producer's permit if its epoch is below `below`, as a marker requires."""
         found = self._permits.get(producer_id)
         if found is not None and found.epoch < below:
             del self._permits[producer_id]

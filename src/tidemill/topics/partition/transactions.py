@@ -1,14 +1,15 @@
 """Transactions as one partition sees them (KIP-98, KIP-890). Pure: no clock, randomness or I/O.
 
-    first batch of a producer ──► open ──commit marker──► every reader may see it
-                                    └───abort marker──► readers of what is committed pass over it
+    first batch of a producer ──► open ──commit marker──► visible to every reader
+                                    └───abort marker──► skipped by read_committed readers
 
-X1  A transaction is open from its first batch to its marker. The first open one bounds what is committed: the last
-    stable offset, below which every transaction has ended.
-X2  An aborted one is remembered as long as a record of it may be read; the log's start lets go of it, and so does
-    compaction, once nobody reads any more what it replaced.
-X3  A marker ends a transaction of its producer's epoch or an older one, and of an older one only where it was given a
-    new epoch itself; where there is none, nothing is written.
+A transaction is open from its first batch to its marker. The first open transaction determines the last stable offset,
+below which every transaction has ended.
+
+An aborted transaction is remembered while any of its records may be read. It is dropped when the log start passes it,
+or when compaction has replaced its records and no reader uses the old ones.
+
+A marker ends a transaction of an epoch below `Marker.below`. Without such a transaction nothing is written.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ PLAIN: Final = 0
 TRANSACTIONAL: Final = 1
 COMMIT: Final = 2
 ABORT: Final = 3
-"""What a placed batch is: records of nobody's transaction, records of one, or the marker that ends one."""
+"""Kind of a placed batch: non-transactional records, records of a transaction, or the marker that ends one."""
 
 OPEN_LIMIT: Final = 2_000
-"""Transactions open at once in a partition: what its row of the metastore takes (`row_codec`)."""
+"""Limit of concurrently open transactions in a partition: as many as its metastore row can hold (`row_codec`)."""
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True):
-    """`since_ms`: the proposer's time of its first batch."""
+    """An open transaction. `since_ms`: the proposer's time of its first batch."""
 
     epoch: int
     first_offset: int
@@ -42,8 +43,11 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Aborted(msgspec.Struct, frozen=True, array_like=True):
-    """Offsets are inclusive, the last one is the marker's. `stable`: every transaction that is aborted later begins at
-    or after it."""
+    """An aborted transaction.
+
+    Offsets are inclusive; the last one is the marker's. `stable`: every transaction that is aborted later begins at or
+    after it.
+    """
 
     producer_id: int
     first_offset: int
@@ -52,12 +56,13 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AbortedIndex:
-    """Ascending by last offset, in compact columns: 32 bytes each. Owned by a partition's state."""
+    """Aborted transactions, ascending by last offset, in compact columns of 32 bytes each. Owned by a partition's
+    state."""
 
     __slots__ = ("firsts", "lasts", "producers", "stables")
 
     def __init__(self, data: bytes = b"") -> None:
-        """`data`: what `encoded` gave."""
+        """Decode `data`, as returned by `encoded`."""
         columns = array("q", data)
         if sys.byteorder == "big":
             columns.byteswap()
@@ -81,11 +86,11 @@ class AbortedIndex:
         self.stables.append(aborted.stable)
 
     def from_offset(self, offset: int) -> int:
-        """Index of the first one that ends at or after `offset`."""
+        """Return the index of the first transaction that ends at or after `offset`."""
         return bisect_left(self.lasts, offset)
 
     def overlapping(self, start: int, end: int) -> list[tuple[int, int]]:
-        """(producer id, first offset) of those with a record that may lie in [start, end), by first offset."""
+        """Return (producer id, first offset) of transactions that may have records in [start, end), in offset order."""
         found: list[tuple[int, int]] = []
         for index in range(self.from_offset(start), len(self)):
             if self.firsts[index] < end:
@@ -95,7 +100,7 @@ class AbortedIndex:
         return sorted(found, key=lambda pair: pair[1])
 
     def told(self, ref: BatchRef) -> BatchRef:
-        """`ref`, with the producers of which this batch would be an aborted one."""
+        """Return `ref` with the producers of aborted transactions that overlap the batch."""
         aborted = self.overlapping(ref.base_offset, ref.base_offset + 1) if len(self) else []
         if not aborted:
             return ref
@@ -117,7 +122,7 @@ class AbortedIndex:
             del column[:]
 
     def encoded(self) -> bytes:
-        """Four columns of little-endian int64: producer ids, first offsets, last offsets, stable offsets."""
+        """Encode as four columns of little-endian int64: producer ids, first offsets, last offsets, stable offsets."""
         columns = array("q")
         for column in self._columns():
             columns += column
@@ -130,29 +135,31 @@ class AbortedIndex:
 
 
 class Ledger:
-    """The open transactions of a partition after the batches that a command places so far. It changes nothing of the
-    partition's own until `write`."""
+    """Open transactions of a partition after the batches that a command has placed so far.
+
+    The partition's own state does not change until `write`.
+    """
 
     __slots__ = ("_changes", "_count", "_now", "_open")
 
     def __init__(self, open_now: Mapping[int, Open]) -> None:
         self._open = open_now
         self._now: dict[int, Open | None] = {}
-        """producer → as it is by now, of those that changed"""
+        """Producer id to its current transaction, for those that changed."""
         self._changes: list[tuple[int, Open | None, int]] = []
-        """(producer, its new transaction or None, offset of the marker where it was aborted or −1)"""
+        """Changes in order: (producer, its new transaction or None, offset of the marker if it was aborted or −1)."""
         self._count = len(open_now)
 
     @property
     def idle(self) -> bool:
-        """Nobody has a transaction."""
+        """True if no transaction is open or changed."""
         return not self._open and not self._now
 
     def of(self, producer_id: int) -> Open | None:
         return self._now[producer_id] if producer_id in self._now else self._open.get(producer_id)
 
     def takes(self, producer_id: int, epoch: int, kind: int, *, confirmed: bool) -> bool:
-        """May a batch of records stand here? `confirmed`: the coordinator says that its transaction is open."""
+        """Return whether a data batch may be placed. `confirmed`: the coordinator reports an open transaction."""
         found = self.of(producer_id)
         if kind == PLAIN:
             return found is None
@@ -163,13 +170,13 @@ class Ledger:
         return self._count >= OPEN_LIMIT
 
     def place(self, producer_id: int, epoch: int, offset: int, at_ms: int) -> None:
-        """A batch of a transaction; the first one opens it."""
+        """Place a batch of a transaction; the first one opens it."""
         if self.of(producer_id) is None:
             self._change(producer_id, Open(epoch, offset, at_ms), -1)
             self._count += 1
 
     def ends(self, producer_id: int, below: int) -> bool:
-        """Is there anything that a marker for epochs below this would end (X3)?"""
+        """Return whether a marker for epochs below `below` would end a transaction."""
         found = self.of(producer_id)
         return found is not None and found.epoch < below
 
@@ -184,7 +191,7 @@ class Ledger:
     def write(self, transactions: dict[int, Open], aborted: AbortedIndex) -> None:
         for producer_id, opened, aborted_at in self._changes:
             if opened is not None:
-                transactions[producer_id] = opened  # at the end: first offsets ascend
+                transactions[producer_id] = opened  # At the end: first offsets ascend.
                 continue
             ended = transactions.pop(producer_id)
             if aborted_at >= 0:
@@ -194,13 +201,17 @@ class Ledger:
 
 
 def first_open(transactions: Mapping[int, Open]) -> int | None:
-    """The least first offset: they are kept in the order in which they began."""
+    """Return the least first offset. The transactions are ordered by their beginning."""
     return next(iter(transactions.values())).first_offset if transactions else None
 
 
 def end_all(transactions: dict[int, Open], aborted: AbortedIndex, end: int) -> None:
-    """What was open when a log was cut at `end` is aborted, without a marker: its coordinator is of another life."""
+    """Abort without a marker all transactions that were open when the log was cut at `end`.
+
+    Their coordinator belongs to the state before the restore.
+    """
     for producer_id, opened in list(transactions.items()):
         del transactions[producer_id]
-        following = first_open(transactions)  # it ends at the same offset: whoever looks for one must meet all of them
+        # All of these end at the same offset, so a scan must not stop before the last of them.
+        following = first_open(transactions)
         aborted.add(Aborted(producer_id, opened.first_offset, end - 1, end if following is None else following))

@@ -1,4 +1,4 @@
-"""Who waits for a partition to move: each is called once, in the order of coming."""
+"""Callbacks that wait for a partition to move: each is called once, in the order of registration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Watcher(Protocol):
     def woken(self) -> None:
-        """A plain call."""
+        """Handle the wake-up. A plain call."""
         ...
 
 

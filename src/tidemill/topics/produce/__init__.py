@@ -1,9 +1,9 @@
 """Produce, stage 1: the order of a producer's batches, and their validation.
 
-    batch ─► order_queue (reserve a place, in a plain call) ─► validator_pool (inline or in a thread) ─► L0 writer
-    order_queue_async: completion in the order of the places, though uploads finish in any order
+    batch ─► order_queue (reserve a slot, in a plain call) ─► validator_pool (inline or in a thread) ─► L0 writer
+    order_queue_async: completion in the order of the slots, though uploads finish in any order
 
-Owns the place of each batch and its validation. Does not upload or append.
+Owns the queue slot of each batch and its validation. Does not upload or append.
 """
 
 from __future__ import annotations

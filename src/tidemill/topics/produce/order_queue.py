@@ -1,19 +1,21 @@
-"""Pure core of the producer queue. No clock, no I/O, no waiting: every call returns the tickets it resolved.
+"""Pure core of the producer queue. No clock, no I/O, no waiting: every call returns the tickets that it resolved.
 
-Q1  Tickets of one line get their turn in reservation order; lines never wait for each other. A producer id has a line
-    of its own; batches without one are in the line of the connection that they came by, as every Kafka broker keeps
-    their order and clients rely on it.
-Q2  A producer id's ticket given up without reaching the log poisons every later one of its line, transitively,
-    those that already had their turn included: nothing may leapfrog a batch its client will retry.
-Q3  Ending a ticket in the middle never gives its successor a turn before its real predecessor.
-Q4  In a connection's line a failed batch is answered and its successors go on: what its client sends again comes by
-    the end of the line.
+Invariant (order per line): tickets of one line get their turn in reservation order; lines never wait for each other. A
+producer id has its own line. Batches without one are in the line of their connection: every Kafka broker preserves
+their order, and clients rely on it.
+
+Invariant (poisoning): a producer id's ticket that is abandoned before it reaches the log poisons every later ticket of
+its line, including those that already had their turn. So no batch overtakes one that its client will retry.
+
+Invariant (no early turn): ending a ticket in the middle never gives its successor a turn before its real predecessor.
+
+In a connection's line a failed batch does not poison its successors: a retry joins the end of the line.
 
     reserve ──► WAITING ──(predecessor placed or ended)──► READY ──place──► PLACED ──release──► ENDED
                    └──────────────(a predecessor abandoned)──► POISONED ──release/abandon──► ENDED
 
-`place` fixes a ticket's position in the log's input, so the successor may follow at once; `release` says
-that its fate is decided in the log; `abandon` says that it will never be there.
+`place` fixes a ticket's position in the log's input, so that the successor may follow immediately. `release` means that
+its outcome is decided in the log. `abandon` means that it will never be in the log.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Hashable
 from enum import Enum
 
 ProducerLine = Hashable
-"""A producer id (an int), or whatever else stands for a connection."""
+"""A producer id (an int), or any other value for a connection."""
 
 
 class TicketState(Enum):
@@ -34,7 +36,7 @@ class TicketState(Enum):
 
 
 class Ticket:
-    """One place in line. Only QueueCore writes it; `then` belongs to the shell."""
+    """One slot in a line. Only QueueCore writes it; `then` belongs to the async shell."""
 
     __slots__ = ("after", "before", "line", "state", "then")
 
@@ -59,11 +61,11 @@ class QueueCore:
         self._tails: dict[ProducerLine, Ticket] = {}
 
     def __len__(self) -> int:
-        """Lines with a live ticket: 0 when nothing is left behind."""
+        """Return the number of lines with a live ticket."""
         return len(self._tails)
 
     def reserve(self, line: ProducerLine) -> Ticket:
-        """The next place in this line. READY at once when nobody is before it."""
+        """Reserve the next slot in this line. It is READY immediately if no unplaced ticket precedes it."""
         ticket = Ticket(line)
         tail = self._tails.get(line)
         self._tails[line] = ticket
@@ -78,7 +80,7 @@ class QueueCore:
         return ticket
 
     def place(self, ticket: Ticket) -> list[Ticket]:
-        """Its position is fixed: the successor has its turn. Requires READY; otherwise nothing happens."""
+        """Fix the ticket's position, which gives its successor the turn. Does nothing unless the ticket is READY."""
         if ticket.state is not TicketState.READY:
             return []
         ticket.state = TicketState.PLACED
@@ -89,13 +91,16 @@ class QueueCore:
         return []
 
     def release(self, ticket: Ticket) -> list[Ticket]:
-        """Its fate is decided in the log. Idempotent; also ends a waiting or poisoned ticket."""
+        """End a ticket whose outcome is decided in the log. Idempotent; also ends a waiting or poisoned ticket."""
         if ticket.state is TicketState.POISONED:
             return self.abandon(ticket)
         return self._end(ticket)
 
     def abandon(self, ticket: Ticket) -> list[Ticket]:
-        """It will never reach the log: poison all successors (Q2, Q4). Idempotent. Returns those that were waiting."""
+        """End a ticket that will never reach the log, and poison its successors in a producer id's line.
+
+        Idempotent. Returns the tickets that were waiting.
+        """
         if ticket.state is TicketState.ENDED:
             return []
         if not isinstance(ticket.line, int):

@@ -1,7 +1,7 @@
-"""The waiting shell of the producer queue: whoever redeems is called, or woken, when its turn comes.
+"""Async shell of the producer queue: calls, or wakes, the owner of a ticket when its turn comes.
 
-Callbacks run one after another from a worklist, never nested: a chain of a thousand waiting batches
-must not become a thousand stack frames.
+Callbacks run one after another from a worklist, never nested: a chain of a thousand waiting batches must not become a
+thousand stack frames.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Turn = Callable[[Ticket], None]
 
 
 class ProducerQueue:
-    """One partition's queue. Single-threaded: all calls come from the event loop's thread."""
+    """Queue of one partition. Single-threaded: all calls come from the event loop's thread."""
 
     def __init__(self) -> None:
         self._core = QueueCore()
@@ -28,11 +28,11 @@ class ProducerQueue:
         return len(self._core)
 
     def reserve(self, line: ProducerLine) -> Ticket:
-        """Take the next place in this line now. The caller must end the ticket."""
+        """Reserve the next slot in this line. The caller must end the ticket."""
         return self._core.reserve(line)
 
     def redeem(self, ticket: Ticket, then: Turn) -> None:
-        """Call `then(ticket)` once it is READY or POISONED: soon if it already is, else when it becomes so."""
+        """Call `then(ticket)` once the ticket is READY or POISONED; immediately if it already is."""
         ticket.then = then
         if ticket.state is not TicketState.WAITING:
             self._run([ticket])
@@ -47,9 +47,9 @@ class ProducerQueue:
         self._run(self._core.abandon(ticket))
 
     async def turn(self, ticket: Ticket) -> None:
-        """Wait for the turn. Raises UnavailableError when a predecessor was abandoned.
+        """Wait for the turn. Raises UnavailableError if a predecessor was abandoned.
 
-        Cancelled before or while waiting, the ticket is abandoned; cancelled afterwards, nothing happens to it.
+        A cancellation before or during the wait abandons the ticket; a later one has no effect on it.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -1,6 +1,6 @@
-"""Producer ids for idempotent producers (InitProducerId): unique in the cluster, handed out from reserved blocks.
+"""Allocate producer ids for idempotent producers (InitProducerId): unique in the cluster, from reserved blocks.
 
-register  topics/producer-ids    decimal text: the first id of no block yet
+register  topics/producer-ids    decimal text: the first id that is in no block yet
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tidemill.consensus.api import Consensus
 
 REGISTER = "topics/producer-ids"
 BLOCK = 1000
-"""Ids per compare-and-set, as Kafka's own allocation; what a process does not use is lost, by design."""
+"""Ids per compare-and-set, as in Kafka's own allocation; ids that a process does not use are lost, by design."""
 
 
 class ProducerIds:
@@ -25,7 +25,7 @@ class ProducerIds:
         self._lock = asyncio.Lock()
 
     async def allocate(self) -> int:
-        """A producer id that nobody was or will be given. Raises Unavailable."""
+        """Allocate a producer id that is never allocated again. Raises Unavailable."""
         async with self._lock:
             while self._next >= self._end:
                 await self._reserve()
@@ -40,6 +40,6 @@ class ProducerIds:
                 REGISTER, found.seq if found else 0, str(start + BLOCK).encode(), self._rand.nonce()
             )
         except (ConflictError, UnknownOutcomeError):
-            # After a lost answer the block may be ours; taking the next one is cheaper than finding out.
+            # After a lost answer the block may be ours; reserving the next one is cheaper than finding out.
             return
         self._next, self._end = start, start + BLOCK

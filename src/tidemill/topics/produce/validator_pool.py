@@ -1,8 +1,8 @@
-"""Where a produced batch is checked: in the plain call when that is cheap, else in a thread, so that no batch holds the
-event loop. Two threads: what they hold decompressed is bounded by twice DECOMPRESSED_BYTES. Where the topic says by
-what its batches are compressed, they are compressed anew here, too.
+"""Validate produced batches: in the plain call if that is cheap, otherwise in a thread, so that no batch blocks the
+event loop. Two threads bound the decompressed bytes to twice DECOMPRESSED_BYTES. If the topic's config names a codec,
+batches are also recompressed here.
 
-F1  Senders take turns: whoever sends thousands of batches that are dear to check delays each other sender by one.
+Invariant (fairness): senders take turns. A sender of thousands of expensive batches delays each other sender by one.
 """
 
 from __future__ import annotations
@@ -26,35 +26,37 @@ from tidemill.topics.config.configs import AS_SENT
 THREADS = 2
 
 INLINE_RECORDS = 4096
-"""About 1 ms of the loop, 5 ms when a record is malformed and must be named."""
+"""Limit of records that are validated inline: about 1 ms of the loop, 5 ms if a malformed record must be located."""
 
 INLINE_BYTES = 2 << 20
-"""0.1 ms of checksum."""
+"""Limit of bytes that are validated inline: 0.1 ms of checksum."""
 
 T = TypeVar("T")
 
 
 class ValidatedBatch(NamedTuple):
-    """A batch that may be stored. max_timestamp_ms: the greatest of its records; rewritten: the bytes to be stored in
-    place of those that were sent, None for those."""
+    """A batch that may be stored.
+
+    max_timestamp_ms: the greatest of its records. rewritten: the bytes to store instead of those received, or None.
+    """
 
     max_timestamp_ms: int
     rewritten: bytearray | None = None
 
 
 Checked = Callable[[ValidatedBatch | TidemillError], None]
-"""Hears of a good batch, or why it is refused. Called on the event loop, once."""
+"""Called once, on the event loop, with a valid batch or the error that rejects it."""
 
 log = structlog.get_logger()
 
 
 class BatchValidator:
-    """One process's threads for batches. `close` waits for nothing: a batch that was not checked is not stored."""
+    """Validation threads of one process. `close` waits for nothing: a batch that was not validated is not stored."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tidemill-batch")
         self._waiting: dict[Hashable, deque[_Job]] = {}
-        """Sender → its work, oldest first. The sender whose turn it is comes first."""
+        """Sender to its jobs, oldest first. The sender whose turn it is comes first."""
         self._running = 0
         self._closed = False
 
@@ -68,8 +70,10 @@ class BatchValidator:
         keyed: bool = False,
         codec: int = AS_SENT,
     ) -> None:
-        """Plain call; `keyed` as in `check_body`; `codec`: by what records are to be compressed. `checked` is called
-        before it returns when the batch is small and no codec has to do with it.
+        """Validate a batch. A plain call.
+
+        `keyed` as in `check_body`; `codec`: the codec to store the batch with. `checked` is called before this returns
+        if the batch is small and neither compressed nor to be compressed.
 
         Raises ClosedError.
         """
@@ -84,7 +88,7 @@ class BatchValidator:
         self._enter(sender, partial(_outcome, header, buffer, keyed, codec)).add_done_callback(ended)
 
     async def run(self, sender: Hashable, work: Callable[[], T]) -> T:
-        """`work()` in one of the threads, at the sender's turn."""
+        """Run `work()` in one of the threads, at the sender's turn."""
         return await self._enter(sender, work)
 
     def close(self) -> None:
@@ -110,9 +114,9 @@ class BatchValidator:
             del self._waiting[sender]
             job = jobs.popleft()
             if jobs:
-                self._waiting[sender] = jobs  # last in the round (F1)
+                self._waiting[sender] = jobs  # Last in the round, so that senders take turns.
             if job.future.done():
-                continue  # nobody waits for it any more
+                continue  # Its caller no longer waits.
             self._running += 1
             loop.run_in_executor(self._threads, job.work).add_done_callback(partial(self._ended, job))
 
@@ -140,14 +144,15 @@ class _Job:
 
 
 def _outcome(header: BatchHeader, buffer: Buffer, keyed: bool, codec: int) -> ValidatedBatch | TidemillError:
-    """A fault of any kind refuses the batch: what could not be checked is not stored."""
+    """Validate and, if necessary, recompress. Any exception rejects the batch: a batch that was not validated is not
+    stored."""
     try:
         max_timestamp_ms, records = check_records(header, buffer, keyed=keyed)
         if codec in (AS_SENT, header.codec):
             return ValidatedBatch(max_timestamp_ms)
         return ValidatedBatch(max_timestamp_ms, recompressed(header, records, codec))
     except TidemillError as error:
-        # Its frames hold what was decompressed; the error outlives them until the request is answered.
+        # Its frames hold the decompressed bytes, and the error outlives them until the request is answered.
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
     except BaseException as bug:
