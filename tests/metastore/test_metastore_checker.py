@@ -137,7 +137,7 @@ def test_rows_are_walked_again_when_a_file_was_collected_under_the_walk(
         if moves_on:
             assert not found and walks == 2
         else:
-            assert [line for line in found if "cannot all be read" in line] and walks == 1
+            assert [line for line in found if "not all rows can be read" in line] and walks == 1
             assert [line for line in found if "cut off" in line], "what was found before it stays"
 
     run(body)
@@ -147,7 +147,7 @@ def test_the_bucket_alone_is_walked_where_consensus_is_gone() -> None:
     async def body(world: World) -> None:
         await persisted(world, 3)
         found = await check(world, MemoryConsensus(world.clock))
-        said = f"cluster {found.cluster_uuid}: it knows no cluster, the bucket has one. Run `tidemill restore`."
+        said = f"cluster {found.cluster_uuid}: consensus has no cluster, but the bucket has one. Run `tidemill restore`."
         assert [str(f) for f in found.findings.broken] == [f"consensus → {said}"]
         assert found.findings.walked["extent"] > 0 and not found.from_consensus
 
@@ -156,7 +156,7 @@ def test_the_bucket_alone_is_walked_where_consensus_is_gone() -> None:
 
 def test_nothing_at_all_is_said_as_such() -> None:
     clock = SystemClock()
-    with pytest.raises(MissingError, match="There is no cluster"):
+    with pytest.raises(MissingError, match="there is no cluster"):
         asyncio.run(deep_check(MemoryConsensus(clock), MemoryObjects(clock), clock, Rand()))
 
 

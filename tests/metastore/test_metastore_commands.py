@@ -93,4 +93,4 @@ def test_without_any_cluster_both_say_so(tmp_path: Path) -> None:
     restore = command(tmp_path, "restore", "--from", str(tmp_path / "empty"))
     assert restore.returncode == 2 and "holds no cluster" in restore.stderr
     deep = command(tmp_path, "doctor", "--deep")
-    assert deep.returncode == 2 and "There is no cluster" in deep.stderr
+    assert deep.returncode == 2 and "there is no cluster" in deep.stderr

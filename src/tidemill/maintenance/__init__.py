@@ -3,6 +3,6 @@
     scheduler ─► job_list ─► shards, topics (garbage collection, merges, compaction) ─► failure_status
     checkpoint ─► restore;  check: `tidemill doctor --deep`
 
-Owns checkpoint, restore, the deep check, compaction, retention and garbage collection: every stored thing has a job
-here that deletes it. Owns no format: the rooms below define how a thing is stored and read.
+The room owns checkpoint, restore, the deep check, compaction, retention and garbage collection: every kind of stored
+data has a job here that deletes it. The room owns no format: the rooms below define how data is stored and read.
 """

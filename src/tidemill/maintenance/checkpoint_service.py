@@ -1,9 +1,9 @@
-"""What the process that leads domain 0 does for the whole cluster: the checkpoint, and its presence in the bucket.
+"""Work of the leader of domain 0 for the whole cluster: the checkpoint, and the cluster's presence in the bucket.
 
     while this process leads domain 0:   checkpoint rounds, the cluster manifest, a sign of life at intervals
-    before any process serves:           is the bucket ours? (`check_bucket`)
+    before any process serves:           does the bucket belong to this cluster? (`check_bucket`)
 
-Leading decides who tries; safety comes from the checkpoint's own row (CP3) and from incarnations (P1). A process
+Leadership only decides which process tries. Safety comes from the checkpoint's own row and from incarnations. A process
 that finds the bucket restored elsewhere ends: its cluster has been replaced.
 """
 
@@ -43,8 +43,11 @@ log = structlog.get_logger()
 
 
 async def check_bucket(consensus: Consensus, objects: ObjectStore) -> None:
-    """Before anything is created or served. Raises Invalid when consensus is empty and the bucket is not, Replaced when
-    they belong to different clusters; Corrupt, Unavailable."""
+    """Check the bucket before anything is created or served.
+
+    Raises InvalidError when consensus is empty and the bucket is not, ClusterReplacedError when they belong to
+    different clusters; CorruptError, UnavailableError.
+    """
     known = await read_cluster(consensus)
     if known is None:
         await check_unclaimed(objects)
@@ -55,7 +58,8 @@ async def check_bucket(consensus: Consensus, objects: ObjectStore) -> None:
 
 
 class CheckpointService:
-    """`run` until cancelled. Raises Replaced when the cluster was; what passes by is tried again."""
+    """Service that runs until cancelled. Raises ClusterReplacedError when the cluster was replaced; transient errors
+    are retried."""
 
     def __init__(
         self,
@@ -79,12 +83,12 @@ class CheckpointService:
         )
 
     def facts(self) -> dict[str, object]:
-        """For reports: plain values."""
+        """Return plain values for reports."""
         return self._checkpointer.facts()
 
     async def run(self) -> None:
         while True:
-            domains = await self._domains()  # one that failed is another one by now
+            domains = await self._domains()  # a failed domain has been replaced by another object
             with contextlib.suppress(UnavailableError):
                 await domains[0].until_leading(PATIENCE_S)
                 await self._while_leading(domains)
@@ -105,12 +109,12 @@ class CheckpointService:
             failed.result()
 
     async def leave(self) -> None:
-        """At an orderly end: a restore need not wait for the last sign of life to age."""
+        """Withdraw the sign of life at an orderly end, so that a restore need not wait for it to age."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await self._presence.leave()
         except (TidemillError, TimeoutError) as error:
-            log.info("the last sign of life stays until it is old", cause=str(error))
+            log.info("the last sign of life stays until it expires", cause=str(error))
 
     async def _show(self, domains: list[Domain]) -> None:
         while True:
@@ -127,7 +131,7 @@ class CheckpointService:
             await asyncio.sleep(pause_s)
 
     async def _manifest(self, domains: list[Domain]) -> ClusterManifest | None:
-        """None while a domain has no name yet: nobody has led it."""
+        """Return the cluster manifest; None while a domain has no name because no process has led it yet."""
         uuids = tuple(domain.domain_uuid for domain in domains)
         if not all(uuids):
             return None
@@ -138,6 +142,6 @@ class CheckpointService:
         domains: list[Domain] = []
         for domain in await self._metastore.domains():
             if not isinstance(domain, Domain):
-                raise ClosedError("The checkpoint needs replicated domains.")
+                raise ClosedError("the checkpoint needs replicated domains.")
             domains.append(domain)
         return domains

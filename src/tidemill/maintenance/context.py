@@ -1,4 +1,4 @@
-"""What the keeper's jobs may use, and what they are told to keep (`[retention]` of the configuration)."""
+"""Dependencies of the maintenance jobs, and the limits they obey (`[retention]` of the configuration)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tidemill.shards.executor import Cpu, inline_cpu
 
 
 class Retention(msgspec.Struct, frozen=True):
-    """How long what nobody reads any more stays. Times in seconds.
+    """Times, in seconds, for which unused data stays.
 
-    history_s        a shard's past that can be read without a hold, and the bindings with it
-    collect_after_s  between the moment that an object is replaced and its deletion: a read shorter than this needs
-                     no hold
-    orphans_after_s  an object that was written and never referred to; a writer paused for longer writes it again
-    group_offsets_s  what a group without members has committed (Kafka's offsets.retention.minutes)
+    history_s        the past of a shard that can be read without a hold, and the bindings with it
+    collect_after_s  time between the replacement of an object and its deletion: a shorter read needs no hold
+    orphans_after_s  age of an object that was written and never referred to; a writer that was paused for longer
+                     writes it again
+    group_offsets_s  committed offsets of a group without members (Kafka's offsets.retention.minutes)
     """
 
     history_s: float = 60.0
@@ -36,12 +36,13 @@ class Retention(msgspec.Struct, frozen=True):
 
     @property
     def step_ms(self) -> int:
-        """A shard's since trails the history by less than this: moving it is a write, worth it for a quarter."""
+        """Step of since. A shard's since may trail the history by less than this, because moving it is a write,
+        worth it only for a quarter."""
         return self.history_ms // 4
 
 
 class JobContext(msgspec.Struct, frozen=True):
-    """What a job may use. `cpu`: where merges compute, off the loop that serves."""
+    """Dependencies of a job. `cpu` runs the computation of merges off the loop that serves."""
 
     consensus: Consensus
     objects: ObjectStore

@@ -1,5 +1,5 @@
-"""Faults of a job's many small units (shards, sources), each told under its own mark, and never more than a few dozen:
-a report of marks is one register, and may not grow with the number of things that fail at once."""
+"""Failures of a job's many small units (shards, sources), each reported under its own stage, and at most a few
+dozen: a status report is one register, and must not grow with the number of simultaneous failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOLD_AT_ONCE = 50
 
 
 class FailureStatus:
-    """`count`: how many fail just now, told or not."""
+    """Failing units of one job. `count` is the number that fail now, reported or not."""
 
     def __init__(self, prefix: str, tracker: StatusTracker, clock: Clock) -> None:
         self._prefix = prefix
@@ -25,7 +25,7 @@ class FailureStatus:
         return len(self._failing)
 
     def failed(self, name: str, error: BaseException) -> None:
-        """Raises `error` again when it is no fault of the unit: a cancellation, an exit."""
+        """Report a failure. Raises `error` again when it is no fault of the unit, such as a cancellation or an exit."""
         if not is_fault(error):
             raise error
         self._failing.add(name)

@@ -1,4 +1,4 @@
-"""Every job of the keeper, in one list."""
+"""All maintenance jobs, in one list."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from tidemill.maintenance.topics.rollups import TopicRollups
 from tidemill.metastore.catalogue import Catalogue
 
 ORPHANS_EVERY_S = 600.0
-"""A listing of all the shards' objects, a request for each thousand of them: what was dropped has a while."""
+"""Interval. Each run lists the objects of all shards, at one request per thousand. Dropped shards are not urgent."""
 
 TOPIC_OBJECTS_EVERY_S = 60.0
-"""A listing of the L0 objects, and a reading of the partitions' logs where something changed."""
+"""Interval. Each run lists the L0 objects, and reads the logs of the partitions that changed."""
 TOPIC_ROLLUPS_EVERY_S = 300.0
 TOPIC_L1_LEVELS_EVERY_S = 120.0
-"""The rows of L1's partitions; more where some of them gained extents."""
+"""Interval. Each run reads the rows of L1's partitions; more where some of them gained extents."""
 TOPIC_L1_EVERY_S = 300.0
-"""The rows of L1's partitions and objects, and a listing of the objects."""
+"""Interval. Each run reads the rows of L1's partitions and objects, and lists the objects."""
 TOPIC_COMPACTION_EVERY_S = 15.0
-"""The catalogue; the rows of a topic that is compacted, and of its extents where they changed (Kafka's back-off)."""
+"""Interval, like Kafka's back-off. Each run reads the catalogue, the rows of a compacted topic, and its extents
+where they changed."""
 GROUP_OFFSETS_EVERY_S = 600.0
 
 
 def jobs(grounds: JobContext, tracker: StatusTracker) -> list[Job]:
-    """One line a job; its module says what it takes away and why that is safe."""
+    """Create the jobs, one per line. The module of each job states what it deletes and why that is safe."""
     shards = ShardUpkeep(grounds, tracker)
     bindings = BindingsUpkeep(grounds, tracker)
     orphans = Orphans(grounds)

@@ -1,13 +1,15 @@
-"""The keeper's jobs: what takes away, moves up and merges in the background, one list, one scheduler.
+"""Scheduler of the maintenance jobs, which delete, move and merge data in the background.
 
     every node      competes for the jobs' leases; one node at a time runs the jobs of a lease
-    a job           runs a bounded step (`Budget`), and says whether more waits: then it comes again at once, after
-                    the others had their turn; else after its interval
-    a failure       ends that step of that job: told under `keeper:JOB`, tried again by `base.tasks.keep`
+    a job           runs a bounded step (`Budget`), and returns whether more work waits: then it runs again as soon as
+                    the others had their turn, otherwise after its interval
+    a failure       ends that step of that job: reported under `keeper:JOB`, retried by `base.tasks.keep`
 
-J1  A lease decides who tries. Safety comes from what a step does: it must be harmless when two nodes run it at once
-    and when it is cut off anywhere (commands that fence by `Budget.term`, deletions of what nothing may refer to).
-J2  No step runs on the path of a commit, an acknowledgement or a mark.
+Invariant (safe steps): a lease only decides which node tries. A step must be harmless when two nodes run it
+concurrently and when it is interrupted anywhere. Commands therefore fence by `Budget.term`, and deletions concern only
+what nothing can refer to.
+
+Invariant (background only): no step runs on the path of a commit, an acknowledgement or a status report.
 """
 
 from __future__ import annotations
@@ -26,17 +28,17 @@ from tidemill.consensus.leader_election import lead
 
 LEASE = "keeper"
 STEP_S = 2.0
-"""A step ends itself after about this long, so that jobs take turns and a lost lease is obeyed soon."""
+"""Time after which a step ends itself, so that jobs take turns and a lost lease is noticed soon."""
 STEP_BYTES = 256 << 20
-"""What one step may read and write in all; its memory is bounded by what it holds at once, which is the job's."""
+"""Bytes that one step may read and write in all. The job bounds its memory by what it holds at a time."""
 MORE_PAUSE_S = 0.05
-"""Between two steps of one job that has more to do: the loop and the disk are the commits' first."""
+"""Pause between two steps of a job that has more to do: commits come first on the loop and the disk."""
 LATE_AFTER_MS = 60_000
-"""A job whose step takes this long beyond its interval is stuck."""
+"""Time beyond its interval after which a job's step counts as stuck."""
 
 
 class Budget:
-    """What one step may spend. `term` is the lease's: it grows with every change of node, so commands fence by it."""
+    """Budget of one step. `term` is that of the lease: it grows with every change of node, so commands fence by it."""
 
     def __init__(self, clock: Clock, term: int, *, step_s: float = STEP_S, step_bytes: int = STEP_BYTES) -> None:
         self.term = term
@@ -49,12 +51,14 @@ class Budget:
 
     @property
     def left(self) -> bool:
-        """Ask before each piece of work; a step that began with a budget always does one piece."""
+        """True while budget remains. Check it before each piece of work; a step that began with a budget always does
+        one piece."""
         return self._bytes > 0 and self._clock.monotonic_s() < self._until_s
 
 
 class Job(msgspec.Struct, frozen=True):
-    """`run(budget)` does one step and returns whether more waits. `facts`: plain values, published with the marks."""
+    """One job. `run(budget)` does one step and returns whether more work waits. `facts` returns plain values, which
+    are published with the status report."""
 
     name: str
     interval_s: float
@@ -68,7 +72,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Jobs:
-    """`run` for ever. Never raises: a job's fault is told under the job's mark."""
+    """Runner of the jobs. `run` runs forever and never raises: a job's fault is reported under the job's stage."""
 
     def __init__(
         self, jobs: Sequence[Job], consensus: Consensus, clock: Clock, *, holder: str, tracker: StatusTracker
@@ -82,7 +86,7 @@ class Jobs:
         self._leading: set[str] = set()
 
     def facts(self) -> dict[str, object]:
-        """{job: {steps, here, …its own}}; `here`: this node runs it just now."""
+        """Return {job: {steps, here, … the job's facts}}. `here` is set if this node runs the job now."""
         return {
             job.name: {"steps": self._steps[job.name], "here": job.name in self._leading, **job.facts()}
             for job in self.jobs
@@ -114,7 +118,7 @@ class Jobs:
             await keep(job.mark, lambda: self._steps_of(job, term), tracker=self._tracker, clock=self._clock)
         finally:
             self._leading.discard(job.name)
-            # Another node tells from here on.
+            # From here on another node reports it.
             self._tracker.remove(job.mark)
             self._tracker.heal(job.mark)
             self._tracker.clear(f"{job.mark}:")
@@ -131,6 +135,6 @@ class Jobs:
             await asyncio.sleep(MORE_PAUSE_S if more else job.interval_s)
 
     def _ended(self, name: str, error: BaseException) -> None:
-        """`keep` catches every fault, so only what ends a process on purpose gets here."""
+        """Record the error of a task. `keep` catches every fault, so only an intended end of the process gets here."""
         if is_fault(error):
             self._tracker.fail(name, repr(error), now_ms=self._clock.now_ms())

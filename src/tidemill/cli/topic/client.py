@@ -177,7 +177,7 @@ def _ended(message: Any) -> bool:
 
 
 def _span(client: Any, topic: str, partition: int, asked: Asked) -> tuple[int, int | None]:
-    """Return the offsets [begin, end) of one partition; no end means to follow. Raises InvalidError, UnavailableError."""
+    """Return the offsets [begin, end) of one partition, no end to follow. Raises InvalidError, UnavailableError."""
     from confluent_kafka import TopicPartition
 
     place = TopicPartition(topic, partition)

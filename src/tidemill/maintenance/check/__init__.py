@@ -1,1 +1,1 @@
-"""The checks of `tidemill doctor --deep`: logs, rows and contents. Reads only."""
+"""Checks of `tidemill doctor --deep`: logs, rows and contents. Reads only."""

@@ -1,11 +1,11 @@
-"""`tidemill doctor --deep --contents`: every stored byte is read and compared with its checksum.
+"""Check of every stored byte against its checksum, for `tidemill doctor --deep --contents`.
 
-    tables   the parts of each shard, inline ones too: of its log in consensus, else of the rows of the checkpoint
+    tables   the parts of each shard, inline ones too: from its log in consensus, else from the rows of the checkpoint
     l0       footer, and every record batch of every region
     l1       footer, indexes, and every record batch of every region
 
-Blocks of the metastore's files, manifests and rollups are read by the deep check itself. A part that was written before
-parts had checksums is decoded. What was collected under the walk is no finding.
+The deep check itself reads blocks of the metastore's files, manifests and rollups. A part that was written before parts
+had checksums is decoded instead. An object that was collected during the walk is no finding.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from tidemill.topics.l1 import format as l1
 T = TypeVar("T")
 
 AT_ONCE = 4
-"""Objects read at once; memory holds so many, of parts and L0 objects whole."""
+"""Number of objects read concurrently; memory holds this many parts and L0 objects as a whole."""
 READ_BYTES = 8 << 20
-"""Of an L1 region read at once, but for a larger batch."""
-FIX = "Bring the object back from a copy of the bucket; what refers to it cannot be read until then."
+"""Size of a single read of an L1 region, except for a larger batch."""
+FIX = "Restore the object from a copy of the bucket; data that refers to it is unreadable until then."
 
 
 async def check_contents(
     objects: ObjectStore, findings: Findings, consensus: Consensus | None, rows: RowSource | None
 ) -> None:
-    """`consensus`: where the state of shards is; None = `rows` say it. Raises Unavailable; damage is a finding."""
+    """Check the contents of tables and topics. `consensus` has the state of shards; without it `rows` have the state.
+    Raises UnavailableError; damage is a finding."""
     if consensus is not None:
         await _shards(consensus, objects, findings)
     elif rows is not None:
@@ -68,7 +69,7 @@ async def _shards(consensus: Consensus, objects: ObjectStore, findings: Findings
                 if any(part.object_key == key for batch in replica.state.batches for part in batch.parts):
                     findings.add(f"table {create.name}", key, "the object is missing", FIX)
         except CorruptError:
-            continue  # its log is a finding of `logs`
+            continue  # the damaged log is a finding of `logs`
 
 
 async def _batches_of(rows: RowSource) -> AsyncIterator[Batch]:
@@ -81,7 +82,7 @@ async def _batches_of(rows: RowSource) -> AsyncIterator[Batch]:
 
 
 async def _parts(objects: ObjectStore, findings: Findings, subject: str, batches: Iterable[Batch]) -> list[str]:
-    """Keys of parts that are not there."""
+    """Check parts and return the keys of those that are missing."""
     missing: list[str] = []
     parts = [part for batch in batches for part in batch.parts]
 
@@ -102,14 +103,16 @@ async def _parts(objects: ObjectStore, findings: Findings, subject: str, batches
 
 
 def _check_part(part: Part, data: Buffer) -> None:
-    """Raises CorruptError."""
+    """Check one part. Raises CorruptError."""
     try:
         file = open_part(part, data)
         rows = file.metadata.num_rows if part.crc >= 0 else file.read(use_threads=False).num_rows
     except (pa.ArrowException, OSError) as error:
-        raise CorruptError(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
+        raise CorruptError(f"the part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
     if rows != part.rows:
-        raise CorruptError(f"part has other rows: object={part.object_key or 'inline'} rows={rows} want={part.rows}.")
+        raise CorruptError(
+            f"the part has a wrong number of rows: object={part.object_key or 'inline'} rows={rows} want={part.rows}."
+        )
 
 
 # topics -----------------------------------------------------------------------------------------------
@@ -124,7 +127,7 @@ async def _listed(objects: ObjectStore, findings: Findings, prefix: str, what: s
         try:
             await check(objects, meta)
         except MissingError:
-            return  # collected meanwhile; what refers to one that is not there is a finding of `objectcheck`
+            return  # collected during the walk; a reference to a missing object is a finding of `objectcheck`
         except CorruptError as error:
             findings.add(what, meta.key, error.message.rstrip("."), FIX)
         findings.walked[f"{what}s"] += 1
@@ -165,32 +168,32 @@ async def _check_l1(objects: ObjectStore, meta: ObjectMeta) -> None:
                 batch = view[at : at + int(index.sizes[number])]
                 place = region.first_byte + start + at
                 if _check_batch(batch, where, place) != len(batch):
-                    raise CorruptError(f"record batch has another size than its index says: {where} byte={place}.")
+                    raise CorruptError(f"the size of a record batch differs from its index: {where} byte={place}.")
                 if parse_header(batch).base_offset != int(index.bases[number]):
-                    raise CorruptError(f"record batch has another offset than its index says: {where} byte={place}.")
+                    raise CorruptError(f"the offset of a record batch differs from its index: {where} byte={place}.")
             first = last + 1
 
 
 def _check_batch(data: memoryview, where: str, byte: int) -> int:
-    """Size of the batch that `data` begins with. Raises CorruptError."""
+    """Return the size of the batch at the start of `data`. Raises CorruptError."""
     try:
         header = parse_header(data)
     except InvalidError as error:
-        raise CorruptError(f"record batch is unreadable: {where} byte={byte} ({error.message}).") from error
+        raise CorruptError(f"a record batch is unreadable: {where} byte={byte} ({error.message}).") from error
     size = header.size_bytes
     if not CRC_START < size <= len(data):
-        raise CorruptError(f"record batch has an impossible size: {where} byte={byte} bytes={size}.")
+        raise CorruptError(f"a record batch has an impossible size: {where} byte={byte} bytes={size}.")
     computed = crc32c.crc32c(data[CRC_START:size])
     if computed != header.crc:
         raise CorruptError(
-            f"record batch is damaged: {where} byte={byte} stored_crc32c={header.crc:08x} "
+            f"a record batch is damaged: {where} byte={byte} stored_crc32c={header.crc:08x} "
             f"computed_crc32c={computed:08x}."
         )
     return size
 
 
 async def _each(items: Iterable[T], check: Callable[[T], Awaitable[None]]) -> None:
-    """All of them, AT_ONCE at a time."""
+    """Check all items, AT_ONCE at a time."""
     left = iter(items)
 
     async def some() -> None:

@@ -1,12 +1,12 @@
-"""`tidemill doctor --deep`: everything that is reachable, from the cluster's register down to the last block.
+"""Check of everything reachable, from the cluster's register to the last block: `tidemill doctor --deep`.
 
     consensus   cluster register ─► domains ─► the manifest each has replicated
     bucket      cluster manifest ─► domains ─► every retained manifest ─► files ─► blocks
-    rows        every row and what it refers to, down to objects (metastore.checker, keeper.rowcheck)
-    logs        every partition's and shard's log, from its rollup on (keeper.logcheck)
-    contents    with `--contents`: every part, record batch and index against its checksum (keeper.contents_check)
+    rows        every row and what it refers to, down to objects (metastore.checker, check.rows)
+    logs        every partition's and shard's log, from its rollup on (check.logs)
+    contents    with `--contents`: every part, record batch and index against its checksum (check.contents)
 
-Reads only, leads nothing: nodes may be up or down. Without consensus the bucket alone is walked.
+The check only reads and leads nothing: nodes may be up or down. Without consensus it walks the bucket alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ FIX_RESTORE = "Run `tidemill restore`."
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """`checkpoint_age_ms`: how old the rows of topics and shards are; None = never written."""
+    """Result of the check. `checkpoint_age_ms` is the age of the rows of topics and shards; None if they were never
+    written."""
 
     findings: Findings
     cluster_uuid: str
@@ -62,16 +63,16 @@ async def deep_check(
     contents: bool = False,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Checked:
-    """`contents`: every stored byte is read and verified as well, which takes as long as reading the bucket does.
+    """Run the deep check. With `contents` every stored byte is read and verified as well, which takes as long as
+    reading the whole bucket.
 
-    Raises MissingError when there is neither a cluster in consensus nor one in the bucket, UnavailableError."""
+    Raises MissingError when neither consensus nor the bucket has a cluster, UnavailableError.
+    """
     findings = Findings(progress)
     found = await _cluster_manifest(objects, findings)
     known = await read_cluster(consensus)
     if known is None and found is None and findings.clean:
-        raise MissingError(
-            "There is no cluster: consensus is empty, and the bucket holds none.", fix="Start a node first."
-        )
+        raise MissingError("there is no cluster: consensus and the bucket are empty.", fix="Start a node first.")
     async with AsyncExitStack() as stack:
         domains: list[Domain] = []
         rows: RowSource | None = None
@@ -82,7 +83,10 @@ async def deep_check(
             await _compare(objects, rand, findings, known[0], domains, found)
         elif found is not None:
             findings.add(
-                "consensus", f"cluster {found.cluster_uuid}", "it knows no cluster, the bucket has one", FIX_RESTORE
+                "consensus",
+                f"cluster {found.cluster_uuid}",
+                "consensus has no cluster, but the bucket has one",
+                FIX_RESTORE,
             )
             rows = await _bucket_rows(objects, clock, rand, findings, stack)
         for uuid in filter(None, uuids):
@@ -113,7 +117,7 @@ async def deep_check(
 
 
 async def _cluster_manifest(objects: ObjectStore, findings: Findings) -> ClusterManifest | None:
-    """The newest readable one; each that is not is a finding."""
+    """Return the newest readable cluster manifest. Each unreadable one is a finding."""
     newest: ClusterManifest | None = None
     keys = [found.key async for found in objects.list(cluster_manifest.CLUSTER_PREFIX)]
     for key in keys:
@@ -148,11 +152,11 @@ async def _compare(
     domains: Sequence[Domain],
     found: ClusterManifest | None,
 ) -> None:
-    """What consensus says of the cluster against what the bucket says."""
+    """Compare the cluster in consensus with the cluster in the bucket."""
     subject = f"cluster {cluster.uuid}"
     if cluster.restoring:
         findings.add(subject, cluster.label, "its restore has not finished", "Run the same `tidemill restore` again.")
-    fix = "It is written by whoever leads domain 0: start a node."
+    fix = "The leader of domain 0 writes it: start a node."
     uuids = tuple(domain.domain_uuid for domain in domains)
     if found is None:
         if any(domain.state.manifest is not None for domain in domains):
@@ -163,7 +167,9 @@ async def _compare(
         problem = f"the bucket was restored as incarnation {found.incarnation} of cluster {found.cluster_uuid}"
         findings.add(subject, cluster_manifest.CLUSTER_PREFIX, problem, "Stop this cluster; it has been replaced.")
     elif (found.cluster_uuid, found.domains) != (cluster.uuid, uuids):
-        problem = f"the bucket's manifest is of cluster {found.cluster_uuid} with domains {','.join(found.domains)}"
+        problem = (
+            f"the bucket's manifest belongs to cluster {found.cluster_uuid} with domains {','.join(found.domains)}"
+        )
         findings.add(subject, cluster_manifest.CLUSTER_PREFIX, problem, fix)
     for domain in domains:
         persisted = domain.state.manifest
@@ -174,16 +180,18 @@ async def _compare(
         names = {(name.epoch, name.number) async for name in bucket.list()}
         if (manifest.epoch, manifest.number) not in names:
             target = f"manifest {manifest.epoch}-{manifest.number}"
-            problem = "the manifest it has replicated is not in the bucket"
-            findings.add(f"domain {domain.name}", target, problem, "Write anything: the next flush uploads a new one.")
+            problem = "its replicated manifest is not in the bucket"
+            findings.add(
+                f"domain {domain.name}", target, problem, "Write any record: the next flush uploads a new manifest."
+            )
 
 
 async def _walk_again(
     domains: Sequence[Domain], incarnation: int, progress: Callable[[str, int, int], None]
 ) -> tuple[Findings, References, Checker | None]:
-    """Walk the rows as they are now; from the start when a leader collected a file under the walk.
+    """Walk the current rows; start again when a leader collected a file during the walk.
 
-    None when they cannot all be read, which is a finding then.
+    There is no checker when not all rows can be read, which is then a finding.
     """
     while True:
         async with AsyncExitStack() as stack:
@@ -202,11 +210,11 @@ async def _walk_again(
 
 
 def _add_unreadable(findings: Findings, error: TidemillError) -> None:
-    findings.add("rows", "", f"they cannot all be read: {error.message.rstrip('.')}", error.fix or FIX_RESTORE)
+    findings.add("rows", "", f"not all rows can be read: {error.message.rstrip('.')}", error.fix or FIX_RESTORE)
 
 
 class _SnapshotRows:
-    """`findings.RowSource` of the domains as they are now."""
+    """Current rows of the domains as a `findings.RowSource`."""
 
     def __init__(self, snapshots: Sequence[Snapshot | None]) -> None:
         self._snapshots = snapshots
@@ -225,7 +233,7 @@ async def _snapshots(domains: Sequence[Domain], stack: AsyncExitStack) -> _Snaps
         await domain.sync()
         try:
             snapshot = await domain.snapshot()
-        except UnavailableError:  # nobody has led it yet: it has no rows
+        except UnavailableError:  # no process has led it yet: it has no rows
             snapshots.append(None)
             continue
         stack.callback(snapshot.close)

@@ -1,6 +1,6 @@
-"""The logs of consensus, as the deep check sees them: can every partition and every shard be opened?
+"""Check of the logs in consensus, for the deep check: whether every partition and every shard can be opened.
 
-A partition's log begins with records, or with a rollup whose object must be there. A shard's log is replayed whole.
+A partition's log begins with records, or with a rollup whose object must exist. A shard's log is replayed as a whole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIX = "Stop the nodes and restore the cluster from its bucket into empty consens
 async def check_logs(
     consensus: Consensus, objects: ObjectStore, topics: Iterable[TopicRow], findings: Findings
 ) -> None:
-    """Raises Unavailable; everything else is a finding."""
+    """Check all logs. Raises UnavailableError; everything else is a finding."""
     for topic in topics:
         for partition in range(topic.partitions):
             findings.progress("logs", findings.walked["logs"], 0)
@@ -40,7 +40,7 @@ async def check_logs(
 
 
 async def _check_partition(consensus: Consensus, objects: ObjectStore, log: str, findings: Findings) -> None:
-    """A rollup that is replaced while we look is looked at again."""
+    """Check one partition's log. A rollup that is replaced during the check is checked again."""
     start = -1
     while True:
         head = await consensus.log_head(log)
@@ -51,7 +51,7 @@ async def _check_partition(consensus: Consensus, objects: ObjectStore, log: str,
             found = await consensus.read(log, start, limit_records=1)
             command = decode_command(found.records[0].data) if found.records else None
             if not isinstance(command, Rollup):
-                findings.add(f"log {log}", "", f"it begins at {start} with no rollup", FIX)
+                findings.add(f"log {log}", "", f"it begins at {start} without a rollup", FIX)
                 return
             decode_state(await objects.get(command.object_key), command.object_key)
         except MissingError as error:

@@ -1,6 +1,6 @@
-"""What the checker cannot know by itself: the opaque parts of rows, and the order between the rooms' rows.
+"""Checks of rows that only the rooms can make: the opaque parts of rows, and the order between the rooms' rows.
 
-CP1 of the checkpoint, as a check: a shard of a pipeline is at most as far as the bindings of its source, and a
+The order is that of the checkpoint: a shard of a pipeline is at most as far as the bindings of its source, and a
 binding at most as far as its topics.
 """
 
@@ -35,7 +35,7 @@ ORDER_FIX = "Restore from an older manifest; the rows were not written by one ch
 
 
 def examine_rows() -> Mapping[str, Examine]:
-    """By family name: what each room says about its own part of a row."""
+    """Return, by family name, the check of each room for its own part of a row."""
     return {
         PARTITIONS.name: _partition,
         EXTENTS.name: _extent,
@@ -46,8 +46,8 @@ def examine_rows() -> Mapping[str, Examine]:
 
 
 async def check_rows(rows: RowSource, findings: Findings, references: References, incarnation: int) -> Checker:
-    """Every row, every reference between rows, and the order between partitions, bindings and shards. `incarnation` of
-    the cluster: 1 of one that was never restored."""
+    """Check every row, every reference between rows, and the order between partitions, bindings and shards.
+    `incarnation` is that of the cluster: 1 if it was never restored."""
     checker = Checker(rows, findings, references, examine_rows(), restores=incarnation - 1)
     await checker.run()
     newest: dict[str, BindingRow] = {}
@@ -74,11 +74,11 @@ async def check_rows(rows: RowSource, findings: Findings, references: References
 
 
 def _fold(offsets: dict[str, Offsets], row: BindingRow) -> None:
-    """`offsets` of the source as of this row: a delta names only what moved."""
+    """Update `offsets` of the source to this row: a delta names only the offsets that moved."""
     try:
         stored = decode_stored(row.binding)
     except CorruptError:
-        return  # a finding already
+        return  # already a finding
     before = offsets.get(row.source, {}) if stored.back else {}
     offsets[row.source] = {**before, **stored.binding.offsets}
 
@@ -108,7 +108,7 @@ def _extent(row: ExtentRow) -> str:
         batches = batches_of(row)
         size = sum(batch[2] for batch in batches)
         if batches[0][:2] != (row.base_offset, row.first_byte) or size != row.size_bytes:
-            return "its batches do not add up to it"
+            return "its batches do not match its size and offsets"
         return ""
 
     return _problem(check)
@@ -120,7 +120,7 @@ def _shard(row: ShardRow) -> str:
         same = (header.name, header.shard_id, header.since, header.upper) == (
             row.name, row.shard_id, row.since, row.upper,
         )  # fmt: skip
-        return "" if same else "its header says something else than the row"
+        return "" if same else "its header differs from the row"
 
     return _problem(check)
 
@@ -130,7 +130,7 @@ def _batch(row: ShardBatchRow) -> str:
         batch = decode_batch(row.batch)
         objects = tuple(part.object_key for part in batch.parts if part.object_key)
         same = (batch.lower, batch.upper, objects) == (row.lower, row.upper, row.objects)
-        return "" if same else "its batch says something else than the row"
+        return "" if same else "its batch differs from the row"
 
     return _problem(check)
 
@@ -151,7 +151,7 @@ def _problem(check: Callable[[], object]) -> str:
 
 
 def _decoded(family: Family[R], key: bytes, value: bytes) -> R | None:
-    """None for a row that the checker has named already."""
+    """Decode a row. Return None for a row that the checker has already reported."""
     try:
         return family.decode(key, value)
     except (CorruptError, InvalidError):

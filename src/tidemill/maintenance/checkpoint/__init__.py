@@ -1,1 +1,2 @@
-"""The checkpoint job: consensus state into rows of the metastore, stage by stage, and how far a restore could go."""
+"""The checkpoint job, which copies consensus state into rows of the metastore, stage by stage, and the restore
+horizon."""

@@ -1,4 +1,4 @@
-"""The stage of the checkpoint for what a small register of consensus holds: the ids of nodes.
+"""Checkpoint stage for a small register of consensus: the ids of nodes.
 
 cluster/nodes  ─►  node rows
 """
@@ -22,7 +22,7 @@ THING = "nodes"
 
 
 class RegistersStage:
-    """Implements `metastore.checkpoint.Stage`."""
+    """Stage of the checkpoint; implements `metastore.checkpoint.Stage`."""
 
     name = "registers"
 
@@ -41,7 +41,8 @@ class RegistersStage:
             self._rows.update(zip(keys, values, strict=True))
 
     async def gather(self) -> dict[str, Unit]:
-        """A register whose version did not change is not looked at again. Raises Unavailable."""
+        """Return the changed rows. A register whose version did not change is not decoded again. Raises
+        UnavailableError."""
         self._next, self.unreadable = None, {}
         found = await self._consensus.head(NODES_REGISTER)
         if found is None or self._version == found.seq:
@@ -49,7 +50,7 @@ class RegistersStage:
         try:
             ids = msgspec.msgpack.decode(found.data, type=dict[str, int])
         except msgspec.DecodeError as error:
-            text = f"The register of node ids is unreadable: register={NODES_REGISTER} cause={error}."
+            text = f"the register of node ids is unreadable: register={NODES_REGISTER} cause={error}."
             self.unreadable[THING] = CorruptError(text)
             return {}
         rows = dict(NODES.encode(NodeRow(name, node_id=node_id)) for name, node_id in ids.items())
@@ -57,7 +58,7 @@ class RegistersStage:
         return {THING: difference(self._rows, rows)}
 
     def late(self, before: Set[str]) -> set[str]:
-        """The nodes, where their register cannot be read."""
+        """Return the nodes if their register cannot be read."""
         return set(self.unreadable)
 
     def written(self, late: Set[str]) -> None:
@@ -67,7 +68,7 @@ class RegistersStage:
 
 
 def difference(old: Rows, new: Rows) -> Unit:
-    """One group of rows: what changed, and deletions of what is gone; [] when nothing did."""
+    """Return one group of rows: changed rows, and deletions of rows that are gone; [] when nothing changed."""
     changed = [(key, value) for key, value in new.items() if old.get(key) != value]
     changed += [(key, b"") for key in old if key not in new]
     return [changed] if changed else []

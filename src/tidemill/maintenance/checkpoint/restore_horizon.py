@@ -1,10 +1,10 @@
-"""How much of a shard's past no restore can ask for any more: an object may go only when every restore that begins
-from the newest manifest finds its successor.
+"""The part of a shard's past that no restore can need any more: an object may be deleted only when every restore from
+the newest manifest finds its successor.
 
     log of the shard ─► checkpoint row (version) ─► committed (seqno) ─► manifest in the bucket (last seqno)
 
-A row changes more often than a manifest is written, so the versions seen and their seqnos are remembered, until a
-manifest covers them. A restore from an older manifest has as long as collection waits.
+A row changes more often than a manifest is written, so the observed versions and their seqnos are remembered until a
+manifest covers them. A restore from an older manifest works for as long as collection waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEEN_KEPT = 256
 
 
 class PersistedShard(NamedTuple):
-    """What of a shard the newest manifest holds."""
+    """State of a shard in the newest manifest."""
 
     version: int = 0
     since: int = 0
@@ -32,11 +32,12 @@ class Persisted:
     def __init__(self, metastore: Metastore) -> None:
         self._metastore = metastore
         self._seen: dict[str, deque[tuple[int, PersistedShard]]] = {}
-        """shard id → its row as it was seen with its seqno, oldest first"""
+        """Shard id → observed states of its row with their seqnos, oldest first."""
         self._held: dict[str, PersistedShard] = {}
 
     async def held(self, name: str, shard_id: str) -> PersistedShard:
-        """The newest row of the shard that is known to be in the bucket's newest manifest; zeros = none yet."""
+        """Return the newest state of the shard that is known to be in the bucket's newest manifest; zeros before
+        the first."""
         key = SHARDS.key(name)
         found = await self._metastore.get_row(key, fresh=False)
         seen = self._seen.setdefault(shard_id, deque(maxlen=SEEN_KEPT))
@@ -50,11 +51,12 @@ class Persisted:
         return self._held.get(shard_id, PersistedShard())
 
     async def mentions(self) -> set[str]:
-        """Ids of the shards that rows are about, as committed."""
+        """Return the ids of the shards that committed rows mention."""
         return {row.shard_id for row in await self._metastore.rows(SHARDS, fresh=False)}
 
     async def horizon(self) -> list[int]:
-        """By domain, the seqno up to which rows are committed as known here. `covers` it: all of them are persisted."""
+        """Return, by domain, the seqno up to which rows are known to be committed. They are persisted once `covers`
+        returns True for it."""
         found = []
         for domain in await self._metastore.domains():
             buffered = domain.state.volatile if isinstance(domain, Domain) else ()
@@ -66,7 +68,7 @@ class Persisted:
         return all(_last(domain) >= seqno for domain, seqno in zip(domains, horizon, strict=True))
 
     async def holds(self, key: bytes, seqno: int) -> bool:
-        """Is the row of `key`, as it was written at `seqno`, in the newest manifest of its domain?"""
+        """Return whether the row of `key`, as written at `seqno`, is in the newest manifest of its domain."""
         return await self._covered(key) >= seqno
 
     def forget(self, shard_id: str) -> None:
@@ -79,7 +81,7 @@ class Persisted:
 
 
 def _last(domain: object) -> int:
-    """Rows that are no replicated domain (memory) are as durable as they get."""
+    """Return the last persisted seqno of a domain. Rows outside a replicated domain (in memory) count as durable."""
     if not isinstance(domain, Domain):
         return 1 << 62
     manifest = domain.state.manifest

@@ -1,8 +1,8 @@
-"""The stages of the checkpoint that no single room can make: shards do not know the metastore's rows.
+"""Checkpoint stages that combine several rooms, because shards do not know the metastore's rows.
 
 partitions  topics.checkpoint
 bindings    shards.checkpoint, by the sources that the catalogue names
-shards      shards.checkpoint, by the shards' registers; derived tables before what they are derived from
+shards      shards.checkpoint, by the shards' registers; derived tables before their inputs
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tidemill.topics.lifecycle.checkpoint import PartitionsStage
 
 BINDINGS_A_GROUP = 256
 BATCHES_A_GROUP = 4096
-"""Rows that one deletion of a dropped shard's names at once."""
+"""Number of rows in one group of deletions of a dropped shard."""
 
 
 def checkpointer(
@@ -62,7 +62,7 @@ def checkpointer(
 
 
 class BindingsStage:
-    """The bindings of every capture and stream topic. Those of a topic that was deleted are deleted with it."""
+    """Bindings of every capture and stream topic. The bindings of a deleted topic are deleted with it."""
 
     name = "bindings"
 
@@ -76,7 +76,7 @@ class BindingsStage:
         self._rows: set[str] = set()
         """Sources that have rows."""
         self._unseen: set[str] = set()
-        """Of those, the ones that `load` found and nobody has looked at yet."""
+        """Sources that `load` found and no round has gathered yet."""
         self._found: dict[str, list[StoredBinding]] = {}
         self.unreadable: dict[str, TidemillError] = {}
 
@@ -89,7 +89,7 @@ class BindingsStage:
         self._unseen = set(self._rows)
 
     async def gather(self) -> dict[str, Unit]:
-        """By source. Raises Unavailable."""
+        """Return the changes by source. Raises UnavailableError."""
         sources = set(await sources_of(self._metastore))
         due = await self._logs.look(sources.__contains__)
         self._gathered = sorted(due.keys() | (self._unseen & sources))
@@ -111,7 +111,7 @@ class BindingsStage:
         return units
 
     def late(self, before: Set[str]) -> set[str]:
-        """Unreadable sources, and those whose new bindings cover a topic that is late."""
+        """Return the unreadable sources, and those whose new bindings cover a topic that is late."""
         late = set(self.unreadable)
         if before:
             late |= {
@@ -138,8 +138,8 @@ class BindingsStage:
         self._found = {}
 
     async def _forgotten(self, source: str) -> Unit:
-        """Deletions of the rows whose bindings the log has forgotten. A row left alone by a cut between two of these
-        groups is passed by at a restore."""
+        """Return deletions of the rows whose bindings the log has forgotten. A restore skips a row that was left
+        over because the run was interrupted between two of these groups."""
         before_ms = self._followers[source].forgotten_ms
         if not before_ms:
             return []
@@ -167,9 +167,9 @@ class ShardsStage:
         self._consensus = consensus
         self._metastore = metastore
         self._followers: dict[str, tuple[str, ShardFollower]] = {}
-        """name → (shard id, follower): a name that was dropped and made again is another shard"""
+        """Name → (shard id, follower). A name that was dropped and created again is another shard."""
         self._rows: dict[str, str] = {}
-        """name → id of the shard that the name's rows are of, or of the one that was restored from it"""
+        """Name → id of the shard that the rows under the name belong to, or of the shard that was restored from it."""
         self._attempt = ""
         self._gone: set[str] = set()
         self._pipelines: list[PipelineRow] = []
@@ -181,7 +181,8 @@ class ShardsStage:
         self._rows = {row.name: row.shard_id for row in await self._metastore.rows(SHARDS)}
 
     async def gather(self) -> dict[str, Unit]:
-        """By `shard <name>`. Outputs of other shards first; each then finds its inputs no older. Raises Unavailable."""
+        """Return the changes by `shard <name>`. Outputs of other shards come first, so that each then finds its
+        inputs no older. Raises UnavailableError."""
         registers = dict(await all_registered(self._consensus))
         created = {name: found for name, found in registers.items() if isinstance(found, Create)}
         self._pipelines = await self._metastore.rows(PIPELINES)
@@ -197,17 +198,18 @@ class ShardsStage:
             groups = (await each_readable({thing(name): follower.gather()}, self.unreadable)).get(thing(name), [])
             before = await self._removal(name) if self._rows.get(name, shard_id) != shard_id and groups else []
             units[thing(name)] = before + [shard_group(name, follower.position, group) for group in groups]
-        # A name that no register knows is no dropped shard: another consensus, in which these rows are all there is.
+        # A name without any register is no dropped shard: consensus is a new one, and only these rows have the shard.
         self._gone = self._rows.keys() & (registers.keys() - created.keys())
         for name in self._gone:
             units[thing(name)] = await self._removal(name)
-        # Written in the other order: inputs before what is derived from them.
+        # The writing order is reversed: inputs before the tables derived from them.
         return dict(reversed(units.items()))
 
     def late(self, before: Set[str]) -> set[str]:
-        """Tables and dead letters whose source is late; once any is, all that may be made from tables.
+        """Return tables and dead letters whose source is late; if there are any, also everything that may be made from
+        tables.
 
-        A shard in no pipeline may be made from anything.
+        A shard outside every pipeline may be made from anything.
         """
         late = set(self.unreadable)
         fed: set[str] = set()
@@ -234,10 +236,10 @@ class ShardsStage:
                 follower.written()
                 self._rows[name] = shard_id
             elif thing(name) in self.unreadable:
-                del self._followers[name]  # its replica is broken
+                del self._followers[name]  # the replica is broken
 
     async def _removal(self, name: str) -> Unit:
-        """All rows under the name, of a shard that was dropped. Batches go with the header, or after it."""
+        """Return deletions of all rows under the name of a dropped shard. Batches go with the header, or after it."""
         rows: Group = [(SHARDS.key(name), b"")]
         async for keys, _ in self._metastore.prefix(SHARD_BATCHES.prefix(name)):
             rows += [(key, b"") for key in keys]
@@ -247,7 +249,7 @@ class ShardsStage:
         row = await self._metastore.get(SHARDS, name, fresh=False)
         if row is None or shard_id not in (row.shard_id, restored_id(row.shard_id, self._attempt)):
             return ShardFollower(self._consensus, shard_id)
-        # A restored shard goes on from the rows of the old one: they are all there is of it until its own are written.
+        # A restored shard continues from the rows of the old one: only they have it until its own rows are written.
         self._rows[name] = shard_id
         batches = {
             batch.lower: (batch.upper, batch.batch)
@@ -257,7 +259,7 @@ class ShardsStage:
 
 
 async def sources_of(metastore: Metastore) -> list[str]:
-    """Everything that mints bindings, by name."""
+    """Return everything that mints bindings, by name."""
     captures = [f"capture/{row.name}" for row in await metastore.rows(CAPTURES)]
     topics = [f"topic/{row.name}" for row in await metastore.rows(TOPICS, fresh=False) if row.kind == "stream"]
     return sorted(captures + topics)

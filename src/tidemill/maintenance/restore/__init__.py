@@ -1,4 +1,4 @@
-"""`tidemill restore`: a cluster from its bucket alone.
+"""Restore of a cluster from its bucket alone: `tidemill restore`.
 
 plan (dry run) ─► restore: claim, metastore, topics, shards, groups
 """

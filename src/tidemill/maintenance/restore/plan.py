@@ -1,4 +1,4 @@
-"""What a restore would bring back, and how old it is: read from the bucket, written nowhere."""
+"""Plan of a restore: what it would bring back, and how old that is. Reads the bucket and writes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from tidemill.objects.store import ObjectStore
 
 
 async def plan_of(objects: ObjectStore, source: Source, clock: Clock, rand: Rand) -> dict[str, Any]:
-    """Plain values, as `restore --json` prints them. Ages are as of now. Raises Missing, Corrupt, Unavailable."""
+    """Return plain values, as printed by `restore --json`. Ages are relative to now. Raises MissingError,
+    CorruptError, UnavailableError."""
     now_ms = clock.now_ms()
     rows = await BucketRows.open(objects, source, clock, rand)
     try:
@@ -66,7 +67,7 @@ def _alive(source: Source, now_ms: int) -> dict[str, Any] | None:
     if not source.signs:
         return None
     sign = source.signs[-1]
-    age_ms = max(0, now_ms - sign.at_ms)  # to be shown only: the two clocks may differ
+    age_ms = max(0, now_ms - sign.at_ms)  # for display only: the two clocks may differ
     return {"node": sign.node, "age_ms": age_ms, "watched_for_ms": int(sign.young_s * 1000)}
 
 

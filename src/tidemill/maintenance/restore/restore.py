@@ -1,18 +1,22 @@
-"""A cluster brought back from its bucket alone, into empty consensus (RFC 0002 §6): all rooms' parts in order.
+"""Restore of a cluster from its bucket alone, into empty consensus (RFC 0002 §6): the parts of all rooms, in order.
 
     1  claim        consensus is empty, the bucket's cluster shows no sign of life while it is watched, and the bucket
-                    is claimed: what is left of the old cluster stops, and any other restore
-    2  domains      each goes on from its newest manifest, reopened
+                    is claimed: remaining processes of the old cluster stop, and so does any other restore
+    2  domains      each continues from its newest manifest, reopened
     3  logs         partitions, bindings and shards are written back from rows, as rollups
-    4  rows         what only the old consensus could vouch for is marked to be looked at again
-    5  bucket       the new incarnation is shown
+    4  rows         state that only the old consensus could vouch for is marked to be checked again
+    5  bucket       the new incarnation is published
     6  walk         every reference is checked
     7  open         nodes may start
 
-RE1  A run that was cut off is run again: it goes on with the same manifests, and every step finds what was done.
-RE2  A restored capture serves nobody before it has compared its slot with what was restored (capture.prepare).
-RE3  No committed group offset is beyond its partition's end: what is produced next would be skipped.
-RE4  A schema's id that was given after the manifest is not given to another schema: records may hold it.
+Invariants:
+
+- Repeatable: an interrupted run is run again. It continues with the same manifests, and every step finds what was done.
+- Captures compare first: a restored capture serves no consumer before it has compared its slot with what was restored
+  (capture.prepare).
+- Group offsets stay within their partitions: an offset beyond the end would skip the records that are produced next.
+- Schema ids are unique: an id that was assigned after the manifest is not assigned to another schema, because records
+  may contain it.
 """
 
 from __future__ import annotations
@@ -73,18 +77,17 @@ from tidemill.topics.partition.row_codec import partition_state
 
 LEAD_TIMEOUT_S = 60.0
 SCHEMA_IDS_LEFT_OUT = 10_000
-"""More than a registry gives within one persist interval (RE4)."""
+"""Number of schema ids to skip: more than a registry assigns within one persist interval."""
 
 COMMIT_ATTEMPTS = 20
 COMMIT_PAUSE_S = 0.2
 SETTINGS = DomainSettings(options=Options(gc_delay_ms=24 * 3_600_000))
-"""Nothing is collected while a restore runs, however long: it, and a second run of it, read the files of the manifest
-it began with, and a merge may have replaced them.
-"""
+"""Settings under which nothing is collected while a restore runs, however long. The run, and a repeated one, read
+the files of the manifest it began with, which a merge may have replaced."""
 WRITTEN_AT_ONCE = 8
 
 Progress = Callable[[str, int, int], None]
-"""(what, done, total); total 0 = unknown."""
+"""Callback with (step, done, total); a total of 0 is unknown."""
 
 
 class Restored(NamedTuple):
@@ -109,8 +112,8 @@ class Restorer:
         self._progress = progress
 
     async def source(self, chosen: Sequence[str] = ()) -> Source:
-        """What `run` would restore: of the attempt under way if there is one (RE1). Raises as `find_source`, Invalid
-        when consensus is not empty."""
+        """Return what `run` would restore; the source of the unfinished attempt if there is one. Raises the errors
+        of `find_source`, and InvalidError when consensus is not empty."""
         attempt = await read_attempt(self._consensus)
         if attempt is None:
             return await find_source(self._objects, self._rand, chosen)
@@ -118,8 +121,9 @@ class Restorer:
         return await find_source(self._objects, self._rand, manifests, attempt.cluster_manifest)
 
     async def run(self, chosen: Sequence[str] = ()) -> Restored:
-        """Raises Invalid (not empty, alive), Replaced (another restore was first), Corrupt (naming the object),
-        Missing, UnavailableError, UnknownOutcomeError."""
+        """Run the restore. Raises InvalidError (consensus is not empty, or the cluster is alive),
+        ClusterReplacedError (another restore was first), CorruptError (naming the object), MissingError,
+        UnavailableError, UnknownOutcomeError."""
         source = await self.source(chosen)
         if not await has_claim(self._consensus, self._objects):
             await check_not_alive(self._objects, source, self._clock, self._progress)
@@ -167,7 +171,7 @@ class Restorer:
 
     # logs -----------------------------------------------------------------------------------------
     async def _partitions(self, rows: BucketRows, attempt: Attempt) -> tuple[int, dict[tuple[str, int], int]]:
-        """How many, and the end of each by (topic id, partition)."""
+        """Restore the logs of partitions. Return their number, and the end of each by (topic id, partition)."""
         topics = {row.topic_id for row in await rows.rows(TOPICS)}
         wanted = [row for row in await rows.rows(PARTITIONS) if row.topic_id in topics]
         done = 0
@@ -218,7 +222,8 @@ class Restorer:
     async def _grow_topics(
         self, rows: BucketRows, source: Source, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
     ) -> None:
-        """Domains persist on their own: partitions may come back of which the topic's row does not know yet."""
+        """Add partitions to topics. Domains persist independently, so restored partitions may be unknown to the
+        topic's row."""
         counts: dict[str, int] = {}
         for topic_id, partition in ends:
             counts[topic_id] = max(partition + 1, counts.get(topic_id, 0))
@@ -230,7 +235,8 @@ class Restorer:
     async def _mark_captures(
         self, rows: BucketRows, source: Source, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
     ) -> int:
-        """RE2. A table whose topic came back shorter than its snapshot starts over."""
+        """Mark captures to compare their slots first. A table whose topic came back shorter than its snapshot starts
+        over."""
         before = _manifests_end(source)
         topics = {row.name: row for row in await rows.rows(TOPICS)}
         found = await rows.rows(CAPTURES)
@@ -253,7 +259,7 @@ class Restorer:
             short = table
             if table.snapshot is not None and not whole(table.topic, table.snapshot):
                 short = msgspec.structs.replace(table, snapshot=None)
-            if table.copy is not None:  # what it says of the topic may be more than what came back
+            if table.copy is not None:  # its record of the copy may exceed what was restored of the topic
                 short = msgspec.structs.replace(short, copy=None)
             if short is not table:
                 await self._commit(domains, before, *CAPTURE_TABLES.encode(short))
@@ -262,7 +268,8 @@ class Restorer:
     async def _groups(
         self, rows: BucketRows, source: Source, domains: Sequence[Domain], ends: dict[tuple[str, int], int]
     ) -> int:
-        """RE3. How many offsets were cut. Groups of the time before head rows get one."""
+        """Cut offsets at the ends of their partitions and return how many were cut. Groups from before head rows
+        existed get one."""
         before = [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
         heads = {row.group for row in await rows.rows(GROUPS)}
         cut = 0
@@ -277,14 +284,14 @@ class Restorer:
         return cut
 
     async def _schema_ids(self, rows: BucketRows, source: Source, domains: Sequence[Domain]) -> None:
-        """RE4. Rows of topics may be newer than the registry's: they are in other domains."""
+        """Skip schema ids. Rows of topics may be newer than the registry's, because they are in other domains."""
         before = [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
         for head in await rows.rows(REGISTRY_HEADS):
             later = msgspec.structs.replace(head, next_id=head.next_id + SCHEMA_IDS_LEFT_OUT)
             await self._commit(domains, before, *REGISTRY_HEADS.encode(later))
 
     async def _create(self, domains: Sequence[Domain], key: bytes, value: bytes) -> None:
-        """A row where none is; another run may have been here."""
+        """Create a missing row; an earlier run may have created it."""
         domain = domains[domain_of(key, len(domains))]
         for attempt in range(COMMIT_ATTEMPTS):
             try:
@@ -298,8 +305,8 @@ class Restorer:
                 await asyncio.sleep(COMMIT_PAUSE_S)
 
     async def _commit(self, domains: Sequence[Domain], before: Sequence[int], key: bytes, value: bytes) -> None:
-        """Change a row that is as the manifest has it: once it has a seqno above the manifest's (`before`), another run
-        has changed it, and the cluster may have been opened since and gone on."""
+        """Change a row that is still as in the manifest. A seqno above the manifest's (`before`) means that an
+        earlier run has changed it; the cluster may since have been opened and have changed it again."""
         index = domain_of(key, len(domains))
         domain = domains[index]
         for attempt in range(COMMIT_ATTEMPTS):
@@ -317,7 +324,7 @@ class Restorer:
 
     # verifying ------------------------------------------------------------------------------------
     async def _walk(self, rows: BucketRows, incarnation: int) -> Findings:
-        """`incarnation`: whose rows they are."""
+        """Check all restored rows. `incarnation` is that of the cluster whose rows they are."""
         findings, references = Findings(self._progress), References()
         await check_rows(rows, findings, references, incarnation)
         await references.check(self._objects, findings, self._clock.now_ms())
@@ -325,13 +332,13 @@ class Restorer:
 
 
 def _manifests_end(source: Source) -> list[int]:
-    """By domain, the last seqno that its manifest holds."""
+    """Return, by domain, the last seqno that its manifest holds."""
     return [domain.manifest.last_seqno if domain.manifest is not None else 0 for domain in source.domains]
 
 
 async def _by_source(rows: BucketRows) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """All bindings of one source after another, oldest first, from the first whole one on: those before it were being
-    deleted."""
+    """Yield all bindings of one source after another, oldest first, starting with the first whole one: deltas before
+    it belong to a prefix that was being deleted."""
     source, bindings = "", list[bytes]()
     async for row in rows.each(BINDINGS):
         if row.source != source:

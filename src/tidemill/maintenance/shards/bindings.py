@@ -1,20 +1,22 @@
-"""The job `bindings`: the log of a source's bindings is truncated behind whatever still reads it.
+"""The job `bindings`: truncate the log of a source's bindings behind everything that still reads it.
 
-    who reads           since when
-    a pipeline's table  its since: every time it can be read at has its binding, and it goes on from its upper
-    everybody else      the retention's history
+    reader              reads from
+    a pipeline's table  its since: every time at which it can be read has its binding, and it continues from its upper
+    any other reader    the history of the retention
 
-As of now and as of the newest manifest, for a restore begins there. A shard that has nothing yet holds back nothing:
-what the oldest binding covers is all that came before, with that binding's time. A source without a reader keeps its
-history and no more. Bindings of a busy source are some hundred bytes each, so a step forgets few at a time.
+Both the current state and that of the newest manifest count, because a restore begins from the manifest. A shard
+without contents retains nothing: the oldest binding covers everything before it, with that binding's time. A source
+without a reader retains its history and no more. Bindings of a busy source are some hundred bytes each, so a step
+forgets few at a time.
 
-Who keeps a source's bindings for PINNED_MS longer than the history is told under `keeper:bindings:SOURCE`, with how
-many there are and what lets them go: a pipeline that was stopped for good is not in the marks any more, and would keep
-them silently. What counts is the age of the oldest binding that somebody has not gone past, not how far apart two
-bindings are: a source that was idle for a day, and then is not, is kept by nobody.
+A shard that retains a source's bindings for PINNED_MS longer than the history is reported under
+`keeper:bindings:SOURCE`, with the number of bindings and the way to release them: a pipeline that was stopped for good
+is no longer in the status reports, and would retain them silently. The age of the oldest binding that the shard has not
+passed counts, not the distance between two bindings: a source that was idle for a day and then is not is retained by no
+shard.
 
-BK1  A source that has enough to forget is looked at soon after it changed, and ever more seldom while it does not. One
-     that has not is looked at when it changed: an idle topic costs nothing.
+A source with bindings to forget is visited soon after it changed, and ever more seldom while it does not. A source
+without any is visited only when it changed: an idle topic costs nothing.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ FIRST_PAUSE_S = 15.0
 LONGEST_PAUSE_S = 600.0
 HELD_SHOWN = 10
 PINNED_MS = 3_600_000
-"""As long as a process that is gone is still shown as blind; from then on this is all that tells of it."""
+"""Time beyond the history after which retained bindings are reported. A process that is gone is shown as blind for
+as long; from then on only this report mentions it."""
 STANDS_MS = 300_000
-"""Who asks for one and the same time for so long is stuck. A since that moves is seen here after a visit of the shard,
-a checkpoint and a manifest: a pipeline that catches up has minutes for them."""
+"""Time after which a shard that needs one and the same time counts as stuck. A moving since is seen here after a
+visit of the shard, a checkpoint and a manifest, so a pipeline that catches up has minutes for them."""
 
 
 class _Tended(msgspec.Struct):
@@ -62,12 +65,12 @@ class BindingsUpkeep:
         self._persisted = Persisted(grounds.metastore)
         self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
         self._tended: dict[str, _Tended] = {}
-        """The sources with bindings to forget, now or later."""
+        """Sources with bindings to forget, now or later."""
         self._forgotten = 0
         self._tracker = tracker
         self._pinned: set[str] = set()
         self._held_by: dict[str, str] = {}
-        """source → the shard whose since is the least"""
+        """Source → the shard whose since is the least."""
 
     def facts(self) -> dict[str, object]:
         return {
@@ -79,7 +82,7 @@ class BindingsUpkeep:
         }
 
     async def run(self, budget: Budget) -> bool:
-        """Look at the sources whose time has come, the longest waiting first."""
+        """Visit the sources that are due, the longest waiting first."""
         g = self._g
         now_s = g.clock.monotonic_s()
         await self._look(now_s)
@@ -103,7 +106,7 @@ class BindingsUpkeep:
         return False
 
     async def _look(self, now_s: float) -> None:
-        """Which sources there are, and which changed."""
+        """Read which sources exist, and which changed."""
         sources = set(await sources_of(self._g.metastore))
         changed = await self._logs.look(sources.__contains__)
         for source, head in changed.items():
@@ -143,10 +146,11 @@ class BindingsUpkeep:
         tended.pause_s = min(LONGEST_PAUSE_S, tended.pause_s * 2)
 
     async def _tell(self, remap: LogRemap, least: int, upper: int, holder: str, pipelines: Sequence[str]) -> None:
-        """`least` is what the holder, a shard that is at `upper`, may still ask for. The age is that of the bindings,
-        so it survives whoever runs this job.
+        """Report the shard `holder`, which is at `upper` and may still need the time `least`. The age is that of the
+        bindings, so it does not depend on the process that runs this job.
 
-        0 is no time that stands: the shard has not begun, or no manifest that holds it was seen by this process yet.
+        A `least` of 0 is not reported as stalled: the shard has not begun, or this process has not yet seen a manifest
+        that holds it.
         """
         now_ms, retention = self._g.clock.now_ms(), self._g.retention
         kept_ms = now_ms - retention.history_ms - retention.step_ms - PINNED_MS
@@ -159,14 +163,14 @@ class BindingsUpkeep:
         self._pinned.add(remap.name)
         since = datetime.fromtimestamp(since_ms / 1000, UTC).isoformat(timespec="seconds")
         name = pipelines[0]
-        reason = f"{remap.length:,} bindings since {since} are kept for shard {holder} of pipeline {name}"
+        reason = f"{remap.length:,} bindings since {since} are retained for shard {holder} of pipeline {name}"
         behind = await _passed_by(remap, max(upper - 1, since_ms), now_ms - PINNED_MS)
         if behind:
             held_by = f"pipeline:{name}"
-            reason += f", which is behind: if it stands, start it, or give it up: tidemill pipeline delete {name}"
+            reason += f", which is behind: if it is stopped, start it, or delete it: tidemill pipeline delete {name}"
         else:
             held_by = f"shard:{holder}"
-            reason += f", whose past somebody reads: tidemill shard describe {holder}"
+            reason += f", whose history has a reader: tidemill shard describe {holder}"
         newest = await remap.latest()
         newest_ms = newest.time_ms if newest is not None else since_ms
         self._tracker.set(
@@ -180,25 +184,25 @@ class BindingsUpkeep:
             self._tracker.remove(f"keeper:bindings:{source}")
 
     async def _asks(self, create: Create) -> tuple[int, int] | None:
-        """(the least time that this shard, or one restored in its place, may ask for, its upper); None when it asks
-        for nothing."""
+        """Return (the least time that this shard, or one restored in its place, may need, its upper); None when it
+        needs nothing."""
         state = await shard_replica(self._g.consensus, create.shard_id).load()
         if state is None:
             return None
         if not state.upper:
-            return 0, 0  # made and not begun: its first step may be under way, and ends at an old binding
+            return 0, 0  # created and not begun: its first step may be under way, and ends at an old binding
         held = await self._persisted.held(create.name, create.shard_id)
         return min(state.since, held.since), state.upper
 
 
 async def _passed_by(remap: LogRemap, time_ms: int, before_ms: int) -> bool:
-    """Is there a binding later than `time_ms` and older than `before_ms`?"""
+    """Return whether there is a binding later than `time_ms` and older than `before_ms`."""
     found = await remap.after(time_ms, 1) if time_ms < before_ms else []
     return bool(found) and found[0].time_ms < before_ms
 
 
 def readers_of(pipelines: Sequence[PipelineRow]) -> Mapping[str, list[str]]:
-    """Source → the shards that are made of it."""
+    """Return source → the shards that are made from it."""
     out: dict[str, list[str]] = defaultdict(list)
     for row in pipelines:
         for shard, fed_by in row.tables.items():

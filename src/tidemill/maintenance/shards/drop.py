@@ -1,14 +1,14 @@
-"""Dropping a shard: its name is free, nothing of it is read or written again, and what it held is given back.
+"""Deletion of a shard: its name becomes free, nothing of it is read or written again, and its storage is released.
 
-    1  the shard's own log    Drop: every handle on it, in any process, is refused from here on; its holds are gone
-    2  its register           the name is free; whoever opens it with a schema makes a new shard, with upper 0
-    3  its log                one rollup of an empty shard stays (some hundred bytes)
-    later, by the keeper      rows of the checkpoint (`checkpoint/stages`), objects and bindings that only it used
-                              (`garbage`): not before no restore could need them
+    1  the shard's own log      Drop: every handle on it, in any process, is refused from here on; its holds are gone
+    2  its register             the name is free; a writer that opens it with a schema creates a new shard, with upper 0
+    3  its log                  one rollup of an empty shard stays (some hundred bytes)
+    later, by maintenance       rows of the checkpoint (`checkpoint/stages`), objects and bindings that only it used
+                                (`garbage`): only when no restore can need them any more
 
-A pipeline that writes the shard makes it again from its source: the topic from its log start on, and a captured
-table's topic begins with the table's snapshot. DS1: a run that was cut off is run again; every step finds what was
-done. DS2: a shard of the same name that was made meanwhile is left alone.
+A pipeline that writes the shard creates it again from its source: the topic from its log start on; a captured table's
+topic begins with the table's snapshot. An interrupted run is run again, and every step finds what was done. A shard of
+the same name that was created in the meantime is left alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tidemill.shards.state.commands import Create, Drop
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """`size_bytes`: of its parts, about to be given back. `pipelines`: those that will make it again."""
+    """Result of a drop. `size_bytes` is the size of its parts, which will be deleted. `pipelines` are those that
+    will create it again."""
 
     name: str
     shard_id: str
@@ -36,13 +37,13 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 async def users_of(metastore: Metastore, name: str) -> tuple[str, ...]:
-    """Pipelines that write the shard, by name."""
+    """Return the pipelines that write the shard, by name."""
     rows = await metastore.rows(PIPELINES)
     return tuple(sorted(row.name for row in rows if name in row.tables or name == row.dead_letters))
 
 
 async def derived_from(metastore: Metastore, name: str) -> tuple[str, ...]:
-    """Derived tables that read the shard, by name."""
+    """Return the derived tables that read the shard, by name."""
     rows = await metastore.rows(PIPELINES)
     return tuple(sorted({table for row in rows for table, inputs in row.derived.items() if name in inputs}))
 
@@ -57,15 +58,16 @@ async def drop_shard(
     *,
     shard_id: str = "",
 ) -> Dropped:
-    """Drop the shard `name`; with `shard_id` that very shard (DS2), and again after an interrupted run (DS1).
+    """Drop the shard `name`. With `shard_id` drop only the shard of that id, so that an interrupted run can be
+    repeated.
 
-    Raises MissingError (no such shard), Unavailable, Unknown (call again with the shard id).
+    Raises MissingError (no such shard), UnavailableError, UnknownOutcomeError (call again with the shard id).
     """
     found = await registered(consensus, name)
     if found is None or (isinstance(found[0], Drop) and shard_id in ("", found[0].shard_id)):
         raise MissingError(f"no such shard: shard={name}.", fix="See `tidemill shard list`.")
     created = found[0]
     if not isinstance(created, Create) or shard_id not in ("", created.shard_id):
-        raise MissingError(f"the shard was dropped before: shard={name} id={shard_id}.")
+        raise MissingError(f"the shard was already dropped: shard={name} id={shard_id}.")
     held = await drop_created(consensus, objects, clock, rand, created)
     return Dropped(name, created.shard_id, held.rows, held.size_bytes, await users_of(metastore, name))

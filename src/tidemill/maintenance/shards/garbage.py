@@ -1,8 +1,10 @@
-"""Deleting what was replaced: the objects of a shard's garbage, oldest first, and then their entries.
+"""Deletion of replaced objects: the objects of a shard's garbage, oldest first, and then their entries.
 
-CO1  Hold first, then choose; replace first, then delete. What may go is decided on a state read in this call, and a
-     hold that is set after it chooses from a state that names none of it.
-CO2  Leak before lose: an object is deleted before its entry is, and deleting it again is harmless.
+Invariant (readers hold first): a reader holds first and then chooses; a writer replaces first and then deletes. The
+choice of what to delete uses a state read in this call, and a hold that is set later chooses from a state that names
+none of it.
+
+Invariant (leak rather than lose): an object is deleted before its entry is, and deleting it again is harmless.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from tidemill.shards.state import apply as rules
 async def collect(
     shard: LogShard, objects: ObjectStore, clock: Clock, *, after_ms: int, persisted: int
 ) -> tuple[int, int]:
-    """Delete what was replaced at least `after_ms` ago, by version `persisted` at the latest, and that no live hold
-    may read; (objects, bytes). Raises Unavailable, Unknown: call again."""
+    """Delete objects that were replaced at least `after_ms` ago, by version `persisted` at the latest, and that no
+    live hold may read. Return (objects, bytes). Raises UnavailableError, UnknownOutcomeError: call again."""
     await shard.frontiers()
     now_ms = clock.now_ms()
     may_go = rules.collectable(shard.state, now_ms - after_ms, now_ms)

@@ -1,13 +1,14 @@
-"""The job `orphans`: objects below `shards/` that no shard names any more, by age and by reference.
+"""The job `orphans`: delete objects below `shards/` that no shard names any more, by age and by reference.
 
-    of a shard there is    written orphans_after_s ago, named by no batch and no garbage: first `Sweep` forbids that a
-                           part so old is ever shown, then it is deleted (a writer may only have been paused)
-    staged for a write     written orphans_after_s ago: no shard ever names it, and no write takes so long
-    of no shard there is   dropped, or from before a restore: named by no shard, mentioned by no row of the
+    of an existing shard   written orphans_after_s ago, named by no batch and no garbage: first `Sweep` forbids that
+                           such an old part is ever published, then it is deleted (a writer may only have been paused)
+    staged for a write     written orphans_after_s ago: no shard ever names it, and no write takes that time
+    of no existing shard   dropped, or from before a restore: named by no shard, mentioned by no row of the
                            checkpoint, for collect_after_s
 
-An object without a time in its key (an older format) is kept and counted while its shard is there: no sweep can forbid
-that a writer shows it yet, however old it is. No writer makes such objects any more, and they go with their shard.
+An object without a time in its key (an older format) is retained and counted while its shard exists: no sweep can
+forbid that a writer publishes it, however old it is. No writer creates such objects any more, and they are deleted with
+their shard.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tidemill.shards.state.state_machine import open_machine
 
 PREFIX = "shards/"
 LISTED_AT_ONCE = 20_000
-"""Keys held at once; the next step goes on after them."""
+"""Number of keys held at a time; the next step continues after them."""
 
 
 class Orphans:
@@ -36,13 +37,13 @@ class Orphans:
         self._persisted = Persisted(grounds.metastore)
         self._after = ""
         self._gone: dict[str, tuple[float, list[int]]] = {}
-        """shard id that neither register nor row has → when that was seen first, by the monotonic clock, and what was
-        not persisted then"""
+        """Shard id without register and rows → when that was first seen, by the monotonic clock, and what was not
+        persisted then."""
         self._seen: set[str] = set()
         self._created: set[str] = set()
         self._deleted = self._deleted_bytes = 0
         self._unstamped = self._counted = 0
-        """Kept for want of a time in their keys: in the last whole listing, and in this one so far."""
+        """Objects retained because their keys have no time: in the last whole listing, and in this one so far."""
 
     def facts(self) -> dict[str, object]:
         return {
@@ -53,7 +54,7 @@ class Orphans:
         }
 
     async def run(self, budget: Budget) -> bool:
-        """One stretch of the listing; True while it has not come to its end."""
+        """Process one stretch of the listing. Return True until its end is reached."""
         g, found = self._g, list[ObjectMeta]()
         async for meta in g.objects.list(PREFIX, self._after):
             found.append(meta)
@@ -61,10 +62,11 @@ class Orphans:
                 break
         more = len(found) >= LISTED_AT_ONCE
         self._after = found[-1].key if more else ""
-        # After the listing: every shard with an object in it has been registered before, and names what it names.
+        # Read after the listing: every shard with a listed object is registered, and its state names its objects
+        # .
         created = {create.shard_id: create for create in await created_shards(g.consensus)}
         if self._created - created.keys():
-            self._gone.clear()  # a dropped shard may have named parts under another id: they begin to wait now
+            self._gone.clear()  # a dropped shard may have named parts under another id: their wait begins now
         self._created = set(created)
         states: dict[str, ShardState] = {}
         handles: dict[str, LogShard] = {}
@@ -98,7 +100,7 @@ class Orphans:
         if not self._orphans(metas, [shard.state], before_ms):
             return
         states[shard.shard_id] = state = await shard.sweep(before_ms)
-        # References as of the sweep, of every shard: from here on nothing this old is ever named again.
+        # The references of every shard as of the sweep: from here on nothing this old is ever named again.
         await self._delete(self._orphans(metas, states.values(), before_ms, state))
 
     def _before_ms(self) -> int:

@@ -1,11 +1,14 @@
-"""The job `shards`: history moves up, what is settled is merged, what was replaced is deleted. Shard by shard.
+"""The job `shards`: advance since, merge settled batches and delete replaced objects, shard by shard.
 
     retention    since follows now - history_s, never past a hold, never past the newest time
-    merging      `shards.compaction`: a run at a time, each shown whole or not at all
+    merging      `shards.compaction`: a run at a time, each published whole or not at all
     collection   `garbage`: objects replaced collect_after_s ago, that no live hold may read and no restore needs
 
-K1  A step that is cut off anywhere leaves what the next one does again, or what the sweep finds: leak before lose.
-K2  A shard that cannot be read, merged or collected stops at that shard: told under `keeper:shards:NAME`.
+Invariant (leak rather than lose): a step that is interrupted anywhere leaves work that the next step repeats, or
+objects that the sweep finds.
+
+Invariant (isolation): an error in reading, merging or collecting a shard concerns that shard only. It is reported under
+`keeper:shards:NAME`.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from tidemill.shards.state.state_machine import open_machine
 OWNER = "retention"
 BUSY_S = 5.0
 QUIET_S = 60.0
-"""How soon a shard is looked at again: at once more often while it changes, at most this seldom while it does not."""
+"""Longest time between two visits of a shard. A shard that changes is visited more often; the pause grows up to this
+while it does not change."""
 
 CACHE_BYTES = 0
-"""Merges read each part about once."""
+"""Cache size; merges read each part about once."""
 
 
 class _Tended(msgspec.Struct):
@@ -41,7 +45,7 @@ class _Tended(msgspec.Struct):
 
 
 class Figures(msgspec.Struct):
-    """Since this node began to lead the job."""
+    """Counters since this node began to lead the job."""
 
     merges: int = 0
     rows_in: int = 0
@@ -57,14 +61,15 @@ class ShardUpkeep:
         self._told = FailureStatus("keeper:shards", tracker, grounds.clock)
         self._persisted = Persisted(grounds.metastore)
         self._tended: dict[str, _Tended] = {}
-        """shard id → its handle"""
+        """Shard id → its handle."""
         self._figures = Figures()
 
     def facts(self) -> dict[str, object]:
         return msgspec.structs.asdict(self._figures) | {"shards": len(self._tended), "failing": self._told.count}
 
     async def run(self, budget: Budget) -> bool:
-        """Visit the shards whose time has come, the longest waiting first; True when the budget ended before them."""
+        """Visit the shards that are due, the longest waiting first. Return True when the budget ended before all
+        were visited."""
         await self._follow()
         now_s = self._g.clock.monotonic_s()
         due = sorted((t for t in self._tended.values() if t.next_s <= now_s), key=lambda t: t.next_s)
@@ -82,7 +87,7 @@ class ShardUpkeep:
         for shard_id in self._tended.keys() - created.keys():
             await self._close(shard_id)
         for tended in [t for t in self._tended.values() if t.shard.state.schema != t.shard.schema]:
-            await self._close_quietly(tended)  # its cache is of an older schema: a new handle merges under the new one
+            await self._close_quietly(tended)  # its cache has an older schema: a new handle merges under the new one
         for shard_id, create in created.items():
             if shard_id not in self._tended:
                 try:
@@ -102,12 +107,12 @@ class ShardUpkeep:
         await tended.shard.aclose()
 
     async def _unit(self, tended: _Tended, budget: Budget) -> None:
-        """One shard's turn: whatever it raises is that shard's (K2)."""
+        """Visit one shard. Any error it raises is reported for that shard only."""
         try:
             more = await self._visit(tended.shard, budget)
         except BaseException as error:
             self._told.failed(tended.shard.name, error)
-            # A handle may be what is broken: the next visit has a new one.
+            # The handle itself may be broken: the next visit opens a new one.
             await self._close_quietly(tended)
             return
         self._told.healed(tended.shard.name)
@@ -134,7 +139,7 @@ class ShardUpkeep:
         target = min(newest, now_ms - retention.history_ms)
         own = next((hold.since for hold in state.holds if hold.reader == OWNER), 0)
         lapsed = any(not hold.live(now_ms) for hold in state.holds)
-        # A write is worth it for a quarter of the history, for the newest time, or to let go of a lapsed hold.
+        # A write is worth it for a quarter of the history, for the newest time, or to release a lapsed hold.
         if (target > own and (target - own >= retention.step_ms or target == newest)) or lapsed:
             await shard.downgrade_since(OWNER, term, max(target, own))
 

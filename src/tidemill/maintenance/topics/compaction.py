@@ -1,16 +1,17 @@
-"""The job `topic-compaction`: topics with `cleanup.policy=compact` keep the newest record of each key (RFC 0005 §8).
+"""The job `topic-compaction`: topics with `cleanup.policy=compact` retain the newest record of each key (RFC 0005 §8).
 
-A partition is compacted when enough of it is dirty (`min.cleanable.dirty.ratio`), when something dirty is old
-(`max.compaction.lag.ms`), or when tombstones have been there for long enough (`delete.retention.ms`); in passes of so
-many keys as fit the map. What a pipeline has not read, and what is younger than `min.compaction.lag.ms`, stays.
+A partition is compacted when enough of it is dirty (`min.cleanable.dirty.ratio`), when some dirty record is old
+(`max.compaction.lag.ms`), or when tombstones have been there for long enough (`delete.retention.ms`). A pass handles as
+many keys as fit its map. Records that a pipeline has not read, or that are younger than `min.compaction.lag.ms`, stay.
 
-TC1  One pass at a time: its map and the object it makes are the job's whole memory.
-TC2  A partition that cannot be compacted is told, left for a while, and keeps no other one waiting.
-TC3  What a pass replaced may be read for as long as its objects stay (`collect_after_s`), and is told apart by what was
-     aborted. A pass that begins later says so (`settled`), and the partition's log forgets what was aborted there.
-TC4  The marker of an abort goes when the log has forgotten what it ended and the checkpoint's row says so too. No fetch
-     names it then, nor would one after a restore; whoever is told of it and meets no marker passes over the producer's
-     later records.
+- One pass runs at a time: its map and the object it writes are the job's whole memory.
+- A partition that cannot be compacted is reported and skipped for a while. It delays no other partition.
+- Replaced extents may be read for as long as their objects stay (`collect_after_s`), and such reads need the list of
+  aborted transactions. A later pass records the end of that time (`settled`), and the partition's log forgets the
+  aborted transactions there.
+- The marker of an abort is removed once the log has forgotten the transaction and the checkpoint's row confirms that.
+  No fetch names the transaction then, nor would one after a restore. A consumer that learns of an aborted transaction
+  and never meets its marker would skip the producer's later records.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from tidemill.topics.partition.state import PartitionState
 from tidemill.topics.partition.transactions import AbortedIndex
 
 KEYS_ROOM = 1 << 20
-"""Keys of one pass: 24 MiB, twice that while some are added."""
+"""Number of keys in one pass: 24 MiB, twice that while some are added."""
 
 AGAIN_MS = 60_000
-"""A partition that something keeps from being compacted is looked at again after so long."""
+"""Time after which a partition that could not be compacted is tried again."""
 
 Place = tuple[str, int]
 
 
 class Figures(msgspec.Struct):
-    """Since this node began to lead the job."""
+    """Counters since this node began to lead the job."""
 
     passes: int = 0
     written_bytes: int = 0
@@ -53,7 +54,8 @@ class Figures(msgspec.Struct):
 
 
 class Dirt(msgspec.Struct, frozen=True):
-    """`last`: where the last batch of L1 begins. Bytes are those below it; `oldest_ms` of what is dirty."""
+    """Dirty part of a partition. `last` is the base offset of the last batch in L1. Bytes are those below it;
+    `oldest_ms` is the time of the oldest dirty record."""
 
     last: int
     dirty_bytes: int
@@ -71,8 +73,8 @@ class TopicCompaction:
         target_bytes: int = L1_OBJECT_BYTES,
         fault: str = "",
     ) -> None:
-        """`fault`, test-only: `clean-last` takes the last batch for one like the others; `aborted-supersedes` lets
-        aborted records count."""
+        """Initialise. `fault` is for tests only: `clean-last` treats the last batch like the others;
+        `aborted-supersedes` lets aborted records count."""
         self._fault = fault
         self._g = grounds
         self._holds = holds
@@ -82,11 +84,12 @@ class TopicCompaction:
         self._reader = L1Reader(self._rows, grounds.objects, cache_bytes=0)
         self._pass: CompactionPass | None = None
         self._looked: dict[Place, tuple[L1PartitionRow, TopicConfig, int]] = {}
-        """partition → its row and config when nothing was to be done, and until when that holds as long as they do"""
+        """Partition → its row and config when nothing was to be done, and until when that stays true while they do
+        not change."""
         self._cleaned: dict[Place, tuple[int, float]] = {}
-        """partition → how far it is clean beyond what is settled, and since when that is known: monotonic"""
+        """Partition → how far it is clean beyond what is settled, and since when that is known (monotonic clock)."""
         self._failing: dict[Place, TidemillError] = {}
-        """Told as long as there is nothing else to do."""
+        """Errors of partitions, reported as long as there is nothing else to do."""
         self._after: Place = ("", -1)
         """The partition that had the last pass: the others come first."""
         self._figures = Figures()
@@ -126,7 +129,7 @@ class TopicCompaction:
             self._looked[place] = row, config, self._g.clock.now_ms() + AGAIN_MS
 
     async def _next(self) -> CompactionPass | None:
-        """The next partition that is due, those after the last one first."""
+        """Return a pass for the next partition that is due; partitions after the last one come first."""
         topics = {row.topic_id: row for row in await self._g.metastore.rows(TOPICS) if is_compacted(row)}
         rows: dict[Place, L1PartitionRow] = {}
         for topic_id in topics:
@@ -166,7 +169,7 @@ class TopicCompaction:
         return None
 
     async def _due(self, row: L1PartitionRow, config: TopicConfig, now_ms: int) -> tuple[Bounds | None, int]:
-        """What may be done now by its config, and when to look again although nothing changes."""
+        """Return what may be compacted now by its config, and when to check again if nothing changes."""
         cleaned, seqno = await self._rows.cleaned(row.topic_id, row.partition)
         clean, since_s = self._cleaned.get((row.topic_id, row.partition), (0, 0.0))
         if clean <= cleaned.settled:
@@ -191,7 +194,8 @@ class TopicCompaction:
         return bounds, 0
 
     async def _dirt(self, row: L1PartitionRow, cleaned: L1CleanedRow) -> Dirt:
-        """The rows say it of whole extents; of the one that is clean in part, and of the last one, their indexes do."""
+        """Compute the dirty part. The rows give the sizes of whole extents; indexes give those of the partly clean
+        extent and the last one."""
         last, last_bytes = row.start, 0
         dirty = 0
         oldest_ms: int | None = None
@@ -214,11 +218,12 @@ class TopicCompaction:
         return Dirt(last, max(dirty - last_bytes, 0), max(row.size_bytes - last_bytes, 0), oldest_ms)
 
     async def _bounded(self, bounds: Bounds, holds: Mapping[int, int] | None) -> Bounds:
-        """Within what nobody has still to read, and what is settled for ever."""
+        """Restrict the bounds to what every reader has read, and to what is settled for good."""
         topic_id, partition = bounds.cleaned.topic_id, bounds.cleaned.partition
         log = partition_log(topic_id, partition)
         state, _ = await catch_up(self._g.consensus, self._g.objects, log, PartitionState())
-        # TC4: as the checkpoint has it. The log is further, and what the pass writes comes after this row.
+        # Invariant: abort markers are removed only below the checkpoint's row. The log is ahead of that row, and what
+        # the pass writes is ordered after it.
         stored = await self._g.metastore.get(PARTITIONS, topic_id, partition)
         held = 0 if holds is None else holds.get(partition, bounds.below)
         return msgspec.structs.replace(

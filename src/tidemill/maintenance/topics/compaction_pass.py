@@ -1,13 +1,14 @@
-"""One pass of compaction over a partition: what is new since the last one becomes a map of keys, then every extent
-below the map's end is rewritten without what is superseded, and at last a row says how far the partition is clean.
+"""One compaction pass over a partition: it builds a map of the keys that are new since the last pass, rewrites every
+extent below the map's end without superseded records, and finally stores how far the partition is clean.
 
     start          cleaned            end               next
-      |--- clean ----|----- dirty -----|- not yet: last batch, too young, unread, no room in the map -|
+    |--- clean ----|----- dirty -----|- not yet: last batch, too young, unread, no room in the map -|
 
-CP1  Any of the extents may be rewritten before any other, or never: what went has a newer record of its key that stays.
-CP2  `cleaned` moves when all of them are: only then is a tombstone below it the only record of its key (CL1).
-CP3  The last batch of L1 stays, so that whoever reads to the end arrives there.
-CP4  An extent is replaced only as it was read (`rules.replace_extents`), and `cleaned` only by the pass that read it.
+- Extents may be rewritten in any order, or never: every removed record has a newer record of its key that stays.
+- `cleaned` moves only when all of them are rewritten: only then is a tombstone below it the only record of its key.
+- The last batch of L1 stays, so that a consumer that reads to the end arrives there.
+- An extent is replaced only if it is unchanged since it was read (`rules.replace_extents`), and `cleaned` only by its pass
+  .
 """
 
 from __future__ import annotations
@@ -33,21 +34,23 @@ from tidemill.topics.partition.transactions import AbortedIndex
 
 SLICE_BYTES = 8 << 20
 SLICE_RECORDS = 1 << 16
-"""Batches looked at between two questions whether the map is full."""
+"""Number of records in a slice: the map's size is checked between slices."""
 
 UNCHANGED_SHARE = 8
-"""An extent in which nothing goes is copied beside others only when it is at most such a part of an object."""
+"""Limit for unchanged extents. An extent without removals is copied together with others only if it is at most this
+part of an object."""
 
 TOMBSTONES_KEPT = 16
-"""Entries of a cleaned row; beyond, the oldest two become one, which is as old as the younger."""
+"""Number of tombstone entries in a cleaned row. Beyond it the oldest two are merged, with the age of the younger."""
 
 TRIES = 8
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """`cleaned`, as of `seqno`: how far it is clean. No batch that reaches beyond `below` is touched, nor the first one
-    with a record later than `younger_ms` and what follows it. Tombstones below `delete_below` go. What was replaced
-    below `settled`, nobody reads any more. `markers_below`: see clean.Pass."""
+    """Bounds of a pass. `cleaned`, as of `seqno`, is how far the partition is clean. The pass does not touch batches
+    that reach beyond `below`, nor the first batch with a record later than `younger_ms` and those after it. It
+    removes tombstones below `delete_below`. No reader reads replaced extents below `settled` any more.
+    `markers_below`: see clean.Pass."""
 
     cleaned: L1CleanedRow
     seqno: int
@@ -60,14 +63,14 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class CompactionPass:
-    """`step` until it returns False."""
+    """Pass over one partition. Call `step` until it returns False."""
 
     def __init__(
         self, grounds: JobContext, reader: L1Reader, bounds: Bounds, *, room: int, target_bytes: int,
         captured: bool = False,
     ) -> None:  # fmt: skip
-        """`room`: keys of the map; `target_bytes`: of an object, which is held while it is made; `captured`: the topic
-        is a captured table's (clean.Pass)."""
+        """Initialise. `room` is the number of keys in the map, `target_bytes` the size of an object, which is held
+        while it is built. `captured` is set for the topic of a captured table (clean.Pass)."""
         self._captured = captured
         self._g = grounds
         self._reader = reader
@@ -78,18 +81,18 @@ class CompactionPass:
         self._keys = KeyMap(room)
         self._hash = KeyHash(grounds.rand.nonce().encode())
         self._end: int | None = None
-        """Where the map ends, once it is made."""
+        """End of the map, once it is built."""
         self._at = bounds.cleaned.cleaned
         self._tombstones = 0
         self._tries = 0
         self.moved = False
-        """It ended with something done."""
+        """Set when the pass ended with a change."""
         self.written_bytes = 0
         self.removed_bytes = 0
 
     async def step(self, budget: Budget) -> bool:
-        """True while something is left. Raises Corrupt, UnavailableError, Unknown; Conflict when another pass took
-        over."""
+        """Do one step. Return True while work is left. Raises CorruptError, UnavailableError, UnknownOutcomeError;
+        ConflictError when another pass took over."""
         while True:
             if self._end is None:
                 await self._map(budget)
@@ -103,14 +106,14 @@ class CompactionPass:
 
     @property
     def _clean_to(self) -> int:
-        """Where the rewriting ends: without anything new only tombstones go."""
+        """End of the rewriting. Without new records only tombstones are removed."""
         assert self._end is not None
         return self._end if self._end > self._bounds.cleaned.cleaned else self._bounds.delete_below
 
     # the map --------------------------------------------------------------------------------------
 
     async def _map(self, budget: Budget) -> None:
-        """One extent more, or as much of it as there is room for."""
+        """Add one more extent to the map, or as much of it as there is room for."""
         async for extent in self._rows.extents(self.topic_id, self.partition, self._at):
             index = await self._reader.index(extent)
             refs = await self._g.cpu(partial(_refs, extent, index, self._at, self._bounds.aborted))
@@ -130,7 +133,7 @@ class CompactionPass:
         self._end, self._at = self._at, 0
 
     def _allowed(self, refs: Sequence[BatchRef]) -> int:
-        """How many of these batches may be cleaned."""
+        """Return how many of these batches may be cleaned."""
         for count, ref in enumerate(refs):
             young = self._bounds.younger_ms is not None and ref.max_timestamp_ms > self._bounds.younger_ms
             if young or ref.base_offset + ref.record_count > self._bounds.below:
@@ -140,10 +143,10 @@ class CompactionPass:
     # rewriting ------------------------------------------------------------------------------------
 
     async def _clean(self, budget: Budget) -> None:
-        """One object more, of extents that are neighbours; those in which nothing goes are passed over."""
+        """Write one more object from neighbouring extents. Extents without removals are skipped."""
         row = await self._rows.partition(self.topic_id, self.partition)
         if row is None:
-            raise UnavailableError(f"the partition is not in L1 any more: partition={self.topic_id}/{self.partition}.")
+            raise UnavailableError(f"the partition is no longer in L1: partition={self.topic_id}/{self.partition}.")
         build, old = ObjectBuilder(self.topic_id), list[L1ExtentRow]()
         tombstones = 0
         async for extent in self._rows.extents(self.topic_id, self.partition, self._at):
@@ -189,7 +192,7 @@ class CompactionPass:
         return await self._g.cpu(partial(_clean, extent, index, memoryview(data), self._bounds.aborted, rules))
 
     async def _replaced(self, build: ObjectBuilder, epoch: int) -> bool:
-        """False: the extents have changed since they were read, so they are read again."""
+        """Replace the extents. Return False if they have changed since they were read; they are then read again."""
         parts, footer = build.finish()
         name = object_id(self._g.clock.now_ms(), self._g.rand.nonce())
         await self._rows.register(self.topic_id, name)
@@ -224,7 +227,7 @@ class CompactionPass:
 
 
 def _refs(extent: L1ExtentRow, index: RegionIndex, start: int, aborted: AbortedIndex) -> list[BatchRef]:
-    """The batches of an extent from `start` on."""
+    """Return the batches of an extent from `start` on."""
     return [
         aborted.told(index.ref(at, extent.object_key, extent.first_byte)) for at in range(index.find(start), len(index))
     ]
@@ -240,7 +243,7 @@ def _slice_end(refs: Sequence[BatchRef], first: int, end: int) -> int:
 
 
 def _span(extent: L1ExtentRow, refs: Sequence[BatchRef]) -> tuple[int, int]:
-    """Bytes within the extent."""
+    """Return the byte range of the batches within the extent."""
     last = refs[-1]
     return refs[0].first_byte - extent.first_byte, last.first_byte + last.size_bytes - extent.first_byte
 

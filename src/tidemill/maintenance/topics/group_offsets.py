@@ -1,13 +1,13 @@
-"""The job `group-offsets`: offsets that nobody needs any more, and groups that hold nothing, leave the metastore.
+"""The job `group-offsets`: delete offsets that are not needed any more, and groups without offsets, from the metastore.
 
-    of a deleted topic       at once: a topic id never comes back. Groups are read first, topics afterwards: whatever a
-                             group has committed to was there before, so a topic that is not there now was deleted
-    of a group without       once nobody was in it, and nothing was committed, for `retention.group_offsets_s`, or for
-    members                  as long as the commit itself asked (Kafka's offsets.retention.minutes)
+    of a deleted topic       immediately: a topic id is never reused. Groups are read first and topics afterwards, so
+                             a topic to which a group has committed and that is missing now was deleted
+    of a group without       after no member was in it, and nothing was committed, for `retention.group_offsets_s`, or
+    members                  for the time that the commit requested (Kafka's offsets.retention.minutes)
     head rows of groups      an hour after the last member of a group without offsets left
 
-Every deletion expects the head row and each offset as they were read (metastore.rows.groups G1): an offset that is
-committed meanwhile, or a member that comes, wins.
+Every deletion expects the head row and each offset as they were read: a concurrent commit of an offset, or a new
+member, wins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidemill.metastore.rows.groups import GroupOffsetRow, GroupRow
 EMPTY_GROUP_MS = 3_600_000
 BATCH_ROWS = 2_000
 ROWS_AT_ONCE = 5_000
-"""Held in memory between two readings of the topics."""
+"""Number of rows held in memory between two reads of the topics."""
 
 
 class GroupOffsets:
@@ -29,7 +29,7 @@ class GroupOffsets:
         self._g = grounds
         self._dropped = self._expired = self._forgotten = 0
         self._after = ""
-        """Where the last step ended."""
+        """Group at which the last step ended."""
 
     def facts(self) -> dict[str, object]:
         return {
@@ -79,7 +79,8 @@ class GroupOffsets:
         return now_ms - max(row.commit_ms, head.since_ms) > self._g.retention.group_offsets_ms
 
     async def _write(self, head: GroupRow, offsets: list[GroupOffsetRow], rows: list[tuple[bytes, bytes]]) -> bool:
-        """If the head row and these offsets are as they were read. What somebody changed is for the next visit."""
+        """Write rows if the head row and these offsets are still as they were read. The next visit handles
+        concurrent changes."""
         metastore = self._g.metastore
         expects: dict[bytes, int] = {}
         for key, value in [GROUPS.encode(head), *map(GROUP_OFFSETS.encode, offsets)]:
@@ -95,6 +96,6 @@ class GroupOffsets:
 
 
 def _differs(key: bytes, found: bytes, read: bytes) -> bool:
-    """As rows, not as bytes: an older version wrote fewer fields."""
+    """Compare decoded rows, not bytes: an older version wrote fewer fields."""
     family = GROUPS if key[:1] == GROUPS.prefix()[:1] else GROUP_OFFSETS
     return bool(family.decode(key, found) != family.decode(key, read))

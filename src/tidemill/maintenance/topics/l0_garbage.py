@@ -1,15 +1,18 @@
-"""The job `topic-objects`: an L0 object goes when no partition reads it, or ever will.
+"""The job `topic-objects`: delete an L0 object when no partition reads it, or ever will.
 
     list ──► read every partition's log ──► not named by any: garbage, if every partition in its footer has decided
-                                                  │ (else, in time, the partition is made to: topics.settle)
-                                                  ▼
+                                                 │ (otherwise the partition is made to decide in time: topics.settle)
+                                                 ▼
              its rows have followed, and are in the bucket ──► collect_after_s later ──► deleted
 
-L1  Listed first, read afterwards, and every log is read: one that cannot be read ends the round.
-L2  Decided: the partition's log says, after the object was seen, that its writer has placed what it will ever place
-    of it (`partition.state.Settled`). Neither a clock nor an age tells that: a writer may only have been paused.
-L3  A restore from the newest manifest finds every object that its rows name: rows first, then the deletion.
-L4  Leak before lose: what is not understood stays. A step that was cut off is done again.
+Invariants:
+
+- List first: objects are listed first and logs read afterwards. Every log is read; an unreadable one ends the round.
+- Decided: the partition's log shows, after the object was seen, that its writer has placed everything it will ever
+  place of it (`partition.state.Settled`). Neither a clock nor an age proves that: a writer may only have been paused.
+- Restorable: a restore from the newest manifest finds every object that its rows name. Rows come first, then the
+  deletion.
+- Leak rather than lose: an object that is not understood stays. An interrupted step is repeated.
 """
 
 from __future__ import annotations
@@ -33,47 +36,49 @@ from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, partition_l
 from tidemill.topics.partition.state import PartitionState
 
 LISTED_AT_ONCE = 20_000
-"""Keys held at once; the next step goes on after them."""
+"""Number of keys held at a time; the next step continues after them."""
 FOOTER_BYTES = 16 << 10
-"""Read from the end of an object at first: the regions of some 250 partitions."""
+"""Bytes that are first read from the end of an object: the regions of some 250 partitions."""
 FOOTERS_AT_LEAST = 64
-"""Read in a step whatever its budget: each step gets somewhere."""
+"""Footers read in a step independent of its budget, so that each step makes progress."""
 SETTLED_AT_ONCE = 16
-"""Partitions made to decide in one step: their leaders step down by it."""
+"""Number of partitions that are made to decide in one step. Their leaders step down."""
 QUIET_S = 600.0
-"""Between two readings of all logs while nothing is written."""
+"""Time between two reads of all logs while nothing is written."""
 
 NOTHING = PartitionState()
-"""Of all partitions that nobody has written to: never changed."""
+"""State of all partitions that were never written to. Never changed."""
 
 Place = tuple[str, int]
 
 
 class _Garbage(msgspec.Struct):
-    """An object that nothing names. `places`: the partitions in its footer. Times are the monotonic clock's: a wall
-    clock that was set must neither shorten a wait nor make it last for ever."""
+    """Object that no log names. `places` are the partitions in its footer. Times are those of the monotonic clock: a
+    change of the wall clock must neither shorten a wait nor make it last forever."""
 
     meta: ObjectMeta
     places: tuple[Place, ...]
     seen_s: float
     at: dict[Place, int]
-    """Where the logs ended, at least, when it was first found that nothing names it."""
+    """Lower bound of the logs' ends when the object was first found to be unnamed."""
     passed: dict[Place, int] | None = None
-    """Where the hot states began when none of them named it any more, or ever will."""
+    """Starts of the hot states when none of them named it any more, or ever will."""
     ready_s: float | None = None
     horizon: list[int] = []
 
 
 class _Seen(msgspec.Struct):
-    """How far the logs were, at least, after the writer's newest listed object had been listed: of a writer that has
-    stopped, older than when its objects became garbage. Of one that goes on it moves on with every round."""
+    """Lower bound of the logs' positions after the newest listed object of a writer had been listed. For a writer
+    that has stopped this is older than when its objects became garbage; for a running writer it advances with every
+    round."""
 
     number: int
     at: dict[Place, int]
 
 
 class Figures(msgspec.Struct):
-    """Since this node began to lead the job; `waiting`: garbage that may not go yet, `strange`: no L0 objects."""
+    """Counters since this node began to lead the job. `waiting` is garbage that may not be deleted yet; `strange`
+    counts objects that are no L0 objects."""
 
     deleted_objects: int = 0
     deleted_bytes: int = 0
@@ -87,12 +92,13 @@ class TopicObjects:
         self._g = grounds
         self._quiet_s = quiet_s
         self._fault = fault
-        """Test-only: `first-region` believes that the first partition in an object is the only one, `undecided` that
-        what no log names will never be named, `one-report` that a log that cannot be read names nothing."""
+        """Fault for tests only: `first-region` takes the first partition in an object for the only one, `undecided`
+        assumes that an object without a name in any log never gets one, `one-report` assumes that an unreadable log
+        names nothing."""
         self._persisted = Persisted(grounds.metastore)
         self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
         self._states: dict[Place, PartitionState] = {}
-        """Of every partition there is."""
+        """State of every existing partition."""
         self._garbage: dict[str, _Garbage] = {}
         self._strange: set[str] = set()
         self._seen: dict[str, _Seen] = {}
@@ -106,7 +112,7 @@ class TopicObjects:
         return msgspec.structs.asdict(self._figures)
 
     async def run(self, budget: Budget) -> bool:
-        """One stretch of the listing; True while it has not come to its end."""
+        """Process one stretch of the listing. Return True until its end is reached."""
         found: list[ObjectMeta] = []
         async for meta in self._g.objects.list(PREFIX, self._after):
             found.append(meta)
@@ -125,7 +131,8 @@ class TopicObjects:
         return more
 
     def _worth(self, found: list[ObjectMeta]) -> bool:
-        """An idle cluster is read seldom: nothing new was written, and nothing waits to go."""
+        """Return whether to read the logs. An idle cluster is read seldom: nothing new was written, and no garbage
+        waits."""
         now_s, listing = self._g.clock.monotonic_s(), (len(found), found[0].key, found[-1].key)
         if listing == self._listing and not self._garbage and now_s < self._again_s:
             return False
@@ -133,7 +140,7 @@ class TopicObjects:
         return True
 
     async def _round(self, found: list[ObjectMeta], budget: Budget) -> bool:
-        """True when the budget ended before the last footer."""
+        """Process listed objects. Return True when the budget ended before the last footer."""
         topics = {row.topic_id: row.partitions for row in await self._g.metastore.rows(TOPICS)}
         await self._follow(topics)
         self._see(found)
@@ -143,7 +150,7 @@ class TopicObjects:
         undecided: dict[Place, float] = {}
         for key, garbage in list(self._garbage.items()):
             if key in live and self._fault != "first-region":
-                # Its placeholder was still on its way when the object was listed.
+                # Its placeholder was not in the log yet when the object was listed.
                 del self._garbage[key]
             elif waits := self._undecided(garbage):
                 for place in waits:
@@ -154,7 +161,8 @@ class TopicObjects:
         return unread
 
     async def _follow(self, topics: Mapping[str, int]) -> None:
-        """L1: all that changed is read, and what did not is as it was. Raises whatever keeps a log from being read."""
+        """Read every log that changed; unchanged logs have unchanged states. Raises the error of a log that cannot
+        be read, which ends the round."""
         places = [(topic_id, partition) for topic_id, count in topics.items() for partition in range(count)]
         self._states = {place: self._states.get(place, NOTHING) for place in places}
         written = await self._logs.look(lambda name: place_of(name) in self._states)
@@ -186,7 +194,7 @@ class TopicObjects:
         self._writers |= newest.keys()
 
     async def _look(self, found: list[ObjectMeta], live: set[str], budget: Budget) -> bool:
-        """Read the footer of what nothing names, once; True when some are left for the next step."""
+        """Read the footer of each unnamed object once. Return True when some are left for the next step."""
         read = 0
         for meta in found:
             if meta.key in self._garbage or meta.key in self._strange:
@@ -213,7 +221,7 @@ class TopicObjects:
         return False
 
     async def _places(self, meta: ObjectMeta) -> tuple[Place, ...]:
-        """Raises CorruptError, MissingError."""
+        """Return the partitions in an object's footer. Raises CorruptError, MissingError."""
         return await checked(self._g.objects, meta.key, partial(self._read_places, meta))
 
     async def _read_places(self, meta: ObjectMeta) -> tuple[Place, ...]:
@@ -229,7 +237,7 @@ class TopicObjects:
                 size *= 16
 
     def _undecided(self, garbage: _Garbage) -> list[Place]:
-        """L2: the partitions that may still come to name it."""
+        """Return the partitions whose logs may still come to name the object."""
         if self._fault == "undecided":
             return []
         writer, number = writer_of(garbage.meta.key)
@@ -238,8 +246,8 @@ class TopicObjects:
         for place in garbage.places:
             state = self._states.get(place)
             if state is None:
-                continue  # deleted: nobody reads it, whatever is still placed
-            # Both were read after the object had been listed, so the lesser decides.
+                continue  # deleted: no reader reads it, even if more is placed
+            # Both positions were read after the object had been listed, so the lesser one decides.
             known = [at[place] for at in (garbage.at, seen.at if seen is not None else {}) if place in at]
             if not known or not state.settled.covers(writer, number, min(known)):
                 waits.append(place)
@@ -251,7 +259,8 @@ class TopicObjects:
             garbage.passed = {place: state.hot_start for place, state in states.items()}
         for place in garbage.places:
             deleted = place not in self._states
-            # L3: its row is to follow; to where the hot state began then, for a busy one goes on for ever.
+            # Invariant (restorable): wait until the row has followed to where the hot state began then. The current
+            # start of a busy partition would never be reached.
             if place in rows and (deleted or rows[place] < garbage.passed.get(place, 0)):
                 return
         now_s = self._g.clock.monotonic_s()
@@ -266,7 +275,8 @@ class TopicObjects:
             self._figures.deleted_bytes += garbage.meta.size_bytes
 
     async def _settle(self, undecided: Mapping[Place, float]) -> None:
-        """Leaders decide by themselves where something is written; after a while the others are made to."""
+        """Make partitions decide. Leaders decide without help where something is written; the others are made to
+        after a while."""
         before_s = self._g.clock.monotonic_s() - self._g.retention.collect_after_s
         due = sorted((seen_s, place) for place, seen_s in undecided.items() if seen_s <= before_s)
         error: TidemillError | None = None

@@ -1,15 +1,16 @@
-"""The job `topic-l1`: what of L1 nothing refers to any more goes (RFC 0005 §3).
+"""The job `topic-l1`: delete everything in L1 to which nothing refers any more (RFC 0005 §3).
 
     registered, never added     expired after registered_s: no add may refer to it from then on
-    removed = total             the row is in the bucket, collect_after_s later: the object, then its row
-    below its log's start       the extents, once the checkpoint row says so (X1)
+    removed = total             collect_after_s after the row is in the bucket: the object, then its row
+    below its log's start       the extents, once the checkpoint row has that start
     of a topic that is gone     collect_after_s after that is in the bucket: the rows of its partitions; its objects
                                 count as removed
-    in the bucket, without row  orphans_after_s after it was seen first: no add may refer to what is not registered
+    in the bucket, without row  orphans_after_s after it was first seen: no add may refer to an unregistered object
 
-LC1  An object goes after the row that says so is in the newest manifest: a restore from it refers to nothing gone.
-LC2  Waits are the monotonic clock's, and begin anew where the row changes or another node takes the job over.
-LC3  Every commit expects the rows it was made from. A step that was cut off is done again.
+- An object is deleted after the row that marks it as removed is in the newest manifest: a restore from it refers to
+  nothing that is gone.
+- Waits use the monotonic clock, and begin again when the row changes or another node takes over the job.
+- Every commit expects the rows that it was computed from. An interrupted step is repeated.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from tidemill.topics.l1 import row_transitions
 from tidemill.topics.l1.extent_store import ExtentStore
 
 REGISTERED_S = 3600.0
-"""An upload and its add take seconds; who was paused for longer begins anew."""
+"""Time after which a registration expires. An upload and its add take seconds; a writer that was paused for longer
+begins again."""
 REMOVED_AT_ONCE = 1_000
 LISTED_AT_ONCE = 20_000
 
 
 class Figures(msgspec.Struct):
-    """Since this node began to lead the job; `waiting`: what may not go yet, `strange`: lost more than it held."""
+    """Counters since this node began to lead the job. `waiting` is what may not be deleted yet; `strange` counts
+    objects that lost more than they held."""
 
     deleted_objects: int = 0
     deleted_bytes: int = 0
@@ -50,13 +53,13 @@ class TopicL1:
         self._g = grounds
         self._registered_s = registered_s
         self._fault = fault
-        """Test-only: `unpersisted` deletes before the row that says so is in the bucket."""
+        """Fault for tests only: `unpersisted` deletes before the row that marks the removal is in the bucket."""
         self._persisted = Persisted(grounds.metastore)
         self._rows = ExtentStore(grounds.metastore, grounds.clock, grounds.rand)
         self._seen: dict[bytes, tuple[L1ObjectRow, float]] = {}
-        """rows that may go → as they are, and since when"""
+        """Rows that may be deleted → their contents, and since when they have them."""
         self._gone: dict[str, tuple[float, list[int]]] = {}
-        """topics without a row → since when, and what was not persisted then"""
+        """Topics without a row → since when, and what was not persisted then."""
         self._orphans: dict[str, float] = {}
         self._after = ""
         self._figures = Figures()
@@ -82,12 +85,12 @@ class TopicL1:
         return more
 
     async def _trim(self) -> set[str]:
-        """Ids of the topics that have a partition in L1."""
+        """Advance the starts of partitions in L1. Return the ids of the topics that have a partition in L1."""
         starts = {(row.topic_id, row.partition): row.log_start for row in await self._g.metastore.rows(PARTITIONS)}
         rows = await self._g.metastore.rows(L1_PARTITIONS)
         for row in rows:
             start = starts.get((row.topic_id, row.partition), 0)
-            # Beyond its end the reconciler moves it, when it has something to add.
+            # The reconciler moves a start beyond the end, when it has records to add.
             if row.start < min(start, row.next):
                 await self._rows.set_start(row.topic_id, row.partition, min(start, row.next))
         return {row.topic_id for row in rows}
@@ -121,7 +124,8 @@ class TopicL1:
         return key
 
     async def _commit(self, rows: list[tuple[bytes, bytes]], expects: dict[bytes, int]) -> bool:
-        """False: a row changed, which is seen in the next step. Raises Unavailable, Unknown, Fenced."""
+        """Commit rows. Return False if a row changed; the next step sees it. Raises UnavailableError,
+        UnknownOutcomeError, FencedError."""
         try:
             await self._g.metastore.commit(rows, expects=expects)
         except ConflictError:
@@ -129,7 +133,7 @@ class TopicL1:
         return True
 
     async def _topics_gone(self, gone: set[str], budget: Budget) -> bool:
-        """True while some rows of one are left that may go now."""
+        """Delete the rows of deleted topics. Return True while rows are left that may be deleted now."""
         now_s = self._g.clock.monotonic_s()
         self._gone = {topic_id: since for topic_id, since in self._gone.items() if topic_id in gone}
         more = False
@@ -145,8 +149,8 @@ class TopicL1:
         return more
 
     async def _remove(self, topic_id: str) -> bool:
-        """Partition rows before extents: extents without one are passed over, one without extents would be a loss.
-        Terms before both: what is left of them alone would be found by nothing."""
+        """Delete rows of a topic, partition rows before extents: extents without a partition are skipped, while a
+        partition without extents would be a loss. Terms go before both, because nothing would find them alone."""
         for family in (L1_TERMS, L1_PARTITIONS, L1_CLEANED, L1_EXTENTS):
             async for keys, _ in self._g.metastore.prefix(family.prefix(topic_id)):
                 await self._g.metastore.commit([(key, b"") for key in keys[:REMOVED_AT_ONCE]])
@@ -163,7 +167,7 @@ class TopicL1:
         return False
 
     async def _sweep(self) -> bool:
-        """One stretch of the listing; True while it has not come to its end."""
+        """Process one stretch of the listing. Return True until its end is reached."""
         found: dict[str, int] = {}
         async for meta in self._g.objects.list(PREFIX, self._after):
             found[meta.key] = meta.size_bytes
@@ -171,7 +175,7 @@ class TopicL1:
                 break
         more = len(found) >= LISTED_AT_ONCE
         self._after = max(found) if more else ""
-        # After the listing: an object's row is there before it is.
+        # Read after the listing: an object's row exists before the object does.
         registered = {l1_key(row.topic_id, row.object_id) async for row in self._objects()}
         now_s = self._g.clock.monotonic_s()
         for key in [key for key in self._orphans if key in registered]:

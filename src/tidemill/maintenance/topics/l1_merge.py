@@ -1,10 +1,9 @@
-"""The job `topic-l1-levels`: runs of small extents of a topic's partitions are rewritten as large ones.
+"""The job `topic-l1-levels`: rewrite runs of small extents of a topic's partitions as large ones.
 
     rows of partitions that gained FANOUT extents ─► runs ─► read ─► register ─► put ─► replace, each partition or none
 
-LV1  What a run was made of is replaced only if it still is what stands there (`rules.replace_extents`): a start that
-     moved, or another node that levels too, leaves that partition out.
-LV2  A step that was cut off leaves a registration, which expires.
+The extents of a run are replaced only if they are unchanged (`rules.replace_extents`): a start that moved, or another
+node that merges too, leaves that partition out. An interrupted step leaves a registration, which expires.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.l1.row_transitions import Replace
 
 EXTENTS_AT_ONCE = 5_000
-"""Of one partition, oldest first: those beyond are looked at when these have become few."""
+"""Number of extents of one partition that are read, oldest first. Those beyond are read when these have become few."""
 
 MERGED_AT_ONCE = 5_000
-"""Extents that one commit replaces."""
+"""Number of extents that one commit replaces."""
 
 
 class Figures(msgspec.Struct):
-    """Since this node began to lead the job."""
+    """Counters since this node began to lead the job."""
 
     objects: int = 0
     merged_extents: int = 0
@@ -48,14 +47,14 @@ class TopicL1Levels:
         self._rows = ExtentStore(grounds.metastore, grounds.clock, grounds.rand)
         self._reader = L1Reader(self._rows, grounds.objects, cache_bytes=0)
         self._looked: dict[tuple[str, int], int] = {}
-        """partition → its extents when no run was found in it"""
+        """Partition → its number of extents when no run was found in it."""
         self._figures = Figures()
 
     def facts(self) -> dict[str, object]:
         return msgspec.structs.asdict(self._figures)
 
     async def run(self, budget: Budget) -> bool:
-        """One object of each topic; True while some may have more."""
+        """Write one object of each topic. Return True while some topics may have more."""
         grown: dict[str, list[L1PartitionRow]] = {}
         rows = await self._g.metastore.rows(L1_PARTITIONS, fresh=False)
         places = {(row.topic_id, row.partition) for row in rows}
@@ -90,7 +89,7 @@ class TopicL1Levels:
             try:
                 held = [(await self._reader.index(extent), await self._reader.data(extent)) for extent in run]
             except CorruptError:
-                self._figures.left_out += 1  # the deep check names it; its neighbours wait with it
+                self._figures.left_out += 1  # the deep check reports it; its neighbours wait with it
                 self._looked[topic_id, row.partition] = row.extent_count
                 continue
             add_run(build, run, held)
@@ -114,7 +113,7 @@ class TopicL1Levels:
         self._figures.merged_extents += sum(len(run) for run in runs)
         self._figures.rewritten_bytes += object_bytes
         self._figures.left_out += len(stale)
-        return not stale  # what changed meanwhile is looked at after a while
+        return not stale  # partitions that changed concurrently are tried again after a while
 
     async def _run(self, row: L1PartitionRow) -> Run:
         extents = []

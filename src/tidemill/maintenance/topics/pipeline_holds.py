@@ -1,11 +1,14 @@
-"""What pipelines have not read of a topic yet: retention takes no record before every table made from it holds it.
+"""Records of a topic that pipelines have not read yet: retention removes no record before every table made from it
+holds it.
 
-A table's upper says up to which time it is: the lesser of what it has and what a restore from the newest manifest
-would bring back, for that table reads on from there. The bindings of the topic say up to which offsets that time
-reaches. A pipeline whose table does not exist yet holds everything. So does one that stands: its mark says why.
+A table's upper says how far it is. The lesser of its upper and the upper that a restore from the newest manifest would
+bring back counts, because the restored table reads on from there. The bindings of the topic translate that time to
+offsets. A pipeline whose table does not exist yet holds everything. So does a pipeline that is stalled: its stage
+status says why.
 
-A captured table's topic is not taken from, but it may be compacted: not beyond what the oldest binding of its capture
-covers. A pipeline that is yet to come begins with that one, and finds the tables as they were at every time from there.
+Retention does not apply to a captured table's topic, but the topic may be compacted: not beyond what the oldest binding
+of its capture covers. A future pipeline begins with that binding, and finds the tables as they were at every time from
+there.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from tidemill.shards.state.state_machine import shard_replica
 
 
 class PipelineHolds:
-    """Implements `topics.retention.Holds`."""
+    """Holds of pipelines; implements `topics.retention.Holds`."""
 
     def __init__(
         self, consensus: Consensus, catalogue: Catalogue, persisted: Persisted, clock: Clock, rand: Rand
@@ -36,7 +39,8 @@ class PipelineHolds:
         self._rand = rand
 
     async def __call__(self, topic: TopicRow) -> Mapping[int, int] | None:
-        """Raises Unavailable, Corrupt."""
+        """Return the first unread offset by partition; None if everything is held. Raises UnavailableError,
+        CorruptError."""
         fed_by = await self._source(topic) if topic.kind == "capture" else f"topic:{topic.name}"
         if not fed_by:
             return None
@@ -69,7 +73,7 @@ class PipelineHolds:
         return held
 
     async def _source(self, topic: TopicRow) -> str:
-        """What feeds a pipeline from a captured table's topic; "" where no table has it any more."""
+        """Return the pipeline source that a captured table's topic feeds; "" if no table has the topic any more."""
         for row in await self._catalogue.all_tables():
             if row.topic == topic.name:
                 return f"capture:{row.capture}:{row.table}"

@@ -1,16 +1,18 @@
-"""The job `topic-rollups`: a partition has one roll-up, and its log begins there; of a deleted topic there is neither.
+"""The job `topic-rollups`: a partition has one rollup, at which its log begins; a deleted topic has neither.
 
-A key holds the position p of the state that was copied; the record that names it stands at p or later (`rolling`).
+A key holds the position p of the copied state; the record that names the rollup is at p or later (`rolling`).
 
-    named by the log's first record   it stands
-    p before the log's start          replaced, or never named: whoever copied so early is not going to: deleted
-    p inside the log                  its record may be on its way: it stays. If a record names it, the truncation was
-                                      cut off: the log is truncated to the newest such record, and the rest goes later
-    p beyond the log's end            of a log that a restore replaced, for the end is read after the listing: deleted
+    named by the log's first record   it stays
+    p before the log's start          deleted: it was replaced, or never named, and its writer will not name it any more
+    p inside the log                  its record may not be written yet: it stays. If a record names it, the truncation
+                                      was interrupted: the log is truncated to the newest such record, and the others
+                                      are deleted later
+    p beyond the log's end            deleted: it belongs to a log that a restore replaced, because the end is read
+                                      after the listing
     of a topic that is gone           deleted, after its log
 
-A deleted topic's log is ended when its rows are gone, and again where somebody who had not heard of it, and took it
-over meanwhile, went on.
+A deleted topic's log is ended when its rows are gone, and again if a node that did not know of the deletion took the
+partition over and appended.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ class TopicRollups:
     def __init__(self, grounds: JobContext, *, fault: str = "") -> None:
         self._g = grounds
         self._fault = fault
-        """Test-only: `forgotten-log` never ends the log of a deleted topic."""
+        """Fault for tests only: `forgotten-log` never ends the log of a deleted topic."""
         self._logs = ChangedLogs(grounds.consensus, LOG_PREFIX)
         self._written: defaultdict[str, set[int]] = defaultdict(set)
-        """topic id → its partitions whose logs hold records"""
+        """Topic id → its partitions whose logs hold records."""
         self._deleted = self._ended = self._truncated = 0
 
     def facts(self) -> dict[str, object]:
@@ -49,13 +51,13 @@ class TopicRollups:
         async for meta in self._g.objects.list(PREFIX):
             topic_id, partition, name = [*meta.key.removeprefix(PREFIX).split("/"), "", ""][:3]
             position = name.partition("-")[0]
-            if partition.isdigit() and position.isdigit():  # what somebody else put there is none of ours
+            if partition.isdigit() and position.isdigit():  # foreign objects are ignored
                 by_place[topic_id, int(partition)].append((int(position), meta.key))
         heads = await self._logs.look(lambda _: True)
-        # After the listings: a topic's row is there before its first log and roll-up.
+        # Read after the listings: a topic's row exists before its first log and rollup.
         topics = {row.topic_id for row in await self._g.metastore.rows(TOPICS)}
         rows = {row.topic_id for row in await self._g.metastore.rows(PARTITIONS)}
-        # While a topic has rows the checkpoint has not followed yet.
+        # While a topic has rows, the checkpoint has not followed its deletion yet.
         if await self._end_logs(heads, topics | rows, budget):
             return True
         for place, found in sorted(by_place.items()):
@@ -69,7 +71,7 @@ class TopicRollups:
         return False
 
     async def _end_logs(self, heads: Mapping[str, LogHead], there: set[str], budget: Budget) -> bool:
-        """Of the topics that are not `there`; True when the budget ended before the last of them."""
+        """End the logs of topics that are not `there`. Return True when the budget ended before the last of them."""
         for name, head in heads.items():
             if head.start < head.next:
                 topic_id, partition = place_of(name)
@@ -113,6 +115,6 @@ class TopicRollups:
 
 
 def _names(record: bytes) -> str:
-    """The object that a record of a partition's log names as its roll-up, or ""."""
+    """Return the object that a record of a partition's log names as its rollup, or ""."""
     command = decode_command(record)
     return command.object_key if isinstance(command, Rollup) else ""
