@@ -95,7 +95,7 @@ def test_an_update_that_leaves_values_out_is_a_row_of_the_declared_schema_that_s
     none = letter_table([])
     found = Corrupted().rows(given, none)
     assert found.schema.names == Corrupted().rows(good, none).schema.names
-    assert found.column("_corrupt_record_reason").to_pylist() == [None, "left as they were: v,w"]
+    assert found.column("_corrupt_record_reason").to_pylist() == [None, "left unchanged: v,w"]
     assert Corrupted("DROPMALFORMED").rows(given, none) == good.slice(0, 1)
     with pytest.raises(InvalidError, match=r"columns=v,w partition=0 offset=2\. Capture the table with whole rows"):
         Corrupted("FAILFAST").rows(given, none)

@@ -154,7 +154,7 @@ def test_a_frame_says_so_when_what_it_planned_was_let_go(harbour: Any) -> None:
                 await harbour.stores.objects.delete(part.object_key)
 
     harbour.portal.call(let_go())
-    with pytest.raises(HistoryLostError, match="what this frame read at its first query"):
+    with pytest.raises(HistoryLostError, match="that this frame read at its first query"):
         list(reader.read(partition))
 
 

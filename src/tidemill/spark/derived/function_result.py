@@ -24,7 +24,7 @@ from tidemill.spark.upsert.diff import difference
 from tidemill.spark.upsert.key_grouping import group_by_key
 from tidemill.spark.upsert.lookup import Lookup
 
-LEFT_OUT = "rows of the result have no key of their own"
+LEFT_OUT = "rows of the result have no unique key"
 
 
 def is_frame(result: Any) -> bool:

@@ -129,7 +129,9 @@ def captured_schema(row: CaptureTableRow) -> ShardSchema:
     described = row.columns
     key = sorted((c for c in described if c.key_index >= 0), key=lambda c: c.key_index)
     if not key:
-        raise InvalidError(f"table has no primary key: capture={row.capture} table={row.table}.", fix="Give it one.")
+        raise InvalidError(
+            f"table has no primary key: capture={row.capture} table={row.table}.", fix="Add a primary key."
+        )
     columns = tuple(column_for(c.name, c.type_name) for c in described)
     return checked(ShardSchema(columns, tuple(c.name for c in key)))
 

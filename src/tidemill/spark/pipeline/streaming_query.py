@@ -4,7 +4,7 @@ Every streaming query starts a Python planner, and Spark's worker factory allows
 planners that start together on a busy machine exceed that; one planner serves any number of sources. A micro-batch
 names the sources with new bindings and their end times; the sink of each feed reads the records (feed_sink.py). Feeds
 follow their bindings without the query, so its start and its failures delay no row. A sink that raises does not end the
-query: its feed fails under its own mark.
+query: its feed fails under its own stage status.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ BUILT = "spark.tidemill.built"
 """Setting that marks a context that `build_session` created."""
 PROBE_TIMEOUT_S = 60
 FIX = (
-    "Set PYSPARK_PYTHON to the Python that runs this program before its session is made"
-    ' (`os.environ["PYSPARK_PYTHON"] = sys.executable`), or make the session with `tidemill.spark.build_session`.'
+    "Set PYSPARK_PYTHON to the Python that runs this program before the session is created"
+    ' (`os.environ["PYSPARK_PYTHON"] = sys.executable`), or create the session with `tidemill.spark.build_session`.'
 )
 
 

@@ -27,7 +27,7 @@ from tidemill.spark.upsert.commands import ORDER, PARTITION, RECORD_KEY, UNCHANG
 
 MODES = ("PERMISSIVE", "FAILFAST", "DROPMALFORMED")
 COLUMN = "_corrupt_record"
-LACKING = "left as they were"
+LACKING = "left unchanged"
 
 
 class Corrupted(msgspec.Struct, frozen=True):

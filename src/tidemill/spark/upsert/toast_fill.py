@@ -63,7 +63,7 @@ def filled(schema: ShardSchema, rows: pa.Table, mirror: Lookup, hasher: HashRows
     mirrored[asks] = found
 
     live = to_mask(rows.column(LIVE))
-    whole = np.maximum.accumulate(np.where(leaves, -1, places))  # the last command that leaves nothing
+    whole = np.maximum.accumulate(np.where(leaves, -1, places))  # the last command that leaves no column unchanged
     after = whole >= begins
     there: Mask = np.where(after, live[at[np.maximum(whole, 0)]], mirrored[begins] >= 0)
     lost = leaves & ~there
