@@ -92,7 +92,7 @@ def test_what_cannot_be_asked_is_refused_in_a_sentence(cluster: Cluster) -> None
         ask(cluster, "SELECT * FROM orders", "--as-of", str(DAY * 2))
     with pytest.raises(UnavailableError, match=r"cannot read its input: .*nowhere.*tidemill doctor"):
         ask(cluster, "SELECT * FROM orders, read_parquet('/nowhere.parquet')")
-    with pytest.raises(InvalidError, match="as_of is no time"):
+    with pytest.raises(InvalidError, match="as_of is not a time"):
         ask(cluster, "SELECT * FROM orders", "--as-of", "noon")
     with pytest.raises(HistoryLostError):
         ask(cluster, "SELECT * FROM orders", "--as-of", "-1")

@@ -93,7 +93,7 @@ def test_what_a_reader_chose_under_its_hold_stays_readable_and_without_it_histor
                 found = await shard.reader.read_batches(chosen, 0, as_of + 1)
                 assert found.num_rows == 900
             else:
-                with pytest.raises(HistoryLostError, match="merged and collected"):
+                with pytest.raises(HistoryLostError, match="merged and deleted"):
                     await shard.read_batch(chosen[0], 0, as_of + 1)
                 with pytest.raises(HistoryLostError):
                     await shard.snapshot(as_of)
@@ -345,7 +345,7 @@ def test_an_object_that_is_lost_is_no_forgotten_history() -> None:
         world.clock.advance(1000)
         await world.write(shard, KEYS)
         await world.objects.delete(next(iter(world.stored())))
-        with pytest.raises(CorruptError, match="is gone"):
+        with pytest.raises(CorruptError, match="is missing"):
             await shard.snapshot(shard.state.upper - 1)
 
     run(scenario())

@@ -42,7 +42,7 @@ def test_a_column_comes_back_where_the_rows_without_it_hold_null_and_else_not() 
     back = changes_to(RETIRED, HAVE)
     assert back == Changes(add=(V,))
     assert evolved(RETIRED, back) == ShardSchema((K, V), ("k",), version=3)
-    for column, words in ((Column("v", "string", "x"), "hold null"), (Column("v", "int64"), "int64")):
+    for column, words in ((Column("v", "string", "x"), "rows are null"), (Column("v", "int64"), "int64")):
         with pytest.raises(InvalidError, match=words):
             changes_to(RETIRED, ShardSchema((K, column), ("k",)))
 

@@ -1,10 +1,10 @@
-"""The fronts of `shards`: durable multisets over time, and the bindings that give records their time.
+"""Interfaces of `shards`: durable multisets over time, and the bindings that assign times to records.
 
-S1  since and upper only advance; a read at t is exact when since ≤ t < upper.
-S2  compare-and-append moves upper and shows the batch, or does neither.
+Invariant (frontiers): since and upper only advance; a read at t is exact if since ≤ t < upper. Invariant (atomic
+append): compare-and-append moves upper and makes the batch visible, or does neither.
 
-Rows travel as Arrow tables: the shard's columns, then `_time` int64 (ms) and `_diff` int64 (±1).
-Stored parts carry `_hash` uint64 (of the key columns) as well and are sorted by it.
+Rows travel as Arrow tables: the shard's columns, then `_time` int64 (ms) and `_diff` int64 (±1). Stored parts also have
+`_hash` uint64 (of the key columns) and are sorted by it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ HASH = "_hash"
 
 
 class HistoryLostError(InvalidError):
-    """The time asked for lies below since, or did when the batches were chosen: start again from newer contents."""
+    """The requested time is below since, or was when the batches were chosen: start again from newer contents."""
 
 
 class SchemaEvolvedError(FencedError):
-    """The shard's schema is newer than the handle's: open it again. Nothing was read or written."""
+    """The shard's schema is newer than the handle's: reopen the handle. Nothing was read or written."""
 
 
 class Column(msgspec.Struct, frozen=True):
-    """`type`: bool int16 int32 int64 float32 float64 string binary date timestamp(us, UTC) timestamp_ntz decimal(p,s)
-    json.
+    """One column of a shard.
 
-    `default`: what rows hold that were written before the column was added, in PostgreSQL's text form; None = null.
-    `version`: the version of the schema that brought the column. `retired`: the one from which on its source has no
-    such column, and rows that are written hold null in it; 0 = it has.
+    type      bool int16 int32 int64 float32 float64 string binary date timestamp(us, UTC) timestamp_ntz decimal(p,s)
+              json
+    default   value of rows written before the column was added, in PostgreSQL's text form; None = null
+    version   version of the schema that added the column
+    retired   version from which the source has no such column, so that new rows are null in it; 0 = it has one
     """
 
     name: str
@@ -48,9 +49,9 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class ShardSchema(msgspec.Struct, frozen=True):
-    """Columns in order, and the names of those that form the key (empty = the whole row).
+    """Columns in order, and the names of the key columns (empty = the whole row).
 
-    `version` rises by one with every change (RFC 0003); two schemas of one shard with one version are equal.
+    `version` rises by one with every change (RFC 0003); two schemas of one shard with the same version are equal.
     """
 
     columns: tuple[Column, ...]
@@ -60,21 +61,23 @@ class ShardSchema(msgspec.Struct, frozen=True):
 
 
 def part_key(shard_id: str, writer: str, written_at_ms: int, nonce: str) -> str:
-    """`shards/<shard id>/<writer>@<ms>-<nonce>.parquet`, never reused (O1)."""
+    """Return `shards/<shard id>/<writer>@<ms>-<nonce>.parquet`. Invariant: a key is never reused."""
     return f"shards/{shard_id}/{writer}@{written_at_ms}-{nonce}.parquet"
 
 
 STAGED = "staged"
-"""Stands in place of a shard's id in the keys of what is staged for a write: no shard ever names it."""
+"""Replaces the shard id in the keys of objects staged for a write. No shard ever refers to such a key."""
 
 
 def staged_key(writer: str, written_at_ms: int, nonce: str) -> str:
-    """`shards/staged/<writer>@<ms>-<nonce>.arrow`, never reused (O1)."""
+    """Return `shards/staged/<writer>@<ms>-<nonce>.arrow`. Invariant: a key is never reused."""
     return f"shards/{STAGED}/{writer}@{written_at_ms}-{nonce}.arrow"
 
 
 def written_ms(object_key: str) -> int:
-    """When the object was written, by its writer's clock; -1 when its key does not tell (inline, an older format)."""
+    """Return when the object was written, by its writer's clock; -1 if its key has no time (inline, an older
+    format).
+    """
     stamp = object_key.rpartition("@")[2].partition("-")[0] if "@" in object_key else ""
     return int(stamp) if stamp.isascii() and stamp.isdigit() else -1
 
@@ -82,7 +85,7 @@ def written_ms(object_key: str) -> int:
 class Part(msgspec.Struct, frozen=True):
     """An immutable run of rows: an object, or the Parquet bytes themselves when small (`inline`).
 
-    `crc`, `footer_crc`: CRC32C of all bytes and of the Parquet footer (`checksums`); -1 = it was written without.
+    `crc` and `footer_crc` are the CRC32C of all bytes and of the Parquet footer (`checksums`); -1 = written without.
     """
 
     rows: int
@@ -97,7 +100,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """All updates with lower ≤ time < upper; rows outside these bounds in its parts are filtered by readers."""
+    """All updates with lower ≤ time < upper. Readers filter out rows of its parts outside these bounds."""
 
     lower: int
     upper: int
@@ -105,13 +108,13 @@ class Batch(msgspec.Struct, frozen=True):
     writer: str = ""
     token: str = ""
     summed_to: int = -1
-    """A merge has summed all updates up to this time: what they say of a row stands in it once."""
+    """Time up to which a merge has summed all updates: there each row has one update per distinct value."""
     schema_version: int = 1
-    """The newest version of the shard's schema that a part of it was written under."""
+    """Newest version of the shard's schema under which one of its parts was written."""
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one listen step yields: complete updates for [lower, upper); `rows` may be empty (progress)."""
+    """Result of one listen step: all updates of [lower, upper). `rows` may be empty (progress)."""
 
     lower: int
     upper: int
@@ -119,12 +122,14 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Shard(Protocol):
-    """A handle of one process. `name` is the shard's name, `shard_id` this life of it, which no other shard ever has;
-    frontiers are plain ms here, wrapped at the room's edge.
+    """A handle of one process.
 
-    `schema` is the newest as of when the handle was opened, and stays: rows are given and taken under it. What was
-    written before reads under it; what was written under a newer one raises SchemaEvolvedError, and so does an append
-    after one.
+    `name` is the shard's name. `shard_id` identifies this life of it and is never reused by another shard. Frontiers
+    are plain ms here, wrapped at the package's edge.
+
+    `schema` is the newest at the time when the handle was opened, and stays fixed: rows are read and written under it.
+    Batches of an older schema are read under it. A batch of a newer schema raises SchemaEvolvedError, and so does an
+    append after one.
     """
 
     name: str
@@ -132,64 +137,71 @@ class Shard(Protocol):
     schema: ShardSchema
 
     async def frontiers(self, *, fresh: bool = True) -> tuple[int, int]:
-        """(since, upper); fresh = read consensus, else as cached."""
+        """Return (since, upper); read from consensus if `fresh`, else as cached."""
         ...
 
     async def write_part(self, rows: pa.Table, bucket: int = 0) -> Part:
-        """Sort, encode and store rows (with _time and _diff); nothing refers to the part until it is appended."""
+        """Sort, encode and store rows (with _time and _diff). Nothing refers to the part until it is appended."""
         ...
 
     async def compare_and_append(self, lower: int, upper: int, parts: Sequence[Part], token: str) -> int:
-        """Show the batch and move upper from `lower` to `upper`; returns the new upper.
+        """Make the batch visible and move upper from `lower` to `upper`; return the new upper.
 
-        Raises Conflict(current=int upper) when upper ≠ lower; Unknown is resolved inside by token. Empty
-        `parts` publish progress. Raises InvalidError on bounds that make no sense (before any network call).
+        Raises ConflictError(current=int upper) if upper ≠ lower; an unknown outcome is resolved inside by token. Empty
+        `parts` publish progress. Raises InvalidError for inconsistent bounds, before any network call.
         """
         ...
 
     async def snapshot(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
-        """Consolidated contents at `as_of` (no _time, no _diff). Waits for upper > as_of; Invalid below since."""
+        """Return the consolidated contents at `as_of` (no _time, no _diff). Waits for upper > as_of.
+
+        Raises HistoryLostError below since.
+        """
         ...
 
     async def batches(self, lower: int) -> list[Batch]:
-        """Batches whose upper > `lower`, in order, contiguous, up to the current upper: every update from `lower` on.
+        """Return the batches whose upper > `lower`, contiguous, up to the current upper: every update from `lower` on.
 
-        Raises HistoryLostError when since has reached `lower`: updates below it may then carry later times.
+        Raises HistoryLostError if since has reached `lower`: updates below it may then have later times.
         """
         ...
 
     async def batches_until(self, as_of: int, timeout_s: float | None = None) -> list[Batch]:
-        """Batches whose updates with time ≤ `as_of` sum up to the contents at it. Waits and raises as `snapshot`."""
+        """Return batches whose updates with time ≤ `as_of` sum to the contents at it.
+
+        Waits and raises as `snapshot`.
+        """
         ...
 
     async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
-        """Rows of the batch with lower ≤ _time < upper."""
+        """Return the rows of the batch with lower ≤ _time < upper."""
         ...
 
     def listen(self, lower: int) -> AsyncIterator[Delta]:
-        """Every update with time ≥ lower, exactly once, then waits for more. Progress-only deltas included."""
+        """Yield every update with time ≥ lower, exactly once, then wait for more. Includes deltas of progress only."""
         ...
 
     def holding(self, what: str, since: int) -> AbstractAsyncContextManager[None]:
-        """Inside, every time ≥ `since` stays readable, and so does what is chosen there, however long it takes.
+        """Keep every time ≥ `since` readable inside the context, and everything chosen there, for any duration.
 
-        For one long read; short ones need none. Raises HistoryLostError, Unavailable, Unknown on entering.
+        For one long read; short ones need no hold. Entering raises HistoryLostError, UnavailableError or
+        UnknownOutcomeError.
         """
         ...
 
     async def wait_upper(self, beyond: int, timeout_s: float) -> int:
-        """Current upper, returned as soon as it is > beyond or after the timeout."""
+        """Wait for upper > beyond, at most until the timeout; return the current upper."""
         ...
 
 
 class Binding(msgspec.Struct, frozen=True):
-    """time → next offsets per partition: a record gets the smallest time whose offsets pass it.
+    """Mapping from a time to next offsets per partition. A record gets the smallest time whose offsets are beyond it.
 
     offsets         topic id → next offset of each partition (exclusive end of what this time covers)
     lsn             for a captured database: the commit LSN of the last transaction covered, else 0
     source_time_ms  when the newest covered change was committed at its source (0 = unknown)
-    tag             content of the marker that asked for this binding, or ""
-    era             how often the captured database had returned to an earlier state; LSNs are ordered within one era
+    tag             content of the marker that requested this binding, or ""
+    era             number of times the captured database returned to an earlier state; LSNs are ordered within one era
     """
 
     time_ms: int
@@ -201,10 +213,10 @@ class Binding(msgspec.Struct, frozen=True):
 
 
 class BindingsPage(msgspec.Struct, frozen=True):
-    """What is bound from a time on, as of one read: `bindings` oldest first, at most as many as were asked for.
+    """Bindings from a time on, as of one read: `bindings` oldest first, at most the requested number.
 
     base    the binding in force just before that time; None before the first
-    newest  of the source; None while there is none
+    newest  the newest binding of the source; None before the first
     """
 
     base: Binding | None
@@ -220,32 +232,35 @@ class Remap(Protocol):
     async def latest(self) -> Binding | None: ...
 
     async def mint(self, binding: Binding) -> Binding:
-        """Append if its time is above the latest and no offset goes back; the first minter wins.
+        """Append a binding if its time is above the latest and no offset goes back; the first minter wins.
 
-        Raises Conflict(current=Binding | None): the loser syncs and mints only what is still missing.
+        Raises ConflictError(current=Binding | None): the loser reads the newest binding and mints only what is still
+        missing.
         """
         ...
 
     async def advance(self, time_ms: int) -> Binding | None:
-        """Make the newest binding's time at least `time_ms`, nothing else having changed; None while there is none."""
+        """Raise the newest binding's time to at least `time_ms`, everything else unchanged. None before the first."""
         ...
 
     async def after(self, time_ms: int, limit: int = 10_000) -> list[Binding]:
-        """Bindings with time > time_ms, oldest first. Raises HistoryLostError when some of them are forgotten."""
+        """Return the bindings with time > time_ms, oldest first. Raises HistoryLostError if some were truncated."""
         ...
 
     async def at(self, time_ms: int) -> Binding | None:
-        """The binding in force at time_ms: the newest with time ≤ time_ms; None before the first and below 0.
+        """Return the binding in force at time_ms: the newest with time ≤ time_ms; None before the first and below 0.
 
-        Raises HistoryLostError when it is forgotten.
+        Raises HistoryLostError if it was truncated.
         """
         ...
 
     async def page(self, lower: int, limit: int = 10_000) -> BindingsPage:
-        """The bindings with time ≥ lower, what was in force before them, and the newest: `after`, `at` and `latest`
-        for one round trip. Raises HistoryLostError as they do."""
+        """Return the bindings with time ≥ lower, the one in force before them, and the newest, in one round trip.
+
+        Combines `after`, `at` and `latest`, and raises HistoryLostError as they do.
+        """
         ...
 
     async def wait(self, beyond_ms: int, timeout_s: float) -> bool:
-        """True as soon as a binding newer than beyond_ms exists."""
+        """Return True as soon as a binding newer than beyond_ms exists, False after the timeout."""
         ...

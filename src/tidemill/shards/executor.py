@@ -1,4 +1,4 @@
-"""Where heavy synchronous work runs: inline (simulation, Spark drivers) or on a thread pool (servers)."""
+"""Executors of heavy synchronous work: inline (simulation, Spark drivers) or on a thread pool (servers)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Cpu(Protocol):
 
 
 async def inline_cpu(work: Callable[[], T]) -> T:
-    """Run at once, on the loop's own thread: deterministic, and right where nobody else waits for the loop."""
+    """Run immediately, on the loop's thread: deterministic, and right if nothing else needs the loop."""
     return work()
 
 
 def pooled_cpu(executor: Executor) -> Cpu:
-    """Run on `executor`, so that a server's loop goes on meanwhile. The executor stays the caller's to close."""
+    """Run on `executor`, so that a server's loop continues concurrently. The caller closes the executor."""
 
     async def run(work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, work)

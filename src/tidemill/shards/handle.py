@@ -1,6 +1,7 @@
-"""`Shard` on its log: the handle of one process. Checks before it asks. What changes no contents is in `read_handle`.
+"""`Shard` on its log: the handle of one process. Reads and operations that leave the contents unchanged are in
+`read_handle`.
 
-What it relies on: `state_machine` gives states that only move forward; `apply` decides; parts are write-once.
+Relies on three facts: `state_machine` yields states that only advance; `apply` decides; parts are write-once.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from tidemill.shards.state.commands import Append, Close, Collected, Drop, Evolv
 from tidemill.shards.state.state import ShardState
 
 INLINE_BUDGET_BYTES = 1 * MIB
-"""Inline parts a shard's state may hold; beyond it small parts become objects until compaction made room."""
+"""Limit for inline parts in a shard's state; above it, small parts become objects until compaction makes room."""
 
 APPEND_ATTEMPTS = 8
 APPEND_PAUSE_S = 0.2
 
 
 class LogShard(ShardReads):
-    """See `api.Shard` for the contract. Any number of handles, in any processes, are equals."""
+    """Implementation of `api.Shard`. Any number of handles, in any processes, are equals."""
 
     @cached_property
     def _appending(self) -> asyncio.Lock:
@@ -53,22 +54,25 @@ class LogShard(ShardReads):
         )
 
     def stamp_ms(self) -> int:
-        """Now, for the key of a part: never before the last sweep, whatever this process's clock says."""
+        """Return the current time for the key of a part: never before the last sweep, even if this process's clock
+        is.
+        """
         return max(self._clock.now_ms(), self.state.swept_ms)
 
     async def compare_and_append(self, lower: int, upper: int, parts: Sequence[Part], token: str) -> int:
-        """See the front. With an empty token a fresh one is drawn: the call itself is then its only retry.
+        """Append a batch (see `api.Shard`). An empty token is replaced by a fresh one, so only this call itself can
+        retry.
 
-        Raises Conflict(current=int), InvalidError, Closed (the shard takes no more), Evolved, UnavailableError (did not
-        happen), UnknownOutcomeError (its token could not be looked up within the attempts: call again with the same
-        token).
+        Raises ConflictError(current=int), InvalidError, ClosedError (the shard is closed), SchemaEvolvedError,
+        UnavailableError (did not happen), UnknownOutcomeError (its token could not be looked up within the attempts:
+        call again with the same token).
         """
         token = token or self._rand.nonce()
         batch = Batch(lower, upper, tuple(parts), self.writer, token, schema_version=self.schema.version)
         bad = bounds_error(batch)
         if bad:
             raise InvalidError(f"{bad} shard={self.name}.", fix="Append [lower, upper) with lower = the shard's upper.")
-        # One append of a writer at a time: only its newest token is remembered.
+        # One append of a writer at a time, since only its newest token is remembered.
         async with self._appending:
             result = await self._propose_append(Append(batch))
         if isinstance(result, Rejected) and result.reason is not Reason.COMMITTED:
@@ -76,7 +80,7 @@ class LogShard(ShardReads):
         return upper
 
     async def _propose_append(self, command: Append) -> ShardState | Rejected:
-        """Propose until the outcome is known. The token makes a repeat of what landed a success."""
+        """Propose until the outcome is known. The token makes a repetition of a landed append succeed."""
         unknown: UnknownOutcomeError | None = None
         for attempt in range(APPEND_ATTEMPTS):
             try:
@@ -85,7 +89,7 @@ class LogShard(ShardReads):
                 unknown = error
             except UnavailableError:
                 if unknown is None:
-                    raise  # nothing was ever in doubt
+                    raise  # the outcome was never in doubt
             await asyncio.sleep(APPEND_PAUSE_S * (attempt + 1))
         assert unknown is not None
         raise UnknownOutcomeError(
@@ -94,7 +98,7 @@ class LogShard(ShardReads):
         ) from unknown
 
     async def replace(self, command: Replace) -> bool:
-        """Put a merged batch in place; False when the batches have moved meanwhile (nothing changed)."""
+        """Replace batches by a merged one; False if the batches moved in the meantime (nothing changed)."""
         result = await self._machine.propose(command)
         if isinstance(result, Rejected):
             if result.reason is Reason.MOVED:
@@ -103,10 +107,11 @@ class LogShard(ShardReads):
         return True
 
     async def evolve(self, changes: Changes) -> ShardSchema:
-        """Give the shard these columns and types; what it has already changes nothing. Returns its newest schema.
+        """Add these columns and types to the shard, and return its newest schema. Changes that it already has are
+        no-ops.
 
-        This handle goes on under its own schema: open the shard again. Raises InvalidError (RFC 0003: only new columns
-        and wider types), Closed, Missing, Unavailable, Unknown (call again: twice is fine).
+        This handle retains its own schema: reopen the shard. Raises InvalidError (RFC 0003: only new columns and wider
+        types), ClosedError, MissingError, UnavailableError, UnknownOutcomeError (call again: idempotent).
         """
         result = await self._machine.propose(Evolve(changes, self._clock.now_ms()))
         if isinstance(result, Rejected):
@@ -116,31 +121,31 @@ class LogShard(ShardReads):
         return result.schema
 
     async def close(self) -> None:
-        """No append is ever accepted again. Closing twice is fine."""
+        """Reject all further appends. Idempotent."""
         result = await self._machine.propose(Close())
         if isinstance(result, Rejected) and result.reason is not Reason.CLOSED:
             raise self._error(result)
 
     async def drop(self) -> None:
-        """Nothing is read or written any more, by any handle. The objects are the caller's to delete. Twice is fine."""
+        """Reject all further reads and writes, of any handle. The caller deletes the objects. Idempotent."""
         result = await self._machine.propose(Drop(self.shard_id))
         if isinstance(result, Rejected) and result.reason is not Reason.DROPPED:
             raise self._error(result)
 
     async def collected(self, version: int) -> None:
-        """The objects of the garbage up to `version` are deleted."""
+        """Record that the objects of the garbage up to `version` are deleted."""
         await self._settle(Collected(version))
 
     async def sweep(self, before_ms: int) -> ShardState:
-        """From now on no part written before can be shown: what nobody refers to of them is an orphan for good."""
+        """Reject all parts written before this time from now on: those without a reference are orphans permanently."""
         return await self._settle(Sweep(before_ms))
 
     async def rollup(self) -> None:
-        """Write the whole state now, so that the next one who opens the shard reads little else."""
+        """Write the whole state now, so that opening the shard reads little else."""
         await self._machine.rollup()
 
     async def aclose(self) -> None:
-        """Let go of the handle: an append under way ends as Unknown. The shard itself is untouched."""
+        """Close the handle: an append in flight ends with UnknownOutcomeError. The shard itself is unaffected."""
         await self._machine.aclose()
 
 

@@ -1,7 +1,7 @@
-"""Opening by name. A shard's register `shard/<name>` decides, once, its id and first schema; its log holds the rest.
+"""Opens shards by name. The register `shard/<name>` decides a shard's id and first schema, once; its log has the rest.
 
-register shard/<name>     the encoded Create command (codec): first writer wins. Drop after it: the name is free again
-log      shard/<shard id> commands; the first is that same Create, put there by whoever opens first
+register shard/<name>     the encoded Create command (codec): the first writer wins. Drop after it frees the name
+log      shard/<shard id> commands; the first is the same Create, written by the first process that opens the shard
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ async def open_shard(
     writer: str = "",
     cpu: Cpu = inline_cpu,
 ) -> LogShard:
-    """The shard's handle; with `schema` it is created when absent, and gets the columns and wider types that it lacks.
+    """Open a shard. With `schema`, create it if absent, and add the columns and wider types that it lacks.
 
     Raises MissingError (absent and no schema given), InvalidError (bad name or schema, or it exists with one that
-    cannot become this one: the message has the difference), Closed, Unavailable, Unknown.
+    cannot become this one: the message has the difference), ClosedError, UnavailableError, UnknownOutcomeError.
     """
     _check_name(name)
     wanted = None if schema is None else checked(schema)
@@ -65,7 +65,10 @@ async def open_shard(
 
 
 async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> None:
-    """Until the shard holds every column of `wanted`. Racing evolvers may be first, and be asked for more or less."""
+    """Evolve until the shard has every column of `wanted`.
+
+    Racing processes may be first, and want more or fewer columns.
+    """
     while True:
         seen = machine.state.schema
         try:
@@ -74,8 +77,8 @@ async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> N
             name = machine.state.name
             raise InvalidError(
                 f"shard exists with another schema: shard={name} difference=[{difference(seen, wanted)}].",
-                fix="New columns and wider types are taken by themselves. For anything else name another shard, or have"
-                f" it made anew: tidemill shard drop {name}",
+                fix="New columns and wider types are added automatically. Otherwise use another shard, or re-create it:"
+                f" tidemill shard drop {name}",
             ) from error
         if not changes:
             return
@@ -85,14 +88,14 @@ async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> N
 
 
 async def read_shards(consensus: Consensus) -> list[ShardState]:
-    """The states of all shards in name order, each as of now, without writing anything."""
+    """Return the current states of all shards in name order, without writing."""
     replicas = [shard_replica(consensus, created.shard_id) for created in await created_shards(consensus)]
     states = await asyncio.gather(*(replica.load() for replica in replicas))
     return [state for state in states if state is not None and not state.dropped]
 
 
 async def read_shard(consensus: Consensus, name: str) -> ShardState | None:
-    """The state of one shard as of now, without writing anything; None when there is none of this name."""
+    """Return the current state of one shard, without writing; None if there is no shard of this name."""
     found = await registered(consensus, name)
     if found is None or not isinstance(found[0], Create):
         return None
@@ -101,44 +104,46 @@ async def read_shard(consensus: Consensus, name: str) -> ShardState | None:
 
 
 async def created_shards(consensus: Consensus) -> list[Create]:
-    """What the register of every shard that was not dropped says, in name order."""
+    """Return the register contents of every shard that was not dropped, in name order."""
     return [created for _, created in await all_registered(consensus) if isinstance(created, Create)]
 
 
 async def all_registered(consensus: Consensus) -> list[tuple[str, Create | Drop]]:
-    """Every name there ever was, in order, with its shard or that it was dropped."""
+    """Return every name ever used, in order, with its creation or drop."""
     found = await consensus.scan(PREFIX)
     return [(key[len(PREFIX) :], _created(key[len(PREFIX) :], version)) for key, version in found]
 
 
 async def registered(consensus: Consensus, name: str) -> tuple[Create | Drop, Versioned] | None:
-    """What the name's register says and its version; None when there never was such a shard."""
+    """Return the contents and version of the name's register; None if there never was such a shard."""
     found = await consensus.head(PREFIX + name)
     return None if found is None else (_created(name, found), found)
 
 
 async def is_created(consensus: Consensus, name: str) -> bool:
-    """Is there a shard of this name? Raises CorruptError."""
+    """Return whether there is a shard of this name. Raises CorruptError."""
     found = await registered(consensus, name)
     return found is not None and isinstance(found[0], Create)
 
 
 async def unregister(consensus: Consensus, rand: Rand, name: str, shard_id: str) -> None:
-    """Free the name of shard `shard_id`; of another shard under that name nothing changes."""
+    """Free the name of shard `shard_id`; another shard under that name is left unchanged."""
     while True:
         found = await registered(consensus, name)
         if found is None or not isinstance(found[0], Create) or found[0].shard_id != shard_id:
             return
-        with contextlib.suppress(ConflictError, UnknownOutcomeError):  # what stands there now tells
+        with contextlib.suppress(ConflictError, UnknownOutcomeError):  # the next read of the register decides
             await consensus.cas(PREFIX + name, found[1].seq, encode_command(Drop(shard_id)), rand.nonce())
 
 
 async def drop_created(
     consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, created: Create
 ) -> ShardState:
-    """Drop the shard that `created` made; its state before. One that is dropped already is freed of its name, whatever
-    cut that off; of another shard under the name nothing changes. Raises Unavailable, UnknownOutcomeError: call it
-    again."""
+    """Drop the shard that `created` made; return its state before.
+
+    If it was dropped already, an interrupted drop is completed and its name freed. Another shard under the name is left
+    unchanged. Raises UnavailableError, UnknownOutcomeError: call it again.
+    """
     shard = LogShard(await open_machine(consensus, rand, created), objects, clock, rand)
     try:
         held = shard.state
@@ -151,14 +156,14 @@ async def drop_created(
 
 
 async def open_remap(consensus: Consensus, clock: Clock, rand: Rand, name: str) -> LogRemap:
-    """The bindings of one source (`capture/<name>`, `topic/<name>`). An unwritten one is simply empty."""
+    """Open the bindings of one source (`capture/<name>`, `topic/<name>`). An unwritten one is empty."""
     if not name or name.startswith("/") or name.endswith("/"):
         raise InvalidError(f"bad remap name: remap={name!r}.", fix="Use capture/<name> or topic/<name>.")
     return LogRemap(consensus, name, clock, rand)
 
 
 async def _create(consensus: Consensus, rand: Rand, create: Create, dropped: Versioned | None) -> Create:
-    """Write the register once; whoever was first decides. An unknown outcome is looked up, never guessed."""
+    """Write the register once; the first writer decides. An unknown outcome is looked up, never guessed."""
     try:
         seq = 0 if dropped is None else dropped.seq
         await consensus.cas(PREFIX + create.name, seq, encode_command(create), rand.nonce())
@@ -166,14 +171,16 @@ async def _create(consensus: Consensus, rand: Rand, create: Create, dropped: Ver
     except (ConflictError, UnknownOutcomeError) as error:
         found = await registered(consensus, create.name)
         if found is None or not isinstance(found[0], Create):
-            raise UnknownOutcomeError(f"creation is not settled: shard={create.name}.", fix="Open it again.") from error
+            raise UnknownOutcomeError(
+                f"the outcome of the creation is unknown: shard={create.name}.", fix="Open the shard again."
+            ) from error
         return found[0]
 
 
 def _created(name: str, version: Versioned) -> Create | Drop:
     command = decode_command(version.data)
     if not isinstance(command, Create | Drop):
-        raise CorruptError(f"shard register is no creation: shard={name} seq={version.seq}.")
+        raise CorruptError(f"the shard's register is not a creation: shard={name} seq={version.seq}.")
     return command
 
 

@@ -2,5 +2,5 @@
 
     progress of a source ─► minter ─► reclock (which times) ─► remap (fenced log)
 
-Owns the remap shard of a source. Terms are Materialize's.
+Owns the remap shard of a source. The terms are Materialize's.
 """

@@ -1,13 +1,13 @@
-"""The one engine that turns progress into time: stores what is known of a source as its next binding.
+"""The engine that turns progress into time: stores the known progress of a source as its next binding.
 
-    who                what it knows                             another minter was first
-    a capture          commit boundaries, the only one to mint    its own late attempt, or this session is over
-    a stream's nodes   high watermarks of what each leads         mint what is still missing, or nothing (MG2)
+    minter             its knowledge                              after another minter was first
+    a capture          commit boundaries, as the only minter      its own late attempt landed, or the session ends
+    a stream's nodes   high watermarks of their own partitions    mint what is still missing, or nothing
 
-MG1  Nothing is minted while nothing moved: an idle source costs no write and no look. Who needs its time to move on
-     advances it (`Remap.advance`).
-MG2  Minters that are equals lose nothing: a binding is completed by what the newest one says of everything else.
-MG3  A binding whose outcome is unknown is looked up, never guessed; until it is known nothing else is minted.
+Invariant (idle source): nothing is minted while nothing moved; an idle source costs no write and no read. A consumer
+that needs its time to advance calls `Remap.advance`. Invariant (equal minters): concurrent minters lose nothing, since
+a binding is completed from the newest one. Invariant (no guess): a binding with an unknown outcome is looked up; until
+it is resolved, nothing else is minted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class Minter:
-    """Of one source. One caller at a time."""
+    """Minter of one source, for one caller at a time."""
 
     def __init__(self, remap: Remap, clock: Clock, *, interval_ms: int) -> None:
         self.latest: Binding | None = None
@@ -44,12 +44,12 @@ class Minter:
         return self._remap.name
 
     async def open(self) -> Binding | None:
-        """Read the newest binding."""
+        """Read and return the newest binding."""
         self.latest = await self._remap.latest()
         return self.latest
 
     def due_in_s(self, interval_ms: int | None = None) -> float:
-        """How long until the next binding may be minted; at most the interval."""
+        """Return the time until the next binding may be minted; at most the interval."""
         wait_s = (self._interval_ms if interval_ms is None else interval_ms) / 1000
         return max(0.0, min(wait_s, self._minted_s + wait_s - self._clock.monotonic_s()))
 
@@ -58,9 +58,9 @@ class Minter:
             await asyncio.sleep(wait_s)
 
     async def mint(self, said: Binding) -> None:
-        """Store `said` at the first free time from now on (its own time is not looked at), as the only minter.
+        """Store `said` at the first free time from now on (its own time is ignored), as the only minter.
 
-        Raises UnavailableError when somebody else's binding makes the caller's count worthless.
+        Raises UnavailableError if another minter's binding invalidates the caller's progress.
         """
         while True:
             attempt = replace(said, time_ms=self._next_ms())
@@ -80,7 +80,9 @@ class Minter:
         self._minted_s = self._clock.monotonic_s()
 
     async def mint_missing(self, seen: Offsets, source_time_ms: int) -> bool:
-        """Store what of `seen` (topic → next offsets, 0 = not known here) no binding covers yet; False when all is."""
+        """Store the part of `seen` (topic → next offsets, 0 = not known here) that no binding covers yet; False if all
+        is covered.
+        """
         while True:
             offsets = missing(self.latest, seen)
             if not offsets and self.latest is not None:
@@ -99,7 +101,10 @@ class Minter:
         return True
 
     def whole(self, binding: Binding, topics: Offsets) -> Offsets:
-        """Its offsets of these topics (bindings also carry topics of tables that are captured no longer)."""
+        """Return a binding's offsets of these topics.
+
+        Bindings also have topics of tables that are no longer captured.
+        """
         return {topic_id: binding.offsets.get(topic_id, ()) for topic_id in topics}
 
     def _next_ms(self) -> int:
@@ -107,11 +112,11 @@ class Minter:
         return now_ms if self.latest is None else max(now_ms, self.latest.time_ms + 1)
 
     async def _pause(self, error: UnavailableError | UnknownOutcomeError) -> None:
-        log.warning("binding not stored, trying again", remap=self.name, cause=str(error))
+        log.warning("binding not stored, retrying", remap=self.name, cause=str(error))
         await asyncio.sleep(RETRY_PAUSE_S)
 
     def _lands_on(self, binding: Binding) -> bool:
-        """The attempt whose answer was lost did land."""
+        """Return whether the attempt whose answer was lost did land."""
         latest = self.latest
         return latest is not None and (
             latest.time_ms, latest.era, latest.lsn, latest.tag, self.whole(latest, binding.offsets),

@@ -1,7 +1,7 @@
-"""Bindings as a value: which time a record gets, which times a minter may take. Pure (notes: reclocking).
+"""Rules of bindings: which time a record gets, and which times a minter may choose. Pure.
 
-B1  times grow; no partition's offset ever goes back, and no LSN within one era (RFC 0010).
-B2  a record gets the smallest time whose offsets pass it, for every reader, for ever.
+Invariant (progress): times grow; no partition's offset ever goes back, and no LSN within one era (RFC 0010). Invariant
+(determinism): a record gets the smallest time whose offsets are beyond it, for every reader, forever.
 
 A binding at time t makes the data's upper t + 1: everything up to and including t is then known.
 """
@@ -18,7 +18,9 @@ from tidemill.shards.api import Binding
 
 
 def carried(latest: Binding | None, binding: Binding) -> Binding:
-    """The binding with what it does not name carried forward from the latest: a binding is always whole."""
+    """Return the binding, completed from the latest by the fields that it does not name: a binding is always
+    complete.
+    """
     if latest is None:
         return binding
     return replace(
@@ -31,7 +33,7 @@ def carried(latest: Binding | None, binding: Binding) -> Binding:
 
 
 def check_alone(binding: Binding) -> None:
-    """What no history could make right. Raises InvalidError."""
+    """Check a binding without its history. Raises InvalidError."""
     if binding.time_ms < 0 or binding.lsn < 0:
         raise InvalidError(f"a binding cannot be negative: time_ms={binding.time_ms} lsn={binding.lsn}.")
     for topic, offsets in binding.offsets.items():
@@ -40,7 +42,7 @@ def check_alone(binding: Binding) -> None:
 
 
 def follows(latest: Binding | None, binding: Binding) -> str:
-    """Why the binding cannot come next (B1), or ""."""
+    """Return why the binding would break the progress invariant as the next one, or ""."""
     if latest is None:
         return ""
     if binding.time_ms <= latest.time_ms:
@@ -55,7 +57,7 @@ def follows(latest: Binding | None, binding: Binding) -> str:
 
 
 def in_force(bindings: Sequence[Binding], time_ms: int) -> Binding | None:
-    """The newest binding with time ≤ time_ms, or None."""
+    """Return the newest binding with time ≤ time_ms, or None."""
     at = bisect_right(bindings, time_ms, key=lambda b: b.time_ms)
     return bindings[at - 1] if at else None
 
@@ -66,9 +68,9 @@ def later_than(bindings: Sequence[Binding], time_ms: int, limit: int) -> list[Bi
 
 
 def missing(latest: Binding | None, seen: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """What of `seen` (topic → next offsets) no binding covers yet, per topic the elementwise greatest; {} = nothing.
+    """Return the part of `seen` (topic → next offsets) that no binding covers yet, per topic the elementwise maximum.
 
-    The loser of a mint calls this with the winner's binding, and mints only what is still missing.
+    {} = nothing is missing. The loser of a mint calls this with the winner's binding, and mints only the rest.
     """
     out = {}
     for topic, offsets in seen.items():

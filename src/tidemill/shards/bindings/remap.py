@@ -1,21 +1,21 @@
-"""`Remap` on a fenced log: one record a binding, appended at the expected position in term 0.
+"""`Remap` on a fenced log: one record per binding, appended at the expected position in term 0.
 
-The append *is* the compare-and-append: whoever lands at position n minted the n-th binding, and every
-other minter is told Conflict before or after the attempt. No rollup is needed: the newest record is the
-state. Records are msgpack:
+The append is the compare-and-append: the writer that lands at position n minted the n-th binding, and every other
+minter gets ConflictError before or after its attempt. No rollup is needed, since the newest record is the state.
+Records are msgpack:
 
     whole = [1, time_ms, {topic id: [next offset…]}, lsn, source_time_ms, tag, era]
     delta = [2, back, time_ms, {topic id: [next offset…]}, lsn, source_time_ms, tag, era]
 
-A delta names only the topics that moved, 0 for an LSN or a source time that did not, and how many records back the
-newest whole one stands (at most WHOLE_EVERY). "Still the same" is a delta without anything: some twenty bytes. The era
-is absent where it is 0 or the delta has no LSN.
+A delta contains only the topics that moved, 0 for an unchanged LSN or source time, and the number of records back to
+the newest whole one (at most WHOLE_EVERY). A delta without any change takes about twenty bytes. The era is absent if it
+is 0 or the delta has no LSN.
 
-Opening costs one or two reads. `_window` holds the newest bindings contiguously and follows the log; older ones
-are found by bisection over log positions (times grow with positions) and read when asked for.
+Opening costs one or two reads. `_window` holds the newest bindings contiguously and follows the log. Older ones are
+found by bisection over log positions (times grow with positions) and read on demand.
 
-B3  The log begins with a whole record. It is truncated (`forget`) only behind what every reader may still ask for;
-    who asks for less is told HistoryLostError. Time -1 is before everything, and always known.
+Invariant (readable log): the log begins with a whole record. `forget` truncates only bindings that no reader may still
+need; a read of a truncated one raises HistoryLostError. Time -1 is before everything, and always known.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tidemill.shards.bindings import reclock
 WHOLE = 1
 DELTA = 2
 WHOLE_EVERY = 64
-"""Records from one whole binding to the next at most: what reading one old binding costs."""
+"""Maximum distance of two whole records, which bounds the cost of reading one old binding."""
 
 WINDOW_BINDINGS = 2_000
-"""Newest bindings kept in memory; trimmed to half of it when it grows past. One of 100 tables takes about 5 kB."""
+"""Number of newest bindings kept in memory; trimmed to half when exceeded. One of 100 tables takes about 5 kB."""
 
 RESOLVE_ATTEMPTS = 20
 RESOLVE_PAUSE_S = 0.1
@@ -48,19 +48,21 @@ _decoder = msgspec.msgpack.Decoder()
 
 
 class Stored(NamedTuple):
-    """A record: `binding` is all of it when `back` is 0, else what changed since the record before."""
+    """A decoded record: `binding` is complete if `back` is 0, else it has only the changes since the previous
+    record.
+    """
 
     back: int
     binding: Binding
 
 
 def encode_binding(b: Binding) -> bytes:
-    """A whole record."""
+    """Encode a whole record."""
     return _encoder.encode([WHOLE, b.time_ms, b.offsets, b.lsn, b.source_time_ms, b.tag, *_era(b)])
 
 
 def encode_delta(latest: Binding, b: Binding, back: int) -> bytes:
-    """`b`, which follows `latest`; the newest whole record stands `back` records before."""
+    """Encode `b`, which follows `latest`, as a delta; the newest whole record is `back` records before."""
     moved = {topic: offsets for topic, offsets in b.offsets.items() if latest.offsets.get(topic) != offsets}
     moves = (b.era, b.lsn) != (latest.era, latest.lsn)
     lsn = b.lsn if moves else 0
@@ -73,7 +75,7 @@ def _era(b: Binding) -> tuple[int, ...]:
 
 
 def decode_stored(data: bytes) -> Stored:
-    """Raises CorruptError."""
+    """Decode a record. Raises CorruptError."""
     try:
         form, *fields = _decoder.decode(data)
         if form not in (WHOLE, DELTA):
@@ -87,12 +89,12 @@ def decode_stored(data: bytes) -> Stored:
 
 
 def decode_binding(data: bytes, before: Binding | None = None) -> Binding:
-    """The whole binding; `before`: that of the record before, which a delta rests on. Raises CorruptError."""
+    """Decode a complete binding. A delta needs `before`, the binding of the previous record. Raises CorruptError."""
     back, binding = decode_stored(data)
     if not back:
         return binding
     if before is None:
-        raise CorruptError(f"a binding rests on one that is not there: time_ms={binding.time_ms}.")
+        raise CorruptError(f"a binding refers to a missing previous one: time_ms={binding.time_ms}.")
     return reclock.carried(before, binding)
 
 
@@ -106,7 +108,7 @@ def log_name(name: str) -> str:
 class LogRemap:
     """One process's handle; any number of them mint and read the same bindings.
 
-    `clock` is not read: every time is in a binding, and waiting is the event loop's.
+    `clock` is not read: every time is in a binding, and the event loop waits.
     """
 
     def __init__(self, consensus: Consensus, name: str, clock: Clock, rand: Rand) -> None:
@@ -123,12 +125,12 @@ class LogRemap:
 
     @property
     def position(self) -> int:
-        """Next position of the log, as last seen."""
+        """Next position of the log, as last read."""
         return self._next
 
     @property
     def length(self) -> int:
-        """Records that the log keeps, as last seen."""
+        """Number of records in the log, as last read."""
         return self._next - self._log_start
 
     async def latest(self) -> Binding | None:
@@ -136,10 +138,11 @@ class LogRemap:
         return self._window[-1] if self._window else None
 
     async def mint(self, binding: Binding) -> Binding:
-        """Append `binding`, completed by what it leaves out (`reclock.carried`); returns what was stored.
+        """Append `binding`, completed from the latest (`reclock.carried`); return the stored one.
 
-        Raises ConflictError(current=Binding | None) when somebody was first or B1 would break, Invalid when it is wrong
-        in itself, UnavailableError (did not happen), UnknownOutcomeError (not even its nonce could be looked up).
+        Raises ConflictError(current=Binding | None) if another minter was first or the binding would go back,
+        InvalidError if it is invalid on its own, UnavailableError (did not happen), UnknownOutcomeError (its nonce
+        could not be looked up).
         """
         reclock.check_alone(binding)
         await self._sync()
@@ -170,16 +173,17 @@ class LogRemap:
         return whole
 
     async def advance(self, time_ms: int) -> Binding | None:
-        """Make the newest binding's time at least `time_ms`, everything else being the same; None while there is none.
+        """Raise the newest binding's time to at least `time_ms`, everything else unchanged. None before the first.
 
-        Anybody may: what is bound later gets a later time. For who needs an idle source's time to move (a derived
-        table beside a busy one); nobody else mints for an idle source. Raises UnavailableError, UnknownOutcomeError.
+        Any process may do so: later progress gets a later time. For consumers that need an idle source's time to
+        advance, such as a derived table of an idle and a busy source; no other process mints for an idle source. Raises
+        UnavailableError or UnknownOutcomeError.
         """
         while True:
             latest = await self.latest()
             if latest is None or latest.time_ms >= time_ms:
                 return latest
-            with contextlib.suppress(ConflictError):  # somebody else's binding may be late enough
+            with contextlib.suppress(ConflictError):  # another minter's binding may be late enough
                 return await self.mint(Binding(time_ms, {}))
 
     async def after(self, time_ms: int, limit: int = 10_000) -> list[Binding]:
@@ -209,16 +213,18 @@ class LogRemap:
         return (await self._read(position - 1, 1))[0] if position else None
 
     async def oldest_ms(self) -> int | None:
-        """Time of the oldest binding that is kept; None while there is none. Raises MissingError: truncated
-        meanwhile."""
+        """Return the time of the oldest stored binding; None before the first.
+
+        Raises MissingError if it is truncated concurrently.
+        """
         await self._sync()
         found = await self._stored(self._log_start, 1) if self.length else []
         return found[0].binding.time_ms if found else None
 
     async def forget(self, time_ms: int) -> int:
-        """Truncate what nobody asks for who asks for `time_ms` and later; returns how many bindings went.
+        """Truncate bindings that no read at `time_ms` or later needs; return their number.
 
-        The binding in force at `time_ms` stays, and the whole record that it rests on.
+        The binding in force at `time_ms` is retained, and the whole record to which it refers.
         """
         await self._sync()
         head = await self._consensus.log_head(self._log)
@@ -255,18 +261,18 @@ class LogRemap:
         return self._next - len(self._window)
 
     def _in_window(self, time_ms: int) -> bool:
-        """Does the window answer for this time? It reaches back to the time, or to the beginning of everything."""
+        """Return whether the window covers this time: it reaches back to the time, or to the first binding."""
         if not self._window or time_ms >= self._window[0].time_ms or self._start == 0:
             return True
         return time_ms < 0 and self._start <= self._log_start
 
     def _push(self, position: int, data: bytes) -> None:
-        """Add the binding at `position` unless a concurrent sync already did. No await: it is one step."""
+        """Add the binding at `position` unless a concurrent sync already did. There is no await, so it is one step."""
         if position != self._next:
             return
         back, changed = decode_stored(data)
         if not self._window and back:
-            raise CorruptError(f"a binding rests on one that is not there: remap={self.name} position={position}.")
+            raise CorruptError(f"a binding refers to a missing previous one: remap={self.name} position={position}.")
         self._window.append(reclock.carried(self._window[-1], changed) if back else changed)
         self._whole_at = position - back
         self._next += 1
@@ -274,7 +280,7 @@ class LogRemap:
             del self._window[: WINDOW_BINDINGS // 2]
 
     async def _sync(self) -> None:
-        """Bring the window to the head of the log: one read when nothing or little is new."""
+        """Advance the window to the head of the log; one read if little is new."""
         async with self._syncing:
             while True:
                 if not self._opened:
@@ -284,7 +290,7 @@ class LogRemap:
                 try:
                     found = await self._consensus.read(self._log, self._next)
                 except MissingError:
-                    self._opened = False  # truncated past where this handle was: begin anew at the newest
+                    self._opened = False  # truncated past the position of this handle: reopen at the newest
                     continue
                 self._log_start = found.head.start
                 for record in found.records:
@@ -293,7 +299,7 @@ class LogRemap:
                     return
 
     async def _newest_whole(self) -> int:
-        """The position to open at. Raises MissingError never: a truncation meanwhile is looked at again."""
+        """Return the position at which to open. Never raises MissingError: after a concurrent truncation it retries."""
         while True:
             head = await self._consensus.log_head(self._log)
             if head.next == head.start:
@@ -305,7 +311,7 @@ class LogRemap:
             return head.next - 1 - decode_stored(found.records[0].data).back
 
     async def _landed(self, position: int, nonce: str) -> bool:
-        """Resolve an unknown append by its nonce, patiently: guessing would mint a binding twice or lose one."""
+        """Resolve an unknown append by its nonce, with retries: guessing would mint a binding twice or lose one."""
         for attempt in range(RESOLVE_ATTEMPTS):
             try:
                 return await resolve_append(self._consensus, self._log, position, nonce)
@@ -313,11 +319,15 @@ class LogRemap:
                 if attempt == RESOLVE_ATTEMPTS - 1:
                     break
                 await asyncio.sleep(RESOLVE_PAUSE_S)
-        raise UnknownOutcomeError(f"a mint could not be resolved: remap={self.name} position={position} nonce={nonce}.")
+        raise UnknownOutcomeError(
+            f"the outcome of a mint could not be resolved: remap={self.name} position={position} nonce={nonce}."
+        )
 
     async def _position_after(self, time_ms: int) -> int:
-        """Position of the first binding later than `time_ms`: bisection, one read a step. Raises HistoryLostError
-        (B3)."""
+        """Return the position of the first binding later than `time_ms`, by bisection, one read per step.
+
+        Raises HistoryLostError if that binding may have been truncated.
+        """
         while True:
             start = (await self._consensus.log_head(self._log)).start
             low, high = start, self._next
@@ -329,22 +339,22 @@ class LogRemap:
                     else:
                         low = middle + 1
             except MissingError:
-                continue  # truncated meanwhile
+                continue  # truncated in the meantime
             if low == start > 0 and time_ms >= 0:
                 raise HistoryLostError(
-                    f"bindings this old are forgotten: remap={self.name} wanted={time_ms}.",
-                    fix="Read from a newer time; a shard that stood for so long is made again after `shard drop`.",
+                    f"bindings of this time were truncated: remap={self.name} wanted={time_ms}.",
+                    fix="Read from a newer time; if a shard was stalled until now, drop it so that it is re-created.",
                 )
             return low
 
     async def _read(self, position: int, limit: int) -> list[Binding]:
-        """Whole bindings from `position` on. Raises HistoryLostError when they are truncated meanwhile."""
+        """Return complete bindings from `position` on. Raises HistoryLostError if they are truncated concurrently."""
         try:
             first = (await self._stored(position, 1))[:1]
             back = first[0].back if first else 0
             found = await self._stored(position - back, limit + back)
         except MissingError as error:
-            raise HistoryLostError(f"bindings were forgotten while they were read: remap={self.name}.") from error
+            raise HistoryLostError(f"bindings were truncated while they were read: remap={self.name}.") from error
         out: list[Binding] = []
         for stored in found:
             out.append(reclock.carried(out[-1], stored.binding) if stored.back else stored.binding)

@@ -1,1 +1,1 @@
-"""Compaction of a shard: consecutive batches become one, times at or below since become one sum."""
+"""Compaction of a shard: consecutive batches are merged, and updates at or below since are summed."""

@@ -1,22 +1,26 @@
-"""Compaction: consecutive batches become one, and what lies at or below since becomes its sum. Off the commit path.
+"""Compaction: consecutive batches become one, and updates at or below since become their sum. Off the commit path.
 
-C1  The merged batch covers exactly [first lower, last upper), so the batches stay contiguous (S2).
-C2  For every readable time the sum of updates is unchanged: only times below since move, and only up to
-    min(since, upper - 1); a listener at frontier f ≤ since is stopped by its own check, every other one
-    filters by time and sees nothing twice.
-C3  The merge is shown only if every batch it read still stands as it was (Replace); a loser has made
-    orphans and nothing else, also where what it was reading was collected before it had read it. Replaced objects
-    become garbage in the same step, and are collected later.
-    Parts are written under the newest schema that the state had when the batches were chosen.
-C4  Memory is bounded by RANGE_BYTES of parts, whatever the shard's size: hashes are uniform, so a merge goes by
-    equal ranges of them.
+Invariants:
+
+- Contiguity: the merged batch covers exactly [first lower, last upper), so the batches stay contiguous.
+- Same contents: for every readable time the sum of updates is unchanged. Only times below since move, and only up to
+  min(since, upper - 1). A listener at a frontier f ≤ since is stopped by its own check; every other one filters by time
+  and sees nothing twice.
+- Optimistic replace: the merge becomes visible only if every batch that it read is unchanged (Replace). A merge that
+  loses leaves only orphaned objects, even if its input was deleted before it was read. Replaced objects become garbage
+  in the same step, and are deleted later. Parts are written under the newest schema at the time when the batches were
+  chosen.
+- Bounded memory: RANGE_BYTES of parts, for any size of the shard. Hashes are uniform, so a merge proceeds by equal
+  ranges of them.
 
 Two reasons to merge:
-  tiers   FAN_IN small neighbours: so that a shard has few batches
-  space   what is settled (at or below since) and not yet summed up with the oldest batch weighs as much as it: all
-          of it may be dead, so that what is stored stays within twice what lives
 
-`compact_once` is the keeper's. Any number may call it at once; one wins a run, the others find it moved.
+    tiers   FAN_IN small neighbours: so that a shard has few batches
+    space   updates that are settled (at or below since) but not yet summed with the oldest batch are as large as it:
+            all of them may be dead, so this keeps the stored size within twice the live size
+
+`compact_once` is called by maintenance. Any number of processes may call it concurrently; one wins a run, the others
+find that it moved.
 """
 
 from __future__ import annotations
@@ -47,22 +51,25 @@ from tidemill.shards.state.commands import Replace
 from tidemill.shards.state.state import ShardState, batch_sums, garbage_full
 
 FAN_IN = 8
-"""Batches of one size class before they are merged; each update is rewritten about log8(size) times."""
+"""Number of batches of one size class before they are merged; each update is rewritten about log8(size) times."""
 
 RUN_BATCHES = 512
 RUN_BYTES = 128 * MIB
-"""One merge of small neighbours reads at most this much."""
+"""Input limit of one merge of small neighbours."""
 
 RANGE_BYTES = 32 * MIB
-"""A merge holds at most about this much of encoded parts at once; decoded rows take about three times as much, and of
-texts that compress better than that as many times more as they do: nothing says it before they are decoded."""
+"""Encoded bytes of parts that a merge holds at a time, approximately.
+
+Decoded rows take about three times as much, and more for texts that compress better: their size is unknown before they
+are decoded.
+"""
 
 PART_ROWS = 1 << 20
 SMALLEST_CLASS_BYTES = 64 << 10
 
 
 class Compacted(msgspec.Struct, frozen=True):
-    """What one merge did. `shown` False = somebody moved the batches first, and nothing changed."""
+    """Result of one merge. `shown` is False if another process moved the batches first; then nothing changed."""
 
     batches: int
     rows_in: int
@@ -73,7 +80,7 @@ class Compacted(msgspec.Struct, frozen=True):
 
 
 def size_class(batch: Batch) -> int:
-    """0 up to SMALLEST_CLASS_BYTES, then one more for every factor of FAN_IN."""
+    """Return 0 up to SMALLEST_CLASS_BYTES, then one more for every factor of FAN_IN."""
     size, out, bound = batch_sums(batch)[1], 0, SMALLEST_CLASS_BYTES
     while size > bound:
         bound *= FAN_IN
@@ -82,11 +89,11 @@ def size_class(batch: Batch) -> int:
 
 
 def choose(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
-    """[start, end) of the run to merge, (0, 0) = none. Pure.
+    """Choose the run to merge as [start, end); (0, 0) = none. Pure.
 
-    Space first. Else the oldest run of at least FAN_IN consecutive batches of one class or smaller, smallest class
-    first, within the run limits. The newest batch is left alone while empty: idle ticks extend it, and would unseat
-    every merge.
+    Space comes first. Otherwise it is the oldest run of at least FAN_IN consecutive batches of one class or smaller,
+    smallest class first, within the run limits. An empty newest batch is excluded: idle ticks extend it, which would
+    defeat every merge.
     """
     count = len(batches) - 1 if batches and not batches[-1].parts else len(batches)
     classes = [size_class(b) for b in batches[:count]]
@@ -110,9 +117,9 @@ def choose(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
 
 
 async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu: Cpu = inline_cpu) -> Compacted | None:
-    """Merge one run, or return None when there is nothing to do. When it raises, nothing changed.
+    """Merge one run; return None if there is nothing to do. If it raises, nothing changed.
 
-    Raises MissingError only of what the shard still names.
+    Raises MissingError only for an object that the shard still references.
     """
     await shard.frontiers()
     state = shard.state
@@ -128,7 +135,10 @@ async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu
         await shard.frontiers()
         if {*gone} <= {batch_id(b) for b in shard.state.batches}:
             raise
-        batch, shown = Batch(run[0].lower, run[-1].upper, ()), False  # somebody merged them, and they were collected
+        batch, shown = (
+            Batch(run[0].lower, run[-1].upper, ()),
+            False,
+        )  # another process merged them, and they were deleted
     sums = [batch_sums(b) for b in run]
     out = batch_sums(batch)
     return Compacted(len(run), sum(s[0] for s in sums), out[0], sum(s[1] for s in sums), out[1], shown)
@@ -137,7 +147,7 @@ async def compact_once(shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu
 async def _merged(
     shard: LogShard, objects: ObjectStore, rand: Rand, state: ShardState, run: Sequence[Batch], cpu: Cpu
 ) -> Batch:
-    """The batch that may stand for the run: its parts are stored, and nothing refers to them yet."""
+    """Return the batch that may replace the run. Its parts are stored, and nothing refers to them yet."""
     lower, upper = run[0].lower, run[-1].upper
     advance_to = min(state.since, upper - 1)
     now_ms = shard.stamp_ms()
@@ -169,7 +179,7 @@ async def _merged(
 
 
 def hash_ranges(size_bytes: int) -> list[tuple[int, int]]:
-    """Equal inclusive ranges of the 64 bits of a hash, about RANGE_BYTES of parts each."""
+    """Return equal inclusive ranges of the 64 bits of a hash, about RANGE_BYTES of parts each."""
     count = max(1, -(-size_bytes // RANGE_BYTES))
     cuts = [(i << 64) // count for i in range(count + 1)]
     return [(a, b - 1) for a, b in pairwise(cuts)]
@@ -178,7 +188,7 @@ def hash_ranges(size_bytes: int) -> list[tuple[int, int]]:
 async def _in_range(
     schema: ShardSchema, reader: PartReader, run: Sequence[Batch], low: int, high: int, cpu: Cpu
 ) -> pa.Table:
-    """Updates of the run whose hash is in [low, high], part after part, so that one decoded part is held at a time."""
+    """Return the run's updates whose hash is in [low, high], one part at a time, so that one decoded part is held."""
     found = [part_schema(schema).empty_table()]
     for batch in run:
         for part in batch.parts:
@@ -192,7 +202,7 @@ async def _in_range(
 
 
 def _of_hashes(rows: pa.Table, low: int, high: int) -> pa.Table:
-    """Rows are sorted by hash: a slice, copied so that the rest is let go."""
+    """Return a slice of rows sorted by hash, copied so that the other rows can be freed."""
     hashes = rows.column(HASH).to_numpy()
     start, end = np.searchsorted(hashes, np.uint64(low), "left"), np.searchsorted(hashes, np.uint64(high), "right")
     chosen = np.zeros(len(hashes), dtype=bool)
@@ -205,9 +215,9 @@ def _compacted(schema: ShardSchema, updates: pa.Table, advance_to: int) -> list[
 
 
 def _split(schema: ShardSchema, updates: pa.Table) -> list[tuple[int, pa.Table]]:
-    """(bucket, rows) of the merged parts: by bucket, then by hash range, none above PART_ROWS but for one hash.
+    """Split merged rows into (bucket, rows): by bucket, then by hash range, none above PART_ROWS except for one hash.
 
-    `updates` as `merged` gives them.
+    `updates` are ordered as by `merged`.
     """
     hashes = updates.column(HASH).to_numpy()
     buckets = bucket_of(hashes, schema.buckets)

@@ -1,4 +1,4 @@
-"""Parts: immutable Parquet runs of updates, and everything that is decided by columns.
+"""Parts: immutable Parquet runs of updates, and all computations on their columns.
 
     rows ─► schema ─► key_hash, row_hash ─► sorted part ─► checksums ─► object
     parts ─► consolidate ─► contents at a time

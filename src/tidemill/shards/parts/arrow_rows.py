@@ -1,7 +1,7 @@
-"""Rows of Arrow tables by their places: taken, compared bit by bit. Vectorised, pure.
+"""Rows of Arrow tables by position: taken, and compared bit by bit. Vectorised, pure.
 
-An array of texts holds less than 2 GiB, and Arrow's own `take` makes one array of a whole column first, and of what it
-takes. Here a larger column is read, and given, in chunks.
+An array of texts holds less than 2 GiB, and Arrow's own `take` first copies a whole column into one array, and its
+result, too. The functions here read and return a larger column in chunks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Index = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 CHUNK_BYTES = 1 << 30
-"""Of the texts of one array that is made here."""
+"""Limit for the texts of one array created here."""
 
 
 def to_mask(array: Any) -> Mask:
-    """A numpy mask of an Arrow boolean array; null counts as False."""
+    """Return a numpy mask of an Arrow boolean array; null counts as False."""
     array = _whole(array)
     if array.null_count:
         array = array.fill_null(False)
@@ -31,7 +31,7 @@ def to_mask(array: Any) -> Mask:
 
 
 def _whole(array: Any, limit_bytes: int = CHUNK_BYTES) -> Any:
-    """One contiguous array of a column; as it is where that would be too large for one."""
+    """Return a column as one contiguous array, or unchanged if that array would be too large."""
     if not isinstance(array, pa.ChunkedArray):
         return array
     if array.num_chunks == 1:
@@ -44,14 +44,14 @@ def int64s(table: pa.Table, name: str) -> Index:
 
 
 def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: Sequence[str]) -> Mask:
-    """For each i: are left[at[i]] and right[to[i]] the same in all columns?
+    """Return for each i whether left[at[i]] and right[to[i]] are equal in all columns.
 
-    Floats are compared bit by bit, as shards do when they sum up: NaN is itself, 0.0 is not -0.0. Were two
-    rows equal here and different there, a retraction could miss the row it means.
+    Floats are compared bit by bit, as shards do in sums: NaN equals itself, 0.0 differs from -0.0. If the two
+    disagreed, a retraction could miss its row.
     """
     out = np.ones(len(at), dtype=bool)
     open_rows: Index | None = None  # None = all
-    # Numbers first: where they differ the texts need not be looked at.
+    # Numbers first: if they differ, the texts need not be compared.
     for name in sorted(
         columns if len(at) else (), key=lambda name: not pa.types.is_primitive(left.schema.field(name).type)
     ):
@@ -75,14 +75,17 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
 
 
 def bits_of(array: Any) -> Any:
-    """Floats and times as the integers of their bits, which Python has of every one, and anything else as it is."""
+    """Return floats and times as the integers of their bits, which exist for every value; others unchanged."""
     if not (pa.types.is_floating(array.type) or pa.types.is_temporal(array.type)):
         return array
     return _whole(array).view({16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[array.type.bit_width])
 
 
 def shown(value: Any) -> str:
-    """An Arrow scalar for people; a time that Python has no object of (infinity) as its number since 1970."""
+    """Format an Arrow scalar for people.
+
+    A time without a Python object (infinity) is shown as its number since 1970.
+    """
     try:
         return repr(value.as_py())
     except OverflowError:
@@ -90,7 +93,7 @@ def shown(value: Any) -> str:
 
 
 def _range_of(at: Index) -> tuple[int, int] | None:
-    """(first, count) where `at` counts up without a gap."""
+    """Return (first, count) if `at` counts up without a gap."""
     n = len(at)
     if not n or int(at[-1]) - int(at[0]) != n - 1 or not bool((at[1:] - at[:-1] == 1).all()):
         return None
@@ -98,9 +101,9 @@ def _range_of(at: Index) -> tuple[int, int] | None:
 
 
 def values_at(column: Any, at: Index, limit_bytes: int = CHUNK_BYTES) -> Any:
-    """The values at these places; a view where they follow each other.
+    """Return the values at these positions; a view if they are consecutive.
 
-    Of texts in several chunks where there are more than `limit_bytes` of them; memory holds twice one such chunk beside
+    More than `limit_bytes` of texts are returned in several chunks. Memory holds twice one such chunk in addition to
     the result.
     """
     found = _range_of(at)
@@ -122,7 +125,9 @@ def values_at(column: Any, at: Index, limit_bytes: int = CHUNK_BYTES) -> Any:
 
 
 def _fits(column: Any, at: Index, limit_bytes: int) -> bool:
-    """Whether it is plain without a look at the sizes: no place is asked for twice, and all of them are few enough."""
+    """Return whether the result certainly fits, without computing sizes: no position repeats, and the column is
+    small.
+    """
     if not isinstance(column, pa.Array) or not len(column):
         return False
     offsets = _offsets(column)
@@ -130,7 +135,7 @@ def _fits(column: Any, at: Index, limit_bytes: int) -> bool:
 
 
 def _by_chunk(starts: Index, at: Index) -> Iterator[tuple[int, Index]]:
-    """The number of each chunk that any of the places is in, and which of them."""
+    """Yield the number of each chunk that contains any of the positions, and their indexes in `at`."""
     numbers = np.searchsorted(starts, at, side="right") - 1
     order = np.argsort(numbers, kind="stable")
     ends = np.flatnonzero(np.diff(numbers[order], append=-1)) + 1
@@ -139,7 +144,7 @@ def _by_chunk(starts: Index, at: Index) -> Iterator[tuple[int, Index]]:
 
 
 def _of_chunks(column: pa.ChunkedArray, starts: Index, at: Index) -> pa.Array:
-    """Few enough values for one array, from those chunks that they are in."""
+    """Return values that fit one array, taken from several chunks."""
     back, found = np.empty(len(at), dtype=np.int64), []
     end = 0
     for number, mine in _by_chunk(starts, at):
@@ -156,7 +161,7 @@ def _sizes(array: pa.Array, at: Index) -> Index:
 
 
 def cuts_of(sizes: Index, limit_bytes: int, limit_rows: int = 1 << 62) -> list[int]:
-    """Where to cut rows of these sizes, from 0 to the end: no piece has more bytes, but for one of a single row."""
+    """Return where to cut rows of these sizes, from 0 to the end. No piece exceeds a limit, except single rows."""
     sums = np.cumsum(sizes)
     cuts = [0]
     while cuts[-1] < len(sizes) or len(cuts) == 1:
@@ -168,7 +173,7 @@ def cuts_of(sizes: Index, limit_bytes: int, limit_rows: int = 1 << 62) -> list[i
 
 
 def sizes_of(table: pa.Table) -> Index:
-    """About how many bytes each row takes in memory."""
+    """Estimate the size of each row in memory, in bytes."""
     sizes = np.zeros(table.num_rows, dtype=np.int64)
     for column in table.columns:
         if not _is_text(column.type):
@@ -179,7 +184,7 @@ def sizes_of(table: pa.Table) -> Index:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    """Values that are found by 32-bit offsets: an array holds less than 2 GiB of them."""
+    """Return whether the type has 32-bit offsets, so that an array of it holds less than 2 GiB."""
     return bool(pa.types.is_string(kind) or pa.types.is_binary(kind))
 
 
@@ -197,7 +202,7 @@ def _data_bytes(column: pa.ChunkedArray) -> int:
 
 
 def rows_at(table: pa.Table, at: Index, limit_bytes: int = CHUNK_BYTES) -> pa.Table:
-    """The rows at these places; a view where they follow each other. As `values_at`: of any size."""
+    """Return the rows at these positions; a view if they are consecutive. Any size, like `values_at`."""
     found = _range_of(at)
     if found is not None:
         return table.slice(*found)
@@ -205,7 +210,9 @@ def rows_at(table: pa.Table, at: Index, limit_bytes: int = CHUNK_BYTES) -> pa.Ta
 
 
 def one_chunk(table: pa.Table) -> pa.Table:
-    """The table with contiguous columns, so that numpy views copy nothing twice; what is too large stays as it is."""
+    """Return the table with contiguous columns, so that numpy views copy nothing twice; too large columns stay
+    chunked.
+    """
     if all(column.num_chunks <= 1 for column in table.columns):
         return table
     return pa.Table.from_arrays([_whole(column) for column in table.columns], schema=table.schema)

@@ -1,11 +1,11 @@
 """Checksums of parts, and their verification by every reader.
 
     of a part   CRC32C of all bytes and of its footer, in the shard's state; CRC-32 of each page, in the page's header
-    of a frame  bytes | crc32c uint32, little end first: what is stored for a while and has no state to name it
+    of a frame  bytes | crc32c uint32, little-endian: for temporary objects without a state that names them
 
-A part that is read whole is verified by the first, which costs a fifth of what the checksums of its pages do. A part
-that is read in pieces is verified by its footer's, then by those of the pages that are decoded. A part from before
-there were checksums has none in its state and is read as it is.
+A part that is read whole is verified by its first checksum, at a fifth of the cost of the page checksums. A part that
+is read in pieces is verified by its footer's checksum, then by those of the decoded pages. A part that was written
+without checksums has none in its state and is read unverified.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tidemill.base.errors import CorruptError
 from tidemill.objects.verified_read import checked_now
 from tidemill.shards.api import Part
 
-FIX = "Bring the object back from a copy of the bucket, or restore; `tidemill doctor --deep --contents` names all."
+FIX = "Copy the object back from a copy of the bucket, or restore; `tidemill doctor --deep --contents` lists all."
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
-"""Read first of a part that is read in pieces: it holds the footer of nearly every one."""
+"""Bytes read first of a part that is read in pieces; they contain nearly every footer."""
 
 
 def checksum(data: Any) -> int:
@@ -32,13 +32,13 @@ def checksum(data: Any) -> int:
 
 
 def footer_bytes(data: Any) -> int:
-    """How many bytes of the end the footer takes, its length and magic included; 0 where these make no sense."""
+    """Return the size of the footer, including its length and magic; 0 if these are invalid."""
     end = bytes(memoryview(data)[-8:])
     return int.from_bytes(end[:4], "little") + 8 if len(end) == 8 and end[4:] == MAGIC else 0
 
 
 def checksums_of(data: Any) -> tuple[int, int]:
-    """(of all bytes, of the footer) of an encoded part."""
+    """Return the checksums (of all bytes, of the footer) of an encoded part."""
     return checksum(data), checksum(memoryview(data)[-footer_bytes(data) :])
 
 
@@ -49,9 +49,9 @@ def check_whole(part: Part, data: Any) -> None:
 
 
 def open_part(part: Part, found: Any) -> pq.ParquetFile:
-    """The part as a Parquet file; `found`: its bytes, or a binary file of them. Whatever is read of it is verified.
+    """Open the part as a Parquet file; `found` is its bytes, or a binary file of them. Every read of it is verified.
 
-    Raises CorruptError, and as the file; what is decoded later raises OSError or ArrowException of a damaged page.
+    Raises CorruptError, and the errors of the file. Later decoding raises OSError or ArrowException for a damaged page.
     """
     if not hasattr(found, "seek"):
         check_whole(part, found)
@@ -64,7 +64,7 @@ def open_part(part: Part, found: Any) -> pq.ParquetFile:
 
 
 def read_footer(part: Part, file: Any) -> bytes:
-    """The end of the file from the footer on. Raises CorruptError; of a part without checksums nothing is verified."""
+    """Return the file's bytes from the footer on. Raises CorruptError. A part without checksums is not verified."""
     tail = _tail(file, part.size_bytes, TAIL_BYTES)
     size_bytes = footer_bytes(tail)
     if size_bytes > len(tail):
@@ -87,16 +87,16 @@ def _damaged(part: Part, stored: int, computed: int) -> CorruptError:
     )
 
 
-# what has no state ----------------------------------------------------------------------------------
+# temporary objects, which have no state ----------------------------------------------------------
 
 
 def sealed(data: Any) -> bytes:
-    """The bytes with their checksum behind them."""
+    """Return the bytes followed by their checksum."""
     return b"".join((data, checksum(data).to_bytes(4, "little")))
 
 
 def unsealed(data: Any, what: str) -> memoryview:
-    """What `sealed` was given. Raises CorruptError."""
+    """Return the bytes that `sealed` was given. Raises CorruptError."""
     view = memoryview(data)
     body, stored = view[:-4], int.from_bytes(view[-4:], "little")
     computed = checksum(body)

@@ -1,15 +1,17 @@
-"""Sums of updates, vectorised: what a shard holds at a time, and what a compacted batch must still say. Pure.
+"""Sums of updates, vectorised: the contents of a shard at a time, and the updates of a compacted batch. Pure.
 
-Three ways to one answer. The first two are for rows sorted by (hash, time, diff), and check what they rely on:
-  newest   per key the newest update decides. Only for shards with a key whose updates are ±1 and of which every
-           key's history is present. It says None when something is off (a hash shared by two keys, a sum other than
-           0 or 1).
-  cancel   an insertion and the retraction of the same row after it are nothing. What is then the only row of its hash,
-           or a retraction before an insertion of another row, is summed up already; all else is summed by the third.
-  general  Arrow's group-by over whole rows.
-Rows are equal bit by bit: NaN equals NaN, 0.0 is not -0.0, null equals null.
+There are three ways to one answer. The first two are for rows sorted by (hash, time, diff), and check their
+assumptions:
 
-Negative multiplicities mean that somebody retracted what was never there: Corrupt, never papered over.
+    newest   the newest update of each key decides. Only for shards with a key whose updates are ±1 and complete from
+             the beginning. Returns None if something is off (a hash shared by two keys, a sum other than 0 or 1).
+    cancel   an insertion and a later retraction of the same row cancel. After that, the only row of its hash, or a
+             retraction before an insertion of another row, is already a sum. All other rows are summed by `general`.
+    general  Arrow's group-by over whole rows
+
+Rows are equal bit by bit: NaN equals NaN, 0.0 differs from -0.0, null equals null.
+
+A negative multiplicity means that an absent row was retracted: CorruptError, never hidden.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ from tidemill.shards.parts.schema import contents_schema, hash_columns, part_sch
 
 COMPARED_ROWS = 1 << 16
 COMPARED_BYTES = 32 * MIB
-"""Rows compared at once, by their mean size: their copies are what a merge needs beside its input and its result."""
+"""Rows compared at a time, by their mean size. Their copies are the memory of a merge in addition to input and result.
+"""
 
 
 def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
-    """The multiset that `updates` (all of them, from the beginning) sum up to: the shard's columns, in hash order.
+    """Return the multiset to which `updates` (all, from the beginning) sum: the shard's columns, in hash order.
 
-    A row of multiplicity n appears n times. Raises CorruptError on a negative multiplicity.
+    A row of multiplicity n appears n times. Raises CorruptError for a negative multiplicity.
     """
     if updates.num_rows == 0:
         return contents_schema(schema).empty_table()
@@ -58,10 +61,10 @@ def contents(schema: ShardSchema, updates: pa.Table) -> pa.Table:
 
 
 def merged(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
-    """Updates that mean the same from `advance_to` on: times below it become it, then equal rows are summed.
+    """Return updates with the same meaning from `advance_to` on: earlier times become it, then equal rows are summed.
 
-    Input: columns, `_time`, `_diff`, perhaps `_hash`. Output: these four (`part_schema`), in the order of hashes.
-    Updates later than `advance_to` keep their times. Sums that are zero vanish; others keep their count in `_diff`.
+    Input: columns, `_time`, `_diff`, perhaps `_hash`. Output: these four (`part_schema`), in hash order. Updates later
+    than `advance_to` keep their times. Zero sums vanish; others have their count in `_diff`.
     """
     hashes = _hashes(schema, updates)
     order = _order(updates, hashes)
@@ -87,10 +90,11 @@ def merged(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
 
 
 def _cancel(rows: pa.Table, order: Index, hashes: U64, diffs: Index, summed: Mask) -> tuple[Mask, Mask]:
-    """Of the rows in `summed`, which are sums as they are, and which have to be summed with others of their hash.
+    """Return masks of the rows in `summed` that are already sums, and of those to sum with others of their hash.
 
-    All by place in `order`, which is by (hash, time, diff). The others of `summed` cancel: two equal rows of opposite
-    diffs may always go, whatever stands around them, so what is checked of a pair is that they are equal.
+    All masks are by position in `order`, which is by (hash, time, diff). The remaining rows of `summed` cancel: two
+    equal rows of opposite diffs may always be removed, independent of the rows around them, so only their equality is
+    checked.
     """
 
     step = max(1, min(COMPARED_ROWS, COMPARED_BYTES * rows.num_rows // max(1, rows.nbytes)))
@@ -123,17 +127,18 @@ def _cancel(rows: pa.Table, order: Index, hashes: U64, diffs: Index, summed: Mas
 
 
 def _group(schema: ShardSchema, updates: pa.Table, names: Sequence[str]) -> pa.Table:
-    """What is equal in the columns `names`, with the non-zero sum of the diffs: columns…, `_diff`."""
+    """Group by the columns `names`; return the non-zero sums of the diffs: columns…, `_diff`."""
     count = 1 + updates.nbytes // CHUNK_BYTES
     if count == 1:
         return _summed(updates, names)
-    # Arrow gives the texts of all groups as one array: so many hashes at a time that they are few enough.
+    # Arrow returns the texts of all groups as one array, so the rows are divided by hash until that array is small
+    # enough.
     numbers = bucket_of(_hashes(schema, updates), count)
     return pa.concat_tables([_summed(updates.filter(pa.array(numbers == n)), names) for n in range(count)])
 
 
 def _summed(updates: pa.Table, names: Sequence[str]) -> pa.Table:
-    # One thread: the result's order is then the order of first appearance, the same in every run.
+    # One thread, so that the result is in the order of first appearance, the same in every run.
     summed = updates.select([*names, DIFF]).group_by(list(names), use_threads=False).aggregate([(DIFF, "sum")])
     summed = summed.rename_columns([*names, DIFF] if summed.column_names[-1] == f"{DIFF}_sum" else [DIFF, *names])
     summed = summed.select([*names, DIFF])
@@ -147,14 +152,16 @@ def _hashes(schema: ShardSchema, updates: pa.Table) -> U64:
 
 
 def _order(updates: pa.Table, hashes: U64) -> Index:
-    """Places of the updates by (hash, time, diff)."""
+    """Return the positions of the updates by (hash, time, diff)."""
     order = sort_updates(updates, hashes)
     return np.arange(len(hashes)) if order is None else order
 
 
 def newest(schema: ShardSchema, updates: pa.Table) -> pa.Table | None:
-    """`contents` by the newest update of each key, which looks at no column but the key's; None when only whole rows
-    can tell: a hash that two keys share, a sum other than 0 or 1."""
+    """Compute `contents` from the newest update of each key, comparing only key columns.
+
+    None if whole rows must be compared: a hash is shared by two keys, or a sum is not 0 or 1.
+    """
     diffs = updates.column(DIFF).to_numpy()
     if not bool((np.abs(diffs) == 1).all()):
         return None

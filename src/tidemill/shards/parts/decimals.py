@@ -1,11 +1,11 @@
-"""Decimals into Arrow: exactly, or not at all. Pure.
+"""Exact conversion of decimals into Arrow, or an error. Pure.
 
-Arrow (26) checks two things too little when it changes a decimal's scale:
+Arrow (26) checks too little when it changes a decimal's scale:
 
-    the factor    10^n is looked up in a table without a look at its end: 1e-2000000000 ends the process
-    the product   a product beyond 2^128 is refused only where the wrapped one is smaller: 4e20 as decimal(38,18) is not
+    the factor    10^n is looked up in a table without a bounds check: 1e-2000000000 ends the process
+    the product   overflow beyond 2^128 is detected only if the wrapped product is smaller, e.g. not in 4e20 as (38,18)
 
-So Arrow rescales here only what fits: texts without an exponent, by a factor and to a product that it can hold.
+So Arrow only rescales values that fit: texts without an exponent, by a factor and to a product within range.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 DIGITS = 38
-"""Of a decimal128: whatever has so many digits in all does not wrap."""
+"""Digits of a decimal128: a value with at most this many digits in total does not wrap."""
 _WIDE_DIGITS = 76
 
 
 def wide(kind: pa.Decimal128Type) -> pa.DataType:
-    """The type to which any decimal of 38 digits can be rescaled without a wrap: 10^38 · 10^38 < 2^256."""
+    """Return the type to which any decimal of 38 digits can be rescaled without a wrap: 10^38 · 10^38 < 2^256."""
     return pa.decimal256(_WIDE_DIGITS, kind.scale)
 
 
 def of_decimals(values: Sequence[Decimal | None], kind: pa.Decimal128Type) -> pa.Array:
-    """Raises ValueError for a value that the type does not hold exactly."""
+    """Convert Python decimals. Raises ValueError for a value that the type does not hold exactly."""
     return pa.array([None if v is None else _exactly(v, kind) for v in values], kind)
 
 
 def of_texts(texts: pa.Array, kind: pa.Decimal128Type) -> pa.Array:
-    """By columns, for plain digits. Raises ArrowInvalid where one of the texts is something else, or may be too large:
-    `of_decimals` decides then."""
+    """Convert texts by column, for plain digits.
+
+    Raises ArrowInvalid if a text is anything else, or may be too large: the caller then uses `of_decimals`.
+    """
     _, offsets, data = texts.buffers()
     places = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
     if data is None or not len(texts) or places[0] == places[-1]:
@@ -53,7 +55,7 @@ def of_texts(texts: pa.Array, kind: pa.Decimal128Type) -> pa.Array:
 
 
 def rescaled(column: Any, kind: pa.Decimal128Type) -> Any:
-    """Decimals under another precision and scale. Raises ArrowInvalid where a value does not stay what it is."""
+    """Rescale decimals to another precision and scale. Raises ArrowInvalid if a value would change."""
     if pa.types.is_decimal256(column.type):
         column = column.cast(pa.decimal128(DIGITS, column.type.scale))
     return column.cast(wide(kind)).cast(kind)
@@ -79,5 +81,5 @@ def _unit(scale: int) -> Decimal:
 
 @lru_cache(maxsize=64)
 def _context(precision: int) -> Context:
-    """Each thread changes only the flags of it, which nobody reads."""
+    """Return a shared context. Threads change only its flags, which are never read."""
     return Context(prec=precision, traps=[Inexact, InvalidOperation])

@@ -1,4 +1,4 @@
-"""Floats under a narrower type. Pure."""
+"""Conversion of floats to a narrower type. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tidemill.shards.parts.arrow_rows import Mask
 
 
 def float32s(doubles: pa.Array) -> tuple[pa.Array, Mask]:
-    """float64s as float32s, and which of them are beyond one: finite, but infinite as a float32."""
+    """Convert float64s to float32s; also return a mask of the finite values that become infinite."""
     narrow = doubles.cast(pa.float32(), safe=False)
     found = infinite(narrow)
     return narrow, found & ~infinite(doubles) if found.any() else found
 
 
 def infinite(floats: Any) -> Mask:
-    """Which are ±infinity."""
+    """Return a mask of ±infinity."""
     found: Mask = np.isinf(floats.to_numpy(zero_copy_only=False))  # null is NaN there
     return found

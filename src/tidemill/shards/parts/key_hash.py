@@ -1,9 +1,9 @@
-"""Keys: the one spelling of each, and from values of a key's columns to hashes. Pure.
+"""Keys: normalisation to one representation, and hashes of key values. Pure.
 
-S7  A key has one spelling. Floats that every engine calls equal are one key: −0.0 is 0.0, a NaN of any bits is the one
-    NaN. Commands are made with such keys, whatever they are made of: records, tombstones, a function's rows, a
-    DataFrame's. Text is compared byte by byte: PostgreSQL says the key that a row had as the row spelled it, where its
-    own equality is wider (citext, a collation that is not deterministic, numeric without a scale, jsonb).
+Invariant (normal keys): a key has one representation. Floats that every engine considers equal are one key: −0.0 is
+0.0, and all NaNs are one NaN. All commands carry normal keys, whether they come from records, tombstones, a function's
+rows or a DataFrame. Text is compared byte by byte: PostgreSQL reports a row's old key in the spelling of that row,
+where its own equality is wider (citext, a nondeterministic collation, numeric without a scale, jsonb).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import contents_schema
 
 KEYS_MAX = 1_000
-"""More keys than this are read as all are."""
+"""Maximum number of keys to look up by hash; more are not restricted."""
 
 
 def key_hashes(schema: ShardSchema, values: Mapping[str, Sequence[Any]]) -> list[int] | None:
-    """The hashes of all keys whose columns have one of their `values`, sorted; None = any key may: too many rather than
-    too few.
+    """Return the sorted hashes of all keys whose columns have one of their `values`.
 
-    Only equality with every column of the key says something: the hash knows no order.
+    None = no restriction: the result may be a superset. Only equality on every key column restricts, as hashes have no
+    order.
     """
     if not schema.key or any(name not in values for name in schema.key):
         return None
@@ -43,12 +43,12 @@ def key_hashes(schema: ShardSchema, values: Mapping[str, Sequence[Any]]) -> list
             for at, name in enumerate(schema.key)
         ]
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, ValueError, OverflowError):
-        return None  # a value that the column cannot hold; what that means is the engine's to say
+        return None  # a value that the column cannot hold; the query engine decides its meaning
     return sorted(set(hash_rows(pa.table(columns, names=list(schema.key)), schema.key).tolist()))
 
 
 def normal_keys(rows: pa.Table, key: Sequence[str]) -> pa.Table:
-    """The rows with the one spelling of their keys (S7); the same table when they have it."""
+    """Return the rows with normal keys; the same table if they already are."""
     for name in key:
         index = rows.schema.get_field_index(name)
         field = rows.schema.field(index)
@@ -59,7 +59,7 @@ def normal_keys(rows: pa.Table, key: Sequence[str]) -> pa.Table:
 
 
 def spelled_otherwise(rows: pa.Table, key: Sequence[str]) -> bool:
-    """Does any row have a key that `normal_keys` would change? Nothing that is made today finds such a row (S7)."""
+    """Return whether any row has a key that `normal_keys` would change. Lookups by normal keys miss such a row."""
     for name in key:
         if not pa.types.is_floating(rows.schema.field(name).type):
             continue

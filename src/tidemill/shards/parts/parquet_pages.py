@@ -1,8 +1,9 @@
-"""Pages of a Parquet column chunk, verified without decoding: for engines that read parts and verify nothing.
+"""Verifies pages of a Parquet column chunk without decoding, for engines that read parts and do not verify checksums.
 
-    chunk   { page header (Thrift compact) | compressed bytes of the page }*     the dictionary's first
+    chunk   { page header (Thrift compact) | compressed bytes of the page }*     the dictionary page first
 
-Of a header three fields matter: 3 compressed_page_size, 4 crc, and where it ends. A page without a checksum passes.
+Three facts of a header matter: field 3 compressed_page_size, field 4 crc, and its end. A page without a checksum
+passes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _SIZE_FIELD, _CRC_FIELD = 3, 4
 
 
 def check_pages(chunk: memoryview, where: str) -> None:
-    """Raises CorruptError unless every page of this whole column chunk has the checksum that its header names."""
+    """Raises CorruptError unless every page of this whole column chunk matches the checksum in its header."""
     at = 0
     try:
         while at < len(chunk):
@@ -30,7 +31,7 @@ def check_pages(chunk: memoryview, where: str) -> None:
 
 
 def _header(data: memoryview, at: int) -> tuple[int, int, int | None]:
-    """(where the page begins, its bytes, its checksum if it has one)."""
+    """Return (start of the page, its size in bytes, its checksum or None)."""
     field, size_bytes, crc = 0, -1, None
     while (head := data[at]) != _STOP:
         at, kind = at + 1, head & 15
@@ -47,12 +48,12 @@ def _header(data: memoryview, at: int) -> tuple[int, int, int | None]:
         else:
             at = _skipped(data, at, kind)
     if size_bytes < 0:
-        raise ValueError("it names no size")
+        raise ValueError("it has no size")
     return at + 1, size_bytes, crc
 
 
 def _skipped(data: memoryview, at: int, kind: int) -> int:
-    """Where a value of this kind ends."""
+    """Return where a value of this kind ends."""
     if kind in (_TRUE, _FALSE):
         return at
     if kind == _BYTE:
@@ -88,4 +89,4 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
         if shift > 63:
-            raise ValueError("a number of it has no end")
+            raise ValueError("it has an unterminated number")

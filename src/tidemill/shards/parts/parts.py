@@ -1,12 +1,12 @@
 """Parts: immutable Parquet runs of updates, sorted by (`_hash`, `_time`, `_diff`).
 
-Sorted by hash, so that whoever mirrors a shard merges runs without sorting; by time and diff inside one
-hash, so that a key's history reads in order and its retraction precedes its insertion. Fresh parts are
-lz4 (written once, read soon), merged ones zstd (half the bytes). A part at most INLINE_PART_BYTES
-travels inside the log record instead of an object.
+Sorted by hash, so that readers that mirror a shard merge runs without sorting; by time and diff within one hash, so
+that a key's history reads in order and its retraction precedes its insertion. Fresh parts are lz4 (written once, read
+soon), merged ones zstd (half the bytes). A part of at most INLINE_PART_BYTES is stored inside the log record instead of
+an object.
 
-An object that no batch names is an orphan: its key says when it was written, and the keeper sweeps it by age.
-Nothing here deletes one.
+An object to which no batch refers is an orphan. Its key contains when it was written, and maintenance sweeps it by age.
+Nothing here deletes objects.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ Codec = Literal["lz4", "zstd"]
 
 ROW_GROUP_ROWS = 128 << 10
 ROW_GROUP_BYTES = 32 * MIB
-"""Rows of a row group, and their bytes in memory but for a single row: what one hash-range read must decode at least.
-Encoded bytes bound nothing: a long text that comes again and again is a few of them each time."""
+"""Limits of a row group: its rows, and their bytes in memory (unless it is a single row).
+
+A read of one hash range decodes at least one row group. Encoded bytes would be no bound: a repeated long text takes few
+of them.
+"""
 
 
 class Encoded:
@@ -49,13 +52,13 @@ class Encoded:
         self.sums = checksums_of(data)
 
     def part(self, bucket: int = 0, object_key: str = "") -> Part:
-        """As the state of its shard names it; without a key the bytes go with it."""
+        """Return the part as its shard's state refers to it; without a key it contains the bytes."""
         inline = b"" if object_key else self.data.to_pybytes()
         return Part(self.rows, self.data.size, bucket, object_key, inline, self.min_hash, self.max_hash, *self.sums)
 
 
 def sort_updates(rows: pa.Table, hashes: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, Any] | None:
-    """Row order by (hash, _time, _diff), or None when the rows already are. One stable sort in the common case."""
+    """Return the row order by (hash, _time, _diff), or None if the rows are sorted. Usually one stable sort."""
     times = rows.column(TIME).to_numpy()
     diffs = rows.column(DIFF).to_numpy()
     if _ordered(hashes, times, diffs):
@@ -85,7 +88,7 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
         raise InvalidError("a part needs at least one row.", fix="Append without parts to publish progress.")
     updates = conform(rows, update_schema(schema))
     if updates.column(TIME).null_count or updates.column(DIFF).null_count:
-        raise InvalidError(f"{TIME} and {DIFF} may not be null.", fix="Give every update its time and diff.")
+        raise InvalidError(f"{TIME} and {DIFF} may not be null.", fix="Give every update a time and a diff.")
     hashes = hash_rows(updates, hash_columns(schema))
     order = sort_updates(updates, hashes)
     if order is not None:
@@ -94,13 +97,13 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
     table = pa.Table.from_arrays([*updates.columns, pa.array(hashes, pa.uint64())], schema=part_schema(schema))
     sink = pa.BufferOutputStream()
     cuts = cuts_of(sizes_of(table), ROW_GROUP_BYTES, ROW_GROUP_ROWS)
-    # A float's statistics leave NaN out, the greatest of its values to most engines, which skip row groups by them.
+    # Float statistics exclude NaN, which most engines order as the greatest value when they skip row groups by them.
     compared = [c.name for c in schema.columns if c.name in schema.key and c.type not in FLOATS]
     with pq.ParquetWriter(
         sink,
         table.schema,
         compression=codec,
-        # Keys and values rarely repeat enough to pay for a dictionary when fresh; times and diffs always do.
+        # Fresh keys and values rarely repeat enough to pay for a dictionary; times and diffs always do.
         use_dictionary=[TIME, DIFF] if codec == "lz4" else True,
         write_statistics=[TIME, HASH, *compared],
         store_schema=True,
@@ -112,20 +115,23 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
 
 
 def decode_part(schema: ShardSchema, data: Any, part: Part) -> pa.Table:
-    """The rows of a part under `schema`, with `_time`, `_diff`, `_hash`, in stored order. Raises CorruptError."""
+    """Return the rows of a part under `schema`, with `_time`, `_diff`, `_hash`, in stored order.
+
+    Raises CorruptError.
+    """
     where = part.object_key or "inline"
     try:
-        # Not read_table: it imports the data sets of Arrow, and pandas, a second of a process's start.
+        # Not read_table: it imports Arrow's data sets and pandas, which takes a second at process start.
         table = open_part(part, data).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise CorruptError(f"part is unreadable: object={where} ({error}).") from error
     if table.num_rows != part.rows:
-        raise CorruptError(f"part has other rows: object={where} rows={table.num_rows} want={part.rows}.")
+        raise CorruptError(f"part has another number of rows: object={where} rows={table.num_rows} want={part.rows}.")
     return under(schema, table, part_schema(schema))
 
 
 def within(rows: pa.Table, lower: int, upper: int) -> pa.Table:
-    """Rows with lower ≤ `_time` < upper; the same table when all are."""
+    """Return the rows with lower ≤ `_time` < upper; the same table if all are."""
     if rows.num_rows == 0:
         return rows
     times = rows.column(TIME)
@@ -149,11 +155,11 @@ async def store_part(
     inline_bytes: int = INLINE_PART_BYTES,
     cpu: Cpu = inline_cpu,
 ) -> Part:
-    """Encode and store updates; nothing refers to the part until it is appended.
+    """Encode and store updates. Nothing refers to the part until it is appended.
 
-    Needs no shard handle, so executors call it with the bucket's credentials alone. `now_ms` is stamped on the key:
-    a part that is appended hours later may have been swept as an orphan, and is refused. Raises InvalidError,
-    Unavailable, Unknown (the object may exist, as an orphan: write again, under a new key).
+    Needs no shard handle, so executors call it with only the bucket's credentials. `now_ms` becomes part of the key: a
+    part appended hours later may have been swept as an orphan, and is rejected. Raises InvalidError, UnavailableError,
+    UnknownOutcomeError (the object may exist, as an orphan: write again, under a new key).
     """
     encoded = await cpu(lambda: encode_part(schema, rows, codec))
     size = encoded.data.size

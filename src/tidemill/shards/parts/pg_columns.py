@@ -1,18 +1,19 @@
-"""PostgreSQL's types and text output → shard columns and Arrow arrays. Pure; the one place that knows this mapping.
+"""Conversion of PostgreSQL's types and text output to shard columns and Arrow arrays. Pure; the only place of this
+mapping.
 
     smallint integer bigint      int16 int32 int64        oid                 int64
     boolean                      bool                     bytea               binary ('hex' output)
     real, double precision       float32, float64         date                date
     numeric(p,s), 0 ≤ s ≤ p ≤ 38 decimal(p,s)             json, jsonb         json (text, as PostgreSQL prints it)
     timestamp with time zone     timestamp                timestamp           timestamp_ntz; see `as_held`
-    everything else              string, PostgreSQL's text as it is (uuid, inet, interval, time, money,
+    everything else              string, PostgreSQL's text unchanged (uuid, inet, interval, time, money,
                                  enums, arrays, ranges, unconstrained numeric, …)
 
-Text is that of DateStyle 'ISO', bytea_output 'hex', extra_float_digits ≥ 1 (a replication session's own).
+Text is that of DateStyle 'ISO', bytea_output 'hex', extra_float_digits ≥ 1 (the settings of a replication session).
 
-±infinity: timestamps ±(2⁶³−1) µs, dates ±(2³¹−1) days, as DuckDB represents them. Years BC and beyond
-9999 are kept as numbers (Arrow and Spark hold them, Python's datetime does not). NaN in numeric(p,s)
-has no decimal: Invalid.
+±infinity: timestamps ±(2⁶³−1) µs, dates ±(2³¹−1) days, as DuckDB represents them. Years BC and beyond 9999 are stored
+as numbers (Arrow and Spark hold them, Python's datetime does not). NaN in numeric(p,s) has no decimal and raises
+InvalidError.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ T = TypeVar("T")
 
 
 def column_for(name: str, type_name: str) -> Column:
-    """The shard column of a PostgreSQL column; `type_name` is format_type's text, e.g. `numeric(12,2)`."""
+    """Return the shard column of a PostgreSQL column; `type_name` is format_type's text, e.g. `numeric(12,2)`."""
     if type_name in _PLAIN:
         return Column(name, _PLAIN[type_name])
     found = _TIMESTAMP.fullmatch(type_name)
@@ -81,8 +82,11 @@ def column_for(name: str, type_name: str) -> Column:
 
 
 def as_held(columns: Iterable[Column], have: ShardSchema) -> tuple[Column, ...]:
-    """Columns of a captured table as a shard that is there holds them. One that was made before shards had
-    `timestamp_ntz` has `timestamp` in its place, its digits read as UTC, and keeps it (RFC 0007)."""
+    """Return columns of a captured table as an existing shard stores them.
+
+    A shard created before shards had `timestamp_ntz` has `timestamp` instead, its digits read as UTC, and retains it
+    (RFC 0007).
+    """
     instants = {c.name for c in have.columns if c.type == "timestamp"}
     return tuple(
         replace(c, type="timestamp") if c.type == "timestamp_ntz" and c.name in instants else c for c in columns
@@ -90,9 +94,9 @@ def as_held(columns: Iterable[Column], have: ShardSchema) -> tuple[Column, ...]:
 
 
 def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
-    """PostgreSQL text (None = NULL) → one Arrow array of the column's type, vectorised wherever Arrow can.
+    """Parse PostgreSQL text (None = NULL) into one Arrow array of the column's type, vectorised where possible.
 
-    Raises InvalidError naming the column and the first value that is no such type.
+    Raises InvalidError with the column and the first value that is not of its type.
     """
     kind = canonical_type(column.type)
     if kind in ("string", "json"):
@@ -104,8 +108,11 @@ def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
 
 
 def cast_text(text: pa.Array, kind: str) -> pa.Array:
-    """The same for an Arrow array of text, by columns, for ordinary values: Arrow's own parsers take exactly what
-    PostgreSQL prints for them. Raises ArrowInvalid or ArrowNotImplementedError where one of them is none."""
+    """Cast an Arrow array of text by columns, for ordinary values.
+
+    Arrow's own parsers accept exactly what PostgreSQL prints for these. Raises ArrowInvalid or ArrowNotImplementedError
+    if a value is not ordinary.
+    """
     target = arrow_type(kind)
     if kind in ("string", "json"):
         return text
@@ -116,8 +123,8 @@ def cast_text(text: pa.Array, kind: str) -> pa.Array:
         if pc.any(pc.invert(pc.or_(true, false))).as_py():
             raise pa.ArrowInvalid("not a boolean")
         return true
-    if kind == "timestamp":  # a `timestamp_ntz` is one cast, which refuses a zone
-        # With a zone on every value Arrow applies it; without any, the digits are taken as UTC.
+    if kind == "timestamp":  # a `timestamp_ntz` takes one cast, which rejects a zone
+        # If every value has a zone, Arrow applies it; if none has one, the digits are read as UTC.
         try:
             return text.cast(target)
         except pa.ArrowInvalid:
@@ -136,7 +143,7 @@ def _bytea(text: pa.Array) -> pa.Array:
     _, offsets, data = text.buffers()
     places = np.frombuffer(offsets, dtype=np.int32)[text.offset : text.offset + len(text) + 1]
     begins, sizes = places[:-1], np.diff(places)
-    present = np.flatnonzero(sizes) if text.null_count else slice(None)  # what is null has no bytes
+    present = np.flatnonzero(sizes) if text.null_count else slice(None)  # a null has no bytes
     digits = np.maximum(sizes - 2, 0)
     characters = np.frombuffer(data if data is not None else b"", dtype=np.uint8)
     marks = np.add.outer(begins[present], np.arange(2))
@@ -160,7 +167,9 @@ def _bytea(text: pa.Array) -> pa.Array:
 
 
 def _slowly(values: Sequence[str | None], column: Column, kind: str, target: pa.DataType) -> pa.Array:
-    """Value by value: names the bad one, and reads what only PostgreSQL writes (infinity, BC, year 10000)."""
+    """Parse value by value: finds the invalid one, and reads values that only PostgreSQL writes (infinity, BC, year
+    10000).
+    """
     if kind in TIMESTAMPS:
         read = _timestamp_us if kind == "timestamp" else _clock_us
         numbers = [None if v is None else _each(read, v, column) for v in values]
@@ -177,7 +186,7 @@ def _slowly(values: Sequence[str | None], column: Column, kind: str, target: pa.
     for value in values:
         if value is not None:
             _each(lambda v: cast_text(pa.array([v], pa.string()), kind), value, column)
-    raise InvalidError(f"values do not fit together: column={column.name} type={column.type}.")
+    raise InvalidError(f"values do not fit one array: column={column.name} type={column.type}.")
 
 
 def _each(parse: Callable[[str], T], value: str, column: Column) -> T:
@@ -213,7 +222,10 @@ def _timestamp_us(text: str) -> int:
 
 
 def _clock_us(text: str) -> int:
-    """PostgreSQL ignores a zone in such a text; here nothing of a value is left out."""
+    """Parse a timestamp without a zone.
+
+    PostgreSQL ignores a zone in such a text; here it is an error, so nothing is lost.
+    """
     if names_zone(text):
         raise ValueError("it has a zone")
     return _number(read_timestamp(text), TIMESTAMP_INFINITY)

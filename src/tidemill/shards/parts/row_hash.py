@@ -1,8 +1,8 @@
 """The row hash of stored parts: 64 bits, vectorised, the same in every process, version and machine.
 
-It orders parts, picks buckets and finds *candidates*: whoever uses it compares the real key columns.
-It is not keyed and not cryptographic. Changing anything here needs a new name and an RFC; the golden
-values in tests/shards/test_shards_hashing.py pin it.
+It orders parts, picks buckets and finds candidates; its users compare the key columns themselves. It is not keyed and
+not cryptographic. Any change needs a new name and an RFC; the golden values in tests/shards/test_shards_hashing.py pin
+it.
 
     mix(x)     x ^= x >> 30; x *= 0xBF58476D1CE4E5B9; x ^= x >> 27; x *= 0x94D049BB133111EB; x ^= x >> 31
     lane       per column and row, a u64:
@@ -14,8 +14,8 @@ values in tests/shards/test_shards_hashing.py pin it.
                                zero-padded: acc = mix(acc ^ word)
     hash       h = 0; for each column in order: h = mix(h * 0x9E3779B97F4A7C15 + lane)
 
-All arithmetic is modulo 2^64. int32 and int64 columns of equal values hash alike, so a widened key
-column keeps its order.
+All arithmetic is modulo 2^64. int32 and int64 columns of equal values have equal hashes, so a widened key column keeps
+its order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ _TAIL_MASK = np.array([(1 << (8 * n)) - 1 for n in range(9)], dtype=np.uint64)
 
 
 def hash_rows(rows: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> U64:
-    """Hash of each row over `columns`, in that order. Shape (rows,), uint64. Raises InvalidError: a type without a
-    rule."""
+    """Return the hash of each row over `columns`, in that order. Shape (rows,), uint64.
+
+    Raises InvalidError for a type without a rule.
+    """
     out = np.zeros(rows.num_rows, dtype=np.uint64)
     for name in columns:
         column = rows.column(rows.schema.get_field_index(name))
@@ -60,12 +62,12 @@ def hash_rows(rows: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> U64:
 
 
 def bucket_of(hashes: U64, buckets: int) -> npt.NDArray[np.int64]:
-    """Bucket of each hash: equal, contiguous hash ranges, so the order by bucket is the order by hash."""
+    """Return the bucket of each hash: equal, contiguous hash ranges, so the order by bucket is the order by hash."""
     return (((hashes >> np.uint64(32)) * np.uint64(buckets)) >> np.uint64(32)).astype(np.int64)
 
 
 def _mix(x: U64) -> U64:
-    """In place, to save three allocations a step."""
+    """Apply mix(x) in place, to save three allocations per step."""
     x ^= x >> _S30
     x *= _M1
     x ^= x >> _S27
@@ -100,7 +102,7 @@ def _lane(array: Any) -> U64:
 
 
 def _integers(array: Any) -> npt.NDArray[np.int64]:
-    """A fresh int64 array of the column's integer representation; nulls hold anything."""
+    """Return a fresh int64 array of the column's integer representation; nulls have arbitrary values."""
     kind = array.type
     if pa.types.is_boolean(kind):
         array = array.cast(pa.int8())
@@ -109,7 +111,7 @@ def _integers(array: Any) -> npt.NDArray[np.int64]:
     elif pa.types.is_timestamp(kind):
         array = (array if kind.unit == "us" else array.cast(pa.timestamp("us", kind.tz))).view(pa.int64())
     elif not pa.types.is_integer(kind):
-        raise InvalidError(f"column type cannot be hashed: type={kind}.", fix="Use a type that shards have.")
+        raise InvalidError(f"column type cannot be hashed: type={kind}.", fix="Use a type that shards support.")
     filled = array.fill_null(0) if array.null_count else array
     values = np.asarray(filled.to_numpy(zero_copy_only=False))
     if values.dtype == np.uint64:
@@ -118,7 +120,7 @@ def _integers(array: Any) -> npt.NDArray[np.int64]:
 
 
 def _bytes_lane(array: Any, offset_type: type[np.signedinteger[Any]]) -> U64:
-    """Word by word over all rows still long enough; unaligned 8-byte loads through a byte-strided view."""
+    """Mix word by word over all rows that are long enough; unaligned 8-byte loads through a byte-strided view."""
     n = len(array)
     if n == 0:
         return np.zeros(0, dtype=np.uint64)

@@ -1,19 +1,19 @@
-"""ShardSchema ↔ Arrow: what a type string means, and the one order of columns in a stored part.
+"""Mapping of ShardSchema to Arrow: the meaning of type strings, and the order of columns in a stored part.
 
-    type string      Arrow                     canonical from
+    type string      Arrow                     remarks
     bool             bool
     int16 … int64    int16 … int64
     float32 float64  float, double
-    string           string                    (never large_string: Spark refuses it)
+    string           string                    (never large_string: Spark rejects it)
     json             string                    text of one JSON value, unparsed
     binary           binary
     date             date32
-    timestamp        timestamp(us, UTC)        the spelling `timestamp(us, UTC)` is accepted too
-    timestamp_ntz    timestamp(us)             what a clock on the wall shows, in no zone (RFC 0007)
+    timestamp        timestamp(us, UTC)        the spelling `timestamp(us, UTC)` is accepted, too
+    timestamp_ntz    timestamp(us)             local date and time without a zone (RFC 0007)
     decimal(p,s)     decimal128(p, s)          1 ≤ p ≤ 38, 0 ≤ s ≤ p
 
-Stored order: columns, `_time` int64 (ms), `_diff` int64, `_hash` uint64. All columns are nullable on
-disk: NOT NULL is a rule of the source, and a source may drop it. What a schema may become: `schema_evolution`.
+Stored order: columns, `_time` int64 (ms), `_diff` int64, `_hash` uint64. All columns are nullable on disk: NOT NULL is
+a rule of the source, and a source may drop it. Permitted changes of a schema: `schema_evolution`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ TIMESTAMPS = frozenset({"timestamp", "timestamp_ntz"})
 _DECIMAL = re.compile(r"decimal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 _TIMESTAMP = re.compile(r"timestamp\(\s*us\s*,\s*utc\s*\)", re.IGNORECASE)
 _RESERVED = frozenset({TIME, DIFF, HASH, "_order", "_partition", "_live", "_tm.unchanged", "_tm.key"})
-"""What parts hold beside the columns, and what commands and streams of a table's records do."""
+"""Names of the additional columns of parts, of commands, and of streams of a table's records."""
 _BUCKETS_MAX = 4096
 
 
 def canonical_type(type_name: str) -> str:
-    """The one spelling of a type string. Raises InvalidError for a type that shards do not have."""
+    """Return the canonical spelling of a type string. Raises InvalidError for a type that shards do not have."""
     if type_name in _PLAIN:
         return type_name
     if _TIMESTAMP.fullmatch(type_name):
@@ -69,7 +69,7 @@ def canonical_type(type_name: str) -> str:
 
 
 def arrow_type(type_name: str) -> pa.DataType:
-    """The Arrow type of a type string. Raises InvalidError."""
+    """Return the Arrow type of a type string. Raises InvalidError."""
     name = canonical_type(type_name)
     if name in _PLAIN:
         return _PLAIN[name]
@@ -79,7 +79,7 @@ def arrow_type(type_name: str) -> pa.DataType:
 
 
 def checked(schema: ShardSchema) -> ShardSchema:
-    """The schema as version 1, with canonical type strings. Raises InvalidError naming the column that is wrong."""
+    """Return the schema as version 1, with canonical type strings. Raises InvalidError that names the wrong column."""
     if not schema.columns:
         raise InvalidError("a shard needs at least one column.", fix="Name its columns.")
     seen: set[str] = set()
@@ -101,13 +101,13 @@ def checked(schema: ShardSchema) -> ShardSchema:
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidError: no column of a shard may have this name."""
+    """Raises InvalidError if no column of a shard may have this name."""
     if not name or name in _RESERVED:
         raise InvalidError(f"reserved column name: column={name!r}.", fix="Rename the column.")
 
 
 def difference(have: ShardSchema, want: ShardSchema) -> str:
-    """What differs, for people, or "" when the two are the same."""
+    """Describe the difference for people, or return "" if the two are the same."""
     out = []
     old = {c.name: c.type for c in have.columns}
     new = {c.name: c.type for c in want.columns}
@@ -126,41 +126,41 @@ def difference(have: ShardSchema, want: ShardSchema) -> str:
 
 @lru_cache(maxsize=256)
 def contents_schema(schema: ShardSchema) -> pa.Schema:
-    """Arrow schema of contents: the shard's columns only."""
+    """Return the Arrow schema of contents: the shard's columns only."""
     return pa.schema([pa.field(c.name, arrow_type(c.type)) for c in schema.columns])
 
 
 @lru_cache(maxsize=256)
 def update_schema(schema: ShardSchema) -> pa.Schema:
-    """Arrow schema of updates: columns, `_time`, `_diff`."""
+    """Return the Arrow schema of updates: columns, `_time`, `_diff`."""
     return contents_schema(schema).append(pa.field(TIME, pa.int64())).append(pa.field(DIFF, pa.int64()))
 
 
 @lru_cache(maxsize=256)
 def part_schema(schema: ShardSchema) -> pa.Schema:
-    """Arrow schema of a stored part: columns, `_time`, `_diff`, `_hash`."""
+    """Return the Arrow schema of a stored part: columns, `_time`, `_diff`, `_hash`."""
     return update_schema(schema).append(pa.field(HASH, pa.uint64()))
 
 
 def hash_columns(schema: ShardSchema) -> tuple[str, ...]:
-    """The columns `_hash` is taken of: the key, or, where there is none, every column that was there from the start.
+    """Return the columns covered by `_hash`: the key, or without a key every column of schema version 1.
 
-    So a row has one hash under every version, and a retraction meets what it retracts.
+    So a row has one hash under every version, and a retraction meets its insertion.
     """
     return schema.key or tuple(c.name for c in schema.columns if c.version == 1)
 
 
 def conform(rows: pa.Table, target: pa.Schema) -> pa.Table:
-    """`rows` with exactly the columns, order and types of `target`. Raises InvalidError naming the column.
+    """Return `rows` with exactly the columns, order and types of `target`. Raises InvalidError that names the column.
 
-    Casts are safe ones only (int32 → int64 yes, a value that does not fit: Invalid); a timestamp with a zone and one
-    without are not each other's, though Arrow would cast them.
+    Casts are safe ones only (int32 → int64, but InvalidError for a value that does not fit). A timestamp with a zone is
+    not cast to one without, or back, although Arrow would.
     """
     columns = []
     for field in target:
         index = rows.schema.get_field_index(field.name)
         if index < 0:
-            raise InvalidError(f"rows lack a column: column={field.name}.", fix="Give every column of the shard.")
+            raise InvalidError(f"rows lack a column: column={field.name}.", fix="Provide every column of the shard.")
         column = rows.column(index)
         if not column.type.equals(field.type):
             try:

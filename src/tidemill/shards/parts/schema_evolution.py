@@ -1,14 +1,15 @@
-"""What a shard's schema may become while its contents stay what they were (RFC 0003). Pure.
+"""Permitted changes of a shard's schema, under which its contents stay the same (RFC 0003). Pure.
 
-    add     a column: rows that were written before hold its default (a constant, or null)
+    add     a column: rows that were written before have its default (a constant, or null)
     widen   int16 → int32 → int64 · float32 → float64 · decimal(p,s) → decimal(q,s), q > p
-    retire  a column that the source has no more: it stays, rows that are written from then on hold null in it.
-            One that the source has again, with null in what it had lacked, is added back
-    else    refused: a rename, a narrower or another type, another key
+    retire  a column that the source has no more: it stays, and is null in rows that are written from then on.
+            If the source has it again, with null in the rows in between, it is added back
+    else    rejected: a rename, a narrower or another type, another key
 
-E1  A row reads the same under every later version, but for columns that it then has as well: every value is exact.
-E2  Equal rows stay equal and have one hash, so what is written under a new version cancels what an old one wrote.
-E3  Changes made twice, or by several at once, end in one schema; a column is retired or not as the last of them asked.
+Invariant (exact values): a row reads the same under every later version, except for columns added since. Invariant
+(equal rows): equal rows stay equal and have one hash, so a retraction under a new version cancels an insertion under an
+old one. Invariant (convergence): repeated or concurrent changes end in one schema; the last change to a column decides
+whether it is retired.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CAN = "A shard takes new columns and wider types only."
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """Columns to add, columns with the wider type they shall have, and names of those that the source has no more."""
+    """Columns to add, columns with their wider types, and names of columns that the source has no more."""
 
     add: tuple[Column, ...] = ()
     widen: tuple[Column, ...] = ()
@@ -51,7 +52,10 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 def widens(old: str, new: str) -> bool:
-    """Does every value of type `old` have exactly one of type `new`, with the same hash? Not of equal types."""
+    """Return whether every value of type `old` is exactly one of type `new`, with the same hash.
+
+    False for equal types.
+    """
     if (old, new) in _WIDER:
         return True
     before, after = arrow_type(old), arrow_type(new)
@@ -59,11 +63,10 @@ def widens(old: str, new: str) -> bool:
 
 
 def changes_to(have: ShardSchema, want: ShardSchema, may_retire: Collection[str] = ()) -> Changes:
-    """What makes `have` hold every column of `want`, whose order does not count. Raises InvalidError with the
-    difference.
+    """Return the changes that make `have` contain every column of `want`, in any order.
 
-    A default counts where the column is new: afterwards it says nothing any more. `may_retire`: what somebody has
-    accepted that `want` lacks.
+    A default matters only while its column is new. `may_retire` are columns whose absence in `want` was accepted.
+    Raises InvalidError with the difference.
     """
     types = {c.name: c.type for c in have.columns}
     retired, wanted = {c.name for c in have.columns if c.retired}, {c.name for c in want.columns}
@@ -74,12 +77,15 @@ def changes_to(have: ShardSchema, want: ShardSchema, may_retire: Collection[str]
     if not {*gone} <= {*may_retire} or not same or any(not widens(types[c.name], c.type) for c in other):
         raise InvalidError(f"a shard's schema cannot become this one: difference=[{difference(have, want)}].", fix=CAN)
     changes = Changes(add, tuple(c for c in other if c.name not in retired), gone)
-    evolved(have, changes)  # a column that is added back may have another default than null
+    evolved(have, changes)  # a column that is added back may have a default other than null
     return changes
 
 
 def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
-    """The next version; `schema` itself where it holds all of the changes already. Raises InvalidError: see E1."""
+    """Return the next version, or `schema` itself if it has all of the changes.
+
+    Raises InvalidError if a value would change.
+    """
     columns = {column.name: column for column in schema.columns}
     for asked in changes.add:
         check_name(asked.name)
@@ -88,7 +94,7 @@ def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
         if found.retired:
             if column.default is not None:
                 raise InvalidError(
-                    f"rows hold null in a column that was gone: column={column.name} default={column.default!r}.",
+                    f"rows are null in a column that was retired: column={column.name} default={column.default!r}.",
                     fix="Give the column another name.",
                 )
             columns[column.name] = replace(_at_least(found, column.type), retired=0)
@@ -97,7 +103,7 @@ def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
                 raise InvalidError(
                     f"the column exists with another default: column={column.name} default={found.default!r}"
                     f" wanted={column.default!r}.",
-                    fix="Rows hold it already: give the column another name.",
+                    fix="Give the column another name: stored rows have the old default.",
                 )
             columns[column.name] = _at_least(found, column.type)
     for asked in changes.widen:
@@ -106,7 +112,7 @@ def evolved(schema: ShardSchema, changes: Changes) -> ShardSchema:
         columns[asked.name] = _at_least(columns[asked.name], canonical_type(asked.type))
     for name in changes.retire:
         if name not in columns or name in schema.key or not schema.key:
-            raise InvalidError(f"no column that may be left out: column={name} key={','.join(schema.key)}.", fix=CAN)
+            raise InvalidError(f"the column cannot be retired: column={name} key={','.join(schema.key)}.", fix=CAN)
         if not columns[name].retired:
             columns[name] = replace(columns[name], retired=schema.version + 1)
     now = tuple(columns.values())
@@ -117,14 +123,15 @@ def _at_least(column: Column, kind: str) -> Column:
     if column.type == kind or widens(kind, column.type):
         return column
     if not widens(column.type, kind):
-        raise InvalidError(
-            f"not every value would stay what it is: column={column.name} type={column.type} wanted={kind}.", fix=CAN
-        )
+        raise InvalidError(f"some values would change: column={column.name} type={column.type} wanted={kind}.", fix=CAN)
     return replace(column, type=kind)
 
 
 def canonical_default(column: Column) -> str | None:
-    """The one text of a column's default; it means the same value under every wider type. Raises InvalidError."""
+    """Return the canonical text of a column's default, with the same value under every wider type.
+
+    Raises InvalidError.
+    """
     text = column.default
     if text is None:
         return None
@@ -137,7 +144,7 @@ def canonical_default(column: Column) -> str | None:
     if pa.types.is_decimal(value.type):
         return f"{value.as_py():f}"
     if pa.types.is_floating(value.type) or pa.types.is_integer(value.type):
-        return str(value.as_py())  # of a float32 all digits of its float64
+        return str(value.as_py())  # for a float32, all digits of its float64
     return text
 
 
@@ -146,30 +153,30 @@ def _check_json(name: str, text: str) -> None:
         json.loads(text)
     except ValueError as error:
         raise InvalidError(
-            f"the default is no JSON value: column={name} default={text[:80]!r}.", fix="Quote it."
+            f"the default is not a JSON value: column={name} default={text[:80]!r}.", fix="Quote it."
         ) from error
 
 
 @lru_cache(maxsize=1024)
 def default_value(column: Column) -> Any:
-    """What rows hold that were written before the column: one Arrow scalar of its type."""
+    """Return the value of rows that were written before the column existed: one Arrow scalar of its type."""
     return parse_column([column.default], column)[0]
 
 
 def check_known(schema: ShardSchema, batch: Batch) -> None:
-    """Raises SchemaEvolvedError: rows of the batch may have columns that `schema` does not know."""
+    """Raises SchemaEvolvedError if rows of the batch may have columns that `schema` does not know."""
     if batch.schema_version > schema.version:
         raise SchemaEvolvedError(
             f"rows of a newer schema: version={batch.schema_version} known={schema.version}.",
-            fix="Open the shard again.",
+            fix="Reopen the shard.",
         )
 
 
 def under(schema: ShardSchema, rows: pa.Table, target: pa.Schema) -> pa.Table:
-    """Stored rows of any earlier version as `target`, an Arrow schema with the columns of `schema`.
+    """Convert stored rows of any earlier version to `target`, an Arrow schema with the columns of `schema`.
 
-    What they lack is its default, what was narrower is widened. Raises CorruptError for anything else: a column that
-    every version has is gone, or its type is none that ever widened to this one.
+    Missing columns get their default, narrower ones are widened. Raises CorruptError otherwise: if a column of all
+    versions is missing, or has a type that never widened to this one.
     """
     if rows.schema.equals(target):
         return rows

@@ -1,9 +1,9 @@
-"""Contents of a shard by ranges of its hash: many readers at once, each of bounded memory. Pure, but for `fetch`.
+"""Contents of a shard by hash range: many concurrent readers, each with bounded memory. Pure, except for `fetch`.
 
-Every update of a row has the row's hash, so ranges of hashes are independent of each other, whatever batch or part an
-update lies in. Within a range the largest parts that do not overlap are *streamed*, a row group at a time, and the
-updates of all others (the recent difference, usually) are held. A streamed insertion whose hash nothing else has is
-settled: it is shown as it is. Only the rest is summed.
+All updates of a row have the row's hash, so hash ranges are independent of each other, in any batch or part. Within a
+range, the largest non-overlapping parts are streamed, one row group at a time, and the updates of all other parts
+(usually the recent difference) are held in memory. A streamed insertion whose hash no other update has is settled: it
+is returned unchanged. Only the other updates are summed.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from tidemill.shards.parts.schema_evolution import check_known, under
 
 RANGE_BYTES = 16 * MIB
 RANGE_ROWS = 500_000
-"""A range of a large shard has about this many encoded bytes and updates, whichever is fewer.
+"""Approximate encoded bytes and updates of one range of a large shard, whichever limit is reached first.
 
-Reading one holds, decoded, a row group of what is streamed (parts.ROW_GROUP_BYTES; of a part from before that was, its
-128 k rows) with a copy or two of it, and all updates of the range that are not streamed: those only RANGE_ROWS bounds.
+Reading a range holds one decoded row group of the streamed parts (parts.ROW_GROUP_BYTES, or 128 k rows of an older
+part) with one or two copies, and all updates of the range that are not streamed. Only RANGE_ROWS limits the latter.
 """
 RANGES_MAX = 1024
 HASH_MAX = (1 << 64) - 1
 
 Fetch = Callable[[Part], Any]
-"""The encoded bytes of a part, or a binary file of them, which may be read in pieces. Raises Missing, Unavailable."""
+"""Returns the encoded bytes of a part, or a binary file of them, which may be read in pieces.
+
+Raises MissingError or UnavailableError.
+"""
 
 
 class Range(msgspec.Struct, frozen=True):
-    """Hashes low to high, both included, and the batches with only those parts that may hold some of them.
+    """Hashes low to high, both inclusive, and the batches with only those parts that may contain some of them.
 
-    `wanted`: only these hashes, sorted; None = all.
+    `wanted` restricts the range to these hashes, sorted; None = all.
     """
 
     low: int
@@ -53,7 +56,7 @@ class Range(msgspec.Struct, frozen=True):
 
 
 def cut(batches: Sequence[Batch], wanted: Sequence[int] | None = None) -> list[Range]:
-    """Ranges that cover every update: equal ones, but for bounds that move to where a large part begins."""
+    """Divide all updates into equal ranges, except that bounds move to the start of a large part nearby."""
     parts = [part for batch in batches for part in batch.parts]
     size_bytes, rows = sum(p.size_bytes for p in parts), sum(p.rows for p in parts)
     count = min(max(1, -(-size_bytes // RANGE_BYTES), -(-rows // RANGE_ROWS)), RANGES_MAX)
@@ -69,14 +72,13 @@ def cut(batches: Sequence[Batch], wanted: Sequence[int] | None = None) -> list[R
 
 
 def between(batches: Sequence[Batch], low: int, high: int, wanted: list[int] | None = None) -> Range:
-    """The range of these hashes, of `wanted` alone where that is given (sorted); of one that nothing lies in, no
-    batches."""
+    """Return the range of these hashes, restricted to `wanted` (sorted) if given; without batches if it is empty."""
     chosen = [msgspec.structs.replace(b, parts=_within(b.parts, low, high, wanted)) for b in batches]
     return Range(low, high, [b for b in chosen if b.parts], wanted)
 
 
 def _snapped(at: int, begins: Any, near: int) -> int:
-    """`at`, or a part's beginning that is near: then each of two readers decodes parts of its own."""
+    """Return `at`, or the start of a part nearby, so that two readers do not decode the same part."""
     index = int(np.searchsorted(begins, np.uint64(at)))
     around = [int(begins[i]) for i in (index - 1, index) if 0 <= i < len(begins)]
     closest = min(around, key=lambda hash_: abs(hash_ - at), default=at)
@@ -94,7 +96,7 @@ def _within(parts: Sequence[Part], low: int, high: int, wanted: Sequence[int] | 
 
 
 def streamed_parts(batches: Sequence[Batch]) -> list[tuple[Batch, Part]]:
-    """The largest parts whose hashes do not overlap, largest first."""
+    """Return the largest parts whose hashes do not overlap, largest first."""
     chosen: list[tuple[Batch, Part]] = []
     for batch, part in sorted(((b, p) for b in batches for p in b.parts), key=lambda found: -found[1].rows):
         if all(part.max_hash < other.min_hash or other.max_hash < part.min_hash for _, other in chosen):
@@ -105,9 +107,10 @@ def streamed_parts(batches: Sequence[Batch]) -> list[tuple[Batch, Part]]:
 def read_range(
     schema: ShardSchema, chosen: Range, as_of: int, fetch: Fetch, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """The rows of the range at `as_of`, in tables of the shard's columns, or of those of them that `columns` names.
+    """Yield the rows of the range at `as_of`, in tables of the shard's columns, or of those in `columns`.
 
-    Of a shard with a key only these columns and the key are decoded. Raises as `fetch`, CorruptError, Evolved.
+    If the shard has a key, only these columns and the key are decoded. Raises as `fetch`, CorruptError,
+    SchemaEvolvedError.
     """
     for batch in chosen.batches:
         check_known(schema, batch)
@@ -132,14 +135,14 @@ def read_range(
     summed = newest(read.schema, rest) if schema.key else None
     if summed is None and read.schema != schema:
         read = msgspec.structs.replace(read, names=contents_schema(schema).names)
-        rest = _unsettled(read, held, streamed, touched)  # whole rows have to be told apart
+        rest = _unsettled(read, held, streamed, touched)  # comparing the keys was not enough: read whole rows
     yield (contents(schema, rest) if summed is None else summed).select(names)
 
 
 def _unsettled(
     read: _Read, held: Sequence[tuple[Batch, Part]], streamed: Sequence[tuple[Batch, Part]], touched: Any
 ) -> pa.Table:
-    """Every update of the range that is not shown as it is."""
+    """Return every update of the range that is not settled."""
     found = [read.empty(), *(rows for batch, part in held for rows in read.groups(batch, part))]
     for batch, part in streamed:
         whole = _whole_hashes(read.groups(batch, part))
@@ -148,9 +151,10 @@ def _unsettled(
 
 
 def read_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: Fetch) -> Iterator[pa.Table]:
-    """The updates of one batch at most at `as_of`, in tables of ascending hashes, none of which ends inside one hash.
+    """Yield the updates of one batch up to `as_of`, in tables of ascending hashes that never split one hash.
 
-    Memory holds a row group; of parts that overlap, those parts. Raises as `fetch`, CorruptError, Evolved.
+    Memory holds one row group, or all parts that overlap each other. Raises as `fetch`, CorruptError,
+    SchemaEvolvedError.
     """
     check_known(schema, batch)
     read = _Read(schema, Range(0, HASH_MAX, [batch]), as_of, fetch, contents_schema(schema).names)
@@ -168,7 +172,7 @@ def read_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: Fetch) ->
 
 
 def _apart(parts: Sequence[Part]) -> list[list[Part]]:
-    """Parts by ascending hashes; those that overlap together."""
+    """Return groups of parts by ascending hashes; overlapping parts share a group."""
     out: list[list[Part]] = []
     end = -1
     for part in sorted(parts, key=lambda part: part.min_hash):
@@ -180,7 +184,9 @@ def _apart(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def _whole_hashes(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
-    """Rows of ascending hashes, cut anew: what has the last hash of a table waits, for the next one may have more."""
+    """Yield rows of ascending hashes in tables that never split a hash: rows of a table's last hash join the next
+    table.
+    """
     open_end: pa.Table | None = None
     for group in groups:
         rows = group if open_end is None else pa.concat_tables([open_end, group])
@@ -194,7 +200,7 @@ def _whole_hashes(groups: Iterable[pa.Table]) -> Iterator[pa.Table]:
 
 
 def _settled(rows: pa.Table, touched: Any) -> Any:
-    """Which rows, sorted by hash, are single insertions that nobody else says anything of."""
+    """Return a mask of the rows, sorted by hash, that are single insertions without any other update."""
     hashes = rows.column(HASH).to_numpy()
     alone = rows.column(DIFF).to_numpy() == 1
     same = hashes[1:] == hashes[:-1]
@@ -207,7 +213,7 @@ def _settled(rows: pa.Table, touched: Any) -> Any:
 
 
 class _Read(msgspec.Struct, frozen=True):
-    """How the parts of one range are read: of the shard's columns those in `names`, and the key's."""
+    """Reader of the parts of one range, limited to the columns in `names` and the key's."""
 
     whole: ShardSchema
     chosen: Range
@@ -217,7 +223,7 @@ class _Read(msgspec.Struct, frozen=True):
 
     @property
     def schema(self) -> ShardSchema:
-        """The shard's, without the columns that are not read."""
+        """The shard's schema without the columns that are not read."""
         wanted = {*self.names, *self.whole.key}
         return msgspec.structs.replace(self.whole, columns=tuple(c for c in self.whole.columns if c.name in wanted))
 
@@ -225,7 +231,9 @@ class _Read(msgspec.Struct, frozen=True):
         return part_schema(self.schema).empty_table()
 
     def groups(self, batch: Batch, part: Part) -> Iterator[pa.Table]:
-        """Updates of a part that are in the range, its batch's bounds and at most `as_of`: none empty, by hash."""
+        """Yield non-empty updates of a part, by hash: those in the range, in its batch's bounds and at most at
+        `as_of`.
+        """
         schema, target = self.schema, part_schema(self.schema)
         try:
             file = open_part(part, self.fetch(part))

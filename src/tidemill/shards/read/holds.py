@@ -1,12 +1,11 @@
-"""Leased holds as their users take them: renewed while used, gone soon after their owner died.
+"""Leased holds: renewed while they are used, and expired soon after their owner died.
 
-    a short read            none: replaced objects stay readable for the collection's delay
-    `holding`               one long read at one time (verify, an export, a big snapshot): hold, then choose batches
-    `MovingHold`            whoever goes along the shard and means to come back to where it was (derived tables,
-                            streams)
+    a short read            no hold: replaced objects stay readable for the delay of garbage collection
+    `holding`               one long read at one time (verify, an export, a large snapshot): hold, then choose batches
+    `MovingHold`            a reader that follows the shard and must be able to resume (derived tables, streams)
 
-A listener at the shard's head takes none: history trails the head by the retention, and one that is further behind
-holds while it catches up.
+A listener at the shard's head needs no hold: since follows the head at the retention distance, and a listener that is
+further behind takes a hold while it catches up.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from tidemill.shards.api import HistoryLostError
 from tidemill.shards.state.state import ShardState
 
 HOLD_TTL_MS = 300_000
-"""How long history outlives a reader that died. Renewed at a third of it, so that two lost renewals harm nobody."""
+"""Time that history outlives a dead reader. Renewed after a third of it, so that two lost renewals do no harm."""
 
 HOLD_ABOVE_BYTES = 16 << 20
-"""A read of more than this takes a hold by itself: it may last longer than collection waits."""
+"""Size from which a read takes a hold on its own, since it may last longer than garbage collection waits."""
 
 RELEASE_TIMEOUT_S = 2.0
 
@@ -48,10 +47,11 @@ class Holdable(Protocol):
 
 @asynccontextmanager
 async def holding(shard: Holdable, reader: str, since: int, *, ttl_ms: int = HOLD_TTL_MS) -> AsyncIterator[None]:
-    """Every time ≥ `since` stays readable inside, and so does what was chosen there. `reader` names this very use.
+    """Keep every time ≥ `since` readable inside the context, and the batches chosen there. `reader` names this use
+    only.
 
     Raises HistoryLostError (since is below the shard's), UnavailableError (too many holds, or consensus is away),
-    UnknownOutcomeError. A hold that could not be renewed lapses: the reads then say that history is lost.
+    UnknownOutcomeError. A hold that could not be renewed lapses: the reads then raise HistoryLostError.
     """
     await shard.hold(reader, since, ttl_ms)
 
@@ -73,23 +73,24 @@ async def _renewing(renew: Callable[[], Awaitable[None]], shard: str, reader: st
         try:
             await renew()
         except (UnavailableError, UnknownOutcomeError) as error:
-            log.warning("hold not renewed, trying again", shard=shard, reader=reader, cause=str(error))
+            log.warning("hold not renewed, retrying", shard=shard, reader=reader, cause=str(error))
 
 
 async def let_go(shard: Holdable, reader: str) -> None:
-    """A courtesy: what cannot be released in time lapses by itself."""
+    """Release a hold if possible; one that is not released in time lapses."""
     try:
         async with asyncio.timeout(RELEASE_TIMEOUT_S):
             await shard.release(reader)
     except (TidemillError, TimeoutError) as error:
-        log.info("hold not released; it lapses by itself", shard=shard.name, reader=reader, cause=str(error))
+        log.info("hold not released; it will lapse", shard=shard.name, reader=reader, cause=str(error))
 
 
 class MovingHold:
-    """Holds one shard from a time that moves on. Writes only when that is worth it: an idle shard costs nothing.
+    """A hold of one shard at a time that advances. Writes only when it is worth it: an idle shard costs nothing.
 
-    `kept`: its owner may be away for longer than the lease, and runs `keep` meanwhile. The newest time is held too
-    then, for much may be written before the owner comes back; an idle shard costs a write every third of the lease.
+    With `kept`, the owner may be away for longer than the lease, and runs `keep` concurrently. Then the newest time is
+    held, too, since much may be written before the owner returns, and an idle shard costs one write per third of the
+    lease.
     """
 
     def __init__(
@@ -105,23 +106,26 @@ class MovingHold:
         self._until_ms = 0
 
     async def at(self, since: int) -> None:
-        """From now on hold from `since`. Raises as `hold`; nothing while no history above it can be lost."""
+        """Hold from `since` on. Raises as `hold`. Writes nothing while no history above it can be lost."""
         if not self._kept and since >= self._shard.state.upper - 1:
             return  # since never passes the newest time
         async with self._writing:
             fresh = self._until_ms - self._clock.now_ms() > self._ttl_ms * 2 // 3
             if fresh and since - self._since < self._ttl_ms // 10:
                 return
-            # Before the write: were its answer lost, a renewal further back would be refused for ever.
+            # Set before the write: if its answer is lost, a renewal further back would be rejected forever.
             self._since = since
             await self._write()
 
     async def keep(self) -> None:
-        """Renew where `at` was last, until cancelled. What is lost is not told here: the next `at` raises it."""
+        """Renew the hold at its last position until cancelled.
+
+        A lost hold is not reported here: the next `at` raises.
+        """
         try:
             await _renewing(self._renew, self._shard.name, self._reader, self._ttl_ms)
         except Exception as error:
-            log.warning("hold given up", shard=self._shard.name, reader=self._reader, cause=str(error))
+            log.warning("hold renewal stopped", shard=self._shard.name, reader=self._reader, cause=str(error))
             raise
 
     async def _renew(self) -> None:
@@ -129,7 +133,7 @@ class MovingHold:
             if self._since < 0:
                 return
             try:
-                # At the same time as before: a hold that moves protects no longer what was chosen under it.
+                # At the same time as before: a hold that moves no longer protects batches that were chosen under it.
                 await self._write()
             except HistoryLostError as error:
                 self._since, self._until_ms = -1, 0

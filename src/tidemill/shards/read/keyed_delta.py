@@ -1,7 +1,7 @@
-"""What later updates change of settled rows: the recent difference of a keyed shard, vectorised. Pure.
+"""Effect of later updates on settled rows: the recent difference of a keyed shard, vectorised. Pure.
 
-Relies on U1: per key at most one live row, and per (key, time) one retraction and one insertion at most, the retraction
-first. Then the last update of a key decides, wherever the others lie.
+Requires normal histories: per key at most one live row, and per (key, time) at most one retraction and one insertion,
+the retraction first. Then the last update of a key decides, in whichever part the others are.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ UNTIL = "_until"
 
 
 def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Table] | None:
-    """(gone, live) of all keys that `updates` (with `_hash`) touch; None when they are not what U1 says.
+    """Return (gone, live) of all keys that `updates` (with `_hash`) touch; None if their histories are not normal.
 
-    gone    `_hash`, the columns of the key, `_until`: an insertion elsewhere of this key before that time is no more
-    live    the rows that these updates leave, the shard's columns
+    gone    `_hash`, the columns of the key, `_until`: an insertion of this key elsewhere before that time is superseded
+    live    the rows that result from these updates, with the shard's columns
     """
     hashes = updates.column(HASH).to_numpy()
     order = sort_updates(updates, hashes)
@@ -31,8 +31,8 @@ def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Ta
     same = hashes[1:] == hashes[:-1]
     if not bool((np.abs(diffs) == 1).all()):
         return None
-    # One key a hash, and none inserted twice without a retraction between. (Of two retractions in a row the insertion
-    # between them lies elsewhere.)
+    # One key per hash, and none inserted twice without a retraction in between. (The insertion between two consecutive
+    # retractions is in another part.)
     repeats = np.nonzero(same)[0] + 1
     if bool((diffs[repeats] + diffs[repeats - 1] > 1).any()):
         return None

@@ -1,4 +1,4 @@
-"""The bytes of parts, for synchronous readers that want some of their columns."""
+"""Bytes of parts, for synchronous readers that need some of their columns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tidemill.shards.parts.checksums import check_whole
 from tidemill.shards.read.hash_ranges import Fetch
 
 WHOLE_BYTES = 1 * MIB
-"""A part of at most this is fetched whole: its footer and columns would be several requests."""
+"""Size up to which a part is fetched whole: its footer and columns would take several requests."""
 
 
 async def read_whole(objects: ObjectStore, part: Part) -> Buffer:
-    """All bytes of a part, verified. Raises Missing, Corrupt, Unavailable."""
+    """Return all bytes of a part, verified. Raises MissingError, CorruptError, UnavailableError."""
     if not part.object_key:
         return part.inline
 
@@ -31,7 +31,7 @@ async def read_whole(objects: ObjectStore, part: Part) -> Buffer:
 
 
 def fetching(portal: BlockingPortal, objects: ObjectStore, *, whole: bool) -> Fetch:
-    """`whole`: every column of a part is wanted, so it is one request."""
+    """Return a `Fetch` through `portal`. If `whole`, all columns of a part are needed, so it makes one request."""
 
     def fetch(part: Part) -> Any:
         if not part.object_key:

@@ -1,6 +1,6 @@
-"""Reading parts: bounded parallel fetches, and a cache of decoded parts bounded in bytes.
+"""Reads parts: bounded parallel fetches, and a cache of decoded parts, bounded in bytes.
 
-Parts never change and keys are never reused (O1), so a cached part is never stale.
+Parts never change and keys are never reused, so a cached part is never stale.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tidemill.shards.parts.schema_evolution import check_known
 from tidemill.shards.read.part_bytes import read_whole
 
 CACHE_BYTES = 64 * MIB
-"""Decoded parts kept by one handle: recent batches are read by feedback, listeners and compaction alike."""
+"""Limit for decoded parts in one handle's cache; feedback, listeners and compaction all read recent batches."""
 
 
 class PartReader:
-    """Reads parts of one shard with the bucket alone: executors use it too."""
+    """Reader of the parts of one shard that needs only the bucket, so that executors use it, too."""
 
     def __init__(
         self, objects: ObjectStore, schema: ShardSchema, *, cache_bytes: int = CACHE_BYTES, cpu: Cpu = inline_cpu
@@ -39,7 +39,10 @@ class PartReader:
         self._limit_bytes = cache_bytes
 
     async def read_part(self, part: Part) -> pa.Table:
-        """All rows of a part with `_time`, `_diff`, `_hash`, sorted. Raises Missing, Corrupt, Unavailable."""
+        """Return all rows of a part with `_time`, `_diff`, `_hash`, sorted.
+
+        Raises MissingError, CorruptError, UnavailableError.
+        """
         key = part.object_key or part.inline
         found = self._cache.get(key)
         if found is not None:
@@ -52,10 +55,10 @@ class PartReader:
         return table
 
     async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
-        """Rows of the batch with lower ≤ `_time` < upper, within the batch's own bounds; parts one after another.
+        """Return the rows of the batch with lower ≤ `_time` < upper, within the batch's own bounds; part after part.
 
-        A batch may be registered with narrower bounds than its parts were written with: rows outside never show.
-        Raises Evolved as well.
+        A batch may be registered with narrower bounds than those under which its parts were written: rows outside are
+        hidden. Also raises SchemaEvolvedError.
         """
         lower, upper = max(lower, batch.lower), min(upper, batch.upper)
         if not batch.parts or lower >= upper:
@@ -65,7 +68,7 @@ class PartReader:
         return pa.concat_tables([within(t, lower, upper) for t in tables])
 
     async def read_batches(self, batches: Sequence[Batch], lower: int, upper: int) -> pa.Table:
-        """Rows of several batches, in batch order, within [lower, upper)."""
+        """Return the rows of several batches within [lower, upper), in batch order."""
         tables = await asyncio.gather(*(self.read_batch(b, lower, upper) for b in batches))
         return pa.concat_tables([part_schema(self._schema).empty_table(), *tables])
 

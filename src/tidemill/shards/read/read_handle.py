@@ -1,6 +1,6 @@
 """A shard's handle, for readers: holds, snapshots, batches, listeners.
 
-What it relies on: `state_machine` gives states that only move forward; parts are write-once.
+Relies on two facts: `state_machine` yields states that only advance; parts are write-once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tidemill.shards.state.state_machine import ShardMachine
 
 LISTEN_AHEAD_BYTES = 32 * MIB
 LISTEN_AHEAD_BATCHES = 32
-"""A listener that catches up fetches at most this much at once."""
+"""Limits of what a listener that catches up fetches at a time."""
 
 WAIT_SLICE_S = 30.0
 
 
 class ShardReads:
-    """The half of `api.Shard` that changes no contents."""
+    """The part of `api.Shard` that does not change contents."""
 
     def __init__(
         self,
@@ -62,17 +62,20 @@ class ShardReads:
 
     @property
     def state(self) -> ShardState:
-        """As last seen; may trail the truth, never contradicts it."""
+        """The state as last seen; it may be old, but never contradicts the log."""
         return self._machine.state
 
     def reader_under(self, schema: ShardSchema) -> PartReader:
-        """Reads parts under any version of the shard's schema."""
+        """Return a reader of parts under any version of the shard's schema."""
         return self.reader if schema == self.schema else PartReader(self._objects, schema, cache_bytes=0, cpu=self._cpu)
 
     # holds ------------------------------------------------------------------------------------------
 
     async def hold(self, reader: str, since: int, ttl_ms: int) -> None:
-        """Keep every time ≥ since readable for `ttl_ms`; again = renew, and move forward. Invalid below since."""
+        """Keep every time ≥ since readable for `ttl_ms`. Repeat to renew or to advance the hold.
+
+        Raises HistoryLostError below since.
+        """
         now_ms = self._clock.now_ms()
         await self._settle(SetHold(reader, since, now_ms + ttl_ms, now_ms))
 
@@ -80,9 +83,9 @@ class ShardReads:
         await self._settle(ReleaseHold(reader, self._clock.now_ms()))
 
     async def downgrade_since(self, owner: str, epoch: int, since: int) -> int:
-        """Move critical hold `owner` to `since`; returns the shard's since, the least of all holds.
+        """Advance critical hold `owner` to `since`; return the shard's since, the minimum of all holds.
 
-        Raises Fenced when a newer epoch owns the hold.
+        Raises FencedError if a newer epoch owns the hold.
         """
         return (await self._settle(DowngradeSince(owner, epoch, since, self._clock.now_ms()))).since
 
@@ -99,17 +102,17 @@ class ShardReads:
         return state.since, state.upper
 
     async def snapshot(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
-        """Raises Invalid below since ("history lost"), UnavailableError when `as_of` is not final after timeout_s.
+        """Return the contents at `as_of` (see `api.Shard`). Waits indefinitely without a timeout.
 
-        Without a timeout it waits for as long as it takes.
+        Raises HistoryLostError below since, UnavailableError if `as_of` is not final after timeout_s.
         """
         updates = await self.updates_until(as_of, timeout_s)
         return await self._cpu(lambda: contents(self.schema, updates))
 
     async def updates_until(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
-        """Every update with time ≤ as_of, as stored (columns, `_time`, `_diff`, `_hash`): what `snapshot` sums.
+        """Return every update with time ≤ as_of, as stored (columns, `_time`, `_diff`, `_hash`), to be summed.
 
-        A large read holds its time first, and chooses its batches then.
+        A large read holds its time first, and then chooses its batches.
         """
         async with self.chosen_until(as_of, timeout_s) as batches:
             try:
@@ -119,7 +122,7 @@ class ShardReads:
 
     @asynccontextmanager
     async def chosen_until(self, as_of: int, timeout_s: float | None = None) -> AsyncIterator[list[Batch]]:
-        """The batches with every update of time ≤ as_of, to be read inside; for a large read they are held."""
+        """Yield the batches with every update of time ≤ as_of, to be read inside the context. A large read is held."""
         batches = await self.batches_until(as_of, timeout_s)
         if _size(batches) <= HOLD_ABOVE_BYTES:
             yield batches
@@ -128,24 +131,28 @@ class ShardReads:
             yield await self.batches_until(as_of)
 
     async def fetch(self, part: Part, chosen: Sequence[Batch]) -> Buffer:
-        """The encoded bytes of a part of one of the batches. Raises HistoryLostError, CorruptError,
-        UnavailableError."""
+        """Return the encoded bytes of a part of one of the batches.
+
+        Raises HistoryLostError, CorruptError, UnavailableError.
+        """
         try:
             return await read_whole(self._objects, part)
         except MissingError as error:
             raise await self.why_missing(error, chosen) from error
 
     async def why_missing(self, error: MissingError, batches: Sequence[Batch]) -> TidemillError:
-        """An object that was chosen and is not there: collected since (read again), or lost (Corrupt)."""
+        """Explain a missing object of the chosen batches: it was deleted since (read again), or is lost
+        (CorruptError).
+        """
         state = await self._refresh()
         named = {part.object_key for batch in state.batches for part in batch.parts}
         chosen = {part.object_key for batch in batches for part in batch.parts if part.object_key}
         if chosen <= named:
             return CorruptError(
-                f"an object of a shard is gone: shard={self.name} ({error.message}).", fix="Restore it."
+                f"an object of a shard is missing: shard={self.name} ({error.message}).", fix="Restore the object."
             )
         return HistoryLostError(
-            f"what was chosen was merged and collected meanwhile: shard={self.name}.",
+            f"the chosen batches were merged and deleted in the meantime: shard={self.name}.",
             fix="Read again, and hold the time for as long as the read takes.",
         )
 
@@ -153,7 +160,7 @@ class ShardReads:
         return holding(self, self.reader_name(what), since)
 
     def reader_name(self, what: str) -> str:
-        """A name for one hold of this handle."""
+        """Return a name for one hold of this handle."""
         return f"{what}/{self.writer}-{self._rand.nonce()[:8]}"
 
     async def batches_until(self, as_of: int, timeout_s: float | None = None) -> list[Batch]:
@@ -161,25 +168,26 @@ class ShardReads:
         return [b for b in state.batches if b.lower <= as_of]
 
     async def batches(self, lower: int) -> list[Batch]:
-        # Choice and check rest on one state: since may move, and compaction with it, before the caller's next call.
+        # Choice and check use one state: since may move, and compaction with it, before the caller's next call.
         state = await self._refresh()
         self._check_history(state, lower)
         return self._from(state, lower)
 
     async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
-        """See the front. The rows carry `_hash` too, and each part's rows are sorted by it."""
+        """Read a batch (see `api.Shard`). The rows include `_hash`, and each part's rows are sorted by it."""
         try:
             return await self.reader.read_batch(batch, lower, upper)
         except MissingError as error:
             raise await self.why_missing(error, [batch]) from error
 
     async def listen(self, lower: int) -> AsyncIterator[Delta]:
-        """See the front. Raises Invalid when history at `lower` is forgotten, at the start or later (no hold).
+        """Yield updates (see `api.Shard`). Raises HistoryLostError if history at `lower` is lost, at the start or later
+        (no hold).
 
         Ends when the shard is closed and everything was yielded.
 
-        Rows that compaction moved are never seen twice: it moves times only up to since, and a listener whose
-        frontier since has reached is stopped; everything else is filtered by time.
+        Rows that compaction moved are never seen twice: it moves times only up to since, and a listener is stopped once
+        since reaches its frontier; everything else is filtered by time.
         """
         frontier = lower
         state = await self._refresh()
@@ -197,9 +205,9 @@ class ShardReads:
 
     @asynccontextmanager
     async def _catching_up(self, ready: list[Batch], frontier: int) -> AsyncIterator[list[Batch]]:
-        """What a listener reads next: as chosen, or, when that is much, chosen again under a hold.
+        """Yield the batches that a listener reads next; many of them are chosen again under a hold.
 
-        The hold is one tick behind the frontier, for a listener must tell frontier - 1 from frontier.
+        The hold is one tick behind the frontier, since a listener must distinguish frontier - 1 from frontier.
         """
         if _size(ready) <= HOLD_ABOVE_BYTES:
             yield ready
@@ -215,7 +223,7 @@ class ShardReads:
     # ------------------------------------------------------------------------------------------------
 
     async def _beyond(self, frontier: int, timeout_s: float) -> ShardState:
-        """The state once its upper is > frontier or the shard is closed, or after the timeout."""
+        """Return the state once its upper is > frontier or the shard is closed, or after the timeout."""
         until_s = asyncio.get_running_loop().time() + timeout_s
         state = await self._refresh()
         while state.upper <= frontier and not state.closed:
@@ -245,7 +253,7 @@ class ShardReads:
             if left_s <= 0:
                 raise UnavailableError(
                     f"time is not final yet: shard={self.name} as_of={as_of} upper={state.upper}.",
-                    fix="Ask for a time below upper, or wait longer.",
+                    fix="Use a time below upper, or wait longer.",
                 )
             state = self._present(await self._machine.changed(state, left_s))
         if as_of < state.since:
@@ -258,7 +266,7 @@ class ShardReads:
         return list(state.batches[at:])
 
     def _check_history(self, state: ShardState, frontier: int) -> None:
-        """Are the updates from `frontier` on still told apart from those before it? Raises HistoryLostError."""
+        """Raises HistoryLostError unless updates from `frontier` on are still distinguishable from those before it."""
         if state.since > 0 and state.since >= frontier:
             raise self._history_lost(state, frontier)
 
@@ -277,7 +285,7 @@ def _size(batches: Sequence[Batch]) -> int:
 
 
 def _groups(batches: Sequence[Batch]) -> list[list[Batch]]:
-    """Runs of batches that a catching-up listener may fetch together."""
+    """Split batches into runs that a listener that catches up may fetch together."""
     out: list[list[Batch]] = []
     held = 0
     for batch in batches:

@@ -1,11 +1,11 @@
-"""A shard at one time for an engine that reads Parquet itself (Spark, DuckDB): which files, and what to change of them.
+"""Plan of a shard at one time for an engine that reads Parquet itself (Spark, DuckDB): files, and the changes to them.
 
-    settled     files that only insert: the engine's columns, filters and row groups
+    settled     files that only insert, read with the engine's column pruning, filters and row groups
     difference  the other parts, which are read here: the last state of every key that they touch
 
     settled ANTI JOIN gone (by the key, where `_time` < `_until`)  UNION ALL  live
 
-While there is no difference that is Parquet alone. Whoever runs it holds the time first.
+If there is no difference, that is Parquet alone. The caller holds the time first.
 """
 
 from __future__ import annotations
@@ -36,22 +36,28 @@ if TYPE_CHECKING:
     from tidemill.shards.handle import LogShard
 
 DIFFERENCE_BYTES = 32 * MIB
-"""Encoded updates that are read here for one plan; with more, reading by ranges is better."""
+"""Limit for encoded updates read here for one plan; with more, reading by ranges is better."""
 SMALL_BYTES = 1 * MIB
-"""Encoded. Up to here Spark spends more on files than on rows that it is given (measured: 5,000 rows 0.22 against 0.11
-CPU-s, 30,000 rows 0.20 and 0.17, 100,000 rows 0.21 and 0.37)."""
+"""Limit for a small shard, in encoded bytes. Up to here Spark spends more on files than on rows passed to it.
+
+Measured in CPU-s with files and with rows: 5,000 rows 0.22 and 0.11, 30,000 rows 0.20 and 0.17, 100,000 rows 0.21 and
+0.37.
+"""
 KNOWN_MAX = 8192
 
 
 class PlanNotPossibleError(Exception):
-    """Why the shard has to be read in another way: a plan would not be exact, or not be worth it."""
+    """The shard must be read in another way: a plan would not be exact, or not be worth it."""
 
 
 class Plan(NamedTuple):
-    """settled  objects that are Parquet files of `part_schema`
-    gone     the columns of the key in order, then until when: by place, for a key may be called `_until` too; of no
-             rows it may lack columns
-    live     the shard's columns"""
+    """Result of `plan_parts`.
+
+    settled  objects that are Parquet files of `part_schema`
+    gone     the key columns in order, then until when; use positions, since a key column may be named `_until`, too.
+             If it has no rows, it may lack columns
+    live     the shard's columns
+    """
 
     settled: list[Part]
     gone: Any
@@ -61,10 +67,11 @@ class Plan(NamedTuple):
 def plan_parts(
     portal: BlockingPortal, objects: ObjectStore, shard: LogShard, at: int, *, again: bool = False, no_files: str = ""
 ) -> Plan:
-    """`again`: the handle plans again and again, so it keeps what it decoded, and a small shard is read here whole.
-    `no_files`: why the engine cannot read the parts themselves, if so.
+    """Plan a read of the shard at time `at`.
 
-    Raises PlanNotPossibleError, CorruptError, Evolved, HistoryLost, Missing, Unavailable.
+    If `again`, the handle plans repeatedly, so decoded parts are cached, and a small shard is read here whole.
+    `no_files` is the reason why the engine cannot read the parts itself, or "". Raises PlanNotPossibleError, CorruptError,
+    SchemaEvolvedError, HistoryLostError, MissingError, UnavailableError.
     """
     chosen = portal.call(shard.batches_until(at))
     for batch in chosen:
@@ -76,7 +83,8 @@ def plan_parts(
     if no_files:
         raise PlanNotPossibleError(no_files)
     if any(column.name in shard.schema.key and column.type in FLOATS for column in shard.schema.columns):
-        # NaN is in no statistics of a part, by which engines skip rows; zeros and NaNs of other bits are one to them.
+        # Statistics, by which engines skip rows, exclude NaN; and engines treat zeros and NaNs of different bits as
+        # equal.
         raise PlanNotPossibleError("its key has a float, which may be NaN")
     fetch = fetching(portal, objects, whole=False)
     settled: list[Part] = []
@@ -98,12 +106,12 @@ def _size_bytes(batches: list[Batch]) -> int:
 
 
 _known: OrderedDict[tuple[str, ShardSchema], tuple[int, int] | None] = OrderedDict()
-"""By the key of an object, which never changes and is never used again (O1)."""
+"""Cached by the key of an object, which never changes and is never reused."""
 _knowing = threading.Lock()
 
 
 def _insertions(part: Part, schema: ShardSchema, fetch: Fetch) -> tuple[int, int] | None:
-    """First and last time of a part that only inserts, single rows under this very schema; None of any other."""
+    """Return the first and last time of a part that only inserts single rows under this exact schema, else None."""
     key = part.object_key, schema
     with _knowing:
         if key in _known:

@@ -1,4 +1,4 @@
-"""How many rows a shard has at a time: the sum of all diffs up to it. Pure, but for `fetch`."""
+"""Number of rows of a shard at a time: the sum of all diffs up to it. Pure, except for `fetch`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tidemill.shards.read.hash_ranges import Fetch
 
 
 def count_rows(batches: Sequence[Batch], as_of: int, fetch: Fetch) -> int:
-    """Rows at `as_of`, a row of multiplicity n counted n times. Raises as `fetch`, CorruptError.
+    """Return the number of rows at `as_of`; a row of multiplicity n counts n times. Raises as `fetch`, CorruptError.
 
-    Two columns of each part are read, which are next to nothing: their values repeat.
+    Reads two columns of each part, which are tiny: their values repeat.
     """
     count = 0
     for batch in batches:

@@ -1,7 +1,7 @@
-"""A part as a file for engines that verify nothing themselves: whole column chunks are verified before they are read.
+"""A part as a file, for engines that do not verify checksums: whole column chunks are verified before they are read.
 
-The footer is verified when the file is opened, the pages of a chunk each time any of it comes from the store. What the
-last read brought stays, for engines read a chunk in pieces.
+The footer is verified when the file is opened, the pages of a chunk whenever a part of it is fetched from the store.
+The last fetched range is cached, since engines read a chunk in pieces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidemill.shards.parts.parquet_pages import check_pages
 
 
 class VerifiedFile(io.RawIOBase):
-    """Reads `part` through `file`. One reader at a time. Raises Corrupt, and as `file`."""
+    """Reads `part` through `file`, for one reader at a time. Raises CorruptError, and the errors of `file`."""
 
     def __init__(self, part: Part, file: ObjectFile) -> None:
         self._part = part
@@ -68,7 +68,7 @@ class VerifiedFile(io.RawIOBase):
         return bytes(self._held[start - self._held_at : end - self._held_at])
 
     def _fetch(self, start: int, end: int) -> None:
-        """Hold verified bytes of at least [start, end): all chunks that it touches, whole."""
+        """Fetch and cache verified bytes of at least [start, end): all chunks that it touches, whole."""
         first = max(0, bisect_right(self._chunks, start, key=lambda chunk: chunk[0]) - 1)
         last = bisect_left(self._chunks, end, key=lambda chunk: chunk[0])
         touched = [(a, b) for a, b in self._chunks[first:last] if a < end and start < b]
@@ -85,7 +85,7 @@ class VerifiedFile(io.RawIOBase):
 
 
 def _chunks_of(metadata: pq.FileMetaData) -> list[tuple[int, int]]:
-    """[start, end) of every column chunk, in the order of the file."""
+    """Return [start, end) of every column chunk, in file order."""
     found = []
     for group in range(metadata.num_row_groups):
         for column in range(metadata.num_columns):

@@ -1,7 +1,7 @@
-"""The transitions of a shard: state and command in, next state or a reason out. Pure.
+"""Transitions of a shard: state and command in, next state or a rejection out. Pure.
 
-A rejected command changes nothing, on every machine that replays the log. `committed` is a success
-that changes nothing: the same append has landed before.
+A rejected command changes nothing, on every process that replays the log. `committed` is a success that changes
+nothing: the same append has landed before.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ class Reason(StrEnum):
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """Nothing changed. COMMITTED is the one reason that means success."""
+    """A rejection: nothing changed. COMMITTED is the only reason that means success."""
 
     reason: Reason
     detail: str = ""
 
 
 def bounds_error(batch: Batch) -> str:
-    """Why these bounds can never be appended, or "": a function of the input alone, asked before any request."""
+    """Return why these bounds can never be appended, or "". Depends on the input alone, so it needs no request."""
     if batch.lower < 0 or batch.upper <= batch.lower:
         return f"a batch needs 0 ≤ lower < upper: lower={batch.lower} upper={batch.upper}"
     if any(p.rows <= 0 or (not p.object_key and not p.inline) for p in batch.parts):
-        return "a part is empty or lies nowhere"
+        return "a part is empty or has no data"
     return ""
 
 
@@ -87,7 +87,7 @@ def batch_id(batch: Batch) -> BatchId:
 
 
 def apply(state: ShardState | None, command: Command) -> ShardState | Rejected:
-    """The next state, or why there is none. Checks everything before it builds anything."""
+    """Return the next state, or a rejection. Checks everything before it builds anything."""
     if isinstance(command, Create):
         if state is not None:
             return Rejected(Reason.EXISTS, f"shard={state.name}")
@@ -140,8 +140,8 @@ def _append(state: ShardState, command: Append) -> ShardState | Rejected:
     if state.closed:
         return Rejected(Reason.CLOSED)
     if batch.schema_version != state.schema.version:
-        # What it computed knows nothing of the new columns: equal writers would give unequal rows. Of an interval
-        # without rows as well: what changed in the new columns alone is no change to it.
+        # The writer does not know the new columns, so equal writers would write unequal rows. This includes intervals
+        # without rows: a change in the new columns alone looks like no change to the writer.
         return Rejected(Reason.EVOLVED, f"version={state.schema.version} written={batch.schema_version}")
     if _stale(state, batch):
         return Rejected(Reason.STALE, f"swept_ms={state.swept_ms}")
@@ -150,8 +150,8 @@ def _append(state: ShardState, command: Append) -> ShardState | Rejected:
     rows, size_bytes, inline_bytes = batch_sums(batch)
     batches = state.batches
     if batches and not batch.parts and not batches[-1].parts:
-        # Idle ticks must not grow the state. Only onto an empty batch: parts registered with narrower
-        # bounds than written would show their hidden rows if their batch were extended.
+        # Idle ticks must not grow the state. Only an empty batch is extended: parts registered with narrower bounds
+        # than written would otherwise reveal their hidden rows.
         batches = (*batches[:-1], replace(batch, lower=batches[-1].lower))
     else:
         batches = (*batches, batch)
@@ -175,11 +175,14 @@ def _set_hold(state: ShardState, command: SetHold) -> ShardState | Rejected:
         return Rejected(Reason.BOUNDS, "a lease must end in the future")
     old = _hold(state, command.reader)
     if old is not None and (old.expires_ms == 0 or old.since > command.since):
-        return Rejected(Reason.BOUNDS, f"hold is critical or went further: reader={command.reader} since={old.since}")
+        return Rejected(
+            Reason.BOUNDS, f"hold is critical or has advanced further: reader={command.reader} since={old.since}"
+        )
     others = tuple(h for h in state.holds if h.reader != command.reader and h.live(command.now_ms))
     if len(others) >= HOLDS_KEPT:
         return Rejected(Reason.FULL, f"holds={len(others)}")
-    # A mere renewal keeps protecting what its reader chose long ago; one that lapsed or moves on begins from here.
+    # A mere renewal still protects the batches that its reader chose long ago; a lapsed or advanced hold starts from
+    # here.
     renewed = old is not None and old.live(command.now_ms) and old.since == command.since
     version = old.version if old is not None and renewed else state.version + 1
     hold = Hold(command.reader, command.since, command.expires_ms, version=version)
@@ -203,7 +206,7 @@ def _hold(state: ShardState, reader: str) -> Hold | None:
 
 
 def _settle(state: ShardState, holds: tuple[Hold, ...], now_ms: int) -> ShardState:
-    """Drop expired leases, then let since follow the least hold. Leased readers alone never forget history."""
+    """Drop expired leases, then advance since to the minimum of the holds. Leased holds alone never advance since."""
     live = tuple(h for h in holds if h.live(now_ms))
     since = state.since
     if any(h.expires_ms == 0 for h in live):
@@ -238,7 +241,7 @@ def _replace(state: ShardState, command: Replace) -> ShardState | Rejected:
 
 
 def _with_garbage(state: ShardState, run: Sequence[Batch], merged: Batch, at_ms: int) -> tuple[Garbage, ...]:
-    """Garbage with the objects of `run` that `merged` does not go on naming."""
+    """Return the garbage plus the objects of `run` to which `merged` does not refer."""
     kept = {part.object_key for part in merged.parts}
     gone = [part for batch in run for part in batch.parts if part.object_key and part.object_key not in kept]
     if not gone or not at_ms:
@@ -248,7 +251,7 @@ def _with_garbage(state: ShardState, run: Sequence[Batch], merged: Batch, at_ms:
 
 
 def _stale(state: ShardState, batch: Batch) -> bool:
-    """Was one of its objects written so long ago that a sweep may have taken it for an orphan?"""
+    """Return whether one of its objects is so old that a sweep may have deleted it as an orphan."""
     return state.swept_ms > 0 and any(0 <= written_ms(part.object_key) < state.swept_ms for part in batch.parts)
 
 
@@ -281,7 +284,7 @@ def _evolve(state: ShardState, command: Evolve) -> ShardState | Rejected:
 
 
 def collectable(state: ShardState, before_ms: int, now_ms: int) -> tuple[Garbage, ...]:
-    """Garbage, oldest first, that was replaced before `before_ms` and that no live hold may still read. Pure.
+    """Return the garbage, oldest first, that was replaced before `before_ms` and that no live hold may read. Pure.
 
     Always a prefix: `Collected` names it by its last version.
     """

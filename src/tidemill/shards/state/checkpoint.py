@@ -1,14 +1,14 @@
-"""Shards and bindings as rows that somebody else keeps (RFC 0002 §6): what changed, in groups to be written at once.
+"""Shards and bindings as rows of the metastore (RFC 0002 §6): their changes, in groups that are committed atomically.
 
-A shard is a header (its state without batches) and one row a batch, named by its lower bound. Groups are written in
-order, each at once, and after every one of them the rows are a state that can be restored:
+A shard is a header (its state without batches) and one row per batch, named by its lower bound. Groups are written in
+order, each atomically. After each of them the rows are a state that can be restored:
 
-    header with the new since, the old upper      merged batches hold times only from the new since on; since < upper
-    a batch, and the deletions of what it covers  compaction put it in the place of several
-    header with the new upper                     counts only batches that are there; with it the batch that passes the
+    header with the new since, the old upper      merged batches have times only from the new since on; since < upper
+    a batch, and the deletion of those it covers  compaction replaced several batches by it
+    header with the new upper                     counts only batches that exist; together with the batch across the
                                                   old upper, whose times may all have been moved beyond that
 
-Rows past the header's upper are left out when a shard is put together again.
+Rows beyond the header's upper are ignored when a shard is reassembled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tidemill.shards.state.state_machine import shard_replica
 
 
 class BatchBytes(NamedTuple):
-    """One batch as a row: `objects` are the keys of its parts that are objects."""
+    """One batch as a row. `objects` are the keys of its parts that are objects."""
 
     lower: int
     upper: int
@@ -39,7 +39,10 @@ class BatchBytes(NamedTuple):
 
 
 class ShardGroup(NamedTuple):
-    """Written at once. `header`: the state without batches, or None to leave the shard's row alone."""
+    """Rows that are written atomically.
+
+    `header` is the state without batches, or None to leave the shard's row unchanged.
+    """
 
     header: ShardState | None
     batches: tuple[BatchBytes, ...] = ()
@@ -48,7 +51,7 @@ class ShardGroup(NamedTuple):
 
 
 class ShardFollower:
-    """Follows one shard's log. `header` and `batches` (lower → upper, bytes) are what its rows hold."""
+    """Follows one shard's log. `header` and `batches` (lower → upper, bytes) are the contents of its rows."""
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class ShardFollower:
         self._header = header
         self._uppers = {lower: upper for lower, (upper, _) in (batches or {}).items()}
         self._bytes: dict[int, bytes] = {lower: data for lower, (_, data) in (batches or {}).items()}
-        """Bytes of rows found at the start, compared once; later on identity of the batches tells."""
+        """Bytes of the rows found at the start, compared once; later the batches themselves are compared."""
         self._known: dict[int, Batch] = {}
         self._state: ShardState | None = None
 
@@ -71,7 +74,7 @@ class ShardFollower:
         return self._log.position
 
     async def gather(self) -> list[ShardGroup]:
-        """[] when nothing changed. Raises CorruptError, Unavailable."""
+        """Return the groups to write, [] if nothing changed. Raises CorruptError, UnavailableError."""
         await self._log.catch_up()
         state = self._state = self._log.state
         if state is None:
@@ -79,7 +82,7 @@ class ShardFollower:
         return shard_changes(self._header, self._uppers, state, self._same)
 
     def written(self) -> None:
-        """What the last `gather` returned is committed."""
+        """Record that the groups of the last `gather` are committed."""
         state = self._state
         if state is None:
             return
@@ -97,10 +100,10 @@ class ShardFollower:
 
 
 def header_of(state: ShardState) -> ShardState:
-    """The state without its batches and their sums: what a shard's row holds.
+    """Return the state without its batches and their sums: the contents of a shard's row.
 
-    Without its garbage too, which a busy shard may have more of than fits a row: a restored shard has another id, and
-    what the old one left is swept as nobody's.
+    Garbage is left out, too, since that of a busy shard may not fit a row. A restored shard has another id, and the old
+    one's leftovers are swept as orphans.
     """
     return replace(state, batches=(), rows=0, size_bytes=0, inline_bytes=0, garbage=())
 
@@ -111,11 +114,10 @@ def shard_changes(
     state: ShardState,
     same: Callable[[Batch], bool],
 ) -> list[ShardGroup]:
-    """From rows (`old` header, batch rows by lower → upper) to `state`. Pure. The rows are of this shard, or of the one
-    that it was restored from.
+    """Return the groups that change rows (`old` header, batch rows by lower → upper) into `state`. Pure.
 
-    Raises CorruptError when the state is older than the rows: another life of the shard, whose rows may be all that is
-    left of this one.
+    The rows are of this shard, or of the one from which it was restored. Raises CorruptError if the state is older than
+    the rows: it is another life of the shard, and the rows may be all that is left of the old one.
     """
     header = header_of(state)
     if old is not None and (state.upper < old.upper or state.since < old.since):
@@ -141,8 +143,9 @@ def shard_changes(
         return []
     first: list[ShardGroup] = []
     if old is not None and groups and (header.since != old.since or header.schema != old.schema):
-        # The old tokens with it: a token says that its append is there, and it may not be yet. A newer schema reads
-        # every older batch, an older one no newer batch. No batch below the old upper has times moved beyond its own.
+        # With the old tokens: a token means that its append is present, which it may not be yet. A newer schema reads
+        # every older batch, but an older one no newer batch. No batch below the old upper has times moved beyond its
+        # own upper.
         since = max(old.since, min(header.since, old.upper - 1))
         first = [ShardGroup(replace(old, since=since, schema=header.schema, versions=header.versions))]
     return [*first, *groups, last._replace(removed=(*last.removed, *stray))]
@@ -158,10 +161,10 @@ def _between(ordered: Sequence[int], lower: int, upper: int) -> Sequence[int]:
 
 
 def assemble(header: ShardState, batches: Iterable[Batch]) -> ShardState:
-    """The state again, from a header and batches in order of their lower bounds. Pure.
+    """Assemble the state from a header and batches in order of their lower bounds. Pure.
 
-    Batches past the header's upper are left out, one that passes it is cut there (its rows beyond never show).
-    Raises CorruptError when the batches are not contiguous from 0 to the upper.
+    Batches beyond the header's upper are left out; one that crosses it is cut there (its rows beyond are hidden).
+    Raises CorruptError if the batches are not contiguous from 0 to the upper.
     """
     found: list[Batch] = []
     at = 0
@@ -196,12 +199,12 @@ def encode_header(state: ShardState) -> bytes:
 
 
 def decode_header(data: bytes) -> ShardState:
-    """Raises CorruptError."""
+    """Decode a header. Raises CorruptError."""
     return decode_state(data)
 
 
 class StoredBinding(NamedTuple):
-    """`data` as it stands in the log (layout: remap)."""
+    """A binding with `data` as stored in the log (layout: remap)."""
 
     position: int
     time_ms: int
@@ -209,9 +212,9 @@ class StoredBinding(NamedTuple):
 
 
 class BindingFollower:
-    """Follows the bindings of one source from `last` = (time, position) on, the newest that a row holds.
+    """Follows the bindings of one source from `last` = (time, position) on, the newest one in a row.
 
-    `forgotten_ms` after a `gather`: rows of times below it are of bindings that the log has forgotten since.
+    After a `gather`, rows of times below `forgotten_ms` belong to bindings that the log has truncated since.
     """
 
     def __init__(self, consensus: Consensus, source: str, last: tuple[int, int] | None = None) -> None:
@@ -226,7 +229,7 @@ class BindingFollower:
         self.forgotten_ms = 0
 
     async def gather(self) -> list[StoredBinding]:
-        """Bindings newer than the last one written, oldest first. Raises CorruptError, Unavailable."""
+        """Return the bindings newer than the last one written, oldest first. Raises CorruptError, UnavailableError."""
         while True:
             if self._next is None:
                 self._next = await self._resume()
@@ -238,7 +241,7 @@ class BindingFollower:
                     self.forgotten_ms = (await self._at(self._new_start)).binding.time_ms
                 break
             except MissingError:
-                self._next = None  # truncated past what the rows hold: they begin anew
+                self._next = None  # truncated past the position of the rows: start again from the log's start
         self._gathered = (found[-1].time_ms, found[-1].position) if found else None
         return found
 
@@ -253,14 +256,14 @@ class BindingFollower:
                 return found
 
     def written(self) -> None:
-        """What the last `gather` returned is committed."""
+        """Record that the bindings of the last `gather` are committed."""
         self._start = self._new_start
         if self._gathered is not None:
             self._last, self._gathered = self._gathered, None
             self._next = self._last[1] + 1
 
     async def _resume(self) -> int:
-        """The position after the last binding written: by its time, since a restored log counts anew."""
+        """Return the position after the last binding written: by its time, since a restored log has other positions."""
         head = await self._consensus.log_head(self._log)
         if self._last is None:
             return head.start
@@ -279,10 +282,10 @@ class BindingFollower:
                 high = middle
             else:
                 low = middle + 1
-        # From a whole record on: what it rests on may be in no row.
+        # Start at a whole record: the one that a delta refers to may be in no row.
         return low - (await self._at(low)).back if low < head.next else low
 
     async def _at(self, position: int) -> Stored:
-        """Raises MissingError when it is truncated meanwhile."""
+        """Read one binding. Raises MissingError if it is truncated concurrently."""
         page = await self._consensus.read(self._log, position, limit_records=1)
         return decode_stored(page.records[0].data)

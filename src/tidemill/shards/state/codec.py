@@ -99,7 +99,7 @@ def encode_command(command: Command) -> bytes:
 
 
 def decode_command(data: bytes) -> Command:
-    """Raises CorruptError when the bytes are no command of this format."""
+    """Decode a command. Raises CorruptError if the bytes are no command of this format."""
     try:
         match _decode(data):
             case [1, name, shard_id, schema, *_]:
@@ -135,7 +135,7 @@ def decode_command(data: bytes) -> Command:
 
 
 def encode_state(state: ShardState) -> bytes:
-    """A rollup: everything a reader needs instead of the records before it."""
+    """Encode a rollup: everything that a reader needs instead of the records before it."""
     changed = state.schema.version > 1
     lost = any(c.retired for c in state.schema.columns) or any(v.retired for v in state.versions)
     out = [
@@ -160,7 +160,7 @@ def encode_state(state: ShardState) -> bytes:
 
 
 def decode_state(data: bytes) -> ShardState:
-    """Raises CorruptError when the bytes are no rollup of this format."""
+    """Decode a rollup. Raises CorruptError if the bytes are no rollup of this format."""
     try:
         fields = _decode(data)
         if fields[0] not in (1, UNCHANGED_FORMAT, GROWN_FORMAT, ROLLUP_FORMAT):
@@ -199,12 +199,12 @@ def decode_state(data: bytes) -> ShardState:
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """One batch by itself, parts and inline bytes included (layout `batch`)."""
+    """Encode one batch alone, including parts and inline bytes (layout `batch`)."""
     return _encode(_batch_out(batch))
 
 
 def decode_batch(data: bytes) -> Batch:
-    """Raises CorruptError."""
+    """Decode one batch. Raises CorruptError."""
     try:
         return _batch_in(_decode(data))
     except (msgspec.DecodeError, ValueError, TypeError, IndexError) as error:

@@ -1,6 +1,6 @@
-"""What may be asked of a shard. Each command is one small record of its log; tags are append-only (codec).
+"""Commands of a shard. Each is one small record of its log; tags are append-only (codec).
 
-Time and identity ride inside the command, chosen by the proposer, so that applying is pure.
+Times and identities are part of the command, chosen by the proposer, so that applying is pure.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tidemill.shards.api import Batch, ShardSchema
 from tidemill.shards.parts.schema_evolution import Changes
 
 PREFIX = "shard/"
-"""Registers that name shards: the newest command about each name."""
+"""Prefix of the registers that name shards; each has the newest command about its name."""
 
 
 class Create(msgspec.Struct, frozen=True):
@@ -21,13 +21,13 @@ class Create(msgspec.Struct, frozen=True):
 
 
 class Append(msgspec.Struct, frozen=True):
-    """Show `batch` and move upper from batch.lower to batch.upper. No parts = progress only."""
+    """Make `batch` visible and move upper from batch.lower to batch.upper. No parts = progress only."""
 
     batch: Batch
 
 
 class SetHold(msgspec.Struct, frozen=True):
-    """Take, renew or move forward a leased hold until `expires_ms`. Expired holds are dropped as of `now_ms`."""
+    """Create, renew or advance a leased hold until `expires_ms`. Expired holds are dropped as of `now_ms`."""
 
     reader: str
     since: int
@@ -41,10 +41,10 @@ class ReleaseHold(msgspec.Struct, frozen=True):
 
 
 class DowngradeSince(msgspec.Struct, frozen=True):
-    """Move the critical hold `owner` (made at first use) to `since`, as its owner in `epoch`.
+    """Advance the critical hold `owner` (created at first use) to `since`, as its owner in `epoch`.
 
-    A newer epoch takes the hold over; an older one is fenced. While at least one critical hold exists,
-    since is the least of all holds.
+    A newer epoch takes over the hold; an older one is fenced. While at least one critical hold exists, since is the
+    minimum of all holds.
     """
 
     owner: str
@@ -54,7 +54,7 @@ class DowngradeSince(msgspec.Struct, frozen=True):
 
 
 class BatchId(msgspec.Struct, frozen=True):
-    """Names one batch as it was seen; a batch that was extended or merged meanwhile has another."""
+    """Identity of one batch at the time of a read; a batch that was extended or merged since has another."""
 
     lower: int
     upper: int
@@ -62,9 +62,9 @@ class BatchId(msgspec.Struct, frozen=True):
 
 
 class Replace(msgspec.Struct, frozen=True):
-    """Put `merged` in the place of consecutive batches, if they are all still there as they were.
+    """Replace consecutive batches by `merged`, if all of them are unchanged.
 
-    Their objects are garbage from `at_ms` on. 0 (a record from before there was garbage): they are left to the sweep.
+    Their objects are garbage from `at_ms` on. 0 (a record of an older format): they are left to the sweep.
     """
 
     replaced: tuple[BatchId, ...]
@@ -73,11 +73,11 @@ class Replace(msgspec.Struct, frozen=True):
 
 
 class Close(msgspec.Struct, frozen=True):
-    """No append is ever accepted again; reads go on."""
+    """Reject all further appends; reads continue."""
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """The shard is no more: nothing is read or written again, and it refers to no object.
+    """Drop the shard: all further reads and writes are rejected, and it refers to no object.
 
     The same record in the shard's register frees the name for a shard with another id.
     """
@@ -86,19 +86,19 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """The objects of every garbage entry up to `version` are deleted."""
+    """The objects of every garbage entry up to `version` were deleted."""
 
     version: int
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """From now on no part may be shown that was written before `before_ms`: those that nobody refers to are orphans."""
+    """Reject parts written before `before_ms` from now on: those without a reference are orphans."""
 
     before_ms: int
 
 
 class Evolve(msgspec.Struct, frozen=True):
-    """Give the schema these columns and types, from upper on. What it has already changes nothing (RFC 0003)."""
+    """Add these columns and types to the schema, from upper on. Changes that it already has are no-ops (RFC 0003)."""
 
     changes: Changes
     at_ms: int

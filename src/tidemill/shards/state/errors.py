@@ -1,4 +1,4 @@
-"""Why a shard refused a command, as the error its proposer gets."""
+"""Translates a shard's rejection of a command into the error for its proposer."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from tidemill.shards.state.state import ShardState
 
 
 def refusal(rejected: Rejected, state: ShardState) -> TidemillError:
-    """`state`: what the refusal rests on."""
+    """Return the error for `rejected`; `state` is the one on which the rejection is based."""
     said = f"shard={state.name} {rejected.detail}".rstrip().removesuffix(".")
     match rejected.reason:
         case Reason.UPPER:
-            return ConflictError(f"upper is not where this append begins: {said}.", current=state.upper)
+            return ConflictError(f"the append does not start at the shard's upper: {said}.", current=state.upper)
         case Reason.CLOSED:
             return ClosedError(f"shard is closed to writes: {said}.")
         case Reason.FENCED:
             return FencedError(f"a newer epoch owns this hold: {said}.", current=state.holds)
         case Reason.EVOLVED:
             return SchemaEvolvedError(
-                f"the shard's schema is a newer one: {said}.", current=state.schema, fix="Open the shard again."
+                f"the shard's schema is newer: {said}.", current=state.schema, fix="Reopen the shard."
             )
         case Reason.SCHEMA:
-            return InvalidError(f"schema change refused: {said}.", fix=CAN)
+            return InvalidError(f"schema change rejected: {said}.", fix=CAN)
         case Reason.HISTORY:
             return HistoryLostError(f"history is lost: {said}.", fix="Hold a time from since on.")
         case Reason.MOVED:
-            return ConflictError(f"batches moved meanwhile: {said}.", current=state.upper)
+            return ConflictError(f"batches moved in the meantime: {said}.", current=state.upper)
         case Reason.ABSENT | Reason.DROPPED:
             return MissingError(f"no such shard: {said}.", fix="It was dropped: open it by name again.")
         case Reason.STALE:
-            return UnavailableError(f"parts are too old to be shown: {said}.", fix="Write them again.")
+            return UnavailableError(f"parts are too old to be appended: {said}.", fix="Write them again.")
         case Reason.FULL:
-            return UnavailableError(f"too many at once: {said}.", fix="Try again when some have ended.")
+            return UnavailableError(f"too many holds or too much garbage: {said}.", fix="Retry later.")
         case Reason.BROKEN:
-            return CorruptError(f"refused, for it would break an invariant: {said}.", fix="Report it with the log.")
+            return CorruptError(f"the command would break an invariant: {said}.", fix="Report it with the log.")
         case _:
-            return InvalidError(f"refused ({rejected.reason}): {said}.")
+            return InvalidError(f"rejected ({rejected.reason}): {said}.")

@@ -1,11 +1,11 @@
-"""Writing shards and bindings back into empty consensus (RFC 0002 §6). Every step may be repeated by the same attempt.
+"""Writes shards and bindings back into empty consensus (RFC 0002 §6). The same attempt may repeat every step.
 
     shard/<new id>        [creation, rollup…], truncated to the rollup
     shard/<name>          the register: the creation with the new id
     remap/<source>        the bindings, one record each, from position 0
 
-A restored shard has an id of its own: whoever mirrored the old one may have seen what was lost, and starts anew.
-Its parts stay where they are; they name their objects in full.
+A restored shard has a new id: a reader that mirrored the old one may have seen lost rows, and starts again. Its parts
+stay under their keys, which the batches contain in full.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ BINDINGS_AN_APPEND = 1000
 
 
 def restored_id(shard_id: str, attempt: str) -> str:
-    """The shard's id after the restore `attempt`: the same for every run of it."""
+    """Return the shard's id after the restore `attempt`, the same in every run of it."""
     return str(UUID(bytes=hashlib.blake2b(f"{shard_id}/{attempt}".encode(), digest_size=16).digest(), version=4))
 
 
 async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, attempt: str) -> str:
-    """Returns the new id. Raises InvalidError when the name has a shard that this attempt did not make."""
+    """Restore a shard; return the new id. Raises InvalidError if the name has a shard of another attempt."""
     shard_id = restored_id(state.shard_id, attempt)
-    # A hold's epoch is the term of a lease of the old consensus: in an empty one it would fence every owner to come.
+    # A hold's epoch is the term of a lease in the old consensus; in an empty one it would fence every future owner.
     holds = tuple(replace(hold, epoch=0) for hold in state.holds)
     state = replace(state, shard_id=shard_id, holds=holds)
     create = encode_command(Create(state.name, shard_id, state.schema))
@@ -47,15 +47,13 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
     if head.next == 0:
         records = [codec.encode_command(create), *codec.encode_rollup(encode_state(state))]
         while head.next == 0:
-            with contextlib.suppress(
-                UnknownOutcomeError, ConflictError
-            ):  # the nonce of what stands there tells, if anything does
+            with contextlib.suppress(UnknownOutcomeError, ConflictError):  # the nonce in the log decides
                 await consensus.append(log, 0, 0, records, attempt)
             head = await consensus.log_head(log)
     await _check_ours(consensus, log, head.start, attempt)
     if head.start == 0:
         await consensus.truncate(log, 1)
-    # The register last: before it, nobody can find the log.
+    # The register last: before it exists, no process can find the log.
     key = PREFIX + state.name
     found = await consensus.head(key)
     while found is None:
@@ -68,19 +66,22 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
 
 
 async def restore_bindings(consensus: Consensus, source: str, bindings: Sequence[bytes], attempt: str) -> None:
-    """`bindings` as they stood in the log, oldest first. Goes on where an earlier run of the attempt stopped."""
+    """Restore `bindings` as they were in the log, oldest first.
+
+    Continues where an earlier run of the attempt stopped.
+    """
     log = log_name(source)
     at = (await consensus.log_head(log)).next
     if at:
         await _check_ours(consensus, log, at - 1, attempt)
     while at < len(bindings):
         records = list(bindings[at : at + BINDINGS_AN_APPEND])
-        with contextlib.suppress(UnknownOutcomeError, ConflictError):  # where the log ends now tells
+        with contextlib.suppress(UnknownOutcomeError, ConflictError):  # the end of the log decides
             await consensus.append(log, 0, at, records, attempt)
         reached = (await consensus.log_head(log)).next
         if reached not in (at, at + len(records)):
             raise InvalidError(
-                f"somebody else writes these bindings: log={log} next={reached}.", fix="Stop every node."
+                f"another process writes these bindings: log={log} next={reached}.", fix="Stop every node."
             )
         at = reached
 

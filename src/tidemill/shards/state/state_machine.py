@@ -1,8 +1,8 @@
-"""The one async seam of a shard's state: commands in, states out, over a fenced log with rollups.
+"""The async seam of a shard's state: commands in, states out, over a fenced log with rollups.
 
-M1  `state` is what `apply` makes of the log up to some position, and only moves forward.
-M2  A command lands only if `apply` accepted it on exactly the state before its position; a refusal rests on a
-    linearizable read. So a loser of a race is told the truth, and nothing of it was written.
+Invariant (exact state): `state` is the result of `apply` over the log up to some position, and only advances. Invariant
+(decided writes): a command lands only if `apply` accepted it on exactly the state before its position; a rejection
+rests on a linearizable read. So the loser of a race gets the true reason, and wrote nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tidemill.shards.state.commands import Command, Create
 from tidemill.shards.state.state import ShardState
 
 ROLLUP_AFTER_RECORDS = 512
-"""A rollup of 10,000 batches is about 2 MB; once in so many commits it adds a few kilobytes to each."""
+"""Commits between rollups. A rollup of 10,000 batches is about 2 MB, so this adds a few kilobytes to each commit."""
 
 
 class _Refused(InvalidError):
     """Carries a rejection through the log's proposer back to `propose`."""
 
     def __init__(self, rejected: Rejected) -> None:
-        super().__init__(f"refused: {rejected.reason}")
+        super().__init__(f"rejected: {rejected.reason}")
         self.rejected = rejected
 
 
@@ -40,18 +40,21 @@ class ShardMachine:
         return state
 
     async def refresh(self) -> ShardState:
-        """The state as of now: a linearizable read."""
+        """Return the current state by a linearizable read."""
         await self._log.catch_up()
         return self.state
 
     async def changed(self, seen: ShardState, timeout_s: float) -> ShardState:
-        """The state once it is no longer `seen`, or after the timeout."""
+        """Return the state once it is no longer `seen`, or after the timeout."""
         if self._log.state is seen:
             await self._log.wait(timeout_s)
         return self.state
 
     async def propose(self, command: Command) -> ShardState | Rejected:
-        """The state right after `command`, or why it was refused. Raises Unavailable, Unknown, Closed, CorruptError."""
+        """Return the state right after `command`, or its rejection.
+
+        Raises UnavailableError, UnknownOutcomeError, ClosedError, CorruptError.
+        """
         data = encode_command(command)
 
         def decide(state: ShardState | None) -> bytes:
@@ -79,12 +82,12 @@ def shard_log(shard_id: str) -> str:
 
 
 def shard_replica(consensus: Consensus, shard_id: str) -> Replica[ShardState | None]:
-    """Follows a shard's log without ever writing it; None until the log holds its creation."""
+    """Follow a shard's log without ever writing it; None until the log has its creation."""
     return Replica(consensus, shard_log(shard_id), lambda: None, _apply_record, decode_state)
 
 
 async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> ShardMachine:
-    """Load the shard that `created` names; whoever finds its log empty writes that very command first."""
+    """Load the shard that `created` names; if its log is empty, write that command first."""
     log: StateLog[ShardState | None] = StateLog(
         consensus,
         shard_log(created.shard_id),
@@ -109,8 +112,8 @@ async def open_machine(consensus: Consensus, rand: Rand, created: Create) -> Sha
 def _apply_record(state: ShardState | None, data: bytes, position: int, term: int) -> ShardState | None:
     result = apply(state, decode_command(data))
     if isinstance(result, Rejected):
-        # A proposer checks on exactly this state, so only another version of the rules gets here: a no-op.
-        raise ConflictError(f"refused at replay: position={position} reason={result.reason} {result.detail}.")
+        # A proposer checks on exactly this state, so only a process with other rules gets here: a no-op.
+        raise ConflictError(f"rejected at replay: position={position} reason={result.reason} {result.detail}.")
     return result
 
 
